@@ -1,0 +1,195 @@
+"""The emitter: bodies write standard ONNX operators through it, for any element type and place.
+
+Places: ``"cpu"`` (a 16-bit variable is carried as an fp32 tensor that holds 16-bit values), ``"cuda"``
+(real 16-bit tensors) and ``"reference"`` (any element type, for the reference evaluator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from .infer import constant_array
+from .program import Variable
+from .types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
+
+_BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
+_INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the emitted graph: its name, its real element type there, its shape where known."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None = None
+
+
+class Emitter:
+    """Collects nodes and initializers of one graph. ``e.Mul(a, b)`` emits a Mul and gives its value."""
+
+    def __init__(self, place: str = "reference", opset: int = 21) -> None:
+        self.place = place
+        self.opset = opset
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.prefix = ""
+        self.wanted: Sequence[bool] = ()
+        #: In a gradient body: the concrete shape of each forward input whose gradient is wanted.
+        self.output_shapes: Sequence[tuple[int, ...] | None] = ()
+        #: Content of variables known before the run, by variable key; set by the lowering.
+        self.known_values: Callable[[Variable], np.ndarray | None] = constant_array
+        #: Supplies run-time scalars ("zero", "seed", "step") as graph inputs; set by the lowering.
+        self.runtime_scalar: Callable[[str], Value] | None = None
+        self._constants: dict[tuple[Any, ...], Value] = {}
+        self._widened: dict[str, Value] = {}
+        #: On CPU: the 16-bit tensor behind each rounded fp32 carrier.
+        self.narrow: dict[str, Value] = {}
+        self._names: set[str] = set()
+        self._serial = 0
+
+    # -- names -----------------------------------------------------------------------------------
+    def reserve(self, names: Iterable[str]) -> None:
+        """Keep these tensor names free for the caller."""
+        self._names.update(names)
+
+    def name(self, hint: str) -> str:
+        """A fresh tensor name."""
+        while True:
+            name = f"{self.prefix}/{hint}_{self._serial}" if self.prefix else f"{hint}_{self._serial}"
+            self._serial += 1
+            if name not in self._names:
+                self._names.add(name)
+                return name
+
+    # -- emitting --------------------------------------------------------------------------------
+    def __getattr__(self, type_: str) -> Callable[..., Any]:
+        if not type_[:1].isupper():
+            raise AttributeError(type_)
+        return lambda *inputs, **kw: self.op(type_, *inputs, **kw)
+
+    def op(self, type_: str, *inputs: Value | None, outputs: int = 1, domain: str = "", dtype: str | None = None,
+           shape: Sequence[int] | None = None, **attrs: Any) -> Any:  # fmt: skip
+        """Emit one node; a Value, or a tuple of them for ``outputs`` > 1. ``dtype`` overrides the usual rule."""
+        names = [self.name(type_) for _ in range(outputs)]
+        self.nodes.append(
+            onnx.helper.make_node(type_, ["" if v is None else v.name for v in inputs], names, names[0], domain=domain,
+                                  **{k: v for k, v in attrs.items() if v is not None})  # fmt: skip
+        )
+        kind = dtype or self._result(type_, inputs, attrs)
+        values = tuple(Value(n, kind, None if shape is None else tuple(shape)) for n in names)
+        return values[0] if outputs == 1 else values
+
+    def _result(self, type_: str, inputs: Sequence[Value | None], attrs: dict[str, Any]) -> str:
+        if type_ in _BOOL:
+            return "bool"
+        if type_ in _INT64:
+            return "int64"
+        position = {"Where": 1, "OneHot": 2}.get(type_, 0)
+        found = inputs[position] if position < len(inputs) else None
+        if found is None:
+            raise TypeError(f"cannot tell the element type of {type_}; pass dtype=")
+        return found.dtype
+
+    def cast(self, value: Value, dtype: str) -> Value:
+        """``value`` as a tensor of this element type; nothing where it is one already."""
+        if value.dtype == dtype:
+            return value
+        return self.op("Cast", value, dtype=dtype, shape=value.shape, to=ONNX_TYPES[dtype])
+
+    def f32(self, value: Value) -> Value:
+        """A 16-bit value widened to fp32 (one cast per tensor); others as they are."""
+        if value.dtype not in HALF:
+            return value
+        if value.name not in self._widened:
+            self._widened[value.name] = self.cast(value, "float32")
+        return self._widened[value.name]
+
+    def stored(self, value: Value, dtype: str) -> Value:
+        """``value`` as a variable of type ``dtype`` is held at this place: rounded to 16 bit where that is 16 bit."""
+        if self.place == "cpu" and dtype in HALF:
+            narrow = self.cast(value, dtype)
+            carrier = self.cast(narrow, "float32")
+            self.narrow[carrier.name] = narrow
+            return carrier
+        return self.cast(value, dtype)
+
+    def const(self, array: Any, dtype: str | None = None) -> Value:
+        """A constant; equal ones are shared."""
+        array = np.asarray(array)
+        if dtype is not None:
+            array = array.astype(numpy_dtype(dtype))
+        kind = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
+        key = (kind, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = self.name("const")
+            self.initializers[name] = onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+            self._constants[key] = Value(name, kind, array.shape)
+        return self._constants[key]
+
+    def ints(self, *values: int) -> Value:
+        """A 1-D int64 constant."""
+        return self.const(np.array(values, np.int64))
+
+    def like(self, number: float, value: Value) -> Value:
+        """A scalar constant of the element type of ``value``."""
+        return self.const(number, value.dtype)
+
+    def wants(self, index: int) -> bool:
+        """In a gradient body: whether the gradient of forward input ``index`` is asked for."""
+        return index < len(self.wanted) and self.wanted[index]
+
+    def known(self, variable: Variable | None) -> np.ndarray | None:
+        """The content of a small variable (axes, pads, sizes) where it is known before the run."""
+        return None if variable is None else self.known_values(variable)
+
+    def scalar(self, what: str) -> Value:
+        """A run-time scalar ("zero" float32, "seed" and "step" uint32) that no constant folding can see."""
+        if self.runtime_scalar is not None:
+            return self.runtime_scalar(what)
+        return self.const(np.zeros((), np.float32 if what == "zero" else np.uint32))
+
+    # -- pieces that several bodies share ----------------------------------------------------------
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Reshape to a fixed shape."""
+        if value.shape == tuple(shape):
+            return value
+        return self.op("Reshape", value, self.ints(*shape), shape=shape)
+
+    def transpose(self, value: Value, perm: Sequence[int]) -> Value:
+        """Transpose; nothing where ``perm`` is the identity."""
+        if list(perm) == list(range(len(perm))):
+            return value
+        shape = None if value.shape is None else [value.shape[p] for p in perm]
+        return self.op("Transpose", value, perm=list(perm), shape=shape)
+
+    def reduce_sum(self, value: Value, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
+        """Sum over ``axes`` (all where None), in fp32 for 16-bit values."""
+        value = self.f32(value)
+        if axes is not None and not list(axes):
+            return value
+        ins = [value] if axes is None else [value, self.ints(*axes)]
+        return self.op("ReduceSum", *ins, keepdims=int(keepdims))
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Value:
+        """Zeros that cost no memory in the session: a run-time scalar, expanded."""
+        zero = self.cast(self.scalar("zero"), dtype)
+        return self.op("Expand", zero, self.ints(*shape), shape=shape)
+
+    def sum_to(self, value: Value, shape: Sequence[int], source: Sequence[int]) -> Value:
+        """Undo broadcasting: sum ``value`` of shape ``source`` to ``shape``."""
+        if tuple(shape) == tuple(source):
+            return value
+        lead = len(source) - len(shape)
+        axes = [i for i in range(len(source)) if i < lead or (shape[i - lead] == 1 and source[i] != 1)]
+        return self.reshape(self.reduce_sum(value, axes, keepdims=True), shape)
+
+
+def is_float(dtype: str | None) -> bool:
+    """Whether an element type name is a floating type that precision passes know."""
+    return dtype in FLOATS

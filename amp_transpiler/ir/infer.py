@@ -1,0 +1,250 @@
+"""Element types and shapes of an operator's outputs, one operator at a time.
+
+Own operators bring a rule; gradients take the shape of their forward variable; standard operators go
+through ONNX's own inference, with the values of small integer inputs (shape arithmetic) supplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import GraphError
+from .opdef import lookup
+from .program import OWN, Operator, Program, Shape, Variable
+from .types import NAMES, ONNX_TYPES
+
+_SMALL = 256  # elements: more than any shape vector, less than any weight
+
+
+def type_proto(dtype: str | None, shape: Shape | None) -> onnx.TypeProto:
+    """The ONNX type of a tensor variable."""
+    proto = onnx.TypeProto()
+    proto.tensor_type.elem_type = ONNX_TYPES[dtype] if dtype else 0
+    if shape is not None:
+        proto.tensor_type.shape.SetInParent()
+        for size in shape:
+            dim = proto.tensor_type.shape.dim.add()
+            if isinstance(size, str):
+                dim.dim_param = size
+            elif size is not None:
+                dim.dim_value = int(size)
+    return proto
+
+
+def from_type_proto(proto: onnx.TypeProto) -> tuple[str | None, Shape | None]:
+    """Element type name and shape of an ONNX tensor type."""
+    tensor = proto.tensor_type
+    dtype = NAMES.get(tensor.elem_type)
+    if not tensor.HasField("shape"):
+        return dtype, None
+    return dtype, tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param if d.HasField("dim_param") and d.dim_param else None)
+        for d in tensor.shape.dim
+    )
+
+
+def constant_array(variable: Variable) -> np.ndarray | None:
+    """The content of a small constant variable, None where it has none or is large."""
+    data = variable.data
+    if data is None and variable.producer is not None and variable.producer.type == "Constant":
+        value = variable.producer.attrs.get("value")
+        if value is not None:
+            data = value
+        else:
+            for name, kind in (("value_int", np.int64), ("value_ints", np.int64), ("value_float", np.float32),
+                               ("value_floats", np.float32)):  # fmt: skip
+                if name in variable.producer.attrs:
+                    return np.asarray(variable.producer.attrs[name], kind)
+    if data is None:
+        return None
+    if isinstance(data, onnx.TensorProto):
+        if int(np.prod(data.dims, dtype=np.int64)) > _SMALL or data.data_location == onnx.TensorProto.EXTERNAL:
+            return None
+        return onnx.numpy_helper.to_array(data)
+    array = np.asarray(data)
+    return array if array.size <= _SMALL else None
+
+
+class Shapes:
+    """Concrete types of every variable of a program for given feed shapes: ``shapes[variable]``.
+
+    ``values`` holds the arrays of small integer tensors that are known already (shape arithmetic).
+    """
+
+    def __init__(self, program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+        self.program = program
+        self.types: dict[int, tuple[str | None, Shape | None]] = {}
+        self.values: dict[int, np.ndarray] = {}
+        feed_shapes = feed_shapes or {}
+        for variable in program.variables:
+            if variable.producer is None:
+                self.types[variable.key] = (variable.dtype, feed_shapes.get(variable.name, variable.shape))
+        for op in program.operators:
+            infer_operator(op, self)
+
+    def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
+        return self.types.get(variable.key, (variable.dtype, variable.shape))
+
+    def value(self, variable: Variable) -> np.ndarray | None:
+        """The array of a small tensor known before the run."""
+        if variable.key not in self.values:
+            found = constant_array(variable)
+            if found is None:
+                return None
+            self.values[variable.key] = found
+        return self.values[variable.key]
+
+    def shape(self, variable: Variable) -> tuple[int, ...]:
+        """The concrete shape; GraphError naming the variable where it is not fixed."""
+        shape = self[variable][1]
+        if shape is None or not all(isinstance(d, int) for d in shape):
+            made = f" (made by '{variable.producer.label}')" if variable.producer else ""
+            raise GraphError(
+                f"the shape of '{variable.name}'{made} is not known before the run: {shape}. Training programs need "
+                "fixed shapes; give the shapes of all feeds, or take the operator off the training path"
+            )
+        return tuple(int(d) for d in shape)  # type: ignore[arg-type]
+
+
+class Declared:
+    """The types that variables already carry; what :func:`infer_operator` uses while a program is built."""
+
+    def __init__(self) -> None:
+        self.types: dict[int, tuple[str | None, Shape | None]] = {}
+        self.values: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
+        return variable.dtype, variable.shape
+
+    def value(self, variable: Variable) -> np.ndarray | None:
+        """The array of a small constant."""
+        return constant_array(variable)
+
+
+def infer_operator(op: Operator, env: Any) -> None:
+    """Put the types of the operator's outputs into ``env``."""
+    found = lookup(op)
+    results: list[tuple[str | None, Shape | None] | None]
+    if found is not None and found.infer is not None:
+        results = list(found.infer(op) if not isinstance(env, Shapes) else _with_env(found.infer, op, env))
+    elif op.domain == OWN or any(v is not None and v.grad_of is not None for v in op.outputs):
+        results = [None if v is None else _like(v, env) for v in op.outputs]
+    else:
+        results = _standard(op, env)
+    for variable, result in zip(op.outputs, results, strict=False):
+        if variable is not None and result is not None:
+            env.types[variable.key] = result
+
+
+def _like(variable: Variable, env: Any) -> tuple[str | None, Shape | None]:
+    if variable.grad_of is not None:
+        return variable.dtype, env[variable.grad_of][1]
+    return variable.dtype, variable.shape
+
+
+def _with_env(rule: Any, op: Operator, env: Shapes) -> Any:
+    """Run a rule that reads ``variable.shape`` against the concrete shapes."""
+    variables = [v for v in op.inputs if v is not None]
+    saved = [(v, v.dtype, v.shape) for v in variables]
+    try:
+        for v in variables:
+            v.dtype, v.shape = env[v]
+        return list(rule(op))
+    finally:
+        for v, dtype, shape in saved:
+            v.dtype, v.shape = dtype, shape
+
+
+def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | None]:
+    opset = op.program.opset(op.domain)
+    try:
+        schema = onnx.defs.get_schema(op.type, opset, op.domain)
+    except onnx.defs.SchemaError:
+        return [(v.dtype, v.shape) if v is not None else None for v in op.outputs]
+    node = onnx.NodeProto()
+    node.op_type, node.domain = op.type, op.domain
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    values: list[np.ndarray | None] = []
+    for v in op.inputs:
+        if v is None:
+            node.input.append("")
+            values.append(None)
+            continue
+        name = f"v{v.key}"
+        node.input.append(name)
+        types[name] = v.type_proto if v.type_proto is not None else type_proto(*env[v])
+        known = env.value(v)
+        values.append(known)
+        if known is not None:
+            data[name] = onnx.numpy_helper.from_array(known, name)
+    node.output.extend("" if v is None else f"v{v.key}" for v in op.outputs)
+    node.attribute.extend(op.attrs.protos())
+    try:
+        inferred = onnx.shape_inference.infer_node_outputs(
+            schema, node, types, data, opset_imports=[onnx.helper.make_opsetid(op.domain, opset)]
+        )
+    except onnx.shape_inference.InferenceError as error:
+        raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {str(error).strip()}") from None
+    if isinstance(env, Shapes):
+        _propagate(op, values, inferred, env)
+    results: list[tuple[str | None, Shape | None] | None] = []
+    for v in op.outputs:
+        if v is None:
+            results.append(None)
+            continue
+        proto = inferred.get(f"v{v.key}")
+        if proto is None or not proto.HasField("tensor_type"):
+            if proto is not None and v.type_proto is None:
+                v.type_proto = proto
+            results.append((v.dtype, v.shape))
+            continue
+        dtype, shape = from_type_proto(proto)
+        results.append((dtype or v.dtype, shape if shape is not None else v.shape))
+    return results
+
+
+def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env: Shapes) -> None:
+    """Fold shape arithmetic: a small integer output whose inputs are all known."""
+    out = op.output(0)
+    if out is None or len([v for v in op.outputs if v is not None]) != 1:
+        return
+    if op.type == "Shape":
+        source = op.inputs[0]
+        shape = env[source][1] if source is not None else None
+        if shape is not None and all(isinstance(d, int) for d in shape):
+            start, end = op.attrs.get("start", 0), op.attrs.get("end", len(shape))
+            env.values[out.key] = np.asarray(shape, np.int64)[start:end]
+        return
+    if not op.inputs or op.attrs.programs:
+        return
+    if any(v is not None and known is None for v, known in zip(op.inputs, values, strict=True)):
+        return
+    proto = inferred.get(f"v{out.key}")
+    if proto is None or proto.tensor_type.elem_type not in (6, 7, 9, 1):
+        return
+    result = fold(op, [known for known in values if known is not None])
+    if result is not None and result.size <= _SMALL:
+        env.values[out.key] = result
+
+
+def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
+    """Run one small operator in the reference evaluator; None where that cannot."""
+    names = iter(f"i{i}" for i in range(len(values)))
+    inputs = ["" if v is None else next(names) for v in op.inputs]
+    node = onnx.helper.make_node(op.type, inputs, ["out"], domain=op.domain)
+    node.attribute.extend(op.attrs.protos())
+    feeds = dict(zip([n for n in inputs if n], values, strict=True))
+    graph = onnx.helper.make_graph(
+        [node], "fold",
+        [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()],
+        [onnx.helper.make_empty_tensor_value_info("out")],
+    )  # fmt: skip
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))])
+    try:
+        return np.asarray(onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0])
+    except Exception:  # the evaluator raises whatever its operator does; an unknown value is no error here
+        return None

@@ -1,0 +1,26 @@
+"""Unique names: ``unique_name.generate("fc")`` gives fc_0, fc_1, …; ``unique_name.guard()`` starts afresh."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_counters: list[defaultdict[str, int]] = [defaultdict(int)]
+
+
+def generate(prefix: str) -> str:
+    """The next unused name ``<prefix>_<n>`` under the current guard."""
+    number = _counters[-1][prefix]
+    _counters[-1][prefix] += 1
+    return f"{prefix}_{number}"
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Names inside start from 0 again, so that a test program built alike names its parameters alike."""
+    _counters.append(defaultdict(int))
+    try:
+        yield
+    finally:
+        _counters.pop()

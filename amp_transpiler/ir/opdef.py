@@ -1,0 +1,161 @@
+"""What an operator means: one table, filled by ``amp_transpiler.ops`` and by users.
+
+An entry is made by decorating functions::
+
+    @gradient("Tanh", reads="y0 dy0")
+    def tanh(e, op, y, dy):
+        return [e.Mul(dy, e.Sub(e.like(1, y), e.Mul(y, y)))]
+
+``reads`` names what the gradient operator ``TanhGrad`` takes as inputs: forward inputs ``x0 x1 …``
+(``x*``: all of them, as a list), forward outputs ``y0 …``, output gradients ``dy0 …`` (``dy*``: all,
+as a list). A body gets an :class:`~amp_transpiler.ir.emitter.Emitter`, the operator and those values
+and returns one value per output; it is written once, for every element type and place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
+from .program import OWN, Operator, Shape
+
+if TYPE_CHECKING:
+    from .emitter import Emitter, Value
+
+Body = Callable[..., Sequence[Any]]
+Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
+
+
+@dataclass
+class Gradient:
+    """How to differentiate an operator. ``inputs`` are the differentiable slots (None: every float one)."""
+
+    reads: tuple[str, ...]
+    inputs: frozenset[int] | None
+    zero: bool = False
+
+
+@dataclass
+class OpDef:
+    """One operator. ``body`` None: it is a standard operator that is emitted as it stands.
+
+    ``native``: on CUDA the body takes 16-bit values as they are stored (GEMMs, convolutions, single
+    elementwise operators); otherwise it gets them widened to fp32 and its results are rounded once.
+    ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
+    ``when``: the body is used only where this holds of the operator (BatchNormalization in training mode).
+    ``for_test``: turns a cloned operator into its form for evaluation.
+    """
+
+    type: str
+    domain: str = ""
+    body: Body | None = None
+    when: Callable[[Operator], bool] | None = None
+    infer: Infer | None = None
+    native: bool = False
+    exact: bool = False
+    gradient: Gradient | None = None
+    for_test: Callable[[Operator], None] | None = None
+
+
+_TABLE: dict[tuple[str, str], OpDef] = {}
+
+
+def _split(full_type: str) -> tuple[str, str]:
+    domain, _, type_ = full_type.rpartition("::")
+    return domain, type_
+
+
+def entry(full_type: str) -> OpDef:
+    """The entry of ``Type`` or ``domain::Type``, made on first use."""
+    key = _split(full_type)
+    if key not in _TABLE:
+        _TABLE[key] = OpDef(key[1], key[0])
+    return _TABLE[key]
+
+
+def lookup(op: Operator) -> OpDef | None:
+    """The entry for an operator, None where the table has none."""
+    return _TABLE.get((op.domain, op.type))
+
+
+def body_of(op: Operator) -> Body | None:
+    """The body that lowering has to use for ``op``; None where it is emitted as it stands."""
+    found = lookup(op)
+    if found is None or found.body is None or (found.when is not None and not found.when(op)):
+        return None
+    return found.body
+
+
+def own(type_: str) -> str:
+    """The full type of an operator of this package's domain."""
+    return f"{OWN}::{type_}"
+
+
+def body(full_type: str, *, native: bool = False, when: Callable[[Operator], bool] | None = None,
+         infer: Infer | None = None) -> Callable[[Body], Body]:  # fmt: skip
+    """Register the decorated function as the body of an operator: ``f(e, op, *inputs) -> [outputs]``."""
+
+    def register(function: Body) -> Body:
+        found = entry(full_type)
+        found.body, found.native, found.when = function, native, when
+        if infer is not None:
+            found.infer = infer
+        return function
+
+    return register
+
+
+_READ = re.compile(r"(x|y|dy)(\d+|\*)")
+
+
+def gradient(full_type: str, reads: str, *, inputs: Sequence[int] | None = None,
+             native: bool = False) -> Callable[[Body], Body]:  # fmt: skip
+    """Register the decorated function as the gradient of an operator (see the module's text).
+
+    It returns one value per forward input, None where there is no gradient; ``e.wants(i)`` says
+    whether the gradient of input ``i`` is asked for. ``inputs`` limits the differentiable slots; a
+    path through any other float input is an error at ``append_backward``.
+    """
+    names = tuple(reads.split())
+    for name in names:
+        if not _READ.fullmatch(name):
+            raise ArgumentError(f"gradient of {full_type}: cannot read {name!r}; use x0, y0, dy0, x*, dy*")
+
+    def register(function: Body) -> Body:
+        domain, type_ = _split(full_type)
+        entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs))
+        grad = entry(own(gradient_type(domain, type_)))
+        grad.body, grad.native = function, native
+        return function
+
+    return register
+
+
+def gradient_type(domain: str, type_: str) -> str:
+    """The operator type, in this package's domain, of the gradient of ``domain::type_``."""
+    return f"{type_}Grad" if domain in ("", OWN) else f"{domain}.{type_}Grad"
+
+
+def no_gradient(*full_types: str) -> None:
+    """Operators whose gradient is zero everywhere (or that make no float): the backward pass stops there."""
+    for full_type in full_types:
+        entry(full_type).gradient = Gradient((), frozenset(), zero=True)
+
+
+def exact(*full_types: str) -> None:
+    """Operators that only move or select values: no rounding is needed after them."""
+    for full_type in full_types:
+        entry(full_type).exact = True
+
+
+def for_test(full_type: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:
+    """Register how ``Program.clone(for_test=True)`` changes an operator."""
+
+    def register(function: Callable[[Operator], None]) -> Callable[[Operator], None]:
+        entry(full_type).for_test = function
+        return function
+
+    return register

@@ -1,0 +1,479 @@
+"""Program, Operator, Variable: a static graph on one networkx MultiDiGraph.
+
+Operators and variables are nodes (integer keys, so that nothing hangs on addresses); an edge carries
+its slot as its key: ``variable -> operator`` the input slot, ``operator -> variable`` the output slot,
+``variable -> operator`` with key ``"capture"`` a variable that a nested graph of the operator reads.
+Every change goes through the methods of this module, which keep edges and ordered slots in step.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+
+from ..errors import ArgumentError, GraphError
+from . import context, names
+from .attributes import Attributes
+from .types import element_type
+
+FORWARD, BACKWARD, SCALING, UPDATE = "forward", "backward", "loss_scaling", "update"
+ROLES = (FORWARD, BACKWARD, SCALING, UPDATE)
+#: The domain of this package's own operators.
+OWN = "amp_transpiler"
+CAPTURE = "capture"
+
+Shape = tuple[int | str | None, ...]
+
+
+class Variable:
+    """A value in a program.
+
+    ``dtype`` is an element type name ("float32"), None while unknown or where the value is no tensor
+    (then ``type_proto`` holds its ONNX type). ``shape`` is None while unknown; its entries are sizes,
+    symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is
+    persistable and ``trainable``. ``data`` is constant content (a TensorProto or numpy array).
+    ``outer`` is the variable of the enclosing program that this one, in a nested program, stands for.
+    ``grad_of`` is the forward variable that this one is the gradient of; it has its shape.
+    """
+
+    __slots__ = ("data", "doc", "dtype", "grad_of", "is_input", "key", "metadata", "name", "outer", "persistable",
+                 "producer", "producer_slot", "program", "shape", "stop_gradient", "trainable", "type_proto")  # fmt: skip
+
+    def __init__(self, program: Program, key: int, name: str, dtype: str | None, shape: Shape | None) -> None:
+        self.program = program
+        self.key = key
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.persistable = False
+        self.trainable = False
+        self.stop_gradient = False
+        self.is_input = False
+        self.data: Any = None
+        self.producer: Operator | None = None
+        self.producer_slot = -1
+        self.outer: Variable | None = None
+        self.grad_of: Variable | None = None
+        self.type_proto: Any = None
+        self.doc = ""
+        self.metadata: dict[str, str] = {}
+
+    @property
+    def is_parameter(self) -> bool:
+        """Persistable and trainable."""
+        return self.persistable and self.trainable
+
+    @property
+    def is_constant(self) -> bool:
+        """Content fixed in the program itself, not kept in a scope."""
+        return self.data is not None and not self.persistable
+
+    @property
+    def readers(self) -> list[tuple[Operator, int | str]]:
+        """(operator, slot) for each use, in the order in which the operators were added."""
+        graph = self.program.graph
+        found = [(graph.nodes[key]["item"], slot) for key, slots in graph._succ[self.key].items() for slot in slots]
+        found.sort(key=lambda use: (use[0].key, str(use[1])))
+        return found
+
+    def __repr__(self) -> str:
+        shape = "?" if self.shape is None else "x".join("?" if d is None else str(d) for d in self.shape)
+        return f"<{self.name}: {self.dtype or 'untyped'}[{shape}]>"
+
+
+class Operator:
+    """One operator. ``reason`` says why it has its precision; ``guard`` whether it lies in an fp16 guard."""
+
+    __slots__ = ("_inputs", "_outputs", "attrs", "doc", "domain", "guard", "key", "metadata", "name", "overload",
+                 "precision", "program", "reason", "role", "scope", "type")  # fmt: skip
+
+    def __init__(self, program: Program, key: int, type: str, domain: str) -> None:
+        self.program = program
+        self.key = key
+        self.type = type
+        self.domain = domain
+        self.name = ""
+        self.overload = ""
+        self.attrs = Attributes()
+        self.role = FORWARD
+        self.guard = False
+        self.scope = ""
+        #: "float16", "bfloat16" or "float32" once a precision pass has decided; "" before.
+        self.precision = ""
+        self.reason = ""
+        self.doc = ""
+        self.metadata: dict[str, str] = {}
+        self._inputs: list[Variable | None] = []
+        self._outputs: list[Variable | None] = []
+
+    @property
+    def inputs(self) -> Sequence[Variable | None]:
+        """Input variables by slot; None where an optional input is left out."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> Sequence[Variable | None]:
+        """Output variables by slot; None where an optional output is left out."""
+        return self._outputs
+
+    @property
+    def captures(self) -> list[Variable]:
+        """Variables of this program that nested graphs of the operator read."""
+        graph = self.program.graph
+        return [graph.nodes[key]["item"] for key, slots in graph._pred[self.key].items() if CAPTURE in slots]
+
+    @property
+    def full_type(self) -> str:
+        """``Type`` for ai.onnx, ``domain::Type`` elsewhere."""
+        return f"{self.domain}::{self.type}" if self.domain else self.type
+
+    @property
+    def label(self) -> str:
+        """A name for messages: the operator's own, else that of its first output."""
+        first = next((v.name for v in self._outputs if v is not None), "")
+        return self.name or (f"{self.type} -> {first}" if first else self.type)
+
+    def input(self, slot: int) -> Variable | None:
+        """The input in ``slot``, None where it is absent."""
+        return self._inputs[slot] if slot < len(self._inputs) else None
+
+    def output(self, slot: int) -> Variable | None:
+        """The output in ``slot``, None where it is absent."""
+        return self._outputs[slot] if slot < len(self._outputs) else None
+
+    def set_input(self, slot: int, variable: Variable | None) -> None:
+        """Make ``variable`` the input in ``slot``."""
+        graph = self.program.graph
+        while len(self._inputs) <= slot:
+            self._inputs.append(None)
+        old = self._inputs[slot]
+        if old is not None:
+            graph.remove_edge(old.key, self.key, key=slot)
+        self._inputs[slot] = variable
+        if variable is not None:
+            self.program._own(variable)
+            graph.add_edge(variable.key, self.key, key=slot)
+        self.program._touch()
+
+    def set_output(self, slot: int, variable: Variable | None) -> None:
+        """Make this operator the producer of ``variable``, in output ``slot``."""
+        graph = self.program.graph
+        while len(self._outputs) <= slot:
+            self._outputs.append(None)
+        old = self._outputs[slot]
+        if old is not None:
+            graph.remove_edge(self.key, old.key, key=slot)
+            old.producer, old.producer_slot = None, -1
+        self._outputs[slot] = variable
+        if variable is not None:
+            self.program._own(variable)
+            if variable.producer is not None:
+                raise GraphError(
+                    f"variable '{variable.name}' would have two producers: '{variable.producer.label}' and "
+                    f"'{self.label}'; a variable is written once"
+                )
+            variable.producer, variable.producer_slot = self, slot
+            graph.add_edge(self.key, variable.key, key=slot)
+        self.program._touch()
+
+    def add_capture(self, variable: Variable) -> None:
+        """Record that a nested graph of this operator reads ``variable``."""
+        self.program._own(variable)
+        if not self.program.graph.has_edge(variable.key, self.key, key=CAPTURE):
+            self.program.graph.add_edge(variable.key, self.key, key=CAPTURE)
+            self.program._touch()
+
+    def __repr__(self) -> str:
+        ins = ", ".join("" if v is None else v.name for v in self._inputs)
+        outs = ", ".join("" if v is None else v.name for v in self._outputs)
+        return f"<{outs} = {self.full_type}({ins})>"
+
+
+@dataclass
+class ModelInfo:
+    """What a model file says besides its graph; kept so that it leaves as it came."""
+
+    ir_version: int = 10
+    opsets: dict[str, int] = field(default_factory=lambda: {"": 21})
+    producer_name: str = "amp_transpiler"
+    producer_version: str = ""
+    domain: str = ""
+    model_version: int = 0
+    doc: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    graph_doc: str = ""
+    graph_metadata: dict[str, str] = field(default_factory=dict)
+    functions: list[Any] = field(default_factory=list)  # FunctionProto, as they came
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of the file, by protobuf name
+
+
+class Program:
+    """A static program: operators and variables, ordered inputs and outputs, and state updates.
+
+    ``updates`` maps a persistable variable to the variable whose value it takes when a step ends.
+    ``startup`` is the program that initialises the persistable variables (None for a startup program).
+    """
+
+    def __init__(self, name: str = "main", startup: Program | None = None) -> None:
+        self.graph: nx.MultiDiGraph = nx.MultiDiGraph()
+        self.name = name
+        self.info = ModelInfo()
+        self.inputs: list[Variable] = []
+        self.outputs: list[Variable] = []
+        self.updates: dict[Variable, Variable] = {}
+        self.startup = startup
+        #: The operator that holds this program as an attribute, for a nested graph.
+        self.parent: Operator | None = None
+        self.seed = 0
+        self._variables: dict[str, Variable] = {}
+        self._operators: dict[int, Operator] = {}
+        self._next_key = 0
+        self._version = 0
+        self._order: tuple[int, list[Operator]] | None = None
+
+    # -- looking -------------------------------------------------------------------------------
+    def opset(self, domain: str = "") -> int:
+        """The operator set version that this program's operators of ``domain`` are written in."""
+        program = self
+        while program.parent is not None:
+            program = program.parent.program
+        return program.info.opsets.get(domain, 1)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of structure; equal versions of one program are the same program."""
+        return self._version
+
+    @property
+    def variables(self) -> Iterable[Variable]:
+        """Every variable, in the order in which they were added."""
+        return self._variables.values()
+
+    @property
+    def parameters(self) -> list[Variable]:
+        """Trainable persistable variables."""
+        return [v for v in self._variables.values() if v.is_parameter]
+
+    def var(self, name: str) -> Variable:
+        """The variable called ``name``; GraphError with near names where there is none."""
+        found = self._variables.get(name)
+        if found is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, self._variables, 3)
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise GraphError(f"program '{self.name}' has no variable '{name}'{hint}")
+        return found
+
+    def has_var(self, name: str) -> bool:
+        """Whether a variable of this name exists."""
+        return name in self._variables
+
+    @property
+    def operators(self) -> list[Operator]:
+        """Operators in stable topological order: as added, each after its producers. GraphError on a cycle."""
+        if self._order is None or self._order[0] != self._version:
+            self._order = (self._version, self._sort())
+        return list(self._order[1])
+
+    def _sort(self) -> list[Operator]:
+        done: set[int] = set()
+        open_: set[int] = set()
+        order: list[Operator] = []
+        pred, nodes = self.graph._pred, self.graph.nodes
+        for root in sorted(self._operators):
+            if root in done:
+                continue
+            stack = [(root, False)]
+            while stack:
+                key, leave = stack.pop()
+                if leave:
+                    open_.discard(key)
+                    done.add(key)
+                    order.append(self._operators[key])
+                    continue
+                if key in done:
+                    continue
+                if key in open_:
+                    raise GraphError(f"program '{self.name}' has a cycle through operator '{self._operators[key].label}'")
+                open_.add(key)
+                stack.append((key, True))
+                producers = {p.key for v in pred[key] if (p := nodes[v]["item"].producer) is not None}
+                for producer in sorted(producers - done, reverse=True):
+                    if producer in open_:
+                        raise GraphError(
+                            f"program '{self.name}' has a cycle through operators '{self._operators[producer].label}' "
+                            f"and '{self._operators[key].label}'"
+                        )
+                    stack.append((producer, False))
+        return order
+
+    def walk(self) -> Iterator[Operator]:
+        """Every operator, nested programs included, each before those inside it."""
+        for op in self.operators:
+            yield op
+            for nested in op.attrs.programs:
+                yield from nested.walk()
+
+    # -- changing ------------------------------------------------------------------------------
+    def _touch(self) -> None:
+        self._version += 1
+        if self.parent is not None:
+            self.parent.program._touch()
+
+    def _own(self, variable: Variable) -> None:
+        if variable.program is not self:
+            raise GraphError(
+                f"variable '{variable.name}' belongs to program '{variable.program.name}', not to '{self.name}'; "
+                "build both under one program_guard"
+            )
+
+    def unique(self, name: str) -> str:
+        """``name``, or ``name_1``, ``name_2``, … where it is taken in this program."""
+        if name not in self._variables:
+            return name
+        number = 1
+        while f"{name}_{number}" in self._variables:
+            number += 1
+        return f"{name}_{number}"
+
+    def add_variable(self, name: str, dtype: Any = None, shape: Iterable[Any] | None = None, *,
+                     persistable: bool = False, trainable: bool = False, data: Any = None) -> Variable:  # fmt: skip
+        """A new variable; GraphError where the name is taken."""
+        if name in self._variables:
+            raise GraphError(f"program '{self.name}' already has a variable '{name}'")
+        key = self._next_key
+        self._next_key += 1
+        variable = Variable(self, key, name, None if dtype is None else element_type(dtype),
+                            None if shape is None else tuple(shape))  # fmt: skip
+        variable.persistable, variable.trainable, variable.data = persistable, trainable, data
+        self._variables[name] = variable
+        self.graph.add_node(key, item=variable)
+        self._touch()
+        return variable
+
+    def add_input(self, name: str, dtype: Any, shape: Iterable[Any] | None) -> Variable:
+        """A new variable that the user feeds."""
+        variable = self.add_variable(name, dtype, shape)
+        variable.is_input = True
+        self.inputs.append(variable)
+        return variable
+
+    def add_constant(self, name: str, array: Any) -> Variable:
+        """A new variable with fixed content (a numpy array)."""
+        return self.add_variable(self.unique(name), array.dtype, array.shape, data=array)
+
+    def add_operator(self, type: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], *,
+                     attrs: dict[str, Any] | Attributes | None = None, domain: str = "", name: str = "",
+                     role: str | None = None) -> Operator:  # fmt: skip
+        """A new operator that reads ``inputs`` and writes ``outputs``; marks and scope come from the context."""
+        key = self._next_key
+        self._next_key += 1
+        op = Operator(self, key, type, domain)
+        op.name = name
+        op.attrs = attrs if isinstance(attrs, Attributes) else Attributes(attrs)
+        op.role = role or context.role()
+        op.guard = context.in_fp16_guard()
+        op.scope = context.scope_name()
+        self._operators[key] = op
+        self.graph.add_node(key, item=op)
+        for slot, variable in enumerate(inputs):
+            if variable is not None:
+                self._own(variable)
+                self.graph.add_edge(variable.key, key, key=slot)
+            op._inputs.append(variable)
+        for slot, variable in enumerate(outputs):
+            op._outputs.append(None)
+            if variable is not None:
+                op.set_output(slot, variable)
+        for nested in op.attrs.programs:
+            nested.parent = op
+        self._touch()
+        return op
+
+    def remove_operator(self, op: Operator) -> None:
+        """Take the operator out; its outputs stay, without a producer."""
+        for variable in op._outputs:
+            if variable is not None:
+                variable.producer, variable.producer_slot = None, -1
+        del self._operators[op.key]
+        self.graph.remove_node(op.key)
+        self._touch()
+
+    def remove_variable(self, variable: Variable) -> None:
+        """Take out a variable that nothing reads or writes."""
+        self._own(variable)
+        if self.graph.degree(variable.key):
+            raise GraphError(f"variable '{variable.name}' is still in use and cannot be removed")
+        del self._variables[variable.name]
+        self.graph.remove_node(variable.key)
+        self.inputs = [v for v in self.inputs if v is not variable]
+        self.updates.pop(variable, None)
+        self._touch()
+
+    def rename_variable(self, variable: Variable, name: str) -> None:
+        """Give a variable another, unused, name; its place in the order of variables stays."""
+        self._own(variable)
+        if name in self._variables:
+            raise GraphError(f"program '{self.name}' already has a variable '{name}'")
+        self._variables = {(name if v is variable else old): v for old, v in self._variables.items()}
+        variable.name = name
+        self._touch()
+
+    def replace_uses(self, old: Variable, new: Variable, where: Callable[[Operator], bool] | None = None) -> None:
+        """Let every reader of ``old`` (those for which ``where`` holds) read ``new`` instead, nested graphs included."""
+        for op, slot in old.readers:
+            if where is not None and not where(op):
+                continue
+            if slot == CAPTURE:
+                for nested in op.attrs.programs:
+                    for inner in list(nested.variables):
+                        if inner.outer is old:
+                            inner.outer = new
+                            inner.dtype = new.dtype
+                self.graph.remove_edge(old.key, op.key, key=CAPTURE)
+                op.add_capture(new)
+            else:
+                op.set_input(int(slot), new)
+
+    def set_update(self, state: Variable, new: Variable) -> None:
+        """Let persistable ``state`` take the value of ``new`` when a step ends (a later call wins)."""
+        if not state.persistable:
+            raise GraphError(f"variable '{state.name}' is not persistable and cannot be updated")
+        self.updates[state] = new
+        self._touch()
+
+    def mark_fp16(self, *patterns: str) -> int:
+        """Mark operators whose name or scope matches a glob pattern, as ``fp16_guard`` does for built programs.
+
+        Returns the number of operators marked; ArgumentError for a pattern that matches nothing.
+        """
+        total = 0
+        ops = list(self.walk())
+        for pattern in patterns:
+            hits = [op for op in ops if fnmatch.fnmatchcase(op.name, pattern) or fnmatch.fnmatchcase(op.scope, pattern)]
+            if not hits:
+                some = ", ".join(repr(op.name or op.scope) for op in ops[:3])
+                raise ArgumentError(
+                    f"mark_fp16: pattern {pattern!r} matches no operator name or scope of program '{self.name}' "
+                    f"(it has, for example, {some})"
+                )
+            for op in hits:
+                op.guard = True
+            total += len(hits)
+        self._touch()
+        return total
+
+    def new_variable(self, prefix: str, dtype: Any = None, shape: Iterable[Any] | None = None) -> Variable:
+        """A temporary variable with a fresh name ``<prefix>.tmp_<n>``."""
+        while True:
+            name = names.generate(f"{prefix}.tmp")
+            if name not in self._variables:
+                return self.add_variable(name, dtype, shape)
+
+    def __repr__(self) -> str:
+        return f"<Program {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"

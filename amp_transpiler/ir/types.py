@@ -1,0 +1,57 @@
+"""Element types: the names used everywhere in this package, and their ONNX and numpy counterparts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from ..errors import ArgumentError
+
+#: name -> onnx.TensorProto element type; the names are numpy's and ml_dtypes'.
+ONNX_TYPES: dict[str, int] = {
+    {"FLOAT": "float32", "DOUBLE": "float64", "COMPLEX64": "complex64", "COMPLEX128": "complex128"}.get(
+        name, name.lower()
+    ): number
+    for name, number in onnx.TensorProto.DataType.items()
+    if name != "UNDEFINED"
+}
+NAMES: dict[int, str] = {number: name for name, number in ONNX_TYPES.items()}
+
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+HALF = frozenset({"float16", "bfloat16"})
+BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2}
+
+_ALIASES = {"fp16": "float16", "fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "half": "float16",
+            "float": "float32", "double": "float64"}  # fmt: skip
+
+
+def element_type(dtype: Any) -> str:
+    """The canonical name of an element type given as a name, numpy dtype or ONNX number."""
+    if isinstance(dtype, int) and not isinstance(dtype, bool):
+        if dtype in NAMES:
+            return NAMES[dtype]
+        raise ArgumentError(f"{dtype} is not an ONNX element type")
+    if isinstance(dtype, str):
+        name = _ALIASES.get(dtype.lower(), dtype.lower())
+    else:
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = str(dtype)
+        if name.startswith("str"):
+            name = "string"
+    if name == "object":
+        name = "string"
+    if name not in ONNX_TYPES:
+        raise ArgumentError(f"unknown element type {dtype!r}; known are {', '.join(sorted(ONNX_TYPES))}")
+    return name
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype (ml_dtypes for bfloat16 and the small floats) of an element type name."""
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(ONNX_TYPES[name]))
