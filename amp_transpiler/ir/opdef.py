@@ -61,6 +61,7 @@ class OpDef:
 
 
 _TABLE: dict[tuple[str, str], OpDef] = {}
+_READS: dict[str, tuple[str, ...]] = {}
 
 
 def _split(full_type: str) -> tuple[str, str]:
@@ -129,6 +130,7 @@ def gradient(full_type: str, reads: str, *, inputs: Sequence[int] | None = None,
         entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs))
         grad = entry(own(gradient_type(domain, type_)))
         grad.body, grad.native = function, native
+        _READS[grad.type] = names
         return function
 
     return register
@@ -137,6 +139,11 @@ def gradient(full_type: str, reads: str, *, inputs: Sequence[int] | None = None,
 def gradient_type(domain: str, type_: str) -> str:
     """The operator type, in this package's domain, of the gradient of ``domain::type_``."""
     return f"{type_}Grad" if domain in ("", OWN) else f"{domain}.{type_}Grad"
+
+
+def reads_of(op: Operator) -> tuple[str, ...] | None:
+    """What a gradient operator's inputs are, in order; None for any other operator."""
+    return _READS.get(op.type) if op.domain == OWN else None
 
 
 def no_gradient(*full_types: str) -> None:

@@ -1,0 +1,226 @@
+"""Append gradient operators to a program, in one reverse sweep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..errors import ArgumentTypeError, GradientError
+from ..ir import context
+from ..ir.infer import Declared, infer_operator
+from ..ir.opdef import Gradient, gradient_type, lookup
+from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
+from ..ir.types import FLOATS, numpy_dtype
+
+
+def append_backward(loss: Variable, parameter_list: Sequence[Variable | str] | None = None,
+                    no_grad_set: Iterable[Variable | str] | None = None) -> list[tuple[Variable, Variable]]:  # fmt: skip
+    """Append the gradient of ``loss`` with respect to parameters to the loss's program.
+
+    ``loss`` is a float scalar (shape [] or all ones). ``parameter_list`` (variables or names) defaults
+    to every trainable parameter; ``no_grad_set`` names variables that gradients must not pass.
+    Gradients have the element type and shape of their variable and are named ``<variable>@GRAD``;
+    where several readers contribute, one ``GradSum`` adds them (in fp32) and rounds once.
+
+    Returns [(parameter, gradient)] in the order of the parameters; parameters that the loss does not
+    depend on are left out. GradientError: a loss that is no float scalar, one that depends on no
+    parameter, a listed parameter without a path to it, an operator on the path without a gradient rule.
+    """
+    program = _check_loss(loss)
+    wanted = _variables(program, parameter_list, "parameter_list") if parameter_list is not None else program.parameters
+    blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
+    order = program.operators
+    needs = _dependents(order, wanted, blocked)
+    if loss.key not in needs:
+        names = ", ".join(v.name for v in wanted[:5]) or "none"
+        raise GradientError(
+            f"loss '{loss.name}' of program '{program.name}' does not depend on any parameter (parameters: {names}). "
+            "Build the loss from layers with trainable parameters, or pass parameter_list"
+        )
+    plan, contributions = _plan(order, loss, needs)
+    pending: dict[int, list[Variable]] = defaultdict(list)
+    done: dict[int, Variable] = {}
+    with context.operator_role(BACKWARD):
+        pending[loss.key].append(_seed(loss))
+        for op, rule, slots in plan:
+            _append_gradient(op, rule, slots, pending, done, contributions)
+        pairs = []
+        for parameter in wanted:
+            if parameter.key in pending or parameter.key in done:
+                pairs.append((parameter, _total(parameter, pending, done)))
+            elif parameter_list is not None:
+                raise GradientError(f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list")
+    return pairs
+
+
+def _check_loss(loss: Variable) -> Program:
+    if not isinstance(loss, Variable):
+        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
+    if loss.dtype not in FLOATS:
+        raise GradientError(f"loss '{loss.name}' has element type {loss.dtype}; a loss is a float")
+    if loss.shape is None or any(d != 1 for d in loss.shape):
+        shape = "unknown" if loss.shape is None else list(loss.shape)
+        raise GradientError(
+            f"loss '{loss.name}' has shape {shape}; a loss is a scalar. Reduce it first, for example with "
+            "amp.nn.functional.mean"
+        )
+    return loss.program
+
+
+def _variables(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
+    if isinstance(items, str):
+        raise ArgumentTypeError(f"{what} must be a list of variables or names, not the string {items!r}")
+    return [program.var(item) if isinstance(item, str) else item for item in items]
+
+
+def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: set[int]) -> set[int]:
+    """Float variables that depend on ``sources`` through float values, one forward sweep."""
+    needs = {v.key for v in sources if v.key not in blocked}
+    for op in order:
+        reads = any(v is not None and v.key in needs for v in op.inputs) or any(v.key in needs for v in op.captures)
+        if reads and op.role != BACKWARD:
+            for v in op.outputs:
+                if v is not None and v.dtype in FLOATS and not v.stop_gradient and v.key not in blocked:
+                    needs.add(v.key)
+    return needs
+
+
+Plan = list[tuple[Operator, Gradient, list[int]]]
+
+
+def _plan(order: list[Operator], loss: Variable, needs: set[int]) -> tuple[Plan, dict[int, int]]:
+    """Operators to differentiate in reverse order with their wanted input slots, and uses per variable."""
+    reached = {loss.key}
+    plan: Plan = []
+    contributions: dict[int, int] = defaultdict(int)
+    for op in reversed(order):
+        outs = [v for v in op.outputs if v is not None and v.key in reached]
+        if not outs:
+            continue
+        slots = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
+        captured = [v for v in op.captures if v.key in needs and v.dtype in FLOATS]
+        if not slots and not captured:
+            continue
+        found = lookup(op)
+        rule = found.gradient if found else None
+        if rule is not None and rule.zero:
+            continue
+        _check_rule(op, rule, slots, captured)
+        assert rule is not None
+        unread = [v for v in outs if f"dy{v.producer_slot}" not in rule.reads and "dy*" not in rule.reads]
+        if unread:
+            raise GradientError(
+                f"the gradient of '{op.label}' ({op.full_type}) cannot pass through its output '{unread[0].name}'. "
+                f"Add '{unread[0].name}' to no_grad_set, or register a rule with @amp.register_gradient('{op.full_type}', ...)"
+            )
+        plan.append((op, rule, slots))
+        for slot in slots:
+            variable = op.inputs[slot]
+            assert variable is not None
+            reached.add(variable.key)
+            contributions[variable.key] += 1
+    return plan, contributions
+
+
+def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
+    way_out = (f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
+               f"@amp.register_gradient('{op.full_type}', ...)")  # fmt: skip
+    if captured:
+        raise GradientError(f"'{op.label}' ({op.full_type}) reads '{captured[0].name}' inside a nested graph, which has no "
+                            f"gradient. {way_out}")  # fmt: skip
+    if rule is None:
+        source = op.inputs[slots[0]]
+        raise GradientError(f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
+                            f"'{source.name if source else ''}' and has no gradient rule. {way_out}")  # fmt: skip
+    for slot in slots:
+        if rule.inputs is not None and slot not in rule.inputs:
+            source = op.inputs[slot]
+            raise GradientError(f"operator '{op.label}' ({op.full_type}) has no gradient for its input {slot} "
+                                f"('{source.name if source else ''}'). {way_out}")  # fmt: skip
+
+
+def _seed(loss: Variable) -> Variable:
+    """d loss / d loss = 1."""
+    program = loss.program
+    assert loss.dtype is not None and loss.shape is not None
+    ones = np.ones([1] * len(loss.shape), numpy_dtype(loss.dtype))
+    seed = program.add_variable(program.unique(f"{loss.name}@GRAD"), loss.dtype, loss.shape, data=ones)
+    seed.grad_of = loss
+    return seed
+
+
+def _new_gradient(variable: Variable, name: str) -> Variable:
+    new = variable.program.add_variable(variable.program.unique(name), variable.dtype, variable.shape)
+    new.grad_of = variable
+    return new
+
+
+def _total(variable: Variable, pending: dict[int, list[Variable]], done: dict[int, Variable]) -> Variable:
+    """The gradient of a variable whose readers have all contributed."""
+    if variable.key in done:
+        return done[variable.key]
+    parts = pending.pop(variable.key)
+    if len(parts) == 1:
+        total = parts[0]
+    else:
+        total = _new_gradient(variable, f"{variable.name}@GRAD")
+        op = variable.program.add_operator("GradSum", parts, [total], domain=OWN)
+        _place_beside(op, variable.producer)
+    done[variable.key] = total
+    return total
+
+
+def _place_beside(op: Operator, forward: Operator | None) -> None:
+    if forward is not None:
+        op.scope, op.guard = forward.scope, forward.guard
+
+
+def _append_gradient(op: Operator, rule: Gradient, slots: list[int], pending: dict[int, list[Variable]],
+                     done: dict[int, Variable], contributions: dict[int, int]) -> None:  # fmt: skip
+    program = op.program
+    inputs: list[Variable | None] = []
+    for read in rule.reads:
+        kind, which = (read[:2], read[2:]) if read.startswith("dy") else (read[:1], read[1:])
+        if which == "*":
+            source = list(op.inputs if kind == "x" else op.outputs)
+        elif kind == "x":
+            source = [op.input(int(which))]
+        else:
+            source = [op.output(int(which))]
+            if kind == "y" and source[0] is None:
+                source = [_add_output(op, int(which))]
+        if kind == "dy":
+            source = [
+                _total(v, pending, done) if v is not None and (v.key in pending or v.key in done) else None for v in source
+            ]
+        inputs.extend(source)
+    outputs: list[Variable | None] = [None] * len(op.inputs)
+    for slot in slots:
+        variable = op.inputs[slot]
+        assert variable is not None
+        name = f"{variable.name}@GRAD"
+        if contributions[variable.key] > 1:
+            name += f"@{len(pending[variable.key])}"
+        outputs[slot] = _new_gradient(variable, name)
+        pending[variable.key].append(outputs[slot])  # type: ignore[arg-type]
+    attrs = op.attrs.copy()
+    if "x*" in rule.reads:
+        attrs["n_inputs"] = len(op.inputs)
+    grad = program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
+    grad.metadata.update(op.metadata)
+    _place_beside(grad, op)
+    grad.precision, grad.reason = op.precision, f"gradient of {op.label}"
+
+
+def _add_output(op: Operator, slot: int) -> Variable:
+    """Ask a forward operator for an optional output that its gradient reads (a dropout mask, indices)."""
+    first = op.outputs[0]
+    assert first is not None
+    added = op.program.add_variable(op.program.unique(f"{first.name}.y{slot}"))
+    op.set_output(slot, added)
+    env = Declared()
+    infer_operator(op, env)
+    added.dtype, added.shape = env.types.get(added.key, (None, None))
+    return added

@@ -1,0 +1,463 @@
+"""Lowering: a program becomes the ONNX model that a place runs.
+
+CUDA gets real 16-bit operators. The CPU has no 16-bit arithmetic, and stock onnxruntime drops the
+rounding between the fp32 operators that it puts in their place; so on CPU a 16-bit variable is carried
+as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows every operator that stores
+16 bit and can make a new value. Both round at the same points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from ..errors import GraphError
+from ..ir.emitter import Emitter, Value
+from ..ir.infer import Shapes, constant_array, type_proto
+from ..ir.opdef import body_of, lookup
+from ..ir.program import OWN, Operator, Program, Variable
+from ..ir.types import HALF, NAMES, ONNX_TYPES
+
+#: The operator set that lowered training programs use: from 22 on CUDA has no MaxPool, Dropout and others.
+TARGET_OPSET = 21
+#: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
+_CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
+_RUNTIME = {"seed": "@rng_seed", "step": "@rng_step"}
+
+
+@dataclass(frozen=True)
+class Port:
+    """A graph input or output of the lowered model: a program variable and its tensor there."""
+
+    variable: str
+    tensor: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None = None
+
+
+@dataclass
+class Lowered:
+    """What a place runs. ``feeds`` and ``states`` are graph inputs, ``fetches`` and ``updates`` outputs.
+
+    ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
+    of constant zeros (a run-time zero cannot be folded into megabytes of constants).
+    """
+
+    model: onnx.ModelProto
+    place: str
+    feeds: list[Port] = field(default_factory=list)
+    states: list[Port] = field(default_factory=list)
+    fetches: list[Port] = field(default_factory=list)
+    updates: list[Port] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+
+    def to_onnx(self, path: str) -> None:
+        """Write the model; it appears whole or not at all."""
+        from ..ir.files import write_model
+
+        write_model(self.model, path)
+
+
+def lower(program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]] | None = None,
+          fetches: Sequence[Variable] = (), updates: bool = True) -> Lowered:  # fmt: skip
+    """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
+
+    Only operators that the fetches and (with ``updates``) the state updates need are emitted; with
+    neither, the program's outputs are fetched. GraphError where a body needs a shape that is not fixed.
+    """
+    if program.info.functions:
+        from ..ir.clone import inline_functions
+
+        program, names = inline_functions(program), [v.name for v in fetches]
+        fetches = [program.var(name) for name in names]
+    return _Lowering(program, place, feed_shapes or {}, fetches, updates).run()
+
+
+class _Lowering:
+    def __init__(self, program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]],
+                 fetches: Sequence[Variable], updates: bool) -> None:  # fmt: skip
+        self.program = program
+        self.cpu = place == "cpu"
+        self.place = place
+        written = [v for v in program.variables if v.persistable and v.producer is not None] if updates else []
+        self.updates = {v: v for v in written} | (dict(program.updates) if updates else {})
+        self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
+        self.order = _needed(program, [*self.fetches, *self.updates.values()])
+        bodied = any(body_of(op) for op in self.order)
+        own = program.opset()
+        self.opset = TARGET_OPSET if bodied or (not self.cpu and own > TARGET_OPSET) else own
+        self.feed_shapes = feed_shapes
+        self.shapes = Shapes(program, feed_shapes) if bodied else None
+        self.e = Emitter(place, self.opset)
+        self.e.reserve(v.name for v in program.variables)
+        self.e.runtime_scalar = self._runtime_scalar
+        self.e.known_values = self._known
+        self.env: dict[int, Value] = {}
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.result = Lowered(onnx.ModelProto(), place)
+        self.domains = {"": self.opset}
+
+    # -- the whole -----------------------------------------------------------------------------------
+    def run(self) -> Lowered:
+        for variable in self._sources():
+            self._source(variable)
+        for op in self.order:
+            self.operator(op)
+        outputs = self._ports()
+        graph = onnx.GraphProto(name=self.program.name)
+        graph.node.extend(self.e.nodes)
+        graph.initializer.extend(self.e.initializers.values())
+        graph.input.extend(self.inputs)
+        graph.output.extend(outputs)
+        model = self.result.model
+        model.ir_version = max(8, min(self.program.info.ir_version, 10)) if self.opset < 21 else 10
+        model.producer_name = "amp_transpiler"
+        model.graph.CopyFrom(graph)
+        for domain, version in sorted(self.domains.items()):
+            model.opset_import.append(onnx.helper.make_opsetid(domain, version))
+        return self.result
+
+    def _sources(self) -> list[Variable]:
+        """Variables without a producer that the needed operators (nested ones too) or the targets read."""
+        seen: dict[int, Variable] = {}
+        for op in self.order:
+            for v in (*op.inputs, *op.captures):
+                if v is not None and v.producer is None:
+                    seen.setdefault(v.key, v)
+        for v in (*self.fetches, *self.updates.values()):
+            if v.producer is None:
+                seen.setdefault(v.key, v)
+        return [seen[key] for key in sorted(seen)]
+
+    def _source(self, variable: Variable) -> None:
+        if variable.is_constant:
+            self.env[variable.key] = self._constant(variable)
+            return
+        if not variable.is_input and not variable.persistable:
+            raise GraphError(f"variable '{variable.name}' of program '{self.program.name}' is read but never written, fed "
+                             "or initialised")  # fmt: skip
+        if variable.dtype is None and variable.type_proto is None:
+            raise GraphError(f"variable '{variable.name}' of program '{self.program.name}' has no element type")
+        shape = self.feed_shapes.get(variable.name, variable.shape)
+        info = onnx.ValueInfoProto(name=variable.name)
+        info.type.CopyFrom(variable.type_proto if variable.dtype is None else type_proto(variable.dtype, shape))
+        self.inputs.append(info)
+        port = Port(variable.name, variable.name, variable.dtype or "", shape)
+        (self.result.states if variable.persistable else self.result.feeds).append(port)
+        value = Value(variable.name, variable.dtype or "", _static(shape))
+        self.env[variable.key] = self._carried(value)
+
+    def _carried(self, value: Value) -> Value:
+        """A real tensor as this place carries it."""
+        if not self.cpu or value.dtype not in HALF:
+            return value
+        carrier = self.e.cast(value, "float32")
+        self.e.narrow[carrier.name] = value
+        return carrier
+
+    def _constant(self, variable: Variable) -> Value:
+        data = variable.data
+        proto = data if isinstance(data, onnx.TensorProto) else onnx.numpy_helper.from_array(np.asarray(data))
+        shape = tuple(proto.dims)
+        if proto.data_type == ONNX_TYPES["bfloat16"] and not isinstance(data, onnx.TensorProto):
+            shape = tuple(np.shape(data))
+        dtype = NAMES[proto.data_type]
+        name = variable.name
+        stored = onnx.TensorProto()
+        if self.cpu and dtype in HALF:
+            stored = onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(proto).astype(np.float32))
+            dtype = "float32"
+        elif proto.data_location == onnx.TensorProto.EXTERNAL:
+            from ..ir.onnx_in import tensor_array
+
+            stored = onnx.numpy_helper.from_array(tensor_array(variable))
+        else:
+            stored.CopyFrom(proto)
+        stored.name = name
+        self.e.initializers[name] = stored
+        return Value(name, dtype, shape)
+
+    def _known(self, variable: Variable) -> np.ndarray | None:
+        return self.shapes.value(variable) if self.shapes is not None else constant_array(variable)
+
+    def _runtime_scalar(self, what: str) -> Value:
+        if what in _RUNTIME:
+            variable = self.program.var(_RUNTIME[what])
+            if variable.key not in self.env:
+                self._source(variable)
+            return self.env[variable.key]
+        name = f"@{what}"
+        if name not in self.result.scalars:
+            self.result.scalars.append(name)
+            self.inputs.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []))
+        return Value(name, "float32", ())
+
+    # -- one operator ---------------------------------------------------------------------------------
+    def operator(self, op: Operator) -> None:
+        first = next((v for v in op.outputs if v is not None), None)
+        self.e.prefix = first.name if first is not None else op.type
+        if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
+            self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
+        elif op.type in ("Cast", "CastLike") and not op.domain:
+            self._cast(op)
+        elif body_of(op) is not None:
+            self._body(op)
+        elif op.domain == OWN:
+            raise GraphError(f"operator '{op.label}' ({op.full_type}) has no body; it cannot be run")
+        else:
+            self._standard(op)
+
+    def _cast(self, op: Operator) -> None:
+        source, target = op.inputs[0], op.outputs[0]
+        assert source is not None and target is not None and target.dtype is not None
+        value = self.env[source.key]
+        if source.dtype == target.dtype:
+            self.env[target.key] = value
+            return
+        proto = op.attrs.proto("saturate") if "saturate" in op.attrs else None
+        extra = {"saturate": proto.i} if proto is not None else {}
+        if target.dtype in HALF:
+            self.env[target.key] = self.e.stored(value, target.dtype)
+        elif value.dtype == target.dtype:
+            self.env[target.key] = value
+        else:
+            to = ONNX_TYPES[target.dtype]
+            self.env[target.key] = self.e.op("Cast", value, dtype=target.dtype, shape=value.shape, to=to, **extra)
+
+    def _body(self, op: Operator) -> None:
+        found, function = lookup(op), body_of(op)
+        assert found is not None and function is not None and self.shapes is not None
+        self.e.wanted = [v is not None for v in op.outputs]
+        gradients = [v is not None and v.grad_of is not None for v in op.outputs]
+        self.e.output_shapes = [
+            self.shapes.shape(v) if is_gradient and v is not None else None
+            for v, is_gradient in zip(op.outputs, gradients, strict=True)
+        ]
+        inputs = [None if v is None else self._shaped(v) for v in op.inputs]
+        if not found.native:
+            inputs = [None if v is None else self.e.f32(v) for v in inputs]
+        results = list(function(self.e, op, *_spread(op, inputs)))
+        for variable, value in zip(op.outputs, results, strict=False):
+            if variable is not None:
+                if value is None:
+                    raise GraphError(f"the body of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'")
+                self.env[variable.key] = self._finished(variable, value, found.exact)
+
+    def _shaped(self, variable: Variable) -> Value:
+        value = self.env[variable.key]
+        if value.shape is None and self.shapes is not None:
+            shape = _static(self.shapes[variable][1])
+            if shape is None:
+                self.shapes.shape(variable)  # raises, naming the variable
+            value = Value(value.name, value.dtype, shape)
+            self.env[variable.key] = value
+        return value
+
+    def _finished(self, variable: Variable, value: Value, exact: bool) -> Value:
+        """A body's or operator's raw result as the variable is held here, rounded where that is due."""
+        if variable.dtype is None or value.dtype == "":
+            return value
+        if self.cpu and variable.dtype in HALF:
+            if exact:
+                return value
+            return self.e.stored(value, variable.dtype)
+        return self.e.cast(value, variable.dtype)
+
+    def _standard(self, op: Operator) -> None:
+        found = lookup(op)
+        exact = found is not None and found.exact
+        real = self.cpu and (op.domain not in _CARRIED or op.type == "BitCast")
+        inputs = [None if v is None else self.env[v.key] for v in op.inputs]
+        if real:
+            inputs = [None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)]
+        node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type))
+        node.input.extend("" if v is None else v.name for v in inputs)
+        raw: list[Value | None] = []
+        for v in op.outputs:
+            if v is None:
+                raw.append(None)
+                continue
+            rounded = self.cpu and v.dtype in HALF
+            kind = "float32" if rounded and not real else (v.dtype or "")
+            shape = _static(self.shapes[v][1]) if self.shapes is not None else _static(v.shape)
+            raw.append(Value(self.e.name(op.type) if rounded and (real or not exact) else v.name, kind, shape))
+        node.output.extend("" if v is None else v.name for v in raw)
+        node.attribute.extend(self._attributes(op, real))
+        for name, nested in op.attrs.graphs.items():
+            node.attribute.append(self._nested(name, nested))
+        if op.domain:
+            self.domains.setdefault(op.domain, self.program.opset(op.domain))
+        self._emit(op, node)
+        for v, value in zip(op.outputs, raw, strict=True):
+            if v is not None and value is not None:
+                self.env[v.key] = self._carried(value) if real else self._finished(v, value, exact)
+
+    def _emit(self, op: Operator, node: onnx.NodeProto) -> None:
+        version = op.program.opset(op.domain)
+        if not op.domain and version != self.opset:
+            from ..ops.upgrade import upgrade
+
+            self.e.nodes.extend(upgrade(node, version, self.opset, self.e, op))
+        else:
+            self.e.nodes.append(node)
+
+    def _real(self, variable: Variable, value: Value) -> Value:
+        return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
+
+    def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
+        """Attributes as emitted: on CPU those that ask for a 16-bit type ask for the carrier's."""
+        protos = op.attrs.protos()
+        if not self.cpu or real:
+            return protos
+        result = []
+        for proto in protos:
+            if proto.name in _TYPE_ATTRIBUTES and NAMES.get(proto.i) in HALF:
+                proto = onnx.helper.make_attribute(proto.name, onnx.TensorProto.FLOAT)
+            elif proto.type == onnx.AttributeProto.TENSOR and NAMES.get(proto.t.data_type) in HALF:
+                array = onnx.numpy_helper.to_array(proto.t).astype(np.float32)
+                proto = onnx.helper.make_attribute(proto.name, onnx.numpy_helper.from_array(array, proto.t.name))
+            result.append(proto)
+        return result
+
+    # -- nested graphs ----------------------------------------------------------------------------------
+    def _nested(self, name: str, nested: Program | list[Program]) -> onnx.AttributeProto:
+        if isinstance(nested, list):
+            return onnx.helper.make_attribute(name, [self._graph(item) for item in nested])
+        return onnx.helper.make_attribute(name, self._graph(nested))
+
+    def _graph(self, nested: Program) -> onnx.GraphProto:
+        e = self.e
+        saved, widened, narrow, env = e.nodes, dict(e._widened), dict(e.narrow), self.env
+        e.reserve(v.name for v in nested.variables)
+        graph = onnx.GraphProto(name=nested.name or "body")
+        e.nodes, inner = [], dict[int, Value]()
+        self.env, outer = inner, env
+        for v in nested.variables:
+            if v.outer is not None:
+                inner[v.key] = outer[v.outer.key]
+            elif v.is_input:
+                kind = "float32" if self.cpu and v.dtype in HALF else (v.dtype or "")
+                info = graph.input.add(name=v.name)
+                info.type.CopyFrom(self._nested_type(v))
+                inner[v.key] = Value(v.name, kind, _static(v.shape))
+            elif v.producer is None and v.data is not None:
+                inner[v.key] = self._constant(v)
+        for op in nested.operators:
+            self.operator(op)
+        for v in nested.outputs:
+            value = inner[v.key]
+            out = e.op("Identity", value, dtype=value.dtype or "float32")
+            info = graph.output.add(name=out.name)
+            info.type.CopyFrom(self._nested_type(v))
+        graph.node.extend(e.nodes)
+        e.nodes, e._widened, e.narrow, self.env = saved, widened, narrow, env
+        return graph
+
+    def _nested_type(self, variable: Variable) -> onnx.TypeProto:
+        if variable.type_proto is not None:
+            proto = onnx.TypeProto()
+            proto.CopyFrom(variable.type_proto)
+            if self.cpu:
+                _retype(proto)
+            return proto
+        kind = "float32" if self.cpu and variable.dtype in HALF else variable.dtype
+        return type_proto(kind, variable.shape)
+
+    # -- outputs ------------------------------------------------------------------------------------------
+    def _ports(self) -> list[onnx.ValueInfoProto]:
+        self.e.prefix = ""
+        taken = {i.name for i in self.inputs} | set(self.e.initializers)
+        rename: dict[str, str] = {}
+        outputs: list[onnx.ValueInfoProto] = []
+        ports: dict[int, str] = {}
+        wanted = [(v, v, self.result.fetches) for v in self.fetches]
+        wanted += [(state, v, self.result.updates) for state, v in self.updates.items()]
+        for target, variable, ports_list in wanted:
+            if variable.key not in ports:
+                value = self._output_value(variable)
+                if value.name in taken or value.name in rename:
+                    value = self.e.op("Identity", value, dtype=value.dtype or "float32")
+                name = variable.name if variable.name not in taken else self.e.name(f"{variable.name}@OUT")
+                rename[value.name] = name
+                taken.add(name)
+                ports[variable.key] = name
+                info = onnx.ValueInfoProto(name=name)
+                shape = self.shapes[variable][1] if self.shapes is not None else variable.shape
+                info.type.CopyFrom(variable.type_proto if variable.dtype is None and variable.type_proto is not None
+                                   else type_proto(variable.dtype, shape))  # fmt: skip
+                outputs.append(info)
+            shape = self.shapes[variable][1] if self.shapes is not None else variable.shape
+            ports_list.append(Port(target.name, ports[variable.key], variable.dtype or "", shape))
+        _rename(self.e.nodes, {old: new for old, new in rename.items() if old != new})
+        return outputs
+
+    def _output_value(self, variable: Variable) -> Value:
+        value = self.env[variable.key]
+        if self.cpu and variable.dtype in HALF:
+            return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or "")
+        return value
+
+
+def _spread(op: Operator, inputs: list[Value | None]) -> list[object]:
+    """Group the inputs of a gradient operator as its ``reads`` say: ``x*`` and ``dy*`` become lists."""
+    from ..ir.opdef import reads_of
+
+    reads = reads_of(op)
+    if reads is None or not any(r.endswith("*") for r in reads):
+        missing = 0 if reads is None else len(reads) - len(inputs)
+        return [*inputs, *[None] * missing]
+    count = int(op.attrs["n_inputs"])
+    result: list[object] = []
+    position = 0
+    rest = len(inputs) - sum(1 for r in reads if not r.endswith("*")) - (count if "x*" in reads else 0)
+    for read in reads:
+        size = 1 if not read.endswith("*") else (count if read == "x*" else rest)
+        group = inputs[position : position + size]
+        result.append(group if read.endswith("*") else group[0])
+        position += size
+    return result
+
+
+def _needed(program: Program, targets: Sequence[Variable]) -> list[Operator]:
+    """Operators that the targets depend on, in the program's order; one reverse sweep."""
+    wanted = {v.key for v in targets}
+    kept = []
+    for op in reversed(program.operators):
+        if any(v is not None and v.key in wanted for v in op.outputs):
+            kept.append(op)
+            wanted.update(v.key for v in op.inputs if v is not None)
+            wanted.update(v.key for v in op.captures)
+    return kept[::-1]
+
+
+def _static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
+    if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
+        return None
+    return tuple(int(d) for d in shape)  # type: ignore[arg-type]
+
+
+def _retype(proto: onnx.TypeProto) -> None:
+    kind = proto.WhichOneof("value")
+    if kind in ("tensor_type", "sparse_tensor_type"):
+        tensor = getattr(proto, kind)
+        if NAMES.get(tensor.elem_type) in HALF:
+            tensor.elem_type = onnx.TensorProto.FLOAT
+    elif kind in ("sequence_type", "optional_type"):
+        _retype(getattr(proto, kind).elem_type)
+
+
+def _rename(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> None:
+    if not names:
+        return
+    for node in nodes:
+        for slots in (node.input, node.output):
+            for i, name in enumerate(slots):
+                if name in names:
+                    slots[i] = names[name]
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
+                _rename(graph.node, names)
