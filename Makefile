@@ -1,0 +1,50 @@
+# Needs Python >= 3.11 and make; everything else lands in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+SOURCES := $(sort $(shell find amp_transpiler ops lists -type f \( -name '*.py' -o -name '*.toml' -o -name '*.json' -o -name py.typed \)))
+
+.PHONY: demo test test-gpu bench clean FORCE
+
+demo: $(VENV)/.demo
+	$(PY) demo/quickstart.py
+
+test: $(VENV)/.test
+	$(PY) -m ruff check .
+	@# The installed package is what a user's type checker sees, so mypy runs outside the checkout.
+	@echo "mypy -p amp_transpiler, installed"
+	@here="$$PWD"; tmp="$$(mktemp -d)"; cd "$$tmp" && "$$here/$(PY)" -m mypy -p amp_transpiler --config-file "$$here/pyproject.toml"; \
+	status=$$?; cd "$$here"; rm -rf "$$tmp"; exit $$status
+	$(PY) -m pytest -q -m "not gpu"
+
+# Runs the tests marked gpu; a machine that cannot run them says so and passes.
+test-gpu: $(VENV)/.test
+	@if ! $(PY) tests/gpu_device.py --driver; then exit 0; fi; \
+	$(PY) tests/gpu_device.py >/dev/null 2>&1 || $(INSTALL) '.[test,cuda]'; \
+	if ! $(PY) tests/gpu_device.py; then exit 0; fi; \
+	$(PY) -m pytest -q -m gpu
+
+bench: $(VENV)/.test
+	$(PY) tests/benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "Python >= 3.11 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1); name another one: make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The list of sources changes when a file comes or goes, which no file's own time would show.
+$(VENV)/.sources: FORCE | $(PY)
+	@echo '$(SOURCES)' | cmp -s - $@ || echo '$(SOURCES)' > $@
+
+# A build folder left from before would carry deleted modules into the new wheel.
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml $(SOURCES) $(VENV)/.sources | $(PY)
+	rm -rf build *.egg-info
+	$(INSTALL) '.[$*]'
+	@rm -rf build *.egg-info
+	@touch $@

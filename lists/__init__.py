@@ -1,0 +1,33 @@
+"""Which operator runs in which precision, and for which element types onnxruntime has a kernel.
+
+All of it is data beside this module: ``default.toml`` (white, black and gray operators), ``slots.toml`` (slots that
+stay fp32), ``aliases.toml`` (Paddle's operator names) and ``kernels.json`` (onnxruntime's kernel registry). An operator
+of ai.onnx is named by its type (``MatMul``), another one by domain and type (``com.microsoft::FusedMatMul``).
+"""
+
+from amp_transpiler.lists._data import OpLists, default_lists, kept_fp32, resolve
+from amp_transpiler.lists._kernels import (
+    LOWERED_OPSET,
+    OWN_BODIES,
+    has_kernel,
+    kernel_types,
+    register_own_body,
+    unsupported_operators,
+    unsupported_reason,
+)
+from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
+
+__all__ = [
+    "LOWERED_OPSET",
+    "OWN_BODIES",
+    "AutoMixedPrecisionLists",
+    "OpLists",
+    "default_lists",
+    "has_kernel",
+    "kept_fp32",
+    "kernel_types",
+    "register_own_body",
+    "resolve",
+    "unsupported_operators",
+    "unsupported_reason",
+]

@@ -1,0 +1,199 @@
+"""Reads the list files beside this module and checks every entry against the operator schemas of onnx."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+from onnx import defs
+
+from amp_transpiler.errors import ListError, ListTypeError
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """White, black and gray operators, named as ``Type`` for ai.onnx and ``domain::Type`` for other domains.
+
+    ``reasons`` says for each of them why it is where it is.
+    """
+
+    white: frozenset[str]
+    black: frozenset[str]
+    gray: frozenset[str]
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Domain and operator type of ``Type`` or ``domain::Type``; the domain of ai.onnx is the empty string."""
+    domain, _, op_type = name.rpartition("::")
+    return ("" if domain == "ai.onnx" else domain), op_type
+
+
+@cache
+def schemas() -> Mapping[tuple[str, str], defs.OpSchema]:
+    """The newest schema of every operator that onnx knows, deprecated ones included, by domain and type."""
+    newest: dict[tuple[str, str], defs.OpSchema] = {}
+    for schema in defs.get_all_schemas_with_history():
+        key = (schema.domain, schema.name)
+        if key not in newest or newest[key].since_version < schema.since_version:
+            newest[key] = schema
+    return MappingProxyType(newest)
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known names nearest to ``name``, letter case ignored; empty where nothing is near."""
+    by_lower: dict[str, str] = {}
+    for each in sorted(known):
+        by_lower.setdefault(each.lower(), each)
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""
+
+
+def read_text(file: str) -> str:
+    """The text of a data file of this package."""
+    return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+
+
+def parse_lists(text: str, file: str) -> OpLists:
+    """The operator lists in a TOML text.
+
+    Args:
+        text: tables ``[[white]]``, ``[[black]]`` and ``[[gray]]``, each with ``why`` and ``operators``.
+        file: the file's name, for messages.
+
+    Raises:
+        ListError: a table other than these, an operator without an onnx schema, or one that stands twice.
+    """
+    sets: dict[str, set[str]] = {"white": set(), "black": set(), "gray": set()}
+    reasons: dict[str, str] = {}
+    for colour, groups in tomllib.loads(text).items():
+        if colour not in sets:
+            raise ListError(f"{file}: there is no list '{colour}'; the lists are white, black and gray.")
+        for group in groups:
+            for name in group["operators"]:
+                _check_operator(name, f"{file}, list {colour}")
+                here = next((each for each, operators in sets.items() if name in operators), None)
+                if here is not None:
+                    raise ListError(f"{file}: '{name}' stands in list {here} and again in {colour}; keep one of them.")
+                sets[colour].add(name)
+                reasons[name] = group["why"]
+    white, black, gray = (frozenset(sets[colour]) for colour in ("white", "black", "gray"))
+    return OpLists(white, black, gray, MappingProxyType(reasons))
+
+
+def parse_slots(text: str, file: str) -> Mapping[str, tuple[frozenset[int], frozenset[int]]]:
+    """Kept-fp32 input and output indices by operator, from a TOML text.
+
+    Raises:
+        ListError: an operator without an onnx schema (com.microsoft has none and is not checked), or a slot that
+            the operator does not have.
+    """
+    table: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
+    for name, entry in tomllib.loads(text).items():
+        _check_operator(name, file)
+        schema = schemas().get(split_name(name))
+        for kind in ("inputs", "outputs"):
+            slots = entry[kind]
+            last = len(getattr(schema, kind)) - 1 if schema else max(slots, default=0)
+            for slot in slots:
+                if not 1 <= slot <= last:
+                    raise ListError(
+                        f"{file}: '{name}' cannot keep slot {slot} of its {kind} fp32; expected 1 to {last}."
+                    )
+        table[name] = frozenset(entry["inputs"]), frozenset(entry["outputs"])
+    return MappingProxyType(table)
+
+
+def parse_aliases(text: str, file: str) -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]]:
+    """The alias table, and the names without an ONNX counterpart with the reason, from a TOML text.
+
+    Raises:
+        ListError: an alias of an operator without an onnx schema, of none at all, or a name that stands in both tables.
+    """
+    data = tomllib.loads(text)
+    aliases = {name: tuple(targets) for name, targets in data["aliases"].items()}
+    missing: dict[str, str] = data["no_counterpart"]
+    for name, targets in aliases.items():
+        if not targets or name in missing:
+            raise ListError(
+                f"{file}: alias '{name}' needs either operators or a place in no_counterpart, and not both."
+            )
+        for target in targets:
+            _check_operator(target, f"{file}, alias {name}")
+    return MappingProxyType(aliases), MappingProxyType(missing)
+
+
+def _check_operator(name: str, where: str) -> None:
+    domain, op_type = split_name(name)
+    if (domain, op_type) in schemas() or domain not in {known for known, _ in schemas()}:
+        return
+    of_domain = {each for known, each in schemas() if known == domain}
+    raise ListError(f"{where}: onnx has no operator '{name}'.{near_matches(op_type, of_domain)}")
+
+
+@cache
+def default_lists() -> OpLists:
+    """The default lists: PaddlePaddle's of September 2021, carried to ONNX operator types (``default.toml``)."""
+    return parse_lists(read_text("default.toml"), "default.toml")
+
+
+@cache
+def _slots() -> Mapping[str, tuple[frozenset[int], frozenset[int]]]:
+    return parse_slots(read_text("slots.toml"), "slots.toml")
+
+
+@cache
+def _aliases() -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]]:
+    return parse_aliases(read_text("aliases.toml"), "aliases.toml")
+
+
+def kept_fp32(op_type: str, domain: str = "") -> tuple[frozenset[int], frozenset[int]]:
+    """Indices of the inputs and of the outputs that stay fp32 when the operator runs in 16 bit (``slots.toml``).
+
+    They hold the scale, bias and statistics of a normalisation. Whether the operator's schema lets such a slot differ
+    in type from the data is not said here: where it does not, the lowering casts the fp32 value at the slot.
+    """
+    name = op_type if domain in ("", "ai.onnx") else f"{domain}::{op_type}"
+    return _slots().get(name, (frozenset(), frozenset()))
+
+
+def resolve(name: str) -> tuple[str, ...]:
+    """The ONNX operators that a name stands for.
+
+    Args:
+        name: an ONNX operator type (``MatMul``), one with its domain (``com.microsoft::FusedMatMul``), or one of
+            Paddle's operator names (``pool2d``), which may stand for several types (``aliases.toml``). A domain that
+            neither onnx nor onnxruntime defines cannot be checked and passes.
+
+    Raises:
+        ListTypeError: ``name`` is not a string.
+        ListError: nothing has that name; the message lists near matches. Or Paddle's operator has no ONNX counterpart.
+    """
+    if not isinstance(name, str):
+        raise ListTypeError(
+            f"An operator list holds {name!r} ({type(name).__name__}); expected the name of an operator, a string."
+        )
+    aliases, missing = _aliases()
+    if name in aliases:
+        return aliases[name]
+    if name in missing:
+        raise ListError(
+            f"Operator list: Paddle's operator '{name}' has no ONNX counterpart, {missing[name]}. "
+            "Name ONNX operators instead."
+        )
+    domain, op_type = split_name(name)
+    from amp_transpiler.lists._kernels import contrib_operators  # the kernel table is large; most callers never need it
+
+    known = {each for of, each in schemas() if of == domain}
+    if domain == "com.microsoft":
+        known |= contrib_operators()
+    if op_type in known or (domain and not known):
+        return (f"{domain}::{op_type}" if domain else op_type,)
+    candidates = known | (set(aliases) if not domain else set())
+    raise ListError(
+        f"Operator list: no operator has the name '{name}'.{near_matches(op_type, candidates)} Expected an ONNX "
+        "operator type such as 'MatMul', 'domain::Type' for another domain, or one of Paddle's operator names."
+    )

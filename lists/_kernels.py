@@ -1,0 +1,327 @@
+"""For which element types onnxruntime has a kernel, and which operators have no lowering to 16 bit on CUDA.
+
+The table is the registry of the onnxruntime-gpu wheel that ``kernels.json`` names. One trap is built into it: a kernel
+registered for ``12+`` serves only operators whose schema is of version 12 exactly, so that an operator may *lose* its
+kernel in a newer opset.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import onnx
+from onnx import TensorProto, TypeProto, defs, helper, shape_inference
+
+from amp_transpiler.errors import ListError
+from amp_transpiler.lists._data import near_matches, read_text, schemas, split_name
+
+LOWERED_OPSET = 21
+"""The opset that programs are lowered to; from 22 on CUDA loses MaxPool, Dropout and others."""
+
+OWN_BODIES: dict[str, frozenset[str]] = {}
+"""Operators that this package lowers by a body of its own, with the element types that the body serves."""
+
+_CUDA = "CUDAExecutionProvider"
+_DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+_FLOATS = frozenset(_DTYPES.values())
+_ELEM_TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "float": TensorProto.FLOAT}
+# A constant becomes an initializer, which needs no kernel.
+_NO_KERNEL_NEEDED = frozenset({"Constant"})
+
+_Ranges = list[tuple[int, int, dict[str, frozenset[str]]]]
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Mapping[str, _Ranges]]]:
+    data = json.loads(read_text("kernels.json"))
+    # A sequence or an optional counts as what it holds.
+    sets = [frozenset(_element(each) for each in types) for types in data["type_sets"]]
+    return {
+        provider: {
+            domain: {
+                op_type: [
+                    (*_versions(versions), {param: sets[index] for param, index in params.items()})
+                    for versions, params in ranges.items()
+                ]
+                for op_type, ranges in operators.items()
+            }
+            for domain, operators in domains.items()
+        }
+        for provider, domains in data["kernels"].items()
+    }
+
+
+def _versions(text: str) -> tuple[int, int]:
+    """First and last schema version that a registration serves; an open end serves the first one alone."""
+    first, _, last = text.rstrip("+").partition("-")
+    return int(first), int(last or first)
+
+
+def _element(type_str: str) -> str:
+    """``seq(tensor(float16))`` -> ``float16``."""
+    match = re.search(r"\(([a-z0-9]+)\)+$", type_str)
+    return match.group(1) if match else type_str
+
+
+def contrib_operators() -> frozenset[str]:
+    """The operator types of domain com.microsoft that onnxruntime has a kernel for."""
+    return frozenset(op_type for domains in _table().values() for op_type in domains["com.microsoft"])
+
+
+def _schema(op_type: str, opset: int, domain: str) -> defs.OpSchema | None:
+    try:
+        return defs.get_schema(op_type, opset, domain)
+    except defs.SchemaError:
+        return None
+
+
+def kernel_types(provider: str, op_type: str, opset: int, domain: str = "") -> dict[str, frozenset[str]] | None:
+    """The element types that a provider has a kernel for, by the operator's type parameters.
+
+    Args:
+        provider: ``CUDAExecutionProvider`` or ``CPUExecutionProvider``.
+        op_type: the operator's type.
+        opset: the opset version of the operator's domain that the model imports. It is ignored for operators without an
+            onnx schema (com.microsoft), which count as version 1.
+        domain: the operator's domain; empty for ai.onnx.
+
+    Returns:
+        Type parameter to element types in onnxruntime's spelling (``float`` is 32 bit wide, ``double`` 64). A parameter
+        that is absent is not constrained. None where there is no kernel.
+
+    Raises:
+        ListError: the table does not know the provider.
+    """
+    table = _table()
+    if provider not in table:
+        raise ListError(f"The kernel table has no provider '{provider}'; it has {', '.join(sorted(table))}.")
+    domain = "" if domain == "ai.onnx" else domain
+    version = 1
+    if (domain, op_type) in schemas():
+        schema = _schema(op_type, opset, domain)
+        if schema is None or schema.deprecated:
+            return None
+        version = schema.since_version
+    found: dict[str, frozenset[str]] | None = None
+    for first, last, params in table[provider].get(domain or "ai.onnx", {}).get(op_type, []):
+        if first <= version <= last:
+            found = found or {}
+            for param, types in params.items():
+                found[param] = found.get(param, frozenset()) | types
+    return found
+
+
+def has_kernel(provider: str, op_type: str, dtype: str, opset: int, domain: str = "") -> bool:
+    """Whether a provider has a kernel for the operator with data of this element type.
+
+    The element type is asked of the first input and the first output that may be of a float type, in the schema and in
+    the kernel. An input for which there are integer kernels alone (the indices of OneHot) is passed over.
+
+    Args:
+        provider: ``CUDAExecutionProvider`` or ``CPUExecutionProvider``.
+        op_type: the operator's type.
+        dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``.
+        opset: the opset version that the model imports, see :func:`kernel_types`.
+        domain: the operator's domain; empty for ai.onnx.
+
+    Raises:
+        ListError: unknown provider or element type.
+    """
+    if dtype not in _DTYPES:
+        raise ListError(f"The kernel table has no element type '{dtype}'; expected one of {', '.join(_DTYPES)}.")
+    element = _DTYPES[dtype]
+    kernels = kernel_types(provider, op_type, opset, domain)
+    if kernels is None:
+        return False
+    schema = _schema(op_type, opset, "" if domain == "ai.onnx" else domain)
+    if schema is None:  # no schema says which parameter is the data's; onnxruntime calls it T, or numbers it from 1
+        types = next((kernels[param] for param in ("T", "T1", "V") if param in kernels), frozenset())
+        return element in types or (not types and any(element in each for each in kernels.values()))
+    data = [_first_float(schema, schema.inputs, kernels), _first_float(schema, schema.outputs, kernels)]
+    return any(data) and all(element in types for types in data if types)
+
+
+def _first_float(
+    schema: defs.OpSchema, slots: Iterable[defs.OpSchema.FormalParameter], kernels: Mapping[str, frozenset[str]]
+) -> frozenset[str]:
+    """Element types, in the schema and in the kernel, of the first slot that may be of a float type; empty for none."""
+    for slot in slots:
+        allowed = _allowed(schema, slot.type_str)
+        if allowed & _FLOATS:
+            types = allowed & kernels.get(slot.type_str, allowed)
+            if types & _FLOATS:
+                return types
+    return frozenset()
+
+
+def _allowed(schema: defs.OpSchema, type_str: str) -> frozenset[str]:
+    for constraint in schema.type_constraints:
+        if constraint.type_param_str == type_str:
+            return frozenset(_element(each) for each in constraint.allowed_type_strs)
+    return frozenset({_element(type_str)})
+
+
+def is_float_operator(schema: defs.OpSchema) -> bool:
+    """Whether an input or output of the operator may hold fp16 or fp32."""
+    slots = [*schema.inputs, *schema.outputs]
+    return any(_allowed(schema, slot.type_str) & {"float", "float16"} for slot in slots)
+
+
+def register_own_body(op_type: str, *dtypes: str) -> None:
+    """Says that this package lowers an operator by a body of its own, so that it is not unsupported.
+
+    Args:
+        op_type: ``Type`` for ai.onnx, ``domain::Type`` for other domains.
+        dtypes: the element types that the body serves: ``float16``, ``bfloat16``. None given means both.
+
+    Raises:
+        ListError: unknown operator or element type.
+    """
+    domain, name = split_name(op_type)
+    if not domain and ("", name) not in schemas():
+        of_domain = {each for of, each in schemas() if not of}
+        raise ListError(f"Own body: onnx has no operator '{op_type}'.{near_matches(name, of_domain)}")
+    unknown = set(dtypes) - {"float16", "bfloat16"}
+    if unknown:
+        raise ListError(f"Own body of '{op_type}': element type '{min(unknown)}'; expected 'float16' or 'bfloat16'.")
+    key = f"{domain}::{name}" if domain else name
+    OWN_BODIES[key] = OWN_BODIES.get(key, frozenset()) | frozenset(dtypes or ("float16", "bfloat16"))
+    _gap.cache_clear()
+
+
+def unsupported_reason(op_type: str, dtype: str, opset: int = LOWERED_OPSET) -> str | None:
+    """Why an operator cannot run at a 16-bit element type on CUDA, or None if it can.
+
+    It can with a body of ours, with a kernel at this opset, or with a function body in its onnx schema each part of
+    which can. An operator newer than the opset is judged by its newest function body, for lowering decomposes it.
+
+    Args:
+        op_type: ``Type`` for ai.onnx, ``domain::Type`` for other domains. A domain that onnxruntime does not define
+            cannot be judged, and gives None.
+        dtype: ``float16`` or ``bfloat16``.
+        opset: the opset that programs are lowered to.
+    """
+    domain, name = split_name(op_type)
+    if domain != "com.microsoft" and (domain, name) not in schemas():
+        return None
+    return _gap(name, domain, dtype, opset)
+
+
+def unsupported_operators(dtype: str, opset: int = LOWERED_OPSET) -> frozenset[str]:
+    """The float operators of ai.onnx for which :func:`unsupported_reason` has a reason."""
+    return frozenset(
+        name
+        for (domain, name), schema in schemas().items()
+        if not domain and is_float_operator(schema) and unsupported_reason(name, dtype, opset)
+    )
+
+
+@cache
+def _gap(op_type: str, domain: str, dtype: str, opset: int) -> str | None:
+    """:func:`unsupported_reason`; a new body of our own clears this cache."""
+    if dtype in OWN_BODIES.get(f"{domain}::{op_type}" if domain else op_type, ()):
+        return None
+    if (not domain and op_type in _NO_KERNEL_NEEDED) or has_kernel(_CUDA, op_type, dtype, opset, domain):
+        return None
+    lacking = f"no CUDA kernel for {op_type} at {dtype} in opset {opset}"
+    schema = _schema(op_type, opset, domain) or schemas().get((domain, op_type))
+    if schema is None:
+        return lacking
+    if not any(_DTYPES[dtype] in _allowed(schema, slot.type_str) for slot in [*schema.inputs, *schema.outputs]):
+        return f"{lacking}, and its schema does not admit {dtype}"
+    nodes = _function_nodes(schema, dtype)
+    if not nodes:
+        return f"{lacking}, and no function body"
+    for part, elements in nodes:
+        gap = _part_gap(part, elements, opset)
+        if gap:
+            return f"{lacking}, and its function body has no lowering: {gap}"
+    return None
+
+
+def _part_gap(op_type: str, elements: frozenset[str], opset: int) -> str | None:
+    names = {element: name for name, element in _DTYPES.items()}
+    for element in sorted(elements & _FLOATS):
+        gap = _gap(op_type, "", names[element], opset)
+        if gap:
+            return gap
+    return None
+
+
+def _function_nodes(schema: defs.OpSchema, dtype: str) -> list[tuple[str, frozenset[str]]]:
+    """Operator types in the schema's function body, with the float element types of each; empty without a body."""
+    function = _function(schema, dtype)
+    if function is None:
+        return []
+    nodes = [_with_defaults(node, schema) for node in function.node]
+    inputs = [
+        helper.make_value_info(name, _value_type(schema, slot.type_str, dtype))
+        for name, slot in zip(function.input, schema.inputs, strict=False)
+    ]
+    graph = helper.make_graph(nodes, schema.name, inputs, [])
+    try:
+        model = helper.make_model(graph, opset_imports=function.opset_import)
+        inferred = shape_inference.infer_shapes(model).graph
+    except (shape_inference.InferenceError, ValueError):
+        inferred = graph  # untyped values count as data of the element type
+    types = {value.name: value.type for value in [*inferred.input, *inferred.value_info]}
+    parts = []
+    for node in nodes:
+        elements = {_float_of(types.get(name), dtype) for name in [*node.input, *node.output] if name}
+        parts.append((node.op_type, frozenset(elements - {""})))
+    return parts
+
+
+def _function(schema: Any, dtype: str) -> onnx.FunctionProto | None:  # Any: the stubs of OpSchema lack has_function
+    if schema.has_function:
+        return schema.function_body
+    if not schema.has_context_dependent_function:
+        return None
+    given = [slot for slot in schema.inputs if slot.option != defs.OpSchema.FormalParameterOption.Optional]
+    node = helper.make_node(schema.name, [slot.name for slot in given], [schema.outputs[0].name], domain=schema.domain)
+    for name, attribute in schema.attributes.items():
+        if attribute.required and attribute.type == defs.OpSchema.AttrType.INT:
+            node.attribute.append(helper.make_attribute(name, 1))
+    for rank in (None, 4, 3):  # some bodies are built for a known shape alone
+        types = [_value_type(schema, slot.type_str, dtype, rank).SerializeToString() for slot in given]
+        try:
+            body = schema.get_context_dependent_function(node.SerializeToString(), types)
+        except Exception:  # onnx builds the body in C++ and raises whatever comes; without a body there is no lowering
+            continue
+        if body:
+            return onnx.FunctionProto.FromString(body)
+    return None
+
+
+def _value_type(schema: defs.OpSchema, type_str: str, dtype: str, rank: int | None = None) -> TypeProto:
+    allowed = _allowed(schema, type_str)
+    preferred = (_DTYPES[dtype], "int64", "float", "bool")
+    element = next((each for each in preferred if each in allowed), "float")
+    numbers = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL} | _ELEM_TYPES
+    return helper.make_tensor_type_proto(numbers[element], None if rank is None else [1] * rank)
+
+
+def _with_defaults(node: onnx.NodeProto, schema: defs.OpSchema) -> onnx.NodeProto:
+    """A copy of a function's node with the schema's defaults in place of references to the function's attributes."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    del copy.attribute[:]
+    for attribute in node.attribute:
+        if not attribute.ref_attr_name:
+            copy.attribute.append(attribute)
+            continue
+        default: Any = schema.attributes[attribute.ref_attr_name].default_value
+        if default.type:
+            copy.attribute.append(default)
+            copy.attribute[-1].name = attribute.name
+    return copy
+
+
+def _float_of(value_type: TypeProto | None, dtype: str) -> str:
+    """The float element type of a value; of an untyped one, ``dtype``; empty for other types."""
+    if value_type is None or not value_type.HasField("tensor_type"):
+        return _DTYPES[dtype]
+    numbers: dict[int, str] = {number: name for name, number in _ELEM_TYPES.items()}
+    return numbers.get(value_type.tensor_type.elem_type, "")

@@ -1,0 +1,103 @@
+"""The operator lists of one conversion: the defaults, changed by the user's own lists."""
+
+from collections.abc import Iterable
+
+from amp_transpiler.errors import ListError, ListTypeError
+from amp_transpiler.lists._data import default_lists, resolve
+from amp_transpiler.lists._kernels import unsupported_operators, unsupported_reason
+
+
+class AutoMixedPrecisionLists:
+    """White, black, gray and unsupported operators for one program.
+
+    The merge rule is PaddlePaddle's (``AutoMixedPrecisionLists``, the same in all versions since 2020): the custom
+    lists may not overlap; a custom white operator leaves black and gray and becomes white; a custom black operator
+    leaves white and gray and becomes black **and** unsupported, so that it runs fp32 in pure 16 bit as well.
+
+    Args:
+        custom_white_list: operators to run in 16 bit: ONNX operator types (``MatMul``), ``domain::Type``, or Paddle's
+            names (``pool2d``), of which one may stand for several types.
+        custom_black_list: operators to run in fp32.
+        custom_black_varnames: names of variables; an operator that reads or writes one of them runs fp32.
+        dtype: ``float16`` or ``bfloat16``, in any letter case.
+
+    Attributes:
+        white_list, black_list, gray_list: sets of operators, copies of this instance's own.
+        black_varnames: set of variable names.
+        dtype: ``float16`` or ``bfloat16``.
+
+    Raises:
+        ListTypeError: something other than a list of strings was given (a single string, most often).
+        ListError: the custom lists overlap, a name is unknown, a custom white operator has no lowering at this element
+            type, or ``dtype`` is neither of the two.
+    """
+
+    def __init__(
+        self,
+        custom_white_list: Iterable[str] | None = None,
+        custom_black_list: Iterable[str] | None = None,
+        custom_black_varnames: Iterable[str] | None = None,
+        dtype: str = "float16",
+    ) -> None:
+        if not isinstance(dtype, str) or dtype.lower() not in ("float16", "bfloat16"):
+            raise ListError(f"AutoMixedPrecisionLists: dtype is {dtype!r}; expected 'float16' or 'bfloat16'.")
+        self.dtype = dtype.lower()
+        white = _resolved(custom_white_list, "custom_white_list")
+        black = _resolved(custom_black_list, "custom_black_list")
+        overlap = sorted(white.keys() & black.keys())
+        if overlap:
+            given = "; ".join(f"{each}: white as '{white[each]}', black as '{black[each]}'" for each in overlap)
+            raise ListError(
+                f"AutoMixedPrecisionLists: custom_white_list and custom_black_list overlap in {', '.join(overlap)} "
+                f"({given}). Take each operator out of one of them."
+            )
+        for operator in white:
+            reason = unsupported_reason(operator, self.dtype)
+            if reason:
+                raise ListError(
+                    f"AutoMixedPrecisionLists: custom_white_list names '{white[operator]}', but {operator} cannot run "
+                    f"in {self.dtype}: {reason}. Take it out of custom_white_list."
+                )
+        defaults = default_lists()
+        self.white_list: set[str] = (set(defaults.white) | white.keys()) - black.keys()
+        self.black_list: set[str] = (set(defaults.black) - white.keys()) | black.keys()
+        self.gray_list: set[str] = set(defaults.gray) - white.keys() - black.keys()
+        self.black_varnames: set[str] = set(_strings(custom_black_varnames, "custom_black_varnames"))
+        self._custom_black = frozenset(black)
+
+    @property
+    def unsupported_list(self) -> frozenset[str]:
+        """Operators that run fp32 in every mode: without a lowering to ``dtype`` on CUDA, and the custom black ones.
+
+        Computed when asked for, since lowerings are registered while the package is imported.
+        """
+        return unsupported_operators(self.dtype) | self._custom_black
+
+    def __repr__(self) -> str:
+        return (
+            f"AutoMixedPrecisionLists(dtype={self.dtype!r}, {len(self.white_list)} white, "
+            f"{len(self.black_list)} black, {len(self.gray_list)} gray, {len(self.black_varnames)} black variables)"
+        )
+
+
+def _strings(names: Iterable[str] | None, argument: str) -> list[str]:
+    if names is None:
+        return []
+    if isinstance(names, str):
+        raise ListTypeError(
+            f"AutoMixedPrecisionLists: {argument} is the string {names!r}; expected a list, [{names!r}]."
+        )
+    if not isinstance(names, Iterable):
+        raise ListTypeError(f"AutoMixedPrecisionLists: {argument} is {names!r}; expected a list of strings.")
+    listed = list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise ListTypeError(
+                f"AutoMixedPrecisionLists: {argument} holds {name!r} ({type(name).__name__}); expected strings."
+            )
+    return listed
+
+
+def _resolved(names: Iterable[str] | None, argument: str) -> dict[str, str]:
+    """ONNX operators by the name under which the user gave them."""
+    return {operator: name for name in _strings(names, argument) for operator in resolve(name)}
