@@ -13,6 +13,7 @@ from ..ir.infer import Declared, infer_operator
 from ..ir.opdef import Gradient, gradient_type, lookup
 from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
 from ..ir.types import FLOATS, numpy_dtype
+from .opset import convert_opset
 
 
 def append_backward(loss: Variable, parameter_list: Sequence[Variable | str] | None = None,
@@ -29,6 +30,7 @@ def append_backward(loss: Variable, parameter_list: Sequence[Variable | str] | N
     parameter, a listed parameter without a path to it, an operator on the path without a gradient rule.
     """
     program = _check_loss(loss)
+    convert_opset(program)
     wanted = _variables(program, parameter_list, "parameter_list") if parameter_list is not None else program.parameters
     blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
     order = program.operators

@@ -20,9 +20,8 @@ from ..ir.infer import Shapes, constant_array, type_proto
 from ..ir.opdef import body_of, lookup
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ir.types import HALF, NAMES, ONNX_TYPES
+from .opset import TARGET, convert_opset
 
-#: The operator set that lowered training programs use: from 22 on CUDA has no MaxPool, Dropout and others.
-TARGET_OPSET = 21
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
@@ -69,11 +68,17 @@ def lower(program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]] 
     Only operators that the fetches and (with ``updates``) the state updates need are emitted; with
     neither, the program's outputs are fetched. GraphError where a body needs a shape that is not fixed.
     """
+    names = [v.name for v in fetches]
+    original = program
     if program.info.functions:
         from ..ir.clone import inline_functions
 
-        program, names = inline_functions(program), [v.name for v in fetches]
-        fetches = [program.var(name) for name in names]
+        program = inline_functions(program)
+    version = program.opset()
+    if version != TARGET and (version > TARGET and place == "cuda" or any(body_of(op) for op in program.walk())):
+        program = program.clone() if program is original else program
+        convert_opset(program)
+    fetches = [program.var(name) for name in names]
     return _Lowering(program, place, feed_shapes or {}, fetches, updates).run()
 
 
@@ -87,10 +92,9 @@ class _Lowering:
         self.updates = {v: v for v in written} | (dict(program.updates) if updates else {})
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = _needed(program, [*self.fetches, *self.updates.values()])
-        bodied = any(body_of(op) for op in self.order)
-        own = program.opset()
-        self.opset = TARGET_OPSET if bodied or (not self.cpu and own > TARGET_OPSET) else own
+        self.opset = program.opset()
         self.feed_shapes = feed_shapes
+        bodied = any(body_of(op) for op in self.order)
         self.shapes = Shapes(program, feed_shapes) if bodied else None
         self.e = Emitter(place, self.opset)
         self.e.reserve(v.name for v in program.variables)
@@ -291,19 +295,10 @@ class _Lowering:
             node.attribute.append(self._nested(name, nested))
         if op.domain:
             self.domains.setdefault(op.domain, self.program.opset(op.domain))
-        self._emit(op, node)
+        self.e.nodes.append(node)
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
                 self.env[v.key] = self._carried(value) if real else self._finished(v, value, exact)
-
-    def _emit(self, op: Operator, node: onnx.NodeProto) -> None:
-        version = op.program.opset(op.domain)
-        if not op.domain and version != self.opset:
-            from ..ops.upgrade import upgrade
-
-            self.e.nodes.extend(upgrade(node, version, self.opset, self.e, op))
-        else:
-            self.e.nodes.append(node)
 
     def _real(self, variable: Variable, value: Value) -> Value:
         return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
