@@ -1,0 +1,88 @@
+"""Train one network on real handwritten digits in fp32, mixed and pure fp16, and serve the fp16 model.
+
+    python demo/quickstart.py                      # all three modes, about half a minute on two cores
+    python demo/quickstart.py --mode pure-fp16 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import training
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+
+
+def network() -> tuple[amp.Variable, amp.Variable, amp.Variable, amp.Variable]:
+    """Convolution in fp32; batch norm, pooling, the dense layer and the loss inside ``fp16_guard``."""
+    image = amp.data("image", [None, 1, 8, 8], "float32")
+    label = amp.data("label", [None, 1], "int64")
+    conv = amp.nn.conv2d(image, num_filters=6, filter_size=3)
+    with amp.fp16_guard():
+        normed = amp.nn.batch_norm(conv, act="relu")
+        pool = F.max_pool2d(normed, kernel_size=2, stride=2)
+        hidden = amp.nn.fc(pool, size=64)
+        prediction = F.softmax(hidden)
+        loss = F.cross_entropy(prediction, label, reduction="mean")
+    return image, label, prediction, loss
+
+
+def digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels in [0, 1]; every fifth is held out for the test."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = (data.images[:, None] / 16).astype(np.float32)
+    labels = data.target[:, None].astype(np.int64)
+    held_out = np.arange(len(images)) % 5 == 0
+    return (images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])
+
+
+def serve(trained: training.Trained, images: np.ndarray, labels: np.ndarray, path: Path) -> float:
+    """Save the trained model as ONNX and run it with nothing but onnxruntime."""
+    image = trained.test_program.var(trained.image)
+    prediction = trained.test_program.var(trained.prediction)
+    with amp.scope_guard(trained.scope):
+        amp.save_inference_model(str(path), [image], [prediction], trained.executor, trained.test_program)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (scores,) = session.run(None, {session.get_inputs()[0].name: images})
+    return float((np.argmax(scores, -1) == labels[:, 0]).mean())
+
+
+def main() -> int:
+    """Run the demo; the exit code is 0 when every mode learned."""
+    parser = training.arguments("Train on real handwritten digits in fp32, mixed and pure 16-bit precision.", epochs=25)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture and the model")
+    options = parser.parse_args()
+    train, test = digits()
+    task = training.Task(network, train, test, learning_rate=0.005, black_list=("pool2d",))
+    modes = training.MODES if options.mode == "all" else (options.mode,)
+    progress = training.bar()
+    runs = [training.fit(task, mode, options, progress) for mode in modes]
+    histories = [run.history for run in runs]
+    print(training.table(histories))
+    options.out.mkdir(parents=True, exist_ok=True)
+    picture, model = options.out / "quickstart.png", options.out / "quickstart.onnx"
+    training.plot(histories, str(picture), "scikit-learn digits")
+    accuracy = serve(runs[-1], *test, model)
+    size = os.path.getsize(model)
+    print(f"picture: {picture}\nmodel:   {model} ({modes[-1]}, {size:,} bytes); bare onnxruntime: {accuracy:.2%} of the test set right")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+    except amp.AmpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

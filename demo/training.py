@@ -1,0 +1,184 @@
+"""What the demos share: one training loop, and one evaluation, over numpy arrays."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import amp_transpiler as amp
+
+MODES = ("fp32", "amp", "pure-fp16")
+
+
+@dataclass
+class History:
+    """What a run did: one entry a step for loss and scale, one an epoch for test accuracy."""
+
+    mode: str
+    loss: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+    ms_per_step: float = 0.0
+
+
+def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
+    """The options that every demo takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--mode", choices=[*MODES, "all"], default="all", help="precision to train in")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16", help="the 16-bit type")
+    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
+    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the training data")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def place_of(name: str) -> amp.CPUPlace | amp.CUDAPlace:
+    """CPUPlace() or CUDAPlace(0)."""
+    return amp.CUDAPlace(0) if name == "cuda" else amp.CPUPlace()
+
+
+@dataclass
+class Task:
+    """A network on data: ``layers()`` builds it and returns (image, label, prediction, loss)."""
+
+    layers: Callable[[], tuple[amp.Variable, amp.Variable, amp.Variable, amp.Variable]]
+    train: tuple[np.ndarray, np.ndarray]
+    test: tuple[np.ndarray, np.ndarray]
+    learning_rate: float = 0.001
+    black_list: tuple[str, ...] = ()
+    init_loss_scaling: float = 128.0
+
+
+@dataclass
+class Trained:
+    """A finished run: its history, and what it takes to predict or to save."""
+
+    history: History
+    executor: amp.Executor
+    scope: amp.Scope
+    test_program: amp.Program
+    image: str
+    prediction: str
+
+
+def fit(task: Task, mode: str, options: argparse.Namespace, progress: Callable[[str, int, int, float], None]) -> Trained:
+    """Train ``task`` in one mode; ``progress(mode, step, steps, loss)`` is called after each step."""
+    main, startup, test = amp.Program(), amp.Program("startup"), amp.Program("test")
+    startup.seed = main.seed = options.seed
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        image, label, prediction, loss = task.layers()
+        optimizer = amp.optimizer.Adam(task.learning_rate, multi_precision=mode == "pure-fp16")
+        if mode != "fp32":
+            lists = amp.AutoMixedPrecisionLists(custom_black_list=list(task.black_list), dtype=options.dtype)
+            scaling = {"init_loss_scaling": task.init_loss_scaling} if options.dtype == "float16" else {}
+            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=mode == "pure-fp16", dtype=options.dtype, **scaling)
+    with amp.program_guard(test, amp.Program("test_startup")), amp.unique_name.guard():
+        test_prediction = task.layers()[2]
+    test = test.clone(for_test=True)
+    with amp.program_guard(main, startup):
+        optimizer.minimize(loss, startup)
+    scope = amp.Scope()
+    executor = amp.Executor(place_of(options.place))
+    executor.run(startup, scope=scope)
+    fetches = [loss.name]
+    if mode != "fp32":
+        optimizer.amp_init(place_of(options.place), scope=scope, test_program=test, use_fp16_test=True)
+        fetches.append(optimizer.get_loss_scaling().name)
+    trained = Trained(History(mode), executor, scope, test, image.name, test_prediction.name)
+    _loop(task, trained, main, fetches, label.name, options, progress)
+    return trained
+
+
+def _loop(task: Task, trained: Trained, main: amp.Program, fetches: list[str], label: str, options: argparse.Namespace,
+          progress: Callable[[str, int, int, float], None]) -> None:  # fmt: skip
+    images, labels = task.train
+    history, batch = trained.history, options.batch_size
+    steps_per_epoch = len(images) // batch
+    rng = np.random.default_rng(options.seed)
+    times = []
+    began = time.perf_counter()
+    for epoch in range(options.epochs):
+        order = rng.permutation(len(images))
+        for step in range(steps_per_epoch):
+            rows = order[step * batch : (step + 1) * batch]
+            feed = {trained.image: images[rows], label: labels[rows]}
+            start = time.perf_counter()
+            values = trained.executor.run(main, feed=feed, fetch_list=fetches, scope=trained.scope)
+            times.append(time.perf_counter() - start)
+            history.loss.append(float(np.ravel(values[0])[0]))
+            scale = float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0
+            history.skipped += bool(history.scale and scale < history.scale[-1])
+            history.scale.append(scale)
+            progress(history.mode, epoch * steps_per_epoch + step + 1, options.epochs * steps_per_epoch, history.loss[-1])
+        history.accuracy.append(evaluate(trained, *task.test))
+    history.seconds = time.perf_counter() - began
+    history.ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
+
+
+def evaluate(trained: Trained, images: np.ndarray, labels: np.ndarray, batch: int = 500) -> float:
+    """Share of right decisions of the test program."""
+    right = 0
+    for start in range(0, len(images), batch):
+        feed = {trained.image: images[start : start + batch]}
+        (scores,) = trained.executor.run(trained.test_program, feed=feed, fetch_list=[trained.prediction], scope=trained.scope)
+        right += int((np.argmax(scores, -1) == np.ravel(labels[start : start + batch])).sum())
+    return right / len(images)
+
+
+def bar() -> Callable[[str, int, int, float], None]:
+    """A progress callback that draws one tqdm bar a mode."""
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm] = {}
+
+    def update(mode: str, step: int, steps: int, loss: float) -> None:
+        if mode not in bars:
+            bars[mode] = tqdm(total=steps, desc=f"{mode:>9}", unit="step", mininterval=0.2)
+        bars[mode].set_postfix_str(f"loss {loss:.3f}", refresh=False)
+        bars[mode].update(1)
+        if step == steps:
+            bars[mode].close()
+
+    return update
+
+
+def table(histories: list[History]) -> str:
+    """A final table, one row a mode."""
+    rows = [f"{'mode':<10} {'test accuracy':>13} {'final loss':>11} {'loss scale':>11} {'bad steps':>10} {'ms/step':>8}"]
+    for h in histories:
+        final = float(np.mean(h.loss[-10:])) if h.loss else float("nan")
+        accuracy = h.accuracy[-1] if h.accuracy else float("nan")
+        scale = h.scale[-1] if h.scale else 1.0
+        rows.append(f"{h.mode:<10} {accuracy:>13.2%} {final:>11.4f} {scale:>11g} {h.skipped:>10d} {h.ms_per_step:>8.2f}")
+    return "\n".join(rows)
+
+
+def plot(histories: list[History], path: str, title: str) -> None:
+    """Loss, loss scale and test accuracy of every mode as one PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (loss, scale, accuracy) = plt.subplots(1, 3, figsize=(13, 3.6))
+    for h in histories:
+        width = max(1, len(h.loss) // 50)
+        smooth = np.convolve(h.loss, np.ones(width) / width, "valid")
+        loss.plot(smooth, label=h.mode)
+        scale.plot(h.scale, label=h.mode)
+        accuracy.plot(range(1, len(h.accuracy) + 1), h.accuracy, marker="o", label=h.mode)
+    loss.set(title="training loss", xlabel="step", yscale="log")
+    scale.set(title="loss scale", xlabel="step", yscale="log")
+    accuracy.set(title="test accuracy", xlabel="epoch")
+    loss.legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
