@@ -1,0 +1,213 @@
+"""Elementwise arithmetic with broadcasting.
+
+Gradients of inputs that were broadcast are summed back, in fp32. Formulas: the operators' specifications
+(https://onnx.ai/onnx/operators/).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..ir.emitter import Emitter, Value
+from ..ir.opdef import body, exact, gradient, no_gradient, own
+from ..ir.program import Operator
+
+Grads = Sequence[Value | None]
+
+
+def summed(e: Emitter, value: Value, like: Value, index: int) -> Value:
+    """``value``, elementwise in the shape of ``like``, summed to the shape of forward input ``index``."""
+    shape = e.output_shapes[index]
+    assert shape is not None and like.shape is not None
+    return e.sum_to(value, shape, like.shape)
+
+
+def _widened(e: Emitter, index: int, dy: Value, *values: Value) -> tuple[Value, ...]:
+    """The operands as they are where the result is not summed, in fp32 where it is."""
+    if e.output_shapes[index] == dy.shape:
+        return (dy, *values)
+    return tuple(e.f32(v) for v in (dy, *values))
+
+
+@gradient("Add", reads="dy0", native=True)
+def add(e: Emitter, op: Operator, dy: Value) -> Grads:
+    return [summed(e, dy, dy, i) if e.wants(i) else None for i in range(2)]
+
+
+@gradient("Sub", reads="dy0", native=True)
+def sub(e: Emitter, op: Operator, dy: Value) -> Grads:
+    dx0 = summed(e, dy, dy, 0) if e.wants(0) else None
+    dx1 = e.Neg(summed(e, dy, dy, 1)) if e.wants(1) else None
+    return [dx0, dx1]
+
+
+@gradient("Mul", reads="x0 x1 dy0", native=True)
+def mul(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
+    def side(index: int, other: Value) -> Value | None:
+        return summed(e, e.Mul(*_widened(e, index, dy, other)), dy, index) if e.wants(index) else None
+
+    return [side(0, x1), side(1, x0)]
+
+
+@gradient("Div", reads="x0 x1 dy0")
+def div(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
+    by_x1 = e.Div(dy, x1)
+    dx0 = summed(e, by_x1, dy, 0) if e.wants(0) else None
+    dx1 = summed(e, e.Neg(e.Mul(by_x1, e.Div(x0, x1))), dy, 1) if e.wants(1) else None
+    return [dx0, dx1]
+
+
+@gradient("Pow", reads="x0 x1 y0 dy0")
+def pow_(e: Emitter, op: Operator, x: Value, exponent: Value, y: Value, dy: Value) -> Grads:
+    dx = dp = None
+    power = e.cast(exponent, x.dtype)
+    if e.wants(0):
+        dx = summed(e, e.Mul(dy, _pow_slope(e, x, power, e.known(op.inputs[1]))), dy, 0)
+    if e.wants(1):
+        # y * log(x) tends to 0 with x for a positive exponent, where the product itself is 0 * -inf.
+        zero = e.like(0, x)
+        log = e.Log(e.Where(e.Equal(x, zero), e.like(1, x), x))
+        dp = summed(e, e.Mul(dy, e.Mul(y, log)), dy, 1)
+    return [dx, dp]
+
+
+def _pow_slope(e: Emitter, x: Value, power: Value, known: np.ndarray | None) -> Value:
+    """d x**p / d x = p * x**(p - 1), and 0 for p = 0 at x = 0 too."""
+    if known is not None and known.size == 1:
+        p = float(known.reshape(()))
+        if p == 2:
+            return e.Mul(x, e.like(2, x))
+        if p == 3:
+            return e.Mul(e.Mul(x, x), e.like(3, x))
+        if p == 0.5:
+            return e.Div(e.like(0.5, x), e.Sqrt(x))
+    slope = e.Mul(power, e.Pow(x, e.Sub(power, e.like(1, x))))
+    return e.Where(e.Equal(power, e.like(0, x)), e.like(0, x), slope)
+
+
+@gradient("Neg", reads="dy0", native=True)
+def neg(e: Emitter, op: Operator, dy: Value) -> Grads:
+    return [e.Neg(dy)]
+
+
+@gradient("Abs", reads="x0 dy0", native=True)
+def abs_(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Sign(x))]
+
+
+@gradient("Sqrt", reads="y0 dy0")
+def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Div(e.Mul(dy, e.like(0.5, dy)), y)]
+
+
+@gradient("Exp", reads="y0 dy0", native=True)
+def exp(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, y)]
+
+
+@gradient("Log", reads="x0 dy0", native=True)
+def log(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, x)]
+
+
+@gradient("Reciprocal", reads="y0 dy0")
+def reciprocal(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Neg(e.Mul(dy, e.Mul(y, y)))]
+
+
+@gradient("Sin", reads="x0 dy0")
+def sin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Cos(x))]
+
+
+@gradient("Cos", reads="x0 dy0")
+def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Neg(e.Mul(dy, e.Sin(x)))]
+
+
+@gradient("Erf", reads="x0 dy0")
+def erf(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Mul(e.Exp(e.Neg(e.Mul(x, x))), e.like(2 / math.sqrt(math.pi), x)))]
+
+
+def _select(e: Emitter, op: Operator, xs: list[Value], y: Value, dy: Value) -> Grads:
+    """Max and Min: the gradient goes to the first input that holds the result."""
+    zero = e.like(0, dy)
+    grads: list[Value | None] = []
+    rest = dy
+    for index, x in enumerate(xs):
+        chosen = e.Equal(x, y)
+        grads.append(summed(e, e.Where(chosen, rest, zero), dy, index) if e.wants(index) else None)
+        rest = e.Where(chosen, zero, rest)
+    return grads
+
+
+gradient("Max", reads="x* y0 dy0")(_select)
+gradient("Min", reads="x* y0 dy0")(_select)
+
+
+@gradient("Sum", reads="x* dy0", native=True)
+def sum_(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
+    return [summed(e, dy, dy, i) if e.wants(i) else None for i in range(len(xs))]
+
+
+@gradient("Mean", reads="x* dy0")
+def mean(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
+    part = e.Mul(dy, e.like(1 / len(xs), dy))
+    return [summed(e, part, dy, i) if e.wants(i) else None for i in range(len(xs))]
+
+
+@gradient("Where", reads="x0 dy0", native=True)
+def where(e: Emitter, op: Operator, condition: Value, dy: Value) -> Grads:
+    zero = e.like(0, dy)
+    dx1 = summed(e, e.Where(condition, dy, zero), dy, 1) if e.wants(1) else None
+    dx2 = summed(e, e.Where(condition, zero, dy), dy, 2) if e.wants(2) else None
+    return [None, dx1, dx2]
+
+
+@gradient("Clip", reads="x0 x1 x2 dy0", inputs=[0])
+def clip(e: Emitter, op: Operator, x: Value, low: Value | None, high: Value | None, dy: Value) -> Grads:
+    zero = e.like(0, dy)
+    low = low if low is not None else _bound(e, op, "min", x)
+    high = high if high is not None else _bound(e, op, "max", x)
+    if low is not None:
+        dy = e.Where(e.GreaterOrEqual(x, e.cast(low, x.dtype)), dy, zero)
+    if high is not None:
+        dy = e.Where(e.GreaterOrEqual(e.cast(high, x.dtype), x), dy, zero)
+    return [dy]
+
+
+def _bound(e: Emitter, op: Operator, name: str, x: Value) -> Value | None:
+    """A bound of Clip before opset 11, an attribute."""
+    return e.like(op.attrs[name], x) if name in op.attrs else None
+
+
+@gradient("Identity", reads="dy0", native=True)
+def identity(e: Emitter, op: Operator, dy: Value) -> Grads:
+    return [dy]
+
+
+@body(own("GradSum"))
+def grad_sum(e: Emitter, op: Operator, *values: Value) -> Grads:
+    """The sum of a variable's gradients: in fp32, rounded once."""
+    return [e.Sum(*values, shape=values[0].shape) if len(values) > 1 else values[0]]
+
+
+@body("Sum")
+def sum_body(e: Emitter, op: Operator, *values: Value) -> Grads:
+    return [e.Sum(*values)]
+
+
+@body("Mean")
+def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
+    """CUDA has no kernel of Mean."""
+    return [e.Mul(e.Sum(*values), e.like(1 / len(values), values[0]))]
+
+
+exact("Neg", "Abs", "Max", "Min", "Where", "Identity", own("NegGrad"), own("AbsGrad"), own("IdentityGrad"))
+
+no_gradient("Floor", "Ceil", "Round", "Sign", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not",
+            "And", "Or", "Xor", "IsNaN", "IsInf", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "BitShift")  # fmt: skip
