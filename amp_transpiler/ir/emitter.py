@@ -50,6 +50,8 @@ class Emitter:
         self._widened: dict[str, Value] = {}
         #: On CPU: the 16-bit tensor behind each rounded fp32 carrier.
         self.narrow: dict[str, Value] = {}
+        #: Values that several bodies share, under a key of their maker's choice.
+        self.shared: dict[str, tuple[Value, ...]] = {}
         self._names: set[str] = set()
         self._serial = 0
 

@@ -157,6 +157,8 @@ class Operator:
         if variable is not None:
             self.program._own(variable)
             graph.add_edge(variable.key, self.key, key=slot)
+        else:
+            _trim(self._inputs)
         self.program._touch()
 
     def set_output(self, slot: int, variable: Variable | None) -> None:
@@ -178,6 +180,8 @@ class Operator:
                 )
             variable.producer, variable.producer_slot = self, slot
             graph.add_edge(self.key, variable.key, key=slot)
+        else:
+            _trim(self._outputs)
         self.program._touch()
 
     def add_capture(self, variable: Variable) -> None:
@@ -191,6 +195,12 @@ class Operator:
         ins = ", ".join("" if v is None else v.name for v in self._inputs)
         outs = ", ".join("" if v is None else v.name for v in self._outputs)
         return f"<{outs} = {self.full_type}({ins})>"
+
+
+def _trim(slots: list[Variable | None]) -> None:
+    """Trailing optional slots that are left out are not written."""
+    while slots and slots[-1] is None:
+        slots.pop()
 
 
 @dataclass

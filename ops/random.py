@@ -1,0 +1,222 @@
+"""Counter-based random numbers from uint32 Add, Mul and Div alone, which CPU and CUDA both have.
+
+Element ``i`` of stream ``stream`` at ``(seed, step)`` is a hash of these four numbers and of nothing else,
+so that a resumed, recomputed or moved run draws the same numbers. Arithmetic wraps at 2**32::
+
+    k1, k2 = key(seed, step, stream)            # k2 is odd
+    x = k1 + i * WEYL
+    x = x * (2 * x + 1);  x = x + x / 2**16     # x -> x * (2 x + odd) is a permutation of 32-bit words
+    x = x * (2 * x + k2); x = x + x / 2**15
+    x = x * (2 * x + 1)                         # the upper 24 bits are used
+
+The product by itself is what makes it a hash: sums, shifts and constant factors alone leave the differences of
+neighbours to a handful of values. ``i * WEYL`` is the sum of two small constants, and the key, known only
+at run time, goes into one of them first: constant folding finds no full-size constant to make.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.opdef import body, gradient
+from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
+
+SEED, STEP = "@rng_seed", "@rng_step"
+#: Metadata entry of a Dropout: the stream of its mask, unique in its program.
+MASK_ID = "mask_id"
+
+_default_seed = 0
+
+_WORD = 1 << 32
+_WEYL = 0x9E3779B9
+_KEY1, _KEY2 = (0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)
+_LINE = 1 << 12  # elements in a line where a shape gives no good split
+_LONG = 1 << 16  # elements of the longest constant
+
+
+def mix(word: int) -> int:
+    """A 32-bit word scrambled, in python: what the graph computes for run-time words."""
+    x = word % _WORD
+    for shift, factor in ((16, 1), (15, 1)):
+        x = x * (2 * x + factor) % _WORD
+        x = (x + (x >> shift)) % _WORD
+    return x * (2 * x + 1) % _WORD
+
+
+def stream_of(name: str) -> int:
+    """The stream that belongs to a variable's name: the same wherever and whenever it is built."""
+    return zlib.crc32(name.encode())
+
+
+def _word(e: Emitter, number: int) -> Value:
+    return e.const(number % _WORD, "uint32")
+
+
+def _permute(e: Emitter, x: Value, odd: Value) -> Value:
+    return e.Mul(x, e.Add(x, e.Add(x, odd)))
+
+
+def _fold(e: Emitter, x: Value, shift: int) -> Value:
+    """x + x / 2**shift. BitShift has no CUDA kernel, and Div is three times slower on CPU."""
+    if e.place == "cpu":
+        return e.Add(x, e.BitShift(x, _word(e, shift), direction="RIGHT"))
+    return e.Add(x, e.Div(x, _word(e, 1 << shift)))
+
+
+def _finish(e: Emitter, x: Value, odd: Value) -> Value:
+    """The rounds after the first product."""
+    x = _permute(e, _fold(e, x, 16), odd)
+    return _permute(e, _fold(e, x, 15), _word(e, 1))
+
+
+def _mix(e: Emitter, x: Value) -> Value:
+    one = _word(e, 1)
+    return _finish(e, _permute(e, x, one), one)
+
+
+def _keys(e: Emitter, seed: Value, step: Value, stream: int) -> tuple[Value, Value]:
+    """k1, k2 of a stream: two words of (seed, step), scrambled once per graph, and two constants of the stream."""
+    names = f"{seed.name} {step.name}"
+    if names not in e.shared:
+        words = []
+        for start, stride in (_KEY1, _KEY2):
+            s = _mix(e, e.Add(seed, _word(e, start)))
+            words.append(_mix(e, e.Add(s, e.Mul(step, _word(e, stride)))))
+        e.shared[names] = (words[0], e.Add(words[1], words[1]))
+    first, second = e.shared[names]
+    return e.Add(first, _word(e, mix(stream))), e.Add(second, _word(e, 2 * mix(stream ^ _WEYL) + 1))
+
+
+def _split(shape: Sequence[int]) -> tuple[int, int]:
+    """(lines, elements per line) that cover the elements of ``shape`` with two small constants."""
+    total = math.prod(shape)
+    cuts = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(len(shape) + 1)]
+    lines, line = min(cuts, key=sum)
+    if max(lines, line) > _LONG:
+        return -(-total // _LINE), _LINE
+    return lines, line
+
+
+def random_bits(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int) -> Value:
+    """uint32 words of which the upper 24 bits are random. ``seed`` and ``step`` are uint32 scalars."""
+    k1, k2 = _keys(e, seed, step, stream)
+    lines, line = _split(shape)
+    total = math.prod(shape)
+    starts = e.const((np.arange(lines, dtype=np.uint64) * line * _WEYL).astype(np.uint32).reshape(lines, 1))
+    steps = (np.arange(line, dtype=np.uint64) * _WEYL).astype(np.uint32)
+    row = e.Add(starts, k1)
+    x = e.Add(row, e.const(steps))
+    doubled = e.Add(e.Add(row, e.Add(row, _word(e, 1))), e.const(steps * np.uint32(2)))  # 2 x + 1
+    x = _finish(e, e.Mul(x, doubled), k2)
+    if lines * line != total:
+        x = e.Slice(e.reshape(x, [-1]), e.ints(0), e.ints(total))
+    return e.reshape(Value(x.name, x.dtype), shape)
+
+
+def _fraction(e: Emitter, bits: Value, first: int) -> Value:
+    """(k + first) / 2**24 as float32, k the upper 24 bits: exact."""
+    k = e.cast(e.Div(bits, _word(e, 1 << 8)), "float32")
+    return e.Mul(e.Add(k, e.like(first, k)) if first else k, e.like(2.0**-24, k))
+
+
+def uniform(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int) -> Value:
+    """float32 uniform in [0, 1), multiples of 2**-24."""
+    u = _fraction(e, random_bits(e, shape, seed, step, stream), 0)
+    return Value(u.name, u.dtype, tuple(shape))
+
+
+def normal(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int) -> Value:
+    """float32 standard normal, |z| < 5.8 (Box & Muller 1958, the cosine half)."""
+    radius = _fraction(e, random_bits(e, shape, seed, step, stream), 1)  # in (0, 1]: the logarithm is finite
+    angle = _fraction(e, random_bits(e, shape, seed, step, mix(stream + 1)), 0)
+    z = e.Mul(e.Sqrt(e.Mul(e.Log(radius), e.like(-2, radius))), e.Cos(e.Mul(angle, e.like(2 * math.pi, angle))))
+    return Value(z.name, z.dtype, tuple(shape))
+
+
+def keep_mask(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, ratio: Value) -> Value:
+    """bool, True with probability 1 - ``ratio`` (a float scalar in [0, 1)): uniform >= ratio, on the integers."""
+    threshold = e.cast(e.Ceil(e.Mul(e.cast(ratio, "float32"), e.const(2.0**24, "float32"))), "uint32")
+    bits = random_bits(e, shape, seed, step, stream)
+    return e.GreaterOrEqual(bits, e.Mul(threshold, _word(e, 1 << 8)), shape=shape)
+
+
+def rng_state(program: Program, startup: Program | None = None) -> tuple[Variable, Variable]:
+    """The program's persistable uint32 scalars (seed, step), made on the first call.
+
+    ``startup`` (default: ``program.startup``) sets them to its seed and to 0. Every run of the program
+    advances the step by one, a step that is skipped for overflow included.
+    """
+    if program.has_var(SEED):
+        return program.var(SEED), program.var(STEP)
+    startup = startup or program.startup
+    if startup is None:
+        startup = program.startup = Program(f"{program.name}_startup")
+    seed = program.add_variable(SEED, "uint32", (), persistable=True)
+    step = program.add_variable(STEP, "uint32", (), persistable=True)
+    startup_seed(startup)
+    if not startup.has_var(STEP):
+        first = startup.add_variable(STEP, "uint32", (), persistable=True)
+        startup.add_operator("ConstantInitializer", [], [first], domain=OWN, attrs={"value": np.zeros((), np.uint32)})
+    one = program.add_constant(f"{STEP}.one", np.ones((), np.uint32))
+    after = program.add_variable(f"{STEP}@NEW", "uint32", ())
+    program.add_operator("Add", [step, one], [after], role=FORWARD)
+    program.set_update(step, after)
+    return seed, step
+
+
+def set_default_seed(seed: int) -> None:
+    """The seed of startup programs that have none of their own when their first initialiser is added."""
+    global _default_seed
+    _default_seed = seed
+
+
+def startup_seed(startup: Program) -> Variable:
+    """The seed variable of a startup program: what ``startup.seed`` is when it is lowered."""
+    if startup.has_var(SEED):
+        return startup.var(SEED)
+    startup.seed = startup.seed or _default_seed
+    seed = startup.add_variable(SEED, "uint32", (), persistable=True)
+    startup.add_operator("SeedInitializer", [], [seed], domain=OWN)
+    return seed
+
+
+# -- Dropout ---------------------------------------------------------------------------------------
+def _training(op: Operator) -> bool:
+    mode = op.input(2)
+    value = None if mode is None else constant_array(mode)
+    return value is not None and bool(value)
+
+
+def _mask_stream(op: Operator) -> int:
+    """The mask's stream; for an imported operator that has no number, one from its output's name."""
+    if MASK_ID in op.metadata:
+        return int(op.metadata[MASK_ID])
+    return stream_of(next(v.name for v in op.outputs if v is not None))
+
+
+def _scaled(e: Emitter, value: Value, mask: Value, ratio: Value) -> Value:
+    """value / (1 - ratio) where the mask is True, 0 elsewhere."""
+    one = e.like(1, ratio)
+    scale = e.cast(e.Div(one, e.Sub(one, ratio)), value.dtype)
+    return e.Where(mask, e.Mul(value, scale), e.like(0, value), shape=value.shape)
+
+
+@body("Dropout", when=_training)
+def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
+    """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
+    assert x.shape is not None
+    ratio = e.const(0.5, "float32") if ratio is None else ratio
+    mask = keep_mask(e, x.shape, e.scalar("seed"), e.scalar("step"), _mask_stream(op), ratio)
+    return [_scaled(e, x, mask, ratio), mask][: len(op.outputs)]
+
+
+@gradient("Dropout", reads="x1 y1 dy0", inputs=[0])
+def dropout_gradient(e: Emitter, op: Operator, ratio: Value | None, mask: Value, dy: Value) -> list[Value | None]:
+    """dx = dy / (1 - ratio) where the forward mask is True, 0 elsewhere."""
+    return [_scaled(e, dy, mask, e.const(0.5, "float32") if ratio is None else ratio), None, None]
