@@ -19,6 +19,9 @@ from .types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
 
 _BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
 _INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
+_BROADCAST = {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum", "Where", "Equal", "Greater", "GreaterOrEqual", "Less",
+              "LessOrEqual", "And", "Or", "Xor", "Neg", "Abs", "Exp", "Log", "Sqrt", "Reciprocal", "Tanh", "Sigmoid", "Erf",
+              "Sign", "Not", "IsNaN", "IsInf", "Relu", "Cast", "Softmax", "LogSoftmax", "Sin", "Cos", "Floor"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class Emitter:
                                   **{k: v for k, v in attrs.items() if v is not None})  # fmt: skip
         )
         kind = dtype or self._result(type_, inputs, attrs)
+        if shape is None:
+            shape = _shape(type_, [v.shape for v in inputs if v is not None])
         values = tuple(Value(n, kind, None if shape is None else tuple(shape)) for n in names)
         return values[0] if outputs == 1 else values
 
@@ -190,6 +195,19 @@ class Emitter:
         lead = len(source) - len(shape)
         axes = [i for i in range(len(source)) if i < lead or (shape[i - lead] == 1 and source[i] != 1)]
         return self.reshape(self.reduce_sum(value, axes, keepdims=True), shape)
+
+
+def _shape(type_: str, shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """The shape of a simple operator's result, None where it takes more than this to tell."""
+    known = [s for s in shapes if s is not None]
+    if not known or len(known) < len(shapes):
+        return None
+    if type_ in _BROADCAST:
+        return tuple(int(d) for d in np.broadcast_shapes(*known))
+    if type_ == "MatMul" and min(len(s) for s in known) >= 2:
+        a, b = known
+        return (*(int(d) for d in np.broadcast_shapes(a[:-2], b[:-2])), a[-2], b[-1])
+    return None
 
 
 def is_float(dtype: str | None) -> bool:
