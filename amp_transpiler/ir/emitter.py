@@ -19,9 +19,10 @@ from .types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
 
 _BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
 _INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
-_BROADCAST = {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum", "Where", "Equal", "Greater", "GreaterOrEqual", "Less",
-              "LessOrEqual", "And", "Or", "Xor", "Neg", "Abs", "Exp", "Log", "Sqrt", "Reciprocal", "Tanh", "Sigmoid", "Erf",
-              "Sign", "Not", "IsNaN", "IsInf", "Relu", "Cast", "Softmax", "LogSoftmax", "Sin", "Cos", "Floor"}  # fmt: skip
+_BROADCAST = frozenset(
+    "Add Sub Mul Div Pow Max Min Sum Where Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Neg Abs Exp Log Sqrt "
+    "Reciprocal Tanh Sigmoid Erf Sign Not IsNaN IsInf Relu Cast Softmax LogSoftmax Sin Cos Floor".split()
+)
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,27 @@ class Emitter:
             raise AttributeError(type_)
         return lambda *inputs, **kw: self.op(type_, *inputs, **kw)
 
-    def op(self, type_: str, *inputs: Value | None, outputs: int = 1, domain: str = "", dtype: str | None = None,
-           shape: Sequence[int] | None = None, **attrs: Any) -> Any:  # fmt: skip
+    def op(
+        self,
+        type_: str,
+        *inputs: Value | None,
+        outputs: int = 1,
+        domain: str = "",
+        dtype: str | None = None,
+        shape: Sequence[int] | None = None,
+        **attrs: Any,
+    ) -> Any:
         """Emit one node; a Value, or a tuple of them for ``outputs`` > 1. ``dtype`` overrides the usual rule."""
         names = [self.name(type_) for _ in range(outputs)]
         self.nodes.append(
-            onnx.helper.make_node(type_, ["" if v is None else v.name for v in inputs], names, names[0], domain=domain,
-                                  **{k: v for k, v in attrs.items() if v is not None})  # fmt: skip
+            onnx.helper.make_node(
+                type_,
+                ["" if v is None else v.name for v in inputs],
+                names,
+                names[0],
+                domain=domain,
+                **{k: v for k, v in attrs.items() if v is not None},
+            )
         )
         kind = dtype or self._result(type_, inputs, attrs)
         if shape is None:
@@ -135,7 +150,9 @@ class Emitter:
         key = (kind, array.shape, array.tobytes())
         if key not in self._constants:
             name = self.name("const")
-            self.initializers[name] = onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+            self.initializers[name] = onnx.numpy_helper.from_array(
+                np.ascontiguousarray(array).reshape(array.shape), name
+            )
             self._constants[key] = Value(name, kind, array.shape)
         return self._constants[key]
 

@@ -23,7 +23,7 @@ from ..errors import ArgumentError
 from .program import OWN, Operator, Shape
 
 if TYPE_CHECKING:
-    from .emitter import Emitter, Value
+    from .emitter import Value
 
 Body = Callable[..., Sequence[Any]]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
@@ -95,8 +95,9 @@ def own(type_: str) -> str:
     return f"{OWN}::{type_}"
 
 
-def body(full_type: str, *, native: bool = False, when: Callable[[Operator], bool] | None = None,
-         infer: Infer | None = None) -> Callable[[Body], Body]:  # fmt: skip
+def body(
+    full_type: str, *, native: bool = False, when: Callable[[Operator], bool] | None = None, infer: Infer | None = None
+) -> Callable[[Body], Body]:
     """Register the decorated function as the body of an operator: ``f(e, op, *inputs) -> [outputs]``."""
 
     def register(function: Body) -> Body:
@@ -112,8 +113,9 @@ def body(full_type: str, *, native: bool = False, when: Callable[[Operator], boo
 _READ = re.compile(r"(x|y|dy)(\d+|\*)")
 
 
-def gradient(full_type: str, reads: str, *, inputs: Sequence[int] | None = None,
-             native: bool = False) -> Callable[[Body], Body]:  # fmt: skip
+def gradient(
+    full_type: str, reads: str, *, inputs: Sequence[int] | None = None, native: bool = False
+) -> Callable[[Body], Body]:
     """Register the decorated function as the gradient of an operator (see the module's text).
 
     It returns one value per forward input, None where there is no gradient; ``e.wants(i)`` says
@@ -144,6 +146,24 @@ def gradient_type(domain: str, type_: str) -> str:
 def reads_of(op: Operator) -> tuple[str, ...] | None:
     """What a gradient operator's inputs are, in order; None for any other operator."""
     return _READS.get(op.type) if op.domain == OWN else None
+
+
+def group_inputs(op: Operator, inputs: Sequence[Value | None]) -> list[object]:
+    """Group the inputs of a gradient operator as its ``reads`` say: ``x*`` and ``dy*`` become lists."""
+    reads = reads_of(op)
+    if reads is None or not any(r.endswith("*") for r in reads):
+        missing = 0 if reads is None else len(reads) - len(inputs)
+        return [*inputs, *[None] * missing]
+    count = int(op.attrs["n_inputs"])
+    result: list[object] = []
+    position = 0
+    rest = len(inputs) - sum(1 for r in reads if not r.endswith("*")) - (count if "x*" in reads else 0)
+    for read in reads:
+        size = 1 if not read.endswith("*") else (count if read == "x*" else rest)
+        group = inputs[position : position + size]
+        result.append(group if read.endswith("*") else group[0])
+        position += size
+    return result
 
 
 def no_gradient(*full_types: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -16,8 +16,11 @@ from ..ir.types import FLOATS, numpy_dtype
 from .opset import convert_opset
 
 
-def append_backward(loss: Variable, parameter_list: Sequence[Variable | str] | None = None,
-                    no_grad_set: Iterable[Variable | str] | None = None) -> list[tuple[Variable, Variable]]:  # fmt: skip
+def append_backward(
+    loss: Variable,
+    parameter_list: Sequence[Variable | str] | None = None,
+    no_grad_set: Collection[Variable | str] | None = None,
+) -> list[tuple[Variable, Variable]]:
     """Append the gradient of ``loss`` with respect to parameters to the loss's program.
 
     ``loss`` is a float scalar (shape [] or all ones). ``parameter_list`` (variables or names) defaults
@@ -29,18 +32,10 @@ def append_backward(loss: Variable, parameter_list: Sequence[Variable | str] | N
     depend on are left out. GradientError: a loss that is no float scalar, one that depends on no
     parameter, a listed parameter without a path to it, an operator on the path without a gradient rule.
     """
-    program = _check_loss(loss)
-    convert_opset(program)
-    wanted = _variables(program, parameter_list, "parameter_list") if parameter_list is not None else program.parameters
-    blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
+    convert_opset(check_loss(loss, parameter_list, no_grad_set))
+    program = loss.program
     order = program.operators
-    needs = _dependents(order, wanted, blocked)
-    if loss.key not in needs:
-        names = ", ".join(v.name for v in wanted[:5]) or "none"
-        raise GradientError(
-            f"loss '{loss.name}' of program '{program.name}' does not depend on any parameter (parameters: {names}). "
-            "Build the loss from layers with trainable parameters, or pass parameter_list"
-        )
+    wanted, needs = _wanted(program, order, parameter_list, no_grad_set)
     plan, contributions = _plan(order, loss, needs)
     pending: dict[int, list[Variable]] = defaultdict(list)
     done: dict[int, Variable] = {}
@@ -53,11 +48,18 @@ def append_backward(loss: Variable, parameter_list: Sequence[Variable | str] | N
             if parameter.key in pending or parameter.key in done:
                 pairs.append((parameter, _total(parameter, pending, done)))
             elif parameter_list is not None:
-                raise GradientError(f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list")
+                raise GradientError(
+                    f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
+                )
     return pairs
 
 
-def _check_loss(loss: Variable) -> Program:
+def check_loss(
+    loss: Variable,
+    parameter_list: Sequence[Variable | str] | None = None,
+    no_grad_set: Collection[Variable | str] | None = None,
+) -> Program:
+    """The loss's program. GradientError: it is no float scalar, or depends on no parameter."""
     if not isinstance(loss, Variable):
         raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
     if loss.dtype not in FLOATS:
@@ -68,7 +70,27 @@ def _check_loss(loss: Variable) -> Program:
             f"loss '{loss.name}' has shape {shape}; a loss is a scalar. Reduce it first, for example with "
             "amp.nn.functional.mean"
         )
-    return loss.program
+    program = loss.program
+    wanted, needs = _wanted(program, program.operators, parameter_list, no_grad_set)
+    if loss.key not in needs:
+        names = ", ".join(v.name for v in wanted[:5]) or "none"
+        raise GradientError(
+            f"loss '{loss.name}' of program '{program.name}' does not depend on any parameter (parameters: {names}). "
+            "Build the loss from layers with trainable parameters, or pass parameter_list"
+        )
+    return program
+
+
+def _wanted(
+    program: Program,
+    order: list[Operator],
+    parameter_list: Sequence[Variable | str] | None,
+    no_grad_set: Collection[Variable | str] | None,
+) -> tuple[list[Variable], set[int]]:
+    """The parameters to differentiate for, and the float variables that depend on them."""
+    wanted = _variables(program, parameter_list, "parameter_list") if parameter_list is not None else program.parameters
+    blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
+    return wanted, _dependents(order, wanted, blocked)
 
 
 def _variables(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
@@ -115,7 +137,8 @@ def _plan(order: list[Operator], loss: Variable, needs: set[int]) -> tuple[Plan,
         if unread:
             raise GradientError(
                 f"the gradient of '{op.label}' ({op.full_type}) cannot pass through its output '{unread[0].name}'. "
-                f"Add '{unread[0].name}' to no_grad_set, or register a rule with @amp.register_gradient('{op.full_type}', ...)"
+                f"Add '{unread[0].name}' to no_grad_set, or register a rule with "
+                f"@amp.register_gradient('{op.full_type}', ...)"
             )
         plan.append((op, rule, slots))
         for slot in slots:
@@ -127,20 +150,28 @@ def _plan(order: list[Operator], loss: Variable, needs: set[int]) -> tuple[Plan,
 
 
 def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
-    way_out = (f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
-               f"@amp.register_gradient('{op.full_type}', ...)")  # fmt: skip
+    way_out = (
+        f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
+        f"@amp.register_gradient('{op.full_type}', ...)"
+    )
     if captured:
-        raise GradientError(f"'{op.label}' ({op.full_type}) reads '{captured[0].name}' inside a nested graph, which has no "
-                            f"gradient. {way_out}")  # fmt: skip
+        raise GradientError(
+            f"'{op.label}' ({op.full_type}) reads '{captured[0].name}' inside a nested graph, which has no "
+            f"gradient. {way_out}"
+        )
     if rule is None:
         source = op.inputs[slots[0]]
-        raise GradientError(f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
-                            f"'{source.name if source else ''}' and has no gradient rule. {way_out}")  # fmt: skip
+        raise GradientError(
+            f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
+            f"'{source.name if source else ''}' and has no gradient rule. {way_out}"
+        )
     for slot in slots:
         if rule.inputs is not None and slot not in rule.inputs:
             source = op.inputs[slot]
-            raise GradientError(f"operator '{op.label}' ({op.full_type}) has no gradient for its input {slot} "
-                                f"('{source.name if source else ''}'). {way_out}")  # fmt: skip
+            raise GradientError(
+                f"operator '{op.label}' ({op.full_type}) has no gradient for its input {slot} "
+                f"('{source.name if source else ''}'). {way_out}"
+            )
 
 
 def _seed(loss: Variable) -> Variable:
@@ -179,8 +210,14 @@ def _place_beside(op: Operator, forward: Operator | None) -> None:
         op.scope, op.guard = forward.scope, forward.guard
 
 
-def _append_gradient(op: Operator, rule: Gradient, slots: list[int], pending: dict[int, list[Variable]],
-                     done: dict[int, Variable], contributions: dict[int, int]) -> None:  # fmt: skip
+def _append_gradient(
+    op: Operator,
+    rule: Gradient,
+    slots: list[int],
+    pending: dict[int, list[Variable]],
+    done: dict[int, Variable],
+    contributions: dict[int, int],
+) -> None:
     program = op.program
     inputs: list[Variable | None] = []
     for read in rule.reads:
@@ -195,7 +232,8 @@ def _append_gradient(op: Operator, rule: Gradient, slots: list[int], pending: di
                 source = [_add_output(op, int(which))]
         if kind == "dy":
             source = [
-                _total(v, pending, done) if v is not None and (v.key in pending or v.key in done) else None for v in source
+                _total(v, pending, done) if v is not None and (v.key in pending or v.key in done) else None
+                for v in source
             ]
         inputs.extend(source)
     outputs: list[Variable | None] = [None] * len(op.inputs)

@@ -9,7 +9,6 @@ as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
@@ -17,9 +16,10 @@ import onnx
 from ..errors import GraphError
 from ..ir.emitter import Emitter, Value
 from ..ir.infer import Shapes, constant_array, type_proto
-from ..ir.opdef import body_of, lookup
+from ..ir.opdef import body_of, group_inputs, lookup
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ir.types import HALF, NAMES, ONNX_TYPES
+from .lowered import Lowered, Port, carrier_type, needed, rename_tensors, static
 from .opset import TARGET, convert_opset
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
@@ -28,41 +28,13 @@ _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _RUNTIME = {"seed": "@rng_seed", "step": "@rng_step"}
 
 
-@dataclass(frozen=True)
-class Port:
-    """A graph input or output of the lowered model: a program variable and its tensor there."""
-
-    variable: str
-    tensor: str
-    dtype: str
-    shape: tuple[int | str | None, ...] | None = None
-
-
-@dataclass
-class Lowered:
-    """What a place runs. ``feeds`` and ``states`` are graph inputs, ``fetches`` and ``updates`` outputs.
-
-    ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
-    of constant zeros (a run-time zero cannot be folded into megabytes of constants).
-    """
-
-    model: onnx.ModelProto
-    place: str
-    feeds: list[Port] = field(default_factory=list)
-    states: list[Port] = field(default_factory=list)
-    fetches: list[Port] = field(default_factory=list)
-    updates: list[Port] = field(default_factory=list)
-    scalars: list[str] = field(default_factory=list)
-
-    def to_onnx(self, path: str) -> None:
-        """Write the model; it appears whole or not at all."""
-        from ..ir.files import write_model
-
-        write_model(self.model, path)
-
-
-def lower(program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]] | None = None,
-          fetches: Sequence[Variable] = (), updates: bool = True) -> Lowered:  # fmt: skip
+def lower(
+    program: Program,
+    place: str,
+    feed_shapes: dict[str, tuple[int, ...]] | None = None,
+    fetches: Sequence[Variable] = (),
+    updates: bool = True,
+) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
 
     Only operators that the fetches and (with ``updates``) the state updates need are emitted; with
@@ -75,7 +47,7 @@ def lower(program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]] 
 
         program = inline_functions(program)
     version = program.opset()
-    if version != TARGET and (version > TARGET and place == "cuda" or any(body_of(op) for op in program.walk())):
+    if version != TARGET and ((version > TARGET and place == "cuda") or any(body_of(op) for op in program.walk())):
         program = program.clone() if program is original else program
         convert_opset(program)
     fetches = [program.var(name) for name in names]
@@ -83,15 +55,21 @@ def lower(program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]] 
 
 
 class _Lowering:
-    def __init__(self, program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]],
-                 fetches: Sequence[Variable], updates: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        place: str,
+        feed_shapes: dict[str, tuple[int, ...]],
+        fetches: Sequence[Variable],
+        updates: bool,
+    ) -> None:
         self.program = program
         self.cpu = place == "cpu"
         self.place = place
         written = [v for v in program.variables if v.persistable and v.producer is not None] if updates else []
         self.updates = {v: v for v in written} | (dict(program.updates) if updates else {})
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
-        self.order = _needed(program, [*self.fetches, *self.updates.values()])
+        self.order = needed(program, [*self.fetches, *self.updates.values()])
         self.opset = program.opset()
         self.feed_shapes = feed_shapes
         bodied = any(body_of(op) for op in self.order)
@@ -142,8 +120,10 @@ class _Lowering:
             self.env[variable.key] = self._constant(variable)
             return
         if not variable.is_input and not variable.persistable:
-            raise GraphError(f"variable '{variable.name}' of program '{self.program.name}' is read but never written, fed "
-                             "or initialised")  # fmt: skip
+            raise GraphError(
+                f"variable '{variable.name}' of program '{self.program.name}' is read but never written, fed "
+                "or initialised"
+            )
         if variable.dtype is None and variable.type_proto is None:
             raise GraphError(f"variable '{variable.name}' of program '{self.program.name}' has no element type")
         shape = self.feed_shapes.get(variable.name, variable.shape)
@@ -152,7 +132,7 @@ class _Lowering:
         self.inputs.append(info)
         port = Port(variable.name, variable.name, variable.dtype or "", shape)
         (self.result.states if variable.persistable else self.result.feeds).append(port)
-        value = Value(variable.name, variable.dtype or "", _static(shape))
+        value = Value(variable.name, variable.dtype or "", static(shape))
         self.env[variable.key] = self._carried(value)
 
     def _carried(self, value: Value) -> Value:
@@ -244,7 +224,7 @@ class _Lowering:
         inputs = [None if v is None else self._shaped(v) for v in op.inputs]
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
-        results = list(function(self.e, op, *_spread(op, inputs)))
+        results = list(function(self.e, op, *group_inputs(op, inputs)))
         for variable, value in zip(op.outputs, results, strict=False):
             if variable is not None:
                 if value is None:
@@ -254,7 +234,7 @@ class _Lowering:
     def _shaped(self, variable: Variable) -> Value:
         value = self.env[variable.key]
         if value.shape is None and self.shapes is not None:
-            shape = _static(self.shapes[variable][1])
+            shape = static(self.shapes[variable][1])
             if shape is None:
                 self.shapes.shape(variable)  # raises, naming the variable
             value = Value(value.name, value.dtype, shape)
@@ -277,7 +257,9 @@ class _Lowering:
         real = self.cpu and (op.domain not in _CARRIED or op.type == "BitCast")
         inputs = [None if v is None else self.env[v.key] for v in op.inputs]
         if real:
-            inputs = [None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)]
+            inputs = [
+                None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)
+            ]
         node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type))
         node.input.extend("" if v is None else v.name for v in inputs)
         raw: list[Value | None] = []
@@ -287,7 +269,7 @@ class _Lowering:
                 continue
             rounded = self.cpu and v.dtype in HALF
             kind = "float32" if rounded and not real else (v.dtype or "")
-            shape = _static(self.shapes[v][1]) if self.shapes is not None else _static(v.shape)
+            shape = static(self.shapes[v][1]) if self.shapes is not None else static(v.shape)
             raw.append(Value(self.e.name(op.type) if rounded and (real or not exact) else v.name, kind, shape))
         node.output.extend("" if v is None else v.name for v in raw)
         node.attribute.extend(self._attributes(op, real))
@@ -338,7 +320,7 @@ class _Lowering:
                 kind = "float32" if self.cpu and v.dtype in HALF else (v.dtype or "")
                 info = graph.input.add(name=v.name)
                 info.type.CopyFrom(self._nested_type(v))
-                inner[v.key] = Value(v.name, kind, _static(v.shape))
+                inner[v.key] = Value(v.name, kind, static(v.shape))
             elif v.producer is None and v.data is not None:
                 inner[v.key] = self._constant(v)
         for op in nested.operators:
@@ -357,7 +339,7 @@ class _Lowering:
             proto = onnx.TypeProto()
             proto.CopyFrom(variable.type_proto)
             if self.cpu:
-                _retype(proto)
+                carrier_type(proto)
             return proto
         kind = "float32" if self.cpu and variable.dtype in HALF else variable.dtype
         return type_proto(kind, variable.shape)
@@ -382,12 +364,15 @@ class _Lowering:
                 ports[variable.key] = name
                 info = onnx.ValueInfoProto(name=name)
                 shape = self.shapes[variable][1] if self.shapes is not None else variable.shape
-                info.type.CopyFrom(variable.type_proto if variable.dtype is None and variable.type_proto is not None
-                                   else type_proto(variable.dtype, shape))  # fmt: skip
+                info.type.CopyFrom(
+                    variable.type_proto
+                    if variable.dtype is None and variable.type_proto is not None
+                    else type_proto(variable.dtype, shape)
+                )
                 outputs.append(info)
             shape = self.shapes[variable][1] if self.shapes is not None else variable.shape
             ports_list.append(Port(target.name, ports[variable.key], variable.dtype or "", shape))
-        _rename(self.e.nodes, {old: new for old, new in rename.items() if old != new})
+        rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
         return outputs
 
     def _output_value(self, variable: Variable) -> Value:
@@ -395,64 +380,3 @@ class _Lowering:
         if self.cpu and variable.dtype in HALF:
             return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or "")
         return value
-
-
-def _spread(op: Operator, inputs: list[Value | None]) -> list[object]:
-    """Group the inputs of a gradient operator as its ``reads`` say: ``x*`` and ``dy*`` become lists."""
-    from ..ir.opdef import reads_of
-
-    reads = reads_of(op)
-    if reads is None or not any(r.endswith("*") for r in reads):
-        missing = 0 if reads is None else len(reads) - len(inputs)
-        return [*inputs, *[None] * missing]
-    count = int(op.attrs["n_inputs"])
-    result: list[object] = []
-    position = 0
-    rest = len(inputs) - sum(1 for r in reads if not r.endswith("*")) - (count if "x*" in reads else 0)
-    for read in reads:
-        size = 1 if not read.endswith("*") else (count if read == "x*" else rest)
-        group = inputs[position : position + size]
-        result.append(group if read.endswith("*") else group[0])
-        position += size
-    return result
-
-
-def _needed(program: Program, targets: Sequence[Variable]) -> list[Operator]:
-    """Operators that the targets depend on, in the program's order; one reverse sweep."""
-    wanted = {v.key for v in targets}
-    kept = []
-    for op in reversed(program.operators):
-        if any(v is not None and v.key in wanted for v in op.outputs):
-            kept.append(op)
-            wanted.update(v.key for v in op.inputs if v is not None)
-            wanted.update(v.key for v in op.captures)
-    return kept[::-1]
-
-
-def _static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
-    if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
-        return None
-    return tuple(int(d) for d in shape)  # type: ignore[arg-type]
-
-
-def _retype(proto: onnx.TypeProto) -> None:
-    kind = proto.WhichOneof("value")
-    if kind in ("tensor_type", "sparse_tensor_type"):
-        tensor = getattr(proto, kind)
-        if NAMES.get(tensor.elem_type) in HALF:
-            tensor.elem_type = onnx.TensorProto.FLOAT
-    elif kind in ("sequence_type", "optional_type"):
-        _retype(getattr(proto, kind).elem_type)
-
-
-def _rename(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> None:
-    if not names:
-        return
-    for node in nodes:
-        for slots in (node.input, node.output):
-            for i, name in enumerate(slots):
-                if name in names:
-                    slots[i] = names[name]
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                _rename(graph.node, names)

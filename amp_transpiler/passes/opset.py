@@ -55,8 +55,10 @@ def _convert(op: Operator, version: int, target: int) -> None:
         new, deprecated = None, False
     old = onnx.defs.get_schema(op.type, version, "").since_version
     if new is None:
-        raise GraphError(f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
-                         "place or the training of this program needs")  # fmt: skip
+        raise GraphError(
+            f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
+            "place or the training of this program needs"
+        )
     if old == new and not deprecated:
         return
     for upto, adapter in _ADAPTERS.get(op.type, []):
@@ -66,8 +68,10 @@ def _convert(op: Operator, version: int, target: int) -> None:
         schema = onnx.defs.get_schema(op.type, target, "")
         unknown = [name for name in op.attrs if name not in schema.attributes]
         if unknown:
-            raise GraphError(f"operator '{op.label}' ({op.type}) uses attribute '{unknown[0]}' of opset {old}, which opset "
-                             f"{target} cannot express")  # fmt: skip
+            raise GraphError(
+                f"operator '{op.label}' ({op.type}) uses attribute '{unknown[0]}' of opset {old}, which opset "
+                f"{target} cannot express"
+            )
 
 
 def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:
@@ -91,8 +95,18 @@ def _attribute_to_input(op: Operator, name: str, slot: int, dtype: Any = np.int6
 
 
 @_adapter(13, "ReduceSum", "Squeeze", "Unsqueeze")
-@_adapter(18, "ReduceMean", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd", "ReduceSumSquare",
-          "ReduceMax", "ReduceMin")  # fmt: skip
+@_adapter(
+    18,
+    "ReduceMean",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceProd",
+    "ReduceSumSquare",
+    "ReduceMax",
+    "ReduceMin",
+)
 def _axes(op: Operator) -> None:
     _attribute_to_input(op, "axes", 1)
 
@@ -171,8 +185,10 @@ def _softmax(op: Operator) -> None:
     source, target = op.inputs[0], op.outputs[0]
     assert source is not None and target is not None
     if source.shape is None:
-        raise GraphError(f"operator '{op.label}' ({op.type} of opset {op.program.opset()}) needs the rank of "
-                         f"'{source.name}' to be known")  # fmt: skip
+        raise GraphError(
+            f"operator '{op.label}' ({op.type} of opset {op.program.opset()}) needs the rank of "
+            f"'{source.name}' to be known"
+        )
     rank = len(source.shape)
     axis = op.attrs.get("axis", 1) % max(rank, 1)
     if axis == rank - 1:
@@ -185,9 +201,11 @@ def _softmax(op: Operator) -> None:
     op.set_input(0, flat)
     op.set_output(0, soft)
     op.attrs["axis"] = -1
-    extra = [program.add_operator("Flatten", [source], [flat], attrs={"axis": axis}),
-             program.add_operator("Shape", [source], [shape]),
-             program.add_operator("Reshape", [soft, shape], [target])]  # fmt: skip
+    extra = [
+        program.add_operator("Flatten", [source], [flat], attrs={"axis": axis}),
+        program.add_operator("Shape", [source], [shape]),
+        program.add_operator("Reshape", [soft, shape], [target]),
+    ]
     for new in extra:
         new.scope, new.guard, new.role = op.scope, op.guard, op.role
 
@@ -199,8 +217,10 @@ def _batch_norm(op: Operator) -> None:
     op.attrs.pop("spatial", None)
     for slot in range(1, len(op.outputs)):
         if op.outputs[slot] is not None and list(_uses(op.outputs[slot])):
-            raise GraphError(f"operator '{op.label}' (BatchNormalization of opset {op.program.opset()}) uses its training "
-                             "outputs, which opset 14 defines differently")  # fmt: skip
+            raise GraphError(
+                f"operator '{op.label}' (BatchNormalization of opset {op.program.opset()}) uses its training "
+                "outputs, which opset 14 defines differently"
+            )
     for slot in range(len(op.outputs) - 1, 0, -1):
         op.set_output(slot, None)
     del op._outputs[1:]

@@ -1,0 +1,89 @@
+"""What lowering gives: the model that a place runs, and which tensor of it is which variable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from ..ir.program import Operator, Program, Variable
+from ..ir.types import HALF, NAMES
+
+
+@dataclass(frozen=True)
+class Port:
+    """A graph input or output of the lowered model: a program variable and its tensor there."""
+
+    variable: str
+    tensor: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None = None
+
+
+@dataclass
+class Lowered:
+    """What a place runs. ``feeds`` and ``states`` are graph inputs, ``fetches`` and ``updates`` outputs.
+
+    ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
+    of constant zeros (a run-time zero cannot be folded into megabytes of constants).
+    """
+
+    model: onnx.ModelProto
+    place: str
+    feeds: list[Port] = field(default_factory=list)
+    states: list[Port] = field(default_factory=list)
+    fetches: list[Port] = field(default_factory=list)
+    updates: list[Port] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+
+    def to_onnx(self, path: str) -> None:
+        """Write the model; it appears whole or not at all."""
+        from ..ir.files import write_model
+
+        write_model(self.model, path)
+
+
+def needed(program: Program, targets: Sequence[Variable]) -> list[Operator]:
+    """Operators that the targets depend on, in the program's order; one reverse sweep."""
+    wanted = {v.key for v in targets}
+    kept = []
+    for op in reversed(program.operators):
+        if any(v is not None and v.key in wanted for v in op.outputs):
+            kept.append(op)
+            wanted.update(v.key for v in op.inputs if v is not None)
+            wanted.update(v.key for v in op.captures)
+    return kept[::-1]
+
+
+def static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
+    """A shape whose sizes are all known, else None."""
+    if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
+        return None
+    return tuple(int(d) for d in shape)  # type: ignore[arg-type]
+
+
+def carrier_type(proto: onnx.TypeProto) -> None:
+    """Turn the 16-bit tensors of a type into the fp32 ones that carry them on CPU."""
+    kind = proto.WhichOneof("value")
+    if kind in ("tensor_type", "sparse_tensor_type"):
+        tensor = getattr(proto, kind)
+        if NAMES.get(tensor.elem_type) in HALF:
+            tensor.elem_type = onnx.TensorProto.FLOAT
+    elif kind in ("sequence_type", "optional_type"):
+        carrier_type(getattr(proto, kind).elem_type)
+
+
+def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> None:
+    """Rename tensors in nodes and in the graphs nested in them."""
+    if not names:
+        return
+    for node in nodes:
+        for slots in (node.input, node.output):
+            for i, name in enumerate(slots):
+                if name in names:
+                    slots[i] = names[name]
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
+                rename_tensors(graph.node, names)
