@@ -1,15 +1,37 @@
 """What each operator means: gradient rules and bodies. Importing this package fills the operator table."""
 
 from . import (
+    activation,
+    clip,
+    conv,
     elementwise,
     evaluation,
     initializers,
+    loss,
+    matmul,
+    movement,
+    norm,
+    pool,
     random,
+    reduce,
+    scaling,
+    update,
 )
 
 __all__ = [
+    "activation",
+    "conv",
     "elementwise",
     "evaluation",
     "initializers",
+    "loss",
+    "matmul",
+    "movement",
+    "norm",
+    "pool",
     "random",
+    "reduce",
+    "scaling",
+    "update",
+    "clip",
 ]

@@ -7,27 +7,18 @@ Gradients of inputs that were broadcast are summed back, in fp32. Formulas: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import body, exact, gradient, no_gradient, own
 from ..ir.program import Operator
-
-Grads = Sequence[Value | None]
-
-
-def summed(e: Emitter, value: Value, like: Value, index: int) -> Value:
-    """``value``, elementwise in the shape of ``like``, summed to the shape of forward input ``index``."""
-    shape = e.output_shapes[index]
-    assert shape is not None and like.shape is not None
-    return e.sum_to(value, shape, like.shape)
+from .common import Grads, shape_of, summed
 
 
 def _widened(e: Emitter, index: int, dy: Value, *values: Value) -> tuple[Value, ...]:
     """The operands as they are where the result is not summed, in fp32 where it is."""
-    if e.output_shapes[index] == dy.shape:
+    if shape_of(e, index) == dy.shape:
         return (dy, *values)
     return tuple(e.f32(v) for v in (dy, *values))
 
@@ -171,18 +162,11 @@ def where(e: Emitter, op: Operator, condition: Value, dy: Value) -> Grads:
 @gradient("Clip", reads="x0 x1 x2 dy0", inputs=[0])
 def clip(e: Emitter, op: Operator, x: Value, low: Value | None, high: Value | None, dy: Value) -> Grads:
     zero = e.like(0, dy)
-    low = low if low is not None else _bound(e, op, "min", x)
-    high = high if high is not None else _bound(e, op, "max", x)
     if low is not None:
         dy = e.Where(e.GreaterOrEqual(x, e.cast(low, x.dtype)), dy, zero)
     if high is not None:
         dy = e.Where(e.GreaterOrEqual(e.cast(high, x.dtype), x), dy, zero)
     return [dy]
-
-
-def _bound(e: Emitter, op: Operator, name: str, x: Value) -> Value | None:
-    """A bound of Clip before opset 11, an attribute."""
-    return e.like(op.attrs[name], x) if name in op.attrs else None
 
 
 @gradient("Identity", reads="dy0", native=True)
@@ -209,5 +193,6 @@ def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
 
 exact("Neg", "Abs", "Max", "Min", "Where", "Identity", own("NegGrad"), own("AbsGrad"), own("IdentityGrad"))
 
-no_gradient("Floor", "Ceil", "Round", "Sign", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not",
-            "And", "Or", "Xor", "IsNaN", "IsInf", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "BitShift")  # fmt: skip
+no_gradient("Floor", "Ceil", "Round", "Sign", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And",
+            "Or", "Xor", "IsNaN", "IsInf", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot",
+            "BitShift")  # fmt: skip

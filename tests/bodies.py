@@ -15,6 +15,7 @@ from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.opdef import reads_of
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import HALF
+from tests.reference_ops import CORRECTED
 
 Array = np.ndarray[Any, Any]
 OPSET = 21
@@ -103,7 +104,7 @@ def typed_feeds(model: onnx.ModelProto, values: dict[str, Array]) -> dict[str, A
 
 def run_reference(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
     """Every output, by ONNX's reference evaluator."""
-    return [np.asarray(y) for y in ReferenceEvaluator(model).run(None, feeds)]
+    return [np.asarray(y) for y in ReferenceEvaluator(model, new_ops=CORRECTED).run(None, feeds)]
 
 
 def run_cpu(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:

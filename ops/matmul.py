@@ -1,0 +1,102 @@
+"""MatMul and Gemm. Their gradients are matrix products in the element type of the operands.
+
+A product accumulates in fp32 and rounds once. So where a gradient sums over broadcast batch dimensions,
+these dimensions are folded into the contracted one: one product, never a sum of rounded ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..ir.emitter import Emitter, Value
+from ..ir.opdef import gradient
+from ..ir.program import Operator
+from .common import Grads, shape_of, size_of, summed
+
+
+@gradient("MatMul", reads="x0 x1 dy0", native=True)
+def matmul(e: Emitter, op: Operator, a: Value, b: Value, dy: Value) -> Grads:
+    """Y[.., m, n] = A[.., m, k] B[.., k, n]; a 1-D A is a row, a 1-D B a column."""
+    rank = max(len(size_of(a)), len(size_of(b)), 2)
+    a_shape = (1, *size_of(a)) if len(size_of(a)) == 1 else size_of(a)
+    b_shape = (*size_of(b), 1) if len(size_of(b)) == 1 else size_of(b)
+    a_shape, b_shape = ((1,) * (rank - len(s)) + s for s in (a_shape, b_shape))
+    batch = tuple(max(p, q) if p and q else 0 for p, q in zip(a_shape[:-2], b_shape[:-2], strict=True))
+    dy = e.reshape(dy, (*batch, a_shape[-2], b_shape[-1]))
+    da = db = None
+    if e.wants(0):
+        da = e.reshape(_da(e, b, b_shape, dy, a_shape), shape_of(e, 0))
+    if e.wants(1):
+        db = e.reshape(_db(e, a, a_shape, dy, b_shape), shape_of(e, 1))
+    return [da, db]
+
+
+def _broadcast(shape: Sequence[int], dy: Value) -> list[int]:
+    """Batch dimensions in which an operand was broadcast, so that its gradient sums over them."""
+    return [i for i, (d, full) in enumerate(zip(shape[:-2], size_of(dy)[:-2], strict=True)) if d == 1 and full != 1]
+
+
+def _folded(e: Emitter, value: Value, dims: Sequence[int], row: int) -> Value:
+    """Move the batch dimensions ``dims`` into matrix dimension ``row`` (-2 or -1), in front of it."""
+    shape = size_of(value)
+    rank = len(shape)
+    batch = [i for i in range(rank - 2) if i not in dims]
+    m, n = rank - 2, rank - 1
+    perm = [*batch, *dims, m, n] if row == -2 else [*batch, m, *dims, n]
+    count = math.prod(shape[i] for i in dims)
+    matrix = [count * shape[m], shape[n]] if row == -2 else [shape[m], count * shape[n]]
+    return e.reshape(e.transpose(value, perm), [*(shape[i] for i in batch), *matrix])
+
+
+def _swapped(e: Emitter, value: Value) -> Value:
+    """The transposed matrices; onnxruntime fuses Transpose and MatMul."""
+    rank = len(size_of(value))
+    return e.transpose(value, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def _without_batch(e: Emitter, value: Value, shape: Sequence[int]) -> Value:
+    """The operand as one matrix where its batch dimensions are all 1, else in its full rank."""
+    return e.reshape(value, shape[-2:] if math.prod(shape[:-2]) == 1 else shape)
+
+
+def _da(e: Emitter, b: Value, b_shape: tuple[int, ...], dy: Value, a_shape: tuple[int, ...]) -> Value:
+    dims = _broadcast(a_shape, dy)
+    if not dims:
+        return e.MatMul(dy, _swapped(e, _without_batch(e, b, b_shape)))
+    columns = _folded(e, _swapped(e, e.reshape(b, b_shape)), dims, -2)
+    return e.MatMul(_folded(e, dy, dims, -1), columns)
+
+
+def _db(e: Emitter, a: Value, a_shape: tuple[int, ...], dy: Value, b_shape: tuple[int, ...]) -> Value:
+    dims = _broadcast(b_shape, dy)
+    a = e.reshape(a, a_shape)
+    if dims:
+        # The weight of a layer: x [B, T, D] and dy [B, T, N] become [B T, D] and [B T, N].
+        a, dy = _folded(e, a, dims, -2), _folded(e, dy, dims, -2)
+    return e.MatMul(_swapped(e, a), dy)
+
+
+@gradient("Gemm", reads="x0 x1 x2 dy0", native=True)
+def gemm(e: Emitter, op: Operator, a: Value, b: Value, c: Value | None, dy: Value) -> Grads:
+    """Y = alpha A' B' + beta C, where A' and B' are transposed as transA and transB say."""
+    trans_a, trans_b = bool(op.attrs.get("transA", 0)), bool(op.attrs.get("transB", 0))
+    alpha, beta = float(op.attrs.get("alpha", 1.0)), float(op.attrs.get("beta", 1.0))
+    da = db = dc = None
+    if e.wants(0):
+        da = _product(e, b, trans_b, dy, True, alpha) if trans_a else _product(e, dy, False, b, not trans_b, alpha)
+    if e.wants(1):
+        db = _product(e, dy, True, a, trans_a, alpha) if trans_b else _product(e, a, not trans_a, dy, False, alpha)
+    if e.wants(2):
+        dc = summed(e, dy, dy, 2)
+        if beta != 1:
+            dc = e.f32(dc)
+            dc = e.Mul(dc, e.like(beta, dc))
+    return [da, db, dc]
+
+
+def _product(e: Emitter, a: Value, trans_a: bool, b: Value, trans_b: bool, alpha: float) -> Value:
+    """alpha A' B', rounded once: onnxruntime fuses Transpose and MatMul; Gemm takes the factor inside."""
+    if alpha != 1:
+        return e.Gemm(a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b))
+    return e.MatMul(_swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b)

@@ -1,0 +1,244 @@
+"""Data movement: shapes, pieces, indices. Their gradients are data movement too, or accumulate in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import GradientError
+from ..ir.emitter import Emitter, Value
+from ..ir.opdef import exact, gradient, no_gradient, own
+from ..ir.program import Operator
+from .common import Grads, integers, shape_of, size_of, summed
+
+
+def _reshaped(e: Emitter, op: Operator, dy: Value) -> Grads:
+    return [e.reshape(dy, shape_of(e, 0))]
+
+
+for _type in ("Reshape", "Flatten", "Squeeze", "Unsqueeze"):
+    gradient(_type, reads="dy0", native=True)(_reshaped)
+
+
+@gradient("Transpose", reads="dy0", native=True)
+def transpose(e: Emitter, op: Operator, dy: Value) -> Grads:
+    rank = len(size_of(dy))
+    perm = op.attrs.get("perm", list(range(rank))[::-1])
+    return [e.transpose(dy, [int(i) for i in np.argsort(perm)])]
+
+
+@gradient("Cast", reads="dy0", native=True)
+def cast(e: Emitter, op: Operator, dy: Value) -> Grads:
+    # The gradient has the element type of the input: the lowering casts, and rounds where that is 16 bit.
+    return [dy]
+
+
+# -- pieces -------------------------------------------------------------------------------------------
+def _slice(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
+    shape = list(size_of(value))
+    if start == 0 and stop == shape[axis]:
+        return value
+    shape[axis] = stop - start
+    return e.Slice(value, e.ints(start), e.ints(stop), e.ints(axis), shape=shape)
+
+
+def _pad(e: Emitter, value: Value, before: Sequence[int], after: Sequence[int]) -> Value:
+    """Zeros around ``value``; CUDA pads no bfloat16."""
+    if not any(before) and not any(after):
+        return value
+    value = e.f32(value) if value.dtype == "bfloat16" else value
+    shape = [p + d + q for p, d, q in zip(before, size_of(value), after, strict=True)]
+    return e.Pad(value, e.ints(*before, *after), shape=shape)
+
+
+def _pad_axis(e: Emitter, value: Value, axis: int, before: int, after: int) -> Value:
+    rank = len(size_of(value))
+    at = [int(i == axis) for i in range(rank)]
+    return _pad(e, value, [before * i for i in at], [after * i for i in at])
+
+
+@gradient("Concat", reads="x* dy0", native=True)
+def concat(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
+    axis = int(op.attrs["axis"]) % len(size_of(dy))
+    sizes = [size_of(x)[axis] for x in xs]
+    wanted = [i for i in range(len(xs)) if e.wants(i)]
+    if len(xs) > 1 and len(wanted) == len(xs):
+        return list(e.Split(dy, e.ints(*sizes), axis=axis, outputs=len(xs)))
+    starts = np.cumsum([0, *sizes])
+    return [_slice(e, dy, axis, int(starts[i]), int(starts[i + 1])) if e.wants(i) else None for i in range(len(xs))]
+
+
+@gradient("Split", reads="x1 dy*", native=True)
+def split(e: Emitter, op: Operator, sizes: Value | None, dys: list[Value | None]) -> Grads:
+    shape = shape_of(e, 0)
+    axis = int(op.attrs.get("axis", 0)) % len(shape)
+    lengths = integers(e, op, 0, "sizes of Split")
+    if lengths is None:
+        chunk = math.ceil(shape[axis] / len(dys))
+        lengths = [max(0, min(chunk, shape[axis] - i * chunk)) for i in range(len(dys))]
+    dtype = next(dy.dtype for dy in dys if dy is not None)
+    pieces = [
+        dy if dy is not None else e.zeros([*shape[:axis], length, *shape[axis + 1 :]], dtype)
+        for dy, length in zip(dys, lengths, strict=True)
+    ]
+    return [e.Concat(*pieces, axis=axis, shape=shape) if len(pieces) > 1 else pieces[0]]
+
+
+@gradient("Slice", reads="x1 x2 x3 x4 dy0", native=True)
+def slice_(e: Emitter, op: Operator, starts: Value, ends: Value, axes: Value | None, steps: Value | None,
+           dy: Value) -> Grads:  # fmt: skip
+    shape = shape_of(e, 0)
+    begin, end = integers(e, op, 0, "starts of Slice") or [], integers(e, op, 1, "ends of Slice") or []
+    along = integers(e, op, 2, "axes of Slice") or list(range(len(begin)))
+    strides = integers(e, op, 3, "steps of Slice") or [1] * len(begin)
+    if 0 in size_of(dy):
+        return [e.zeros(shape, dy.dtype)]
+    before, after = [0] * len(shape), [0] * len(shape)
+    for start, stop, axis, step in zip(begin, end, along, strides, strict=True):
+        axis %= len(shape)
+        taken = range(*slice(start, stop, step).indices(shape[axis]))
+        if step < 0:
+            dy = _reversed(e, dy, axis)
+            taken = taken[::-1]
+        dy = _spread_out(e, dy, axis, abs(step))
+        before[axis], after[axis] = taken[0], shape[axis] - 1 - taken[-1]
+    return [_pad(e, dy, before, after)]
+
+
+def _reversed(e: Emitter, value: Value, axis: int) -> Value:
+    last = np.iinfo(np.int64).min + 1
+    return e.Slice(value, e.ints(-1), e.ints(last), e.ints(axis), e.ints(-1), shape=value.shape)
+
+
+def _spread_out(e: Emitter, value: Value, axis: int, step: int) -> Value:
+    """``step - 1`` zeros between neighbours along ``axis``."""
+    shape = size_of(value)
+    count = shape[axis]
+    if step == 1 or count == 1:
+        return value
+    apart = e.reshape(value, [*shape[: axis + 1], 1, *shape[axis + 1 :]])
+    filled = _pad_axis(e, apart, axis + 1, 0, step - 1)
+    joined = e.reshape(filled, [*shape[:axis], count * step, *shape[axis + 1 :]])
+    return _slice(e, joined, axis, 0, count * step - step + 1)
+
+
+@gradient("Pad", reads="x1 x3 dy0", inputs=[0], native=True)
+def pad(e: Emitter, op: Operator, pads: Value, axes: Value | None, dy: Value) -> Grads:
+    mode = op.attrs.get("mode", "constant")
+    if mode != "constant":
+        raise GradientError(f"'{op.label}': the gradient of Pad exists for mode 'constant' only, not for '{mode}'")
+    shape = shape_of(e, 0)
+    widths = integers(e, op, 0, "pads of Pad") or []
+    along = integers(e, op, 1, "axes of Pad") or list(range(len(shape)))
+    after = [0] * len(shape)
+    before = [0] * len(shape)
+    for axis, low, high in zip(along, widths[: len(along)], widths[len(along) :], strict=True):
+        axis %= len(shape)
+        dy = _slice(e, dy, axis, max(low, 0), size_of(dy)[axis] - max(high, 0))
+        before[axis], after[axis] = max(-low, 0), max(-high, 0)
+    return [_pad(e, dy, before, after)]
+
+
+# -- repeats ------------------------------------------------------------------------------------------
+@gradient("Expand", reads="dy0", native=True)
+def expand(e: Emitter, op: Operator, dy: Value) -> Grads:
+    return [summed(e, dy, dy, 0)]
+
+
+@gradient("Tile", reads="dy0", native=True)
+def tile(e: Emitter, op: Operator, dy: Value) -> Grads:
+    shape = shape_of(e, 0)
+    repeats = [full // d if d else 1 for full, d in zip(size_of(dy), shape, strict=True)]
+    apart = [size for pair in zip(repeats, shape, strict=True) for size in pair]
+    axes = [2 * i for i, count in enumerate(repeats) if count != 1]
+    if not axes:
+        return [dy]
+    return [e.reshape(e.reduce_sum(e.reshape(dy, apart), axes), shape)]
+
+
+# -- indices ------------------------------------------------------------------------------------------
+def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value) -> Value:
+    """Zeros of ``shape`` with ``rows`` added, in fp32, at ``indices`` [.., k] of the first k dimensions."""
+    rows = e.f32(rows)
+    zeros = e.zeros(shape, rows.dtype)
+    return e.ScatterND(zeros, e.cast(indices, "int64"), rows, reduction="add", shape=shape)
+
+
+@gradient("Gather", reads="x1 dy0", native=True)
+def gather(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    shape = shape_of(e, 0)
+    axis = int(op.attrs.get("axis", 0)) % len(shape)
+    known = e.known(op.inputs[0])
+    if known is not None and known.size == 1:  # one position, such as the first token: zeros around it
+        at = int(known.reshape(())) % shape[axis]
+        kept = e.reshape(dy, [*shape[:axis], 1, *shape[axis + 1 :]])
+        return [_pad_axis(e, kept, axis, at, shape[axis] - 1 - at)]
+    count, rank = math.prod(size_of(indices)), len(shape)
+    flat = e.reshape(indices, [count, 1])
+    rows = e.reshape(dy, [*shape[:axis], count, *shape[axis + 1 :]])
+    rows = e.transpose(rows, [axis, *(i for i in range(rank) if i != axis)])
+    rest = [d for i, d in enumerate(shape) if i != axis]
+    table = _scatter_rows(e, [shape[axis], *rest], flat, rows)
+    return [e.transpose(table, [*range(1, axis + 1), 0, *range(axis + 1, rank)])]
+
+
+@gradient("GatherElements", reads="x1 dy0", native=True)
+def gather_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    wide = e.f32(dy)
+    zeros = e.zeros(shape_of(e, 0), wide.dtype)
+    return [e.ScatterElements(zeros, indices, wide, axis=op.attrs.get("axis", 0), reduction="add")]
+
+
+@gradient("GatherND", reads="x1 dy0", native=True)
+def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    batch = int(op.attrs.get("batch_dims", 0))
+    if batch:
+        # ScatterND has no batch dimensions: their coordinates become part of the index.
+        shape = size_of(indices)
+        grid = np.indices(shape[:batch]).transpose([*range(1, batch + 1), 0])
+        grid = grid.reshape([*shape[:batch], *[1] * (len(shape) - batch - 1), batch])
+        coordinates = np.broadcast_to(grid, [*shape[:-1], batch]).astype(np.int64)
+        indices = e.Concat(e.const(coordinates), e.cast(indices, "int64"), axis=-1)
+    return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
+
+
+@gradient("TopK", reads="y1 dy0", inputs=[0], native=True)
+def top_k(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    zeros = e.zeros(shape_of(e, 0), dy.dtype)
+    return [e.ScatterElements(zeros, indices, dy, axis=op.attrs.get("axis", -1))]
+
+
+@gradient("Trilu", reads="x1 dy0", native=True)
+def trilu(e: Emitter, op: Operator, diagonal: Value | None, dy: Value) -> Grads:
+    return [e.Trilu(dy, diagonal, upper=op.attrs.get("upper", 1))]
+
+
+@gradient("DepthToSpace", reads="dy0", native=True)
+def depth_to_space(e: Emitter, op: Operator, dy: Value) -> Grads:
+    n, c, h, w = shape_of(e, 0)
+    block = int(op.attrs["blocksize"])
+    depth = c // block**2
+    apart = e.reshape(dy, [n, depth, h, block, w, block])
+    depth_first = op.attrs.get("mode", "DCR") == "DCR"
+    blocks = e.transpose(apart, [0, 3, 5, 1, 2, 4] if depth_first else [0, 1, 3, 5, 2, 4])
+    return [e.reshape(blocks, [n, c, h, w])]
+
+
+@gradient("SpaceToDepth", reads="dy0", native=True)
+def space_to_depth(e: Emitter, op: Operator, dy: Value) -> Grads:
+    n, c, h, w = shape_of(e, 0)
+    block = int(op.attrs["blocksize"])
+    apart = e.reshape(dy, [n, block, block, c, h // block, w // block])
+    return [e.reshape(e.transpose(apart, [0, 3, 4, 1, 5, 2]), [n, c, h, w])]
+
+
+_MOVES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Trilu",
+          "DepthToSpace", "SpaceToDepth")  # fmt: skip
+exact(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "ReverseSequence", "ScatterND",
+      "ScatterElements", "Compress", "TopK", "Unique")  # fmt: skip
+exact(*(own(f"{_type}Grad") for _type in (*_MOVES, "Pad", "TopK")))
+
+no_gradient("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",
+            "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")  # fmt: skip
