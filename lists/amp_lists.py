@@ -73,6 +73,11 @@ class AutoMixedPrecisionLists:
         """
         return unsupported_operators(self.dtype) | self._custom_black
 
+    @property
+    def custom_black_list(self) -> frozenset[str]:
+        """The ONNX operators that ``custom_black_list`` named."""
+        return self._custom_black
+
     def __repr__(self) -> str:
         return (
             f"AutoMixedPrecisionLists(dtype={self.dtype!r}, {len(self.white_list)} white, "

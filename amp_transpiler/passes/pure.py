@@ -1,0 +1,86 @@
+"""Pure 16 bit: every operator that can run in 16 bit does, and parameters are stored so.
+
+What stays fp32: operators outside ``fp16_guard`` (where the guard is used), operators without a lowering
+to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
+and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
+stay fp32.
+"""
+
+from __future__ import annotations
+
+from ..errors import PrecisionError
+from ..ir.program import Operator, Program
+from ..lists import AutoMixedPrecisionLists
+from .casts import apply
+from .precision import BLACK, Decision, Rules, check_program
+from .typing import operator_name
+
+
+def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | None = None,
+                       use_fp16_guard: bool = True, *, names_must_exist: bool = True) -> set[str]:  # fmt: skip
+    """Turn ``program``, nested graphs included, to pure 16 bit in place.
+
+    Every operator gets ``precision`` and ``reason``. Parameters that 16-bit operators read become 16-bit
+    variables; their values in a scope are the business of ``cast_parameters_to_fp16``. Feeds, fetches and
+    state updates keep their declared element types, as do the user's own casts. Call it on the forward
+    program, before ``append_backward``; a second call changes nothing.
+
+    Args:
+        program: the program to change.
+        amp_lists: the operator lists and the 16-bit type; the defaults at float16 where None.
+        use_fp16_guard: only operators marked by ``fp16_guard`` or ``mark_fp16`` (or inside a marked
+            control-flow operator) run in 16 bit.
+        names_must_exist: refuse ``custom_black_varnames`` that the program does not have.
+
+    Returns:
+        The names of the variables that enter the 16-bit part: its parameters, and feeds and results of
+        fp32 operators that it reads through a cast. Called again, it returns the parameters.
+
+    Raises:
+        PrecisionError: the guard is used and no operator is marked; or a constant that a 16-bit operator
+            reads lies beyond the range of the type.
+        GraphError: a variable has no element type.
+        ArgumentError: ``custom_black_varnames`` names a variable that does not exist.
+        OrderError: the program has backward operators already.
+
+    Source: PaddlePaddle's ``cast_model_to_fp16`` (2021).
+    """
+    lists = amp_lists or AutoMixedPrecisionLists()
+    check_program(program, lists, "cast_model_to_fp16", names_must_exist)
+    if use_fp16_guard and not any(op.guard for op in program.walk()):
+        raise PrecisionError(
+            f"cast_model_to_fp16: no operator of program '{program.name}' is marked to run in {lists.dtype}. Build "
+            "them under fp16_guard(), mark the operators of an imported program with program.mark_fp16('encoder/*'), "
+            "or pass use_fp16_guard=False to cast the whole program"
+        )
+    pure = _Pure(program, lists, use_fp16_guard)
+    return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
+
+
+class _Pure(Rules):
+    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool) -> None:
+        super().__init__(program, lists)
+        self.use_fp16_guard = use_fp16_guard
+
+    def decide(self, op: Operator) -> Decision:
+        name, lists = operator_name(op), self.lists
+        if name in lists.custom_black_list:
+            return self.full(op, "custom black list")
+        table = self.trainable_table(op)
+        if table:
+            return self.full(op, table)
+        if name not in lists.white_list | lists.black_list | lists.gray_list:
+            return self.as_it_is(op, "in no list", colour=BLACK)
+        if self.use_fp16_guard and not _marked(op):
+            return self.as_it_is(op, "outside fp16_guard", colour=BLACK)
+        return self.half(op, "inside fp16_guard" if self.use_fp16_guard else "pure 16 bit")
+
+
+def _marked(op: Operator) -> bool:
+    """Whether the operator or one that encloses it carries the guard mark."""
+    inner: Operator | None = op
+    while inner is not None:
+        if inner.guard:
+            return True
+        inner = inner.program.parent
+    return False
