@@ -1,0 +1,13 @@
+"""Optimizers, gradient clipping, loss scaling and ``decorate``."""
+
+from .amp_optimizer import OptimizerWithMixedPrecision, decorate
+from .base import Optimizer
+from .clip import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
+from .optimizers import SGD, Adam, AdamW, Lamb, Momentum
+from .scaling import check_finite_and_unscale, update_loss_scaling
+
+__all__ = [
+    "SGD", "Momentum", "Adam", "AdamW", "Lamb", "Optimizer",
+    "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue",
+    "OptimizerWithMixedPrecision", "decorate", "check_finite_and_unscale", "update_loss_scaling",
+]  # fmt: skip

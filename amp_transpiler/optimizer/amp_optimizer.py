@@ -1,0 +1,249 @@
+"""``decorate``: an optimizer whose ``minimize`` trains in mixed or pure 16 bit, with loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError, OrderError
+from ..ir import context
+from ..ir.program import OWN, SCALING, Operator, Program, Variable
+from ..ir.types import HALF, ONNX_TYPES
+from ..lists import AutoMixedPrecisionLists
+from ..ops.scaling import GATE
+from ..passes.backward import append_backward, check_loss
+from ..passes.check_step import UNGATED, check_step
+from ..passes.pure import cast_model_to_fp16
+from ..passes.rewrite import rewrite_program
+from .base import Optimizer, ParamsGrads, checked_pairs, number
+from .scaling import check_finite_and_unscale, scaling_attributes, update_loss_scaling
+from .state import create_state, shared_name, startup_of
+
+_DEFAULT_SCALE = 2.0**15
+_DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
+
+
+def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = None,
+             init_loss_scaling: float = 2**15, incr_every_n_steps: int = 1000, decr_every_n_nan_or_inf: int = 2,
+             incr_ratio: float = 2.0, decr_ratio: float = 0.8, use_dynamic_loss_scaling: bool = True,
+             use_pure_fp16: bool = False, use_fp16_guard: bool | None = None, *,
+             dtype: str = "float16") -> OptimizerWithMixedPrecision:  # fmt: skip
+    """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
+
+    Args:
+        optimizer: an optimizer of this package, not yet used.
+        amp_lists: operator lists; the defaults for ``dtype`` where None.
+        init_loss_scaling: initial loss scale, > 0. With a scale of 1 and no dynamic scaling gradients are
+            not checked in float16.
+        incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio: see ``update_loss_scaling``.
+        use_dynamic_loss_scaling: adapt the scale. A static scale checks gradients and skips bad steps as well.
+        use_pure_fp16: run everything that can in 16 bit and store parameters so, instead of black/white lists.
+        use_fp16_guard: in pure mode, only what ``fp16_guard`` or ``mark_fp16`` marks; default: ``use_pure_fp16``.
+        dtype: "float16" or "bfloat16". bfloat16 has fp32's range: it trains with scale 1 and without dynamic
+            scaling unless one of the five scaling numbers is given other than its default; its gradients are
+            checked in any case.
+
+    Raises:
+        ArgumentTypeError: no optimizer, no lists. ArgumentError: a number out of range, an optimizer
+            decorated already, a ``dtype`` that is not that of ``amp_lists``.
+    """
+    if isinstance(optimizer, OptimizerWithMixedPrecision):
+        raise ArgumentError("decorate: this optimizer is decorated already")
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(f"decorate: optimizer is {optimizer!r}; expected one of amp.optimizer, such as amp.optimizer.Adam()")
+    if not isinstance(dtype, str) or dtype.lower() not in HALF:
+        raise ArgumentError(f"decorate: dtype is {dtype!r}; expected 'float16' or 'bfloat16'")
+    dtype = dtype.lower()
+    if not isinstance(amp_lists, (AutoMixedPrecisionLists, type(None))):
+        raise ArgumentTypeError(f"decorate: amp_lists is {amp_lists!r}; expected amp.AutoMixedPrecisionLists(...)")
+    if amp_lists is not None and amp_lists.dtype != dtype:
+        raise ArgumentError(f"decorate: dtype is {dtype}, but amp_lists are for {amp_lists.dtype}; pass dtype="
+                            f"'{amp_lists.dtype}', or lists made with dtype='{dtype}'")  # fmt: skip
+    for name, flag in (("use_dynamic_loss_scaling", use_dynamic_loss_scaling), ("use_pure_fp16", use_pure_fp16),
+                       ("use_fp16_guard", use_fp16_guard)):  # fmt: skip
+        if not isinstance(flag, bool) and not (flag is None and name == "use_fp16_guard"):
+            raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
+    scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
+    steps = scaling_attributes("decorate", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio)
+    if dtype == "bfloat16" and scale == _DEFAULT_SCALE and steps == _DEFAULT_STEPS:
+        scale, use_dynamic_loss_scaling = 1.0, False
+    decorated = OptimizerWithMixedPrecision(
+        optimizer, amp_lists or AutoMixedPrecisionLists(dtype=dtype), scale,
+        steps if use_dynamic_loss_scaling else None, use_pure_fp16, use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
+    )  # fmt: skip
+    if use_pure_fp16 and not optimizer.multi_precision:
+        optimizer.warn_low_precision(f"use_pure_fp16 stores parameters in {dtype}")
+    return decorated
+
+
+class OptimizerWithMixedPrecision:
+    """What :func:`decorate` returns. Attributes of the wrapped optimizer are read through it.
+
+    A step is: forward, loss × scale, backward, cast to fp32 and unscale, finite check, update of the
+    scale, clipping, decay, update, rounding of master weights. One verdict over every gradient gates
+    every state: a bad step changes the scale, its counters and the randomness counter, nothing else.
+    """
+
+    def __init__(self, optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists, scale: float,
+                 steps: dict[str, Any] | None, use_pure_fp16: bool, use_fp16_guard: bool) -> None:  # fmt: skip
+        self._optimizer = optimizer
+        self._amp_lists = amp_lists
+        self._init_loss_scaling = scale
+        self._steps = steps
+        self._use_pure_fp16 = use_pure_fp16
+        self._use_fp16_guard = use_fp16_guard
+        self._checks = steps is not None or scale != 1 or amp_lists.dtype == "bfloat16"
+        self._program: Program | None = None
+        self._startup: Program | None = None
+        self._to_fp16_var_names: set[str] = set()
+        self._loss_scaling: Variable | None = None
+        self._counters: list[Variable] = []
+        self._scaled_loss: Variable | None = None
+        self._found_inf: Variable | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    # -- minimize and its two halves -----------------------------------------------------------------
+    def minimize(self, loss: Variable, startup_program: Program | None = None,
+                 parameter_list: Sequence[Variable | str] | None = None,
+                 no_grad_set: Collection[Variable | str] | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
+        """Rewrite the program of ``loss`` (a float scalar) and append the whole training step.
+
+        Returns the update operators and [(parameter, gradient)]; the gradients are those of the scaled
+        loss, in the element type of their parameter. Run the startup program next, then ``amp_init``.
+        GradientError: see ``append_backward``. OrderError: minimize was called before.
+        """
+        params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
+        return self.apply_gradients(params_grads), params_grads
+
+    def backward(self, loss: Variable, startup_program: Program | None = None,
+                 parameter_list: Sequence[Variable | str] | None = None,
+                 no_grad_set: Collection[Variable | str] | None = None) -> ParamsGrads:  # fmt: skip
+        """Rewrite the program, scale the loss and append its gradients; returns [(parameter, scaled gradient)]."""
+        if self._program is not None:
+            raise OrderError(f"this optimizer works on program '{self._program.name}' already; decorate another optimizer "
+                             "for another program")  # fmt: skip
+        parameter_list = parameter_list or self._optimizer.parameter_list
+        program = check_loss(loss, parameter_list, no_grad_set)
+        startup = startup_of(program, startup_program)
+        if self._use_pure_fp16:
+            self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
+        else:
+            rewrite_program(program, self._amp_lists)
+        with context.program_guard(program, startup), context.operator_role(SCALING):
+            self._create_scale(program, startup)
+            self._scaled_loss = self._scale(loss)
+        params_grads = append_backward(self._scaled_loss, parameter_list, no_grad_set)
+        self._program, self._startup = program, startup
+        return params_grads
+
+    def apply_gradients(self, params_grads: ParamsGrads) -> list[Operator]:
+        """Append unscale, finite check, scale update and the update of [(parameter, scaled gradient)].
+
+        Returns the update operators. OrderError: before ``backward``.
+        """
+        program, startup = self._ready("apply_gradients")
+        if checked_pairs(params_grads) is not program:
+            raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
+        if not self._checks:
+            return self._optimizer._apply(params_grads, startup, None)
+        assert self._loss_scaling is not None
+        with context.program_guard(program, startup):
+            grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._loss_scaling)
+            _gate_forward_state(program, found_inf)
+            if self._steps is not None:
+                update_loss_scaling([], found_inf, self._loss_scaling, *self._counters, **self._steps)
+            pairs = [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]
+            updates = self._optimizer._apply(pairs, startup, found_inf)
+        self._found_inf = found_inf
+        check_step(program)
+        return updates
+
+    def apply_optimize(self, loss: Variable, startup_program: Program | None,
+                       params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip
+        """``apply_gradients``; the arguments are those of the plain optimizers."""
+        return self.apply_gradients(params_grads)
+
+    # -- after minimize ------------------------------------------------------------------------------
+    def amp_init(self, place: Any, scope: Any = None, test_program: Program | None = None,
+                 use_fp16_test: bool = False) -> None:  # fmt: skip
+        """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.
+
+        In pure mode the parameters that 16-bit operators read are rounded in ``scope`` (default: the
+        global one), and ``test_program`` is rewritten like the training program. Otherwise parameters
+        stay fp32, and ``test_program`` is rewritten only with ``use_fp16_test``.
+
+        OrderError: before ``minimize``. ScopeError: the startup program never ran.
+        """
+        program, _ = self._ready("amp_init")
+        if not isinstance(test_program, (Program, type(None))):
+            raise ArgumentTypeError(f"amp_init: test_program is {test_program!r}; expected a Program")
+        if self._use_pure_fp16:
+            from ..runtime.parameters import cast_parameters_to_fp16
+
+            cast_parameters_to_fp16(place, program, scope, self._to_fp16_var_names)
+        if test_program is None:
+            return
+        if self._use_pure_fp16:
+            cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False)
+        elif use_fp16_test:
+            rewrite_program(test_program, self._amp_lists, names_must_exist=False)
+
+    def get_loss_scaling(self) -> Variable:
+        """The loss scale, fp32 of shape [1]. OrderError before ``minimize``."""
+        self._ready("get_loss_scaling")
+        assert self._loss_scaling is not None
+        return self._loss_scaling
+
+    def get_scaled_loss(self) -> Variable:
+        """The loss times the scale, fp32. OrderError before ``minimize``."""
+        self._ready("get_scaled_loss")
+        assert self._scaled_loss is not None
+        return self._scaled_loss
+
+    def get_found_inf(self) -> Variable | None:
+        """The verdict of a step, bool of shape [1], to be fetched; None where gradients are not checked."""
+        self._ready("get_found_inf")
+        return self._found_inf
+
+    # -- pieces --------------------------------------------------------------------------------------
+    def _ready(self, call: str) -> tuple[Program, Program]:
+        if self._program is None or self._startup is None:
+            raise OrderError(f"{call} before minimize: call minimize(loss) (or backward) first")
+        return self._program, self._startup
+
+    def _create_scale(self, program: Program, startup: Program) -> None:
+        name = shared_name(program, "loss_scaling")
+        self._loss_scaling = create_state(program, startup, name, "float32", [1], self._init_loss_scaling)
+        if self._steps is not None:
+            self._counters = [
+                create_state(program, startup, shared_name(program, counter), "int32", [1], 0)
+                for counter in ("num_good_steps", "num_bad_steps")
+            ]
+
+    def _scale(self, loss: Variable) -> Variable:
+        program = loss.program
+        if loss.dtype != "float32":
+            wide = program.add_variable(program.unique(f"{loss.name}.cast_fp32"), "float32", loss.shape)
+            program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
+            loss = wide
+        if not self._checks:
+            return loss
+        scaled = program.add_variable(program.unique(f"{loss.name}@SCALED"), "float32", loss.shape or (1,))
+        program.add_operator("Mul", [loss, self._loss_scaling], [scaled])
+        return scaled
+
+
+def _gate_forward_state(program: Program, found_inf: Variable) -> None:
+    """Let state that the forward pass writes (running statistics) keep its value on a bad step."""
+    with context.operator_role(SCALING):
+        for state, new in list(program.updates.items()):
+            if state.name in UNGATED:
+                continue
+            kept = program.add_variable(program.unique(f"{state.name}@GATED"), state.dtype, state.shape)
+            kept.stop_gradient = True
+            program.add_operator(GATE, [found_inf, state, new], [kept], domain=OWN)
+            program.set_update(state, kept)

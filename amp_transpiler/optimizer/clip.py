@@ -1,0 +1,67 @@
+"""Gradient clipping: objects to hand to an optimizer as ``grad_clip``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ArgumentError
+from ..ir.program import OWN, Variable
+from ..ops.clip import GLOBAL_NORM, NORM, VALUE
+from ..ops.scaling import master_type
+
+
+class GradientClip:
+    """Appends one clipping operator over all gradients; they are fp32 and unscaled by then."""
+
+    _type: str
+    _attrs: dict[str, Any]
+
+    def append(self, grads: Sequence[Variable]) -> list[Variable]:
+        """Clipped gradients, fp32 (fp64 for fp64), in order; appended to the gradients' program."""
+        program = grads[0].program
+        clipped = []
+        for grad in grads:
+            new = program.add_variable(program.unique(f"{grad.name}@CLIP"), master_type(grad.dtype), grad.shape)
+            new.grad_of = grad.grad_of
+            clipped.append(new)
+        program.add_operator(self._type, grads, clipped, attrs=self._attrs, domain=OWN)
+        return clipped
+
+
+def _limit(owner: GradientClip, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a positive number")
+    return float(value)
+
+
+class ClipGradByGlobalNorm(GradientClip):
+    """Multiply all gradients by ``clip_norm / max(norm, clip_norm)``, norm over all of them together."""
+
+    _type = GLOBAL_NORM
+
+    def __init__(self, clip_norm: float) -> None:
+        self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
+
+
+class ClipGradByNorm(GradientClip):
+    """Multiply each gradient by ``clip_norm / max(norm, clip_norm)``, norm of that gradient."""
+
+    _type = NORM
+
+    def __init__(self, clip_norm: float) -> None:
+        self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
+
+
+class ClipGradByValue(GradientClip):
+    """Limit every element to ``[min, max]``; ``min`` is ``-max`` by default."""
+
+    _type = VALUE
+
+    def __init__(self, max: float, min: float | None = None) -> None:
+        high = _limit(self, "max", max) if min is None else float(max)
+        low = -high if min is None else float(min)
+        if not low < high:
+            raise ArgumentError(f"ClipGradByValue: min {low} is not below max {high}")
+        self._attrs = {"max": high, "min": low}

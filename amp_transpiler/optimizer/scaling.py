@@ -1,0 +1,128 @@
+"""Finite check, unscale and loss-scale update, appended to a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir import context
+from ..ir.program import OWN, SCALING, Program, Variable
+from ..ir.types import FLOATS
+from ..ops.scaling import CHECK, UPDATE_SCALE, master_type
+from .state import owned_name
+
+
+def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tuple[list[Variable], Variable]:
+    """Divide gradients by the loss scale and find out whether all are finite.
+
+    Args:
+        grads: float variables of one program, any shapes.
+        scale: fp32 variable with one element, the factor that the loss was multiplied with.
+
+    Returns:
+        (unscaled gradients, found_inf). The former are fp32 whatever the gradients' type (fp64 for fp64):
+        ``g * (1 / scale)``, computed in fp32. ``found_inf`` is a bool variable of shape [1], true where any
+        *unscaled* element is NaN or infinite, a scale of 0 or NaN included. Gradients whose sum is beyond
+        fp32 (above 3.4e38) count as infinite.
+
+    Raises:
+        ArgumentTypeError: not a list of variables, or element types other than these.
+        ArgumentError: an empty list, or a scale that is not one element.
+    """
+    program = _gradients("check_finite_and_unscale", grads)
+    _one_element("scale", scale, "float32")
+    unscaled = []
+    for grad in grads:
+        new = program.add_variable(program.unique(f"{grad.name}@UNSCALED"), master_type(grad.dtype), grad.shape)
+        new.grad_of = grad.grad_of
+        unscaled.append(new)
+    found_inf = program.add_variable(owned_name(program, "found_inf"), "bool", (1,))
+    with context.operator_role(SCALING):
+        program.add_operator(CHECK, [scale, *grads], [found_inf, *unscaled], attrs={"n": len(grads)}, domain=OWN)
+    return unscaled, found_inf
+
+
+def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_loss_scaling: Variable,
+                        num_good_steps: Variable, num_bad_steps: Variable, incr_every_n_steps: int,
+                        decr_every_n_nan_or_inf: int, incr_ratio: float, decr_ratio: float,
+                        stop_update: bool = False) -> tuple[list[Variable], Variable, Variable, Variable]:  # fmt: skip
+    """PaddlePaddle's dynamic loss scaling::
+
+        if found_inf: good = 0; bad += 1; if bad == decr_every_n_nan_or_inf: scale = max(scale * decr_ratio, 1); bad = 0
+        else:         bad = 0; good += 1; if good == incr_every_n_steps: scale *= incr_ratio unless not finite; good = 0
+
+    Args:
+        grads: float variables; zero in the result where ``found_inf``. May be empty.
+        found_inf: bool, one element. prev_loss_scaling: fp32, one element.
+        num_good_steps, num_bad_steps: int32, one element.
+        incr_every_n_steps, decr_every_n_nan_or_inf: thresholds >= 1, compared for equality.
+        incr_ratio: >= 1. decr_ratio: in (0, 1].
+        stop_update: leave the scale and the counters as they are.
+
+    Returns:
+        (grads, loss_scaling, num_good_steps, num_bad_steps), new variables. Scale and counters that are
+        persistable take the new values when the step ends.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: as above.
+    """
+    attrs: dict[str, Any] = scaling_attributes(
+        "update_loss_scaling", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio
+    )
+    if len(grads):
+        _gradients("update_loss_scaling", grads)
+    state = [prev_loss_scaling, num_good_steps, num_bad_steps]
+    _one_element("found_inf", found_inf, "bool")
+    for name, variable, dtype in zip(("prev_loss_scaling", "num_good_steps", "num_bad_steps"), state,
+                                     ("float32", "int32", "int32"), strict=True):  # fmt: skip
+        _one_element(name, variable, dtype)
+    program = found_inf.program
+    new = [program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape) for v in state]
+    zeroed = []
+    for grad in grads:
+        zeroed.append(program.add_variable(program.unique(f"{grad.name}@ZEROED"), grad.dtype, grad.shape))
+        zeroed[-1].grad_of = grad.grad_of
+    with context.operator_role(SCALING):
+        program.add_operator(UPDATE_SCALE, [found_inf, *state, *grads], [*new, *zeroed],
+                             attrs={**attrs, "stop_update": bool(stop_update)}, domain=OWN)  # fmt: skip
+    for variable, value in zip(state, new, strict=True):
+        if variable.persistable:
+            program.set_update(variable, value)
+    return zeroed, new[0], new[1], new[2]
+
+
+def scaling_attributes(owner: str, incr_every_n_steps: Any, decr_every_n_nan_or_inf: Any, incr_ratio: Any,
+                       decr_ratio: Any) -> dict[str, Any]:  # fmt: skip
+    """The four numbers of dynamic loss scaling, checked; ArgumentError names the one that is out of range."""
+    for name, value in (("incr_every_n_steps", incr_every_n_steps), ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise ArgumentError(f"{owner}: {name} is {value!r}; expected a whole number of steps, at least 1")
+    for name, value in (("incr_ratio", incr_ratio), ("decr_ratio", decr_ratio)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number")
+    if incr_ratio < 1:
+        raise ArgumentError(f"{owner}: incr_ratio is {incr_ratio!r}; a scale grows by a factor of at least 1")
+    if not 0 < decr_ratio <= 1:
+        raise ArgumentError(f"{owner}: decr_ratio is {decr_ratio!r}; a scale shrinks by a factor in (0, 1]")
+    return {"incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
+            "incr_ratio": float(incr_ratio), "decr_ratio": float(decr_ratio)}  # fmt: skip
+
+
+def _gradients(owner: str, grads: Any) -> Program:
+    if not isinstance(grads, (list, tuple)) or not all(isinstance(g, Variable) for g in grads):
+        raise ArgumentTypeError(f"{owner}: grads is {grads!r}; expected a list of variables")
+    if not grads:
+        raise ArgumentError(f"{owner}: grads is empty; there is nothing to check")
+    for grad in grads:
+        if grad.dtype not in FLOATS:
+            raise ArgumentTypeError(f"{owner}: gradient '{grad.name}' is {grad.dtype}; expected {', '.join(sorted(FLOATS))}")
+    return grads[0].program
+
+
+def _one_element(name: str, variable: Any, dtype: str) -> None:
+    if not isinstance(variable, Variable) or variable.dtype != dtype:
+        raise ArgumentTypeError(f"{name} is {variable!r}; expected a variable of element type {dtype}")
+    if variable.shape is None or any(size != 1 for size in variable.shape):
+        raise ArgumentError(f"{name} '{variable.name}' has shape {variable.shape}; expected one element")

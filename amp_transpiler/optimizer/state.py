@@ -1,0 +1,93 @@
+"""State variables of a training step: persistable in the main program, initialised in its startup program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import ArgumentError, ArgumentTypeError, GraphError
+from ..ir import context, names
+from ..ir.program import Program, Variable
+from ..ir.types import FLOATS, ONNX_TYPES
+from ..nn.initializer import Constant
+
+
+def startup_of(program: Program, startup: Program | None = None) -> Program:
+    """The startup program to initialise new state in: the given one, else the program's own.
+
+    ArgumentTypeError: ``startup`` is no Program. ArgumentError: there is none.
+    """
+    if startup is None:
+        startup = program.startup
+    elif not isinstance(startup, Program):
+        raise ArgumentTypeError(f"startup_program must be a Program, not {type(startup).__name__}")
+    if startup is None and program is context.default_main_program():
+        startup = context.default_startup_program()
+    if startup is None:
+        raise ArgumentError(
+            f"program '{program.name}' has no startup program to initialise optimizer state in; pass startup_program"
+        )
+    if program.startup is None:
+        program.startup = startup
+    return startup
+
+
+def shared_name(program: Program, prefix: str) -> str:
+    """``<prefix>_<n>``, never used before: two programs in one scope must not share this state by accident."""
+    while True:
+        name = names.generate(prefix)
+        if not program.has_var(name):
+            return name
+
+
+def owned_name(program: Program, prefix: str) -> str:
+    """``<prefix>_<n>`` with the lowest free n; for state that hangs on a parameter's name."""
+    number = 0
+    while program.has_var(f"{prefix}_{number}"):
+        number += 1
+    return f"{prefix}_{number}"
+
+
+def create_state(program: Program, startup: Program, name: str, dtype: str, shape: Sequence[int], value: float) -> Variable:
+    """A persistable variable filled with ``value`` by the startup program."""
+    state = program.add_variable(name, dtype, shape, persistable=True)
+    state.stop_gradient = True
+    initial = startup.add_variable(name, dtype, shape, persistable=True)
+    Constant(value).initialize(initial)
+    return state
+
+
+def create_master(program: Program, startup: Program, parameter: Variable) -> Variable:
+    """The fp32 master weight ``<parameter>_fp32_master_0``, a bit-exact copy of the initial value.
+
+    The startup program writes the parameter in fp32; it is rounded to 16 bit later, by ``amp_init``, so
+    the master keeps the digits that the rounding drops.
+    """
+    initial = initial_value(startup, parameter)
+    name = owned_name(program, f"{parameter.name}_fp32_master")
+    master = program.add_variable(name, "float32", parameter.shape, persistable=True)
+    master.stop_gradient = True
+    copy = startup.add_variable(name, "float32", parameter.shape, persistable=True)
+    if initial.dtype == "float32":
+        startup.add_operator("Identity", [initial], [copy])
+    else:
+        startup.add_operator("Cast", [initial], [copy], attrs={"to": ONNX_TYPES["float32"]})
+    return master
+
+
+def initial_value(startup: Program, parameter: Variable) -> Variable:
+    """The startup program's variable of a parameter; GraphError where it does not initialise it."""
+    if not startup.has_var(parameter.name):
+        raise GraphError(
+            f"startup program '{startup.name}' does not initialise parameter '{parameter.name}' of program "
+            f"'{parameter.program.name}'; pass the startup program that the parameter was built with"
+        )
+    return startup.var(parameter.name)
+
+
+def static_shape(parameter: Variable) -> tuple[int, ...]:
+    """The sizes of a float parameter; GraphError where they or its type are not those of one."""
+    shape = parameter.shape
+    if parameter.dtype not in FLOATS or shape is None or not all(isinstance(size, int) for size in shape):
+        raise GraphError(f"parameter '{parameter.name}' has element type {parameter.dtype} and shape {shape}; "
+                         "a trainable parameter is a float tensor of fixed shape")  # fmt: skip
+    return tuple(int(size) for size in shape)  # type: ignore[arg-type]
