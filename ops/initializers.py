@@ -8,7 +8,6 @@ from the stream of their variable's name, so no other parameter and no order cha
 
 from __future__ import annotations
 
-import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError

@@ -165,7 +165,8 @@ def rng_state(program: Program, startup: Program | None = None) -> tuple[Variabl
         startup.add_operator("ConstantInitializer", [], [first], domain=OWN, attrs={"value": np.zeros((), np.uint32)})
     one = program.add_constant(f"{STEP}.one", np.ones((), np.uint32))
     after = program.add_variable(f"{STEP}@NEW", "uint32", ())
-    program.add_operator("Add", [step, one], [after], role=FORWARD)
+    advance = program.add_operator("Add", [step, one], [after], role=FORWARD)
+    advance.guard, advance.scope = False, ""  # wherever the first dropout stands, this belongs to the program
     program.set_update(step, after)
     return seed, step
 

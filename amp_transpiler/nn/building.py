@@ -1,0 +1,215 @@
+"""One operator of a layer or function: checked, added to the current program, its outputs typed."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import ArgumentError, ArgumentTypeError, GraphError
+from ..ir import names
+from ..ir.context import default_main_program
+from ..ir.infer import Declared, infer_operator
+from ..ir.program import Program, Variable
+from ..ir.types import ONNX_TYPES, element_type, numpy_dtype
+
+#: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
+Input = Variable | np.ndarray | None
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+INTEGER = ("int64", "int32")
+
+
+def append(call: str, type_: str, inputs: Sequence[Input], *, attrs: dict[str, Any] | None = None,
+           prefix: str | None = None) -> Variable:  # fmt: skip
+    """Add an operator with one output; see :func:`append_many`."""
+    return append_many(call, type_, inputs, 1, attrs=attrs, prefix=prefix)[0]
+
+
+def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *, attrs: dict[str, Any] | None = None,
+                prefix: str | None = None) -> list[Variable]:  # fmt: skip
+    """Add a standard operator to the current program; its output variables, named ``<prefix>.tmp_<n>``.
+
+    ``call`` is the function that the user called; ``prefix`` defaults to a fresh name made from it.
+    ArgumentError, and an unchanged program, where element types or shapes do not fit.
+    """
+    program = default_main_program()
+    for item in inputs:
+        check_program(call, item, program)
+    schema = _schema(call, type_, program.opset())
+    _check_types(call, schema, inputs)
+    prefix = prefix or names.generate(call)
+    variables = [
+        program.add_constant(f"{prefix}.const", item) if isinstance(item, np.ndarray) else item for item in inputs
+    ]
+    results = [program.new_variable(prefix) for _ in range(outputs)]
+    op = program.add_operator(type_, variables, results, attrs=attrs)
+    env = Declared()
+    try:
+        infer_operator(op, env)
+    except GraphError as error:
+        program.remove_operator(op)
+        made = [v for v, item in zip(variables, inputs, strict=True) if v is not None and v is not item]
+        for variable in (*results, *made):
+            program.remove_variable(variable)
+        given = ", ".join(describe(item) for item in inputs if item is not None)
+        reason = str(error).rpartition("(op_type:")[2].partition("): ")[2] or str(error)
+        raise ArgumentError(f"{call}: {given} do not fit {type_}: {reason.strip()}") from None
+    for variable in results:
+        variable.dtype, variable.shape = env.types.get(variable.key, (None, None))
+    return results
+
+
+@cache
+def _schema(call: str, type_: str, opset: int) -> onnx.defs.OpSchema:
+    try:
+        return onnx.defs.get_schema(type_, opset, "")
+    except onnx.defs.SchemaError:
+        raise ArgumentError(
+            f"{call}: operator {type_} does not exist at opset {opset}, which the current program is written in; "
+            "convert the program to opset 21 first"
+        ) from None
+
+
+def _check_types(call: str, schema: onnx.defs.OpSchema, inputs: Sequence[Input]) -> None:
+    """Element types against the operator's schema; onnx's own inference does not look at them."""
+    constraints = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
+    bound: dict[str, tuple[Input, str]] = {}
+    for slot, item in enumerate(inputs):
+        dtype = _dtype(item)
+        if dtype is None:
+            continue
+        formal = schema.inputs[min(slot, len(schema.inputs) - 1)]
+        allowed = constraints.get(formal.type_str, {formal.type_str})
+        text = f"tensor({onnx.TensorProto.DataType.Name(ONNX_TYPES[dtype]).lower()})"
+        if text not in allowed:
+            wanted = ", ".join(sorted(t[7:-1] for t in allowed if t.startswith("tensor(")))
+            raise ArgumentError(f"{call}: {schema.name} cannot take {describe(item)} there; it takes {wanted}")
+        if formal.type_str in constraints and formal.is_homogeneous:
+            first, kind = bound.setdefault(formal.type_str, (item, dtype))
+            if kind != dtype:
+                raise ArgumentError(
+                    f"{call}: {describe(first)} and {describe(item)} have different element types; cast one of them "
+                    "with amp.nn.functional.cast"
+                )
+
+
+def _dtype(item: Input) -> str | None:
+    if isinstance(item, np.ndarray):
+        return element_type(item.dtype)
+    return None if item is None else item.dtype
+
+
+def describe(item: Input) -> str:
+    """A variable or constant as messages show it."""
+    if isinstance(item, Variable):
+        shape = "shape unknown" if item.shape is None else list(item.shape)
+        return f"'{item.name}' ({item.dtype} {shape})"
+    assert item is not None
+    return f"constant {item!r}" if item.size == 1 else f"a constant ({item.dtype} {list(item.shape)})"
+
+
+# -- arguments -------------------------------------------------------------------------------------
+def check_program(call: str, item: Input, program: Program | None = None) -> None:
+    """ArgumentError where a variable is not of the current program."""
+    program = program or default_main_program()
+    if isinstance(item, Variable) and item.program is not program:
+        raise ArgumentError(
+            f"{call}: variable '{item.name}' belongs to program '{item.program.name}', which is not the current one "
+            f"('{program.name}'); build under amp.program_guard of the program that it belongs to"
+        )
+
+
+def variable(call: str, argument: str, value: Any, *, dtypes: Sequence[str] | None = None,
+             rank: int | None = None, min_rank: int = 0) -> Variable:  # fmt: skip
+    """``value`` if it is a variable of the current program with this element type and rank."""
+    if not isinstance(value, Variable):
+        raise ArgumentTypeError(f"{call}: {argument} must be a Variable, not {type(value).__name__}")
+    check_program(call, value)
+    if dtypes is not None and value.dtype not in dtypes:
+        raise ArgumentError(f"{call}: {argument} {describe(value)} must have element type {' or '.join(dtypes)}")
+    if rank is None and not min_rank:
+        return value
+    if value.shape is None:
+        raise ArgumentError(f"{call}: the rank of {argument} '{value.name}' is not known; give it a shape in amp.data")
+    if rank is not None and len(value.shape) != rank:
+        raise ArgumentError(f"{call}: {argument} {describe(value)} must have {rank} dimensions, not {len(value.shape)}")
+    if len(value.shape) < min_rank:
+        raise ArgumentError(f"{call}: {argument} {describe(value)} must have at least {min_rank} dimensions")
+    return value
+
+
+def fixed(call: str, argument: str, value: Variable, axis: int) -> int:
+    """The size of one dimension; ArgumentError where it is not fixed."""
+    assert value.shape is not None
+    size = value.shape[axis]
+    if not isinstance(size, int):
+        raise ArgumentError(f"{call}: dimension {axis} of {argument} {describe(value)} must be known while building")
+    return size
+
+
+def whole(call: str, argument: str, value: Any, minimum: int = 1) -> int:
+    """``value`` as an int of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{call}: {argument} must be an integer, not {value!r}")
+    if value < minimum:
+        raise ArgumentError(f"{call}: {argument} must be at least {minimum}, not {value}")
+    return int(value)
+
+
+def pair(call: str, argument: str, value: Any, minimum: int = 1) -> list[int]:
+    """An int, or two of them, as two."""
+    items = list(value) if isinstance(value, (list, tuple)) else [value, value]
+    if len(items) != 2:
+        raise ArgumentError(f"{call}: {argument} must be one integer or two, not {value!r}")
+    return [whole(call, argument, item, minimum) for item in items]
+
+
+def pads(call: str, value: Any) -> list[int]:
+    """ONNX pads (top, left, bottom, right) from one int, (height, width) or (top, bottom, left, right)."""
+    if isinstance(value, (list, tuple)) and len(value) == 4:
+        top, bottom, left, right = (whole(call, "padding", item, 0) for item in value)
+        return [top, left, bottom, right]
+    if isinstance(value, str):
+        raise ArgumentTypeError(f"{call}: padding must be given in numbers, not as {value!r}")
+    height, width = pair(call, "padding", value, 0)
+    return [height, width, height, width]
+
+
+def check_window(call: str, x: Variable, kernel: Sequence[int], pad: Sequence[int], dilation: Sequence[int]) -> None:
+    """ArgumentError where a window is larger than the padded image."""
+    assert x.shape is not None
+    for i in range(2):
+        size, window = x.shape[2 + i], dilation[i] * (kernel[i] - 1) + 1
+        if isinstance(size, int) and size + pad[i] + pad[2 + i] < window:
+            raise ArgumentError(f"{call}: a window of {window} does not fit dimension {2 + i} of {describe(x)} "
+                                f"padded by {pad[i]} and {pad[2 + i]}")  # fmt: skip
+
+
+def axis_of(call: str, axis: Any, x: Variable, argument: str = "axis") -> int:
+    """An axis of ``x``, counted from 0."""
+    rank = len(variable(call, "x", x, min_rank=1).shape or ())
+    if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
+        raise ArgumentTypeError(f"{call}: {argument} must be an integer, not {axis!r}")
+    if not -rank <= int(axis) < rank:
+        raise ArgumentError(f"{call}: {argument} {axis} is outside {describe(x)}")
+    return int(axis) % rank
+
+
+def operand(call: str, value: Any, like: Variable) -> Input:
+    """A variable as it is; a number or array as a constant of the element type of ``like``."""
+    if isinstance(value, Variable):
+        return value
+    if like.dtype is None:
+        raise ArgumentError(f"{call}: the element type of '{like.name}' is not known")
+    if not isinstance(value, (numbers.Real, np.ndarray, np.generic, list, tuple)):
+        raise ArgumentTypeError(f"{call}: cannot use {type(value).__name__} as an operand")
+    given = np.asarray(value)
+    array = given.astype(numpy_dtype(like.dtype))
+    if like.dtype not in FLOATING and not np.array_equal(array, given):
+        raise ArgumentError(f"{call}: {value!r} is no {like.dtype}, the element type of '{like.name}'; cast the "
+                            "variable with amp.nn.functional.cast first")  # fmt: skip
+    return array

@@ -1,0 +1,34 @@
+"""Functions of variables: each adds standard ONNX operators to the current program.
+
+All raise ArgumentError (a ValueError) for element types and shapes that do not fit, and ArgumentTypeError (a
+TypeError) for what is no variable.
+"""
+
+from .elementwise import (
+    cast,
+    dropout,
+    exp,
+    gelu,
+    log,
+    log_softmax,
+    matmul,
+    mean,
+    pow,
+    relu,
+    sigmoid,
+    softmax,
+    sqrt,
+    sum,
+    tanh,
+    where,
+)
+from .losses import accuracy, cross_entropy, mse_loss
+from .manipulation import concat, flatten, gather, reshape, slice, split, squeeze, transpose, unsqueeze
+from .pooling import adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool2d, max_pool2d
+
+__all__ = [
+    "accuracy", "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "cast", "concat", "cross_entropy",
+    "dropout", "exp", "flatten", "gather", "gelu", "log", "log_softmax", "matmul", "max_pool2d", "mean", "mse_loss",
+    "pow", "relu", "reshape", "sigmoid", "slice", "softmax", "split", "sqrt", "squeeze", "sum", "tanh", "transpose",
+    "unsqueeze", "where",
+]  # fmt: skip

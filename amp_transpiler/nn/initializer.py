@@ -1,0 +1,199 @@
+"""Initialisers: how a parameter starts. Each adds one operator to the startup program.
+
+Random ones draw from (seed, name of the parameter): the same seed gives the same parameter whatever else
+the program holds, and in whatever order it was built.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.program import OWN, Variable
+from ..ir.types import NAMES, element_type, numpy_dtype
+from ..ops.random import set_default_seed, startup_seed
+
+
+def set_seed(seed: int) -> None:
+    """Set the seed, 0 … 2**32 - 1, of programs whose first parameter is built after this call (also ``amp.seed``).
+
+    A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: runs repeat.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise ArgumentTypeError(f"seed must be an integer, not {seed!r}")
+    if not 0 <= seed < 1 << 32:
+        raise ArgumentError(f"seed must be in 0 … 2**32 - 1, not {seed}")
+    set_default_seed(int(seed))
+
+
+class Initializer:
+    """Base class: ``operator`` gives the type and attributes of the operator of the startup program."""
+
+    #: Whether the operator reads the seed.
+    random = True
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        """Operator type and attributes for a parameter of this shape and element type."""
+        raise NotImplementedError
+
+    def initialize(self, variable: Variable) -> None:
+        """Append the operator that writes ``variable``, which belongs to a startup program."""
+        assert variable.dtype is not None and variable.shape is not None
+        type_, attrs = self.operator(tuple(int(d) for d in variable.shape if d is not None), variable.dtype)
+        inputs = [startup_seed(variable.program)] if self.random else []
+        variable.program.add_operator(type_, inputs, [variable], attrs=attrs, domain=OWN)
+
+
+class Constant(Initializer):
+    """Every element is ``value``."""
+
+    random = False
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        return "ConstantInitializer", {"value": np.asarray(self.value, numpy_dtype(dtype))}
+
+
+class Uniform(Initializer):
+    """Uniform in [``low``, ``high``)."""
+
+    def __init__(self, low: float = -1.0, high: float = 1.0) -> None:
+        if not low <= high:
+            raise ArgumentError(f"Uniform: low {low} is above high {high}")
+        self.low, self.high = low, high
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        return "UniformInitializer", {"low": float(self.low), "high": float(self.high)}
+
+
+class Normal(Initializer):
+    """Normal with this ``mean`` and standard deviation ``std``."""
+
+    def __init__(self, mean: float = 0.0, std: float = 1.0) -> None:
+        if not std >= 0:
+            raise ArgumentError(f"Normal: std must not be negative, it is {std}")
+        self.mean, self.std = mean, std
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        return "NormalInitializer", {"mean": float(self.mean), "std": float(self.std)}
+
+
+class Assign(Initializer):
+    """The content of ``array`` (numpy array, list or TensorProto), of the parameter's shape."""
+
+    random = False
+
+    def __init__(self, array: Any) -> None:
+        self.array = array if isinstance(array, onnx.TensorProto) else np.asarray(array)
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        return "ArrayInitializer", {}
+
+    def initialize(self, variable: Variable) -> None:
+        shape = tuple(self.array.dims) if isinstance(self.array, onnx.TensorProto) else self.array.shape
+        if shape != variable.shape:
+            raise ArgumentError(
+                f"the initial value of '{variable.name}' has shape {shape}, the parameter {variable.shape}"
+            )
+        if isinstance(self.array, onnx.TensorProto):
+            if NAMES[self.array.data_type] != variable.dtype:
+                raise ArgumentError(f"the initial value of '{variable.name}' is {NAMES[self.array.data_type]}, the "
+                                    f"parameter {variable.dtype}")  # fmt: skip
+            variable.data = self.array
+        else:
+            assert variable.dtype is not None
+            if self.array.dtype.kind not in "biuf" and element_type(self.array.dtype) != "bfloat16":
+                raise ArgumentTypeError(f"the initial value of '{variable.name}' has element type {self.array.dtype}")
+            variable.data = np.array(self.array, numpy_dtype(variable.dtype))  # a copy: later changes do not reach it
+        super().initialize(variable)
+
+
+def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(fan in, fan out): [in, out] for matrices, [out, in / groups, …] for filters."""
+    if len(shape) < 2:
+        size = math.prod(shape)
+        return size, size
+    if len(shape) == 2:
+        return shape[0], shape[1]
+    receptive = math.prod(shape[2:])
+    return shape[1] * receptive, shape[0] * receptive
+
+
+class _Scaled(Initializer):
+    """Uniform or normal with a standard deviation that follows from the shape."""
+
+    def __init__(self, uniform: bool) -> None:
+        self.uniform = uniform
+
+    def deviation(self, shape: tuple[int, ...]) -> float:
+        """The standard deviation."""
+        raise NotImplementedError
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        deviation = self.deviation(shape)
+        if self.uniform:
+            limit = math.sqrt(3.0) * deviation
+            return "UniformInitializer", {"low": -limit, "high": limit}
+        return "NormalInitializer", {"mean": 0.0, "std": deviation}
+
+
+class Xavier(_Scaled):
+    """Standard deviation sqrt(2 / (fan in + fan out)) (Glorot & Bengio 2010)."""
+
+    def __init__(self, uniform: bool = True, fan_in: int | None = None, fan_out: int | None = None) -> None:
+        super().__init__(uniform)
+        self.fan_in, self.fan_out = fan_in, fan_out
+
+    def deviation(self, shape: tuple[int, ...]) -> float:
+        fan_in, fan_out = _fans(shape)
+        return math.sqrt(2.0 / ((self.fan_in or fan_in) + (self.fan_out or fan_out)))
+
+
+class XavierUniform(Xavier):
+    """:class:`Xavier`, uniform."""
+
+    def __init__(self, fan_in: int | None = None, fan_out: int | None = None) -> None:
+        super().__init__(True, fan_in, fan_out)
+
+
+class XavierNormal(Xavier):
+    """:class:`Xavier`, normal."""
+
+    def __init__(self, fan_in: int | None = None, fan_out: int | None = None) -> None:
+        super().__init__(False, fan_in, fan_out)
+
+
+class Kaiming(_Scaled):
+    """Standard deviation sqrt(2 / (1 + slope**2) / fan in) (He et al. 2015); ``slope`` of a leaky relu, 0 for relu."""
+
+    def __init__(self, uniform: bool = True, fan_in: int | None = None, slope: float = 0.0) -> None:
+        super().__init__(uniform)
+        self.fan_in, self.slope = fan_in, slope
+
+    def deviation(self, shape: tuple[int, ...]) -> float:
+        return math.sqrt(2.0 / (1.0 + self.slope**2) / (self.fan_in or _fans(shape)[0]))
+
+
+class KaimingUniform(Kaiming):
+    """:class:`Kaiming`, uniform."""
+
+    def __init__(self, fan_in: int | None = None, slope: float = 0.0) -> None:
+        super().__init__(True, fan_in, slope)
+
+
+class KaimingNormal(Kaiming):
+    """:class:`Kaiming`, normal."""
+
+    def __init__(self, fan_in: int | None = None, slope: float = 0.0) -> None:
+        super().__init__(False, fan_in, slope)
+
+
+__all__ = ["Assign", "Constant", "Initializer", "Kaiming", "KaimingNormal", "KaimingUniform", "Normal", "Uniform",
+           "Xavier", "XavierNormal", "XavierUniform", "set_seed"]  # fmt: skip

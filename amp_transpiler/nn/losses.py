@@ -1,0 +1,119 @@
+"""Losses and accuracy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..ir import names
+from ..ir.program import Variable
+from ..ir.types import numpy_dtype
+from .building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
+from .elementwise import cast, mean, sum
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def _check_reduction(call: str, reduction: str) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ArgumentError(f"{call}: reduction={reduction!r}; known are {', '.join(_REDUCTIONS)}")
+
+
+def _labels(call: str, input: Variable, label: Variable, prefix: str) -> Variable:
+    """``label`` without the trailing dimension of size 1 that it may have, checked against ``input``."""
+    variable(call, "label", label, dtypes=INTEGER, min_rank=1)
+    assert input.shape is not None and label.shape is not None
+    lead, shape = input.shape[:-1], label.shape
+    extra = len(shape) == len(lead) + 1 and shape[-1] == 1
+    pairs = list(zip(lead, shape, strict=False))
+    if len(shape) != len(lead) + extra or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs):
+        raise ArgumentError(
+            f"{call}: label {describe(label)} does not fit input {describe(input)}; it has the shape of the input "
+            "without the classes, which come last, or that with a 1 behind it"
+        )
+    if not extra:
+        return label
+    return append(call, "Squeeze", [label, np.array([len(lead)], np.int64)], prefix=prefix)
+
+
+def cross_entropy(input: Variable, label: Variable, reduction: str = "mean", ignore_index: int = -100) -> Variable:
+    """Softmax, then the negative logarithm of the label's probability.
+
+    ``input``: float logits [N, …, classes]. ``label``: int64 or int32 classes [N, …] or [N, …, 1]; elements equal
+    to ``ignore_index`` give 0. ``reduction``: "mean" (over the elements not ignored) and "sum" give a scalar of
+    shape [], "none" the losses in the shape of the label. As in Paddle, softmax is applied here: pass logits.
+    """
+    call = "cross_entropy"
+    variable(call, "input", input, dtypes=FLOATING, min_rank=2)
+    _check_reduction(call, reduction)
+    ignore = whole(call, "ignore_index", ignore_index, -(1 << 62))
+    variable(call, "label", label, dtypes=INTEGER, min_rank=1)
+    assert input.shape is not None
+    classes = fixed(call, "input", input, -1) if len(input.shape) > 2 else None
+    prefix = names.generate(call)
+    target = _labels(call, input, label, prefix)
+    logits = input
+    if classes is not None:  # the operator has its classes in dimension 1
+        logits = append(call, "Reshape", [input, np.array([-1, classes], np.int64)], prefix=prefix)
+        target = append(call, "Reshape", [target, np.array([-1], np.int64)], prefix=prefix)
+    attrs = {"reduction": reduction, "ignore_index": ignore}
+    loss = append(call, "SoftmaxCrossEntropyLoss", [logits, target], attrs=attrs, prefix=prefix)
+    if reduction != "none" or loss.shape == label.shape:
+        return loss
+    return _as_label(call, loss, label, prefix)
+
+
+def _as_label(call: str, loss: Variable, label: Variable, prefix: str) -> Variable:
+    assert label.shape is not None
+    if _unknown(label) > 1:
+        raise ArgumentError(f'{call}: reduction="none" needs the sizes of label {describe(label)}, all but one')
+    sizes = [d if isinstance(d, int) else -1 for d in label.shape]
+    return append(call, "Reshape", [loss, np.array(sizes, np.int64)], prefix=prefix)
+
+
+def _unknown(value: Variable) -> int:
+    """The number of dimensions whose size is not known."""
+    return len([d for d in value.shape or () if not isinstance(d, int)])
+
+
+def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+    """(input - label)**2, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
+    call = "mse_loss"
+    variable(call, "input", input, dtypes=FLOATING)
+    variable(call, "label", label, dtypes=FLOATING)
+    _check_reduction(call, reduction)
+    a, b = input.shape, label.shape
+    if a is not None and b is not None:
+        sizes = zip(a, b, strict=False)
+        if len(a) != len(b) or any(isinstance(p, int) and isinstance(q, int) and p != q for p, q in sizes):
+            raise ArgumentError(f"{call}: input {describe(input)} and label {describe(label)} must have one shape")
+    prefix = names.generate(call)
+    difference = append(call, "Sub", [input, label], prefix=prefix)
+    two = np.array(2, numpy_dtype(input.dtype or "float32"))
+    square = append(call, "Pow", [difference, two], prefix=prefix)  # Pow, not Mul: a square is computed in fp32
+    return {"mean": mean, "sum": sum}[reduction](square) if reduction != "none" else square
+
+
+def accuracy(input: Variable, label: Variable, k: int = 1) -> Variable:
+    """The share of rows whose label is among the ``k`` highest scores, a float32 scalar.
+
+    ``input``: float scores [N, …, classes]; ``label``: int64 or int32 [N, …] or [N, …, 1].
+    """
+    call = "accuracy"
+    variable(call, "input", input, dtypes=FLOATING, min_rank=2)
+    k = whole(call, "k", k)
+    assert input.shape is not None
+    classes = input.shape[-1]
+    if isinstance(classes, int) and k > classes:
+        raise ArgumentError(f"{call}: k={k}, but {describe(input)} has {classes} classes")
+    prefix = names.generate(call)
+    target = _labels(call, input, label, prefix)
+    if target.dtype != "int64":
+        target = cast(target, "int64")
+    if k == 1:
+        best = append(call, "ArgMax", [input], attrs={"axis": -1, "keepdims": 0}, prefix=prefix)
+        return mean(cast(append(call, "Equal", [best, target], prefix=prefix), "float32"))
+    _, best = append_many(call, "TopK", [input, np.array([k], np.int64)], 2, prefix=prefix)
+    column = append(call, "Unsqueeze", [target, np.array([-1], np.int64)], prefix=prefix)
+    hits = cast(append(call, "Equal", [best, column], prefix=prefix), "float32")
+    return mean(sum(hits, axis=-1))

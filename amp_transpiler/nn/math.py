@@ -1,0 +1,55 @@
+"""Python operators on variables: ``x @ w + b``. Importing this module attaches them.
+
+A number or array beside a variable takes its element type. ``==`` keeps its meaning, identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..ir.program import Variable
+from .building import append, variable
+from .elementwise import binary
+
+#: python's method name -> (function name, ONNX operator)
+_BINARY = {
+    "add": ("add", "Add"),
+    "sub": ("subtract", "Sub"),
+    "mul": ("multiply", "Mul"),
+    "truediv": ("divide", "Div"),
+    "pow": ("pow", "Pow"),
+    "matmul": ("matmul", "MatMul"),
+}
+_COMPARE = {
+    "lt": ("less_than", "Less"),
+    "le": ("less_equal", "LessOrEqual"),
+    "gt": ("greater_than", "Greater"),
+    "ge": ("greater_equal", "GreaterOrEqual"),
+}
+
+
+def _forward(call: str, type_: str) -> Callable[[Variable, Any], Variable]:
+    return lambda x, y: binary(call, type_, x, y)
+
+
+def _reflected(call: str, type_: str) -> Callable[[Variable, Any], Variable]:
+    return lambda x, y: binary(call, type_, y, x)
+
+
+def _negative(x: Variable) -> Variable:
+    return append("negative", "Neg", [variable("negative", "x", x)])
+
+
+def _attach() -> None:
+    for name, (call, type_) in _BINARY.items():
+        setattr(Variable, f"__{name}__", _forward(call, type_))
+        setattr(Variable, f"__r{name}__", _reflected(call, type_))
+    for name, (call, type_) in _COMPARE.items():
+        setattr(Variable, f"__{name}__", _forward(call, type_))
+    setattr(Variable, "__neg__", _negative)  # noqa: B010 - mypy refuses the plain assignment
+    # numpy must not take `array * variable` apart element by element.
+    setattr(Variable, "__array_ufunc__", None)  # noqa: B010
+
+
+_attach()

@@ -1,0 +1,140 @@
+"""Inputs and parameters of a program that is being built."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir import names
+from ..ir.context import default_main_program, default_startup_program
+from ..ir.program import Program, Variable
+from ..ir.types import element_type
+from .building import check_program, describe
+from .initializer import Assign, Initializer, XavierUniform
+
+#: How a layer's parameter may be described: None or True (the default), False (none), a name, an
+#: initialiser or array, or a variable to share.
+Attr = None | bool | str | Variable | Initializer | np.ndarray
+
+
+def data(name: str, shape: Iterable[int | str | None], dtype: Any = "float32") -> Variable:
+    """Declare an input of the current program, fed at each run.
+
+    ``shape``: sizes; None or -1 for one that may differ between runs, a string for a named one. ``dtype``: an
+    element type. ArgumentError where the name is taken or the shape is no list of sizes.
+    """
+    program = default_main_program()
+    _check_name("data", name)
+    if program.has_var(name):
+        raise ArgumentError(f"data: program '{program.name}' already has a variable '{name}'; declare an input once, "
+                            "and use the variable that amp.data returned")  # fmt: skip
+    return program.add_input(name, element_type(dtype), [_size(name, d) for d in _listed("data", name, shape)])
+
+
+def _size(name: str, value: Any) -> int | str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
+        raise ArgumentError(f"data: {value!r} in the shape of '{name}' is no size")
+    return None if value == -1 else int(value)
+
+
+def _listed(call: str, name: str, shape: Any) -> list[Any]:
+    if not isinstance(shape, (list, tuple)):
+        raise ArgumentTypeError(f"{call}: the shape of '{name}' must be a list of sizes, not {shape!r}")
+    return list(shape)
+
+
+def _check_name(call: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"{call}: a name must be a string, not {name!r}")
+    if not name or name.startswith("@"):
+        raise ArgumentError(f"{call}: {name!r} cannot be a name; names starting with '@' are the program's own")
+
+
+def create_parameter(shape: Iterable[int], dtype: Any = "float32", name: str | None = None, initializer: Any = None,
+                     trainable: bool = True) -> Variable:  # fmt: skip
+    """A parameter of the current program, initialised by the startup program.
+
+    ``shape``: fixed sizes. ``name``: a name that the program has already, with the same shape and element type,
+    gives that parameter (shared weights). ``initializer``: of :mod:`amp.nn.initializer`, or an array; Xavier
+    uniform by default. ``trainable=False``: kept between runs, never updated by an optimizer.
+
+    ArgumentError: the name is taken by a variable of another shape or type, or a shape is not fixed.
+    """
+    call = "create_parameter"
+    if name is None:
+        name = f"{names.generate(call)}.w_0"
+    _check_name(call, name)
+    start = _initializer(call, initializer)
+    return _create(call, name, _sizes(call, name, shape), element_type(dtype), start, trainable)
+
+
+def parameter(call: str, name: str, shape: Iterable[int], dtype: str | None, attr: Attr, default: Initializer,
+              trainable: bool = True) -> Variable:  # fmt: skip
+    """The parameter of a layer that ``attr`` describes."""
+    sizes = _sizes(call, name, list(shape))
+    if isinstance(attr, Variable):
+        check_program(call, attr)
+        if attr.shape != sizes or attr.dtype != dtype:
+            raise ArgumentError(f"{call}: parameter {describe(attr)} does not fit; expected {dtype} {list(sizes)}")
+        return attr
+    if isinstance(attr, str):
+        _check_name(call, attr)
+        name, attr = attr, None
+    initializer = default if attr is None or isinstance(attr, bool) else _initializer(call, attr)
+    return _create(call, name, sizes, element_type(dtype), initializer, trainable)
+
+
+def _sizes(call: str, name: str, shape: Any) -> tuple[int, ...]:
+    sizes = _listed(call, name, shape)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+            raise ArgumentError(f"{call}: {size!r} in the shape {sizes} of parameter '{name}' is no fixed size above 0")
+    return tuple(int(size) for size in sizes)
+
+
+def _initializer(call: str, value: Any) -> Initializer:
+    if value is None:
+        return XavierUniform()
+    if isinstance(value, Initializer):
+        return value
+    if isinstance(value, (np.ndarray, onnx.TensorProto, list, numbers.Real)):
+        return Assign(value)
+    raise ArgumentTypeError(f"{call}: an initial value must be an amp.nn.initializer or an array, not {value!r}")
+
+
+def _create(call: str, name: str, shape: tuple[int, ...], dtype: str, initializer: Initializer,
+            trainable: bool) -> Variable:  # fmt: skip
+    main, startup = default_main_program(), default_startup_program()
+    for program in (main, startup):
+        _check_same(call, program, name, shape, dtype)
+    if not startup.has_var(name):
+        target = startup.add_variable(name, dtype, shape, persistable=True, trainable=trainable)
+        try:
+            initializer.initialize(target)
+        except Exception:
+            startup.remove_variable(target)
+            raise
+    if main.has_var(name):
+        return main.var(name)
+    return main.add_variable(name, dtype, shape, persistable=True, trainable=trainable)
+
+
+def _check_same(call: str, program: Program, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    if not program.has_var(name):
+        return
+    found = program.var(name)
+    if not found.persistable:
+        raise ArgumentError(f"{call}: '{name}' is a variable of program '{program.name}' already, and no parameter")
+    if found.shape != shape or found.dtype != dtype:
+        raise ArgumentError(
+            f"{call}: program '{program.name}' already has a parameter {describe(found)}, not {dtype} {list(shape)}. "
+            "Give the new one another name; a program that shares parameters is built under its own "
+            "amp.unique_name.guard()"
+        )

@@ -1,0 +1,65 @@
+"""Pooling over images [batch, channels, height, width]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ArgumentError
+from ..ir.program import Variable
+from .building import FLOATING, append, check_window, fixed, pads, pair, variable
+
+
+def _pool(call: str, type_: str, x: Variable, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
+          **attrs: Any) -> Variable:  # fmt: skip
+    variable(call, "x", x, dtypes=FLOATING, rank=4)
+    kernel = pair(call, "kernel_size", kernel_size)
+    strides = kernel if stride is None else pair(call, "stride", stride)
+    pad = pads(call, padding)
+    if any(pad[i] >= kernel[i % 2] for i in range(4)):
+        raise ArgumentError(f"{call}: padding {padding!r} must be smaller than the kernel {kernel}")
+    check_window(call, x, kernel, pad, [1, 1])
+    attrs |= {"kernel_shape": kernel, "strides": strides, "pads": pad}
+    if ceil_mode:
+        attrs["ceil_mode"] = 1
+    return append(call, type_, [x], attrs=attrs)
+
+
+def max_pool2d(x: Variable, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+               padding: int | Sequence[int] = 0, ceil_mode: bool = False) -> Variable:  # fmt: skip
+    """Maximum over windows. ``stride``: the kernel's size by default.
+
+    ``padding``: one int, (height, width), or (top, bottom, left, right). ``ceil_mode``: count windows that
+    reach over the edge.
+    """
+    return _pool("max_pool2d", "MaxPool", x, kernel_size, stride, padding, ceil_mode)
+
+
+def avg_pool2d(x: Variable, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+               padding: int | Sequence[int] = 0, ceil_mode: bool = False,
+               exclusive: bool = True) -> Variable:  # fmt: skip
+    """Mean over windows; arguments as :func:`max_pool2d`. ``exclusive``: padding does not count as elements."""
+    include = 0 if exclusive else 1
+    return _pool("avg_pool2d", "AveragePool", x, kernel_size, stride, padding, ceil_mode, count_include_pad=include)
+
+
+def _adaptive(call: str, whole_type: str, window_type: str, x: Variable, output_size: Any) -> Variable:
+    variable(call, "x", x, dtypes=FLOATING, rank=4)
+    wanted = pair(call, "output_size", output_size)
+    if wanted == [1, 1]:
+        return append(call, whole_type, [x])
+    sizes = [fixed(call, "x", x, 2), fixed(call, "x", x, 3)]
+    if any(size % out for size, out in zip(sizes, wanted, strict=True)):
+        raise ArgumentError(f"{call}: an image of {sizes} cannot be divided into {wanted} equal windows")
+    kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
+    return append(call, window_type, [x], attrs={"kernel_shape": kernel, "strides": kernel})
+
+
+def adaptive_avg_pool2d(x: Variable, output_size: int | Sequence[int] = 1) -> Variable:
+    """Mean over equal windows that give ``output_size``; over the whole image by default."""
+    return _adaptive("adaptive_avg_pool2d", "GlobalAveragePool", "AveragePool", x, output_size)
+
+
+def adaptive_max_pool2d(x: Variable, output_size: int | Sequence[int] = 1) -> Variable:
+    """Maximum over equal windows that give ``output_size``; over the whole image by default."""
+    return _adaptive("adaptive_max_pool2d", "GlobalMaxPool", "MaxPool", x, output_size)
