@@ -38,6 +38,10 @@ class ModelFileNotFoundError(ModelFileError, FileNotFoundError):
     """A model file, or a file that it refers to, does not exist."""
 
 
+class ModelFileWriteError(ModelFileError, OSError):
+    """A model file, or its external data, cannot be written; nothing is left behind."""
+
+
 class PrecisionError(AmpError, ValueError):
     """A precision that was asked for cannot be given."""
 
@@ -71,3 +75,7 @@ class PlaceError(AmpError, RuntimeError):
 
 class StepError(AmpError, ValueError):
     """A training program breaks the step protocol."""
+
+
+class ExecutionError(AmpError, RuntimeError):
+    """onnxruntime refused a program or failed while it ran it; the message carries onnxruntime's own."""

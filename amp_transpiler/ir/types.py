@@ -26,6 +26,12 @@ BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint3
 
 _ALIASES = {"fp16": "float16", "fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "half": "float16",
             "float": "float32", "double": "float64"}  # fmt: skip
+# ml_dtypes spells its small floats otherwise: float8_e4m3fn, float4_e2m1fn, …
+_ALIASES |= {
+    np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number)).name: name
+    for name, number in ONNX_TYPES.items()
+    if name.startswith(("float8", "float6", "float4"))
+}
 
 
 def element_type(dtype: Any) -> str:
@@ -41,6 +47,7 @@ def element_type(dtype: Any) -> str:
             name = np.dtype(dtype).name
         except TypeError:
             name = str(dtype)
+        name = _ALIASES.get(name, name)
         if name.startswith("str"):
             name = "string"
     if name == "object":

@@ -1,0 +1,158 @@
+"""The proof that a state may be updated where it lies.
+
+Binding an update's output to the very buffer of the state's input halves the memory of training, and onnxruntime
+neither checks nor orders it: whoever reads the state after the update was written reads the new value. It is safe
+where, in the graph that the session really runs,
+
+- every node that reads the state is an ancestor of the node that produces the update, so that it has run before, or
+  is that node itself;
+- that node, if it reads the state, is elementwise in it: it reads each element before it writes the same one.
+
+A node that may hand on its input's memory as its output (Reshape, Identity, whatever is not known to compute) counts
+as reading on: its readers read the state too. What cannot be shown is refused; refusing costs one more buffer, never
+a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import onnx
+
+#: Operators that write every output to memory of its own.
+_COMPUTES = frozenset(
+    """
+    Abs Add And ArgMax ArgMin AveragePool BiasGelu BiasSoftmax Cast Ceil Clip Concat Conv ConvTranspose Cos
+    CumSum Div Equal Erf Exp Expand FastGelu Floor FusedConv FusedGemm FusedMatMul Gather GatherElements
+    GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual IsInf IsNaN LayerNormalization
+    LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool Mean Min Mod Mul Neg Not OneHot Or Pad Pow
+    QuickGelu RMSNormalization Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
+    ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Round ScatterElements ScatterND Shape Sigmoid Sign
+    SimplifiedLayerNormalization Sin Size SkipLayerNormalization Slice Softmax Softplus Split Sqrt Sub Sum Tanh
+    Tile TopK Transpose Where
+    """.split()  # noqa: SIM905
+)
+_DOMAINS = frozenset({"", "ai.onnx", "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
+
+#: Operators that compute element i of their one output from element i of each input, slot -> may be written over.
+_ELEMENTWISE = {"Add": (0, 1), "Sub": (0, 1), "Mul": (0, 1), "Div": (0, 1), "Where": (1, 2)}
+
+
+def refusals(graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """For each (state input, update output) of ``graph`` why it may not share one buffer; "" where it is proved safe.
+
+    ``graph`` is the optimised one. One sweep over it answers for all pairs.
+    """
+    return _Proof(graph).answer(pairs)
+
+
+class _Proof:
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.nodes = list(graph.node)
+        self.types = {
+            info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
+        }
+        self.producer: dict[str, int] = {}
+        self.readers: dict[str, list[int]] = {}
+        self.reads: list[set[str]] = []
+        self.bit: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            names = set(_names_read(node))
+            self.reads.append(names)
+            for name in names:
+                self.readers.setdefault(name, []).append(index)
+            self.producer.update((name, index) for name in node.output if name)
+
+    def answer(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        readers = [self._readers(state) for state, _ in pairs]
+        targets = {self.producer[output] for _, output in pairs if output in self.producer}
+        earlier = self._ancestors({index for found, _ in readers for index in found}, targets)
+        return [
+            self._check(state, output, *found, earlier) for (state, output), found in zip(pairs, readers, strict=True)
+        ]
+
+    def _readers(self, state: str) -> tuple[list[int], set[str]]:
+        """The nodes that read the state's memory, and every tensor that may be that memory."""
+        views, queue, found = {state}, [state], dict[int, None]()
+        while queue:
+            for index in self.readers.get(queue.pop(), ()):
+                if index in found:
+                    continue
+                found[index] = None
+                node = self.nodes[index]
+                if node.op_type not in _COMPUTES or node.domain not in _DOMAINS or _nested(node):
+                    new = set(node.output) - views - {""}
+                    views |= new
+                    queue.extend(new)
+        return list(found), views
+
+    def _ancestors(self, wanted: set[int], targets: set[int]) -> dict[int, int]:
+        """For each target node, a bit for each of the wanted nodes that is an ancestor of it.
+
+        ``wanted`` nodes get their bits in the graph's order; a node's bits are dropped after its last reader.
+        """
+        self.bit = {index: position for position, index in enumerate(sorted(wanted))}
+        last = {name: max(indices) for name, indices in self.readers.items()}
+        above: dict[str, int] = {}  # tensors still to be read
+        result: dict[int, int] = {}
+        expiring: dict[int, list[str]] = {}
+        for index, node in enumerate(self.nodes):
+            bits = 0
+            for name in self.reads[index]:
+                bits |= above.get(name, 0)
+            if index in targets:
+                result[index] = bits
+            if index in self.bit:
+                bits |= 1 << self.bit[index]
+            for name in node.output:
+                if last.get(name, -1) > index:
+                    above[name] = bits
+                    expiring.setdefault(last[name], []).append(name)
+            for name in expiring.pop(index, ()):
+                del above[name]
+        return result
+
+    def _check(self, state: str, output: str, readers: list[int], views: set[str], earlier: dict[int, int]) -> str:
+        producer = self.producer.get(output)
+        if producer is None:
+            return f"no node produces '{output}'"
+        if self.types.get(state) is None or self.types.get(state) != self.types.get(output):
+            return "its type or shape is not known to stay as it is"
+        bits = earlier[producer]
+        for index in readers:
+            if index != producer and not bits >> self.bit[index] & 1:
+                return f"{_label(self.nodes[index])} may read it after the update"
+        if producer not in readers:
+            return ""
+        node = self.nodes[producer]
+        slots = [slot for slot, name in enumerate(node.input) if name in views]
+        direct = all(node.input[slot] == state for slot in slots)
+        if (
+            not direct
+            or node.domain not in ("", "ai.onnx")
+            or not set(slots) <= set(_ELEMENTWISE.get(node.op_type, ()))
+        ):
+            return f"{_label(node)}, which makes the update, is not elementwise in it"
+        return ""
+
+
+def _names_read(node: onnx.NodeProto) -> Iterator[str]:
+    """Every tensor that a node reads; names inside its nested graphs included, which may be more than it captures."""
+    yield from (name for name in node.input if name)
+    for graph in _nested(node):
+        for inner in graph.node:
+            yield from _names_read(inner)
+        yield from (info.name for info in graph.output)
+
+
+def _nested(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [g for a in node.attribute for g in ([a.g] if a.type == a.GRAPH else a.graphs)]
+
+
+def _static(info: onnx.ValueInfoProto) -> bool:
+    tensor = info.type.tensor_type
+    return tensor.HasField("shape") and all(d.HasField("dim_value") for d in tensor.shape.dim)
+
+
+def _label(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} '{node.name or next(iter(node.output), '')}'"

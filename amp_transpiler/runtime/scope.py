@@ -1,0 +1,147 @@
+"""Scopes: the values that persistable variables have between runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from ..errors import ArgumentError, ArgumentTypeError, ScopeError
+from ..ir.types import numpy_dtype
+from . import tensors
+from .place import CPUPlace, Place
+
+
+class Scope:
+    """Values by variable name. Programs that name a variable alike share its value (train and test programs do).
+
+    A value stays on the device of the executor that used it last; it moves when another asks for it.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def find_var(self, name: str) -> np.ndarray:
+        """A copy of a variable's value, whatever its shape and dtype (ml_dtypes for bfloat16).
+
+        It is a copy because training updates values where they lie. ScopeError for an unknown name.
+        """
+        return tensors.to_array(self._require(name))
+
+    def set_var(self, name: str, value: Any) -> None:
+        """Give a variable a value: a numpy array, ONNX tensor or OrtValue, or Python numbers; it is copied.
+
+        Python numbers take the element type that the variable already has here. ArgumentTypeError for what is no
+        tensor; ArgumentError for numbers that the element type cannot hold.
+        """
+        if not isinstance(name, str) or not name:
+            raise ArgumentTypeError(f"a variable's name is a string, got {name!r}")
+        self._values[name] = self._convert(name, value)
+
+    def has_var(self, name: str) -> bool:
+        """Whether a variable of this name has a value."""
+        return name in self._values
+
+    def var_names(self) -> list[str]:
+        """The names of every variable that has a value, oldest first."""
+        return list(self._values)
+
+    def drop(self, *names: str) -> None:
+        """Forget variables, and free their memory. ScopeError for an unknown name; then none is forgotten."""
+        for name in names:
+            self._require(name)
+        for name in names:
+            self._values.pop(name, None)
+
+    def _require(self, name: str) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            near = difflib.get_close_matches(str(name), self._values, 3)
+            hint = (
+                f"did you mean {', '.join(map(repr, near))}?"
+                if near
+                else "run the startup program first, into this scope"
+            )
+            raise ScopeError(f"no variable '{name}' in the scope ({len(self._values)} variables); {hint}")
+        return value
+
+    def _convert(self, name: str, value: Any) -> Any:
+        if hasattr(value, "data_ptr") and hasattr(value, "element_type"):
+            return tensors.copy_to(value, CPUPlace())
+        if isinstance(value, onnx.TensorProto):
+            value = onnx.numpy_helper.to_array(value)
+        elif isinstance(value, (bool, int, float, list, tuple)):
+            old = self._values.get(name)
+            value = literal(value, None if old is None else tensors.dtype_of(old), f"variable '{name}'")
+        return tensors.from_array(value)
+
+    def __repr__(self) -> str:
+        return f"<Scope: {len(self._values)} variables>"
+
+
+def literal(value: Any, dtype: str | None, what: str) -> np.ndarray:
+    """Python numbers as an array of ``dtype`` (None: numpy's choice); ArgumentError where they do not fit it."""
+    try:
+        natural = np.asarray(value)
+    except ValueError as error:
+        raise ArgumentError(f"{what}: the lists do not form an array: {error}") from None
+    if natural.dtype.kind not in "biuf":
+        raise ArgumentError(f"{what}: {value!r:.80} is not an array of numbers")
+    if dtype is None or natural.size == 0:
+        return natural if dtype is None else natural.astype(numpy_dtype(dtype))
+    target = numpy_dtype(dtype)
+    with np.errstate(all="ignore"):
+        array = natural.astype(target)
+        if dtype.startswith(("int", "uint")):
+            limits = ml_dtypes.iinfo(target)
+            whole = natural.dtype.kind != "f" or bool(np.all(natural == np.trunc(natural)))
+            fits = whole and int(limits.min) <= natural.min() and natural.max() <= int(limits.max)
+        elif dtype == "bool":
+            fits = bool(np.all((natural == 0) | (natural == 1)))
+        else:
+            fits = bool(np.all(np.isfinite(array.astype(np.float64)) | ~np.isfinite(natural)))
+    if not fits:
+        raise ArgumentError(f"{what}: {value!r:.80} does not fit {dtype}")
+    return array
+
+
+_global: list[Scope] = [Scope()]
+
+
+def global_scope() -> Scope:
+    """The scope that runs use when none is given: that of the innermost ``scope_guard``, else one for the process."""
+    return _global[-1]
+
+
+@contextmanager
+def scope_guard(scope: Scope) -> Iterator[Scope]:
+    """Let ``global_scope()`` be ``scope`` inside."""
+    if not isinstance(scope, Scope):
+        raise ArgumentTypeError(f"scope_guard takes a Scope, got {scope!r}")
+    _global.append(scope)
+    try:
+        yield scope
+    finally:
+        _global.pop()
+
+
+def check_scope(scope: Scope | None) -> Scope:
+    """``scope``, or the global one for None; ArgumentTypeError for anything else."""
+    if scope is None:
+        return global_scope()
+    if not isinstance(scope, Scope):
+        raise ArgumentTypeError(f"expected a Scope, got {scope!r}")
+    return scope
+
+
+def on_place(scope: Scope, name: str, place: Place) -> Any:
+    """The value of a variable on ``place``, moved there for good where it lay elsewhere; None where it has none."""
+    value = scope._values.get(name)
+    if value is not None and not tensors.on(value, place):
+        value = scope._values[name] = tensors.copy_to(value, place)
+    return value

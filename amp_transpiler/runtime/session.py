@@ -1,0 +1,206 @@
+"""onnxruntime sessions for a place: their options, and the proof that they run where they should.
+
+The GPU wheel of onnxruntime lists CUDA on every machine, and runs on CPU without a word where its libraries or a
+kernel are missing. Here both are errors that say what is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+
+from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
+from .place import CUDAPlace, Place
+
+_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+_SILENT = 4  # onnxruntime's log level "fatal": what it would log as an error is raised here
+_LEVELS = {
+    "disable": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How sessions are made; the arguments of :class:`~amp_transpiler.runtime.executor.Executor`."""
+
+    optimization_level: str = "all"
+    threads: int | None = None
+    tf32: bool = False
+    allow_cpu_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimization_level not in _LEVELS:
+            raise ArgumentError(
+                f"optimization_level is one of {', '.join(map(repr, _LEVELS))}; got {self.optimization_level!r}"
+            )
+        if self.threads is not None and (not isinstance(self.threads, int) or isinstance(self.threads, bool)):
+            raise ArgumentTypeError(f"threads is a number of threads or None, got {self.threads!r}")
+        if self.threads is not None and self.threads < 1:
+            raise ArgumentError(f"threads is at least 1, got {self.threads}")
+
+
+def create_session(model: onnx.ModelProto, place: Place, settings: Settings, name: str,
+                   keep_graph: bool = False) -> tuple[Any, onnx.GraphProto | None]:  # fmt: skip
+    """A session for a lowered model and, with ``keep_graph``, the graph that it really runs (None: cannot be had).
+
+    ``name`` is the program's, for messages. PlaceError where an operator has no kernel on ``place``, ExecutionError
+    where onnxruntime refuses the model.
+    """
+    data = _serialized(model, name)
+    if keep_graph:
+        with tempfile.TemporaryDirectory(prefix="amp_transpiler_") as folder:
+            path = Path(folder) / "optimized.onnx"
+            try:
+                session = _session(data, place, settings, path)
+                return session, onnx.load(path, load_external_data=False).graph
+            except Exception:  # it may be only the saving that fails; the plain attempt below tells
+                pass
+    try:
+        session = _session(data, place, settings)
+    except Exception as error:  # onnxruntime's errors have no common base class
+        raise _creation_error(error, data, place, settings, name) from None
+    if settings.allow_cpu_fallback and isinstance(place, CUDAPlace):
+        _warn_of_fallback(data, place, settings, name)
+    return session, None
+
+
+def _serialized(model: onnx.ModelProto, name: str) -> bytes:
+    try:
+        return model.SerializeToString()
+    except Exception as error:  # protobuf's own, over 2 GB
+        raise ExecutionError(
+            f"the constants of program '{name}' do not fit the 2 GB of a model file ({error}); make the large ones "
+            "persistable variables, which live in the scope"
+        ) from None
+
+
+def _session(data: bytes, place: Place, settings: Settings, saved: Path | None = None, *,
+             fallback: bool | None = None, record: bool = False) -> Any:  # fmt: skip
+    fallback = settings.allow_cpu_fallback if fallback is None else fallback
+    options = ort.SessionOptions()
+    options.log_severity_level = _SILENT
+    options.graph_optimization_level = _LEVELS[settings.optimization_level]
+    options.enable_mem_pattern = isinstance(place, CUDAPlace)  # on CPU it doubles the memory of a training step
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if settings.threads is not None:
+        options.intra_op_num_threads = settings.threads
+    if saved is not None:
+        options.optimized_model_filepath = str(saved)
+    if record:
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if isinstance(place, CUDAPlace) and not fallback:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    return ort.InferenceSession(data, options, providers=_providers(place, settings, fallback))
+
+
+def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
+    if not isinstance(place, CUDAPlace):
+        return [_CPU]
+    cuda = (_CUDA, {"device_id": str(place.device_id), "use_tf32": str(int(settings.tf32))})
+    return [cuda, _CPU] if fallback else [cuda]
+
+
+# -- what went wrong -----------------------------------------------------------------------------------
+def _creation_error(error: Exception, data: bytes, place: Place, settings: Settings, name: str) -> Exception:
+    text = plain_message(error)
+    if isinstance(place, CUDAPlace) and "fallback" in text:
+        found = cpu_operators(data, place, settings)
+        some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+        return PlaceError(
+            f"program '{name}' does not run on {place!r} alone: onnxruntime has no CUDA kernel for "
+            f"{some or 'some operators'}. Keep these operators out of 16 bit (custom_black_list), or let them "
+            "run on the CPU with Executor(place, allow_cpu_fallback=True)"
+        )
+    if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text or "Provider type for" in text:
+        return PlaceError(f"an operator of program '{name}' has no kernel on {place!r}: {text}")
+    return ExecutionError(f"onnxruntime refuses program '{name}', lowered for {place!r}: {text}")
+
+
+def cpu_operators(data: bytes, place: Place, settings: Settings) -> list[str]:
+    """``Type 'name'`` of each node that falls to the CPU in a session that may fall back; empty where none is made."""
+    try:
+        session = _session(data, place, settings, fallback=True, record=True)
+        parts = session.get_provider_graph_assignment_info()
+    except Exception:  # the caller reports its own error; these names only help
+        return []
+    return [f"{node.op_type} '{node.name}'" for part in parts if part.ep_name == _CPU for node in part.get_nodes()]
+
+
+def _warn_of_fallback(data: bytes, place: Place, settings: Settings, name: str) -> None:
+    found = cpu_operators(data, place, settings)
+    if found:
+        warnings.warn(
+            f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "
+            "CPU, where stock onnxruntime does not round 16-bit results as CUDA does",
+            stacklevel=5,
+        )
+
+
+def plain_message(error: Exception) -> str:
+    """onnxruntime's message without source positions and colours."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    text = re.sub(r"/\S+\.(?:cc|h|cpp|cu):\d+\s+\S[^\n]*?\)\s*(?:const\s*)?(?:\[with [^\]]*\]\s*)?", "", text)
+    return " ".join(text.split())[:1500]
+
+
+# -- CUDA there or not ---------------------------------------------------------------------------------
+def require_cuda(place: CUDAPlace) -> None:
+    """PlaceError that says what is missing, unless onnxruntime can use this device."""
+    missing = _cuda_missing(place.device_id)
+    if missing is not None:
+        raise PlaceError(
+            f"{place!r} cannot be used: {missing}. Run on CPUPlace(), or allow that with "
+            f"Executor({place!r}, allow_cpu_fallback=True)"
+        )
+
+
+@functools.cache
+def _cuda_missing(device_id: int) -> str | None:
+    if _CUDA not in ort.get_available_providers():
+        return (
+            f"the installed onnxruntime {ort.__version__} was built without CUDA; install onnxruntime-gpu[cuda,cudnn]"
+        )
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(driver)
+    except OSError:
+        return f"there is no NVIDIA driver on this machine ({driver} does not load)"
+    ort.preload_dlls()
+    try:
+        session = _session(_probe(), CUDAPlace(device_id), Settings(), fallback=True)
+    except Exception as error:
+        return f"onnxruntime cannot use device {device_id}: {plain_message(error)}"
+    if _CUDA in session.get_providers():
+        return None
+    return f"onnxruntime's CUDA provider does not load ({_load_error()}); install onnxruntime-gpu[cuda,cudnn]"
+
+
+def _load_error() -> str:
+    """Why the provider's library does not load, in the loader's words."""
+    library = "onnxruntime_providers_cuda.dll" if sys.platform == "win32" else "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(Path(ort.__file__).parent / "capi" / library))
+    except OSError as error:
+        return str(error)
+    return "for a reason that onnxruntime does not tell"
+
+
+def _probe() -> bytes:
+    model: bytes = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> probe (float[2] x) => (float[2] y) { y = Add(x, x) }'
+    ).SerializeToString()
+    return model
