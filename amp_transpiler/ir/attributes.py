@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,15 +34,17 @@ def _decode(proto: onnx.AttributeProto) -> Any:
 
 
 class Attributes(MutableMapping[str, Any]):
-    """A mapping name -> value. Graph attributes are :class:`Program` objects (or lists of them).
+    """A mapping name -> value, in order. Graph attributes are :class:`Program` objects (or lists of them).
 
     What came from a file is kept as its AttributeProto and decoded when read, so that it leaves
     byte for byte as it came (types of empty lists, references of a function's attributes, doc strings).
     """
 
-    __slots__ = ("_graphs", "_protos", "_values")
+    __slots__ = ("_graphs", "_order", "_protos", "_values")
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
+        self._order: dict[str, None] = {}
+        #: The protobuf of every attribute; for a graph attribute that of a file, without the graph.
         self._protos: dict[str, onnx.AttributeProto] = {}
         self._values: dict[str, Any] = {}
         self._graphs: dict[str, Any] = {}
@@ -57,51 +59,76 @@ class Attributes(MutableMapping[str, Any]):
         return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.pop(name, None)
-        if isinstance(value, onnx.AttributeProto):
-            self._protos[name] = value
-        elif _is_program(value):
+        graph = _is_program(value)
+        proto = value if graph or isinstance(value, onnx.AttributeProto) else _encode(name, value)
+        self._values.pop(name, None)
+        self._order[name] = None
+        if graph:
+            self._protos.pop(name, None)
             self._graphs[name] = value
         else:
-            self._protos[name] = _encode(name, value)
+            self._graphs.pop(name, None)
+            self._protos[name] = proto
 
     def __delitem__(self, name: str) -> None:
-        self._values.pop(name, None)
-        if self._graphs.pop(name, None) is None:
-            del self._protos[name]
+        del self._order[name]
+        for held in (self._values, self._graphs, self._protos):
+            held.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._protos
-        yield from self._graphs
+        return iter(self._order)
 
     def __len__(self) -> int:
-        return len(self._protos) + len(self._graphs)
+        return len(self._order)
+
+    def set_graph(self, header: onnx.AttributeProto, value: Program | list[Program]) -> None:
+        """A graph attribute from a file: ``header`` is its AttributeProto without the graph."""
+        self[header.name] = value
+        self._protos[header.name] = header
+
+    def graph_header(self, name: str) -> onnx.AttributeProto | None:
+        """The AttributeProto, without the graph, that a graph attribute had in its file."""
+        return self._protos.get(name)
 
     @property
     def programs(self) -> list[Program]:
         """Every nested program, in attribute order."""
         found: list[Program] = []
-        for value in self._graphs.values():
+        for value in self.graphs.values():
             found.extend(value if isinstance(value, list) else [value])
         return found
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """Nested programs by attribute name."""
-        return self._graphs
+        """Nested programs by attribute name, in attribute order."""
+        return {name: self._graphs[name] for name in self._order if name in self._graphs} if self._graphs else {}
 
     def protos(self) -> list[onnx.AttributeProto]:
         """The attributes that hold no graph, as protobuf (the very objects: do not change them)."""
-        return list(self._protos.values())
+        return [self._protos[name] for name in self._order if name not in self._graphs]
 
     def proto(self, name: str) -> onnx.AttributeProto:
-        """One attribute as protobuf."""
+        """One attribute that holds no graph, as protobuf."""
         return self._protos[name]
 
     def copy(self) -> Attributes:
         """The attributes that hold no graph, shared (protobufs are never changed in place)."""
         new = Attributes()
-        new._protos = dict(self._protos)
+        for proto in self.protos():
+            new[proto.name] = proto
+        return new
+
+    def copy_with(self, program: Callable[[Program], Program]) -> Attributes:
+        """All attributes, in order, each nested program replaced by ``program`` of it."""
+        new = Attributes()
+        for name in self._order:
+            value = self._graphs.get(name)
+            if value is None:
+                new[name] = self._protos[name]
+                continue
+            new[name] = [program(item) for item in value] if isinstance(value, list) else program(value)
+            if name in self._protos:
+                new._protos[name] = self._protos[name]
         return new
 
 

@@ -1,0 +1,131 @@
+"""Element types and shapes for every variable of an imported program.
+
+ONNX's inference runs once over the program without its weights. Where it is silent (contrib operators, and
+everything behind them) the operators are taken one by one, in order.
+"""
+
+from __future__ import annotations
+
+import onnx
+
+from ..errors import GraphError
+from .contrib import contrib_types
+from .infer import Declared, from_type_proto, infer_operator
+from .onnx_out import weightless
+from .program import Operator, Program, Shape, Variable
+
+#: Names that ONNX's inference makes up for sizes that it does not know.
+_INVENTED = "unk__"
+
+
+def annotate(program: Program) -> None:
+    """Put the types that can be inferred on the variables of ``program`` and of its nested programs."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(weightless(program), data_prop=True)
+    except onnx.shape_inference.InferenceError:
+        inferred = None  # it gave up on the model as a whole; operator by operator it may not
+    if inferred is not None:
+        _assign(program, inferred.graph)
+    _complete(program)
+
+
+def _assign(program: Program, graph: onnx.GraphProto) -> None:
+    for info in (*graph.input, *graph.value_info, *graph.output):
+        if program.has_var(info.name):
+            _put(program.var(info.name), info.type)
+    for op, node in zip(program.operators, graph.node, strict=True):
+        for attribute in node.attribute if op.attrs.graphs else ():
+            nested = op.attrs.graphs.get(attribute.name)
+            if isinstance(nested, list):
+                for one, inner in zip(nested, attribute.graphs, strict=True):
+                    _assign(one, inner)
+            elif nested is not None:
+                _assign(nested, attribute.g)
+
+
+def _put(variable: Variable, proto: onnx.TypeProto) -> None:
+    """Fill in what the variable does not say itself."""
+    if proto.HasField("tensor_type"):
+        dtype, shape = from_type_proto(proto)
+        _fill(variable, dtype, shape)
+    elif proto.WhichOneof("value") and variable.dtype is None and variable.type_proto is None:
+        variable.type_proto = onnx.TypeProto()
+        variable.type_proto.CopyFrom(proto)
+
+
+def _fill(variable: Variable, dtype: str | None, shape: Shape | None) -> None:
+    if variable.type_proto is not None or variable.data is not None:
+        return
+    variable.dtype = variable.dtype or dtype
+    if shape is None or dtype != variable.dtype:
+        return
+    shape = tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size for size in shape)
+    if variable.shape is None:
+        variable.shape = shape
+    elif len(shape) == len(variable.shape):
+        variable.shape = tuple(new if old is None or isinstance(new, int) and isinstance(old, str) else old
+                               for old, new in zip(variable.shape, shape, strict=True))  # fmt: skip
+
+
+def _typed(variable: Variable) -> bool:
+    return variable.dtype is not None or variable.type_proto is not None
+
+
+def _complete(program: Program) -> None:
+    """Operator by operator: captured variables, inputs of nested graphs, then outputs that are still untyped."""
+    env = Declared()
+    for op in program.operators:
+        for nested in op.attrs.programs:
+            for variable in nested.variables:
+                if variable.outer is not None:
+                    _like(variable, variable.outer)
+            if op.type in ("Loop", "Scan") and not op.domain:
+                _nested_inputs(op, nested)
+            _complete(nested)
+        if all(v is None or _typed(v) for v in op.outputs):
+            continue
+        if op.attrs.programs:
+            _nested_outputs(op)
+        else:
+            _one(op, env)
+
+
+def _like(variable: Variable, model: Variable) -> None:
+    variable.dtype, variable.shape, variable.type_proto = model.dtype, model.shape, model.type_proto
+
+
+def _one(op: Operator, env: Declared) -> None:
+    found = contrib_types(op)
+    if found is None:
+        try:
+            infer_operator(op, env)
+        except GraphError:
+            return  # stays untyped, and is reported as that
+        found = [(None, None) if v is None else env.types.get(v.key, (None, None)) for v in op.outputs]
+    for variable, (dtype, shape) in zip(op.outputs, found, strict=True):
+        if variable is not None:
+            _fill(variable, dtype, shape)
+
+
+def _nested_inputs(op: Operator, body: Program) -> None:
+    """Element types of what a Loop or Scan hands to its body; shapes are the inference's business."""
+    if op.type == "Loop":
+        given: list[Variable | None] = [None, None, *op.inputs[2:]]
+        for variable, dtype in zip(body.inputs[:2], ("int64", "bool"), strict=False):
+            _fill(variable, dtype, ())
+    else:
+        given = list(op.inputs) if op.program.opset() > 8 else list(op.inputs[1:])
+    for variable, source in zip(body.inputs, given, strict=False):
+        if source is not None and not _typed(variable):
+            variable.dtype, variable.type_proto = source.dtype, source.type_proto
+
+
+def _nested_outputs(op: Operator) -> None:
+    """Element types of the outputs of If, Loop and Scan: those of what the nested graphs give."""
+    if op.domain or op.type not in ("If", "Loop", "Scan"):
+        return
+    for nested in op.attrs.programs:
+        given = nested.outputs[1:] if op.type == "Loop" else nested.outputs
+        for variable, source in zip(op.outputs, given, strict=False):
+            if variable is not None and not _typed(variable):
+                variable.dtype, variable.type_proto = source.dtype, source.type_proto

@@ -1,0 +1,120 @@
+"""Copies of a program: as it is, and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import onnx
+
+from .inline import inline_functions
+from .opdef import lookup
+from .program import FORWARD, Operator, Program, Variable
+from .source import set_source, source_of
+
+__all__ = ["clone", "inline_functions"]
+
+
+def clone(program: Program, for_test: bool = False) -> Program:
+    """A copy; see ``Program.clone``."""
+    new = _Cloner(for_test).program(program, {})
+    new.startup = program.startup
+    return new
+
+
+class _Cloner:
+    def __init__(self, for_test: bool) -> None:
+        self.for_test = for_test
+
+    def program(self, old: Program, outer: dict[Variable, Variable]) -> Program:
+        """Copy one program. ``outer`` maps the variables around a nested one to their copies."""
+        new = Program(old.name)
+        new.seed = old.seed
+        copies = {variable: self._variable(variable, new, outer) for variable in old.variables}
+        for variable, made in copies.items():
+            if variable.grad_of is not None:
+                made.grad_of = copies[variable.grad_of]
+        for op in old._operators.values():
+            if not self.for_test or op.role == FORWARD:
+                self._operator(op, new, copies)
+        new.inputs = [copies[v] for v in old.inputs]
+        new.outputs = [copies[v] for v in old.outputs]
+        if self.for_test:
+            _evaluate(old, new, copies)
+        else:
+            new.updates = {copies[state]: copies[value] for state, value in old.updates.items()}
+        _copy_info(old, new, copies)
+        return new
+
+    def _variable(self, old: Variable, new: Program, outer: dict[Variable, Variable]) -> Variable:
+        made = new.add_variable(old.name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable,
+                                data=old.data)  # fmt: skip
+        made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
+        made.metadata = dict(old.metadata)
+        if old.outer is not None:
+            made.outer = outer[old.outer]
+        if old.type_proto is not None:
+            made.type_proto = onnx.TypeProto()
+            made.type_proto.CopyFrom(old.type_proto)
+        return made
+
+    def _operator(self, old: Operator, new: Program, copies: dict[Variable, Variable]) -> None:
+        attrs = old.attrs.copy_with(lambda nested: self.program(nested, copies))
+        op = new.add_operator(old.type, _mapped(old.inputs, copies), _mapped(old.outputs, copies), attrs=attrs,
+                              domain=old.domain, name=old.name, role=old.role)  # fmt: skip
+        op.guard, op.scope, op.precision, op.reason = old.guard, old.scope, old.precision, old.reason
+        op.overload, op.doc, op.metadata, op.source = old.overload, old.doc, dict(old.metadata), old.source
+        read = {v.outer for nested in op.attrs.programs for v in nested.variables}
+        for variable in old.captures:
+            if copies[variable] in read:
+                op.add_capture(copies[variable])
+
+
+def _mapped(variables: Iterable[Variable | None], copies: dict[Variable, Variable]) -> list[Variable | None]:
+    return [None if v is None else copies[v] for v in variables]
+
+
+def _copy_info(old: Program, new: Program, copies: dict[Variable, Variable]) -> None:
+    info = old.info
+    new.info = replace(info, opsets=dict(info.opsets), metadata=dict(info.metadata), functions=list(info.functions),
+                       graph_metadata=dict(info.graph_metadata), extra=dict(info.extra))  # fmt: skip
+    source = source_of(old)
+    if source is not None:
+        alive = {before: after for before, after in copies.items() if new.has_var(after.name)}
+        set_source(new, source.copy(alive))
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+def _evaluate(old: Program, new: Program, copies: dict[Variable, Variable]) -> None:
+    """Turn a copy without its training operators into a program for evaluation."""
+    for op in new.operators:
+        found = lookup(op)
+        if found is not None and found.for_test is not None:
+            found.for_test(op)
+    _remove_dead(new, [copies[value] for value in old.updates.values()])
+    used = set(new.inputs) | set(new.outputs)
+    for before, after in copies.items():
+        had_use = before.producer is not None or old.graph.degree(before.key) > 0
+        if had_use and after not in used and not new.graph.degree(after.key):
+            new.remove_variable(after)
+
+
+def _remove_dead(program: Program, targets: list[Variable]) -> None:
+    """Remove operators that served only the updates: what they made is neither read nor an output.
+
+    An operator whose result was never read (a loss, an accuracy) is no such operator: it may be fetched.
+    """
+    kept = set(program.outputs)
+    unread: set[Variable] = set()
+    stack = list(targets)
+    while stack:
+        variable = stack.pop()
+        if variable in kept or program.graph._succ[variable.key]:
+            continue
+        unread.add(variable)
+        op = variable.producer
+        if op is None or any(v is not None and v not in unread for v in op.outputs):
+            continue
+        sources = [v for v in (*op.inputs, *op.captures) if v is not None]
+        program.remove_operator(op)
+        stack.extend(dict.fromkeys(sources))

@@ -1,0 +1,96 @@
+"""Element types of onnxruntime's own operators (com.microsoft), which ONNX's inference does not know.
+
+A table because onnxruntime's schemas cannot be read without its session library; a test compares it with them.
+"""
+
+from __future__ import annotations
+
+from .program import Operator, Shape
+
+DOMAIN = "com.microsoft"
+
+#: Every output has the element type of input 0.
+_AS_FIRST = frozenset(
+    """
+    Attention AttnLSTM BiasAdd BiasGelu BiasSoftmax BiasSplitGelu BifurcationDetector BranchwiseRMSNorm CDist
+    CausalConvWithState ComplexMul ComplexMulConj ConvTransposeWithDynamicPads CropAndResize DecoderAttention
+    DecoderMaskedSelfAttention DynamicQuantizeLSTM DynamicQuantizeMatMul DynamicSparseAttention EngramGate
+    ExpandDims FastGelu FusedConv FusedGemm FusedMatMul FusedMatMulActivation GatedAdd GatedRMSNorm
+    GatedRelativePositionBias GatherND Gelu GemmFastGelu GreedySearch GroupNorm HyperConnectionPostMix
+    HyperConnectionPreMix Inverse Irfft LinearAttentionGate LongformerAttention MRotaryEmbedding
+    MatMulBlockQuantizedFp4Weight MatMulBlockQuantizedFp8Weight MatMulBnb4 MatMulFpQ4 MatMulNBits MatMulNBitsMlp
+    MatMulNBitsQkv MaxpoolWithMask MoE NGramHashMapping NhwcConv NhwcFusedConv NhwcMaxPool PackedAttention
+    PackedMultiHeadAttention Pad QLinearAdd QLinearAveragePool QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul
+    QLinearReduceMean QLinearSigmoid QLinearSoftmax QMoE QOrderedAttention QOrderedGelu QOrderedLayerNormalization
+    QOrderedLongformerAttention QOrderedMatMul QuickGelu Range RelativePositionBias RestorePadding Rfft
+    RotaryEmbedding ScaledSiLU SkipGroupNorm SparseAttention TorchEmbedding TransposeMatMul Trilu UnfoldTensor
+    VarlenCausalConvWithState
+    """.split()
+)
+#: Element types by output: the input that has it, or the type itself.
+_BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
+    "BeamSearch": (1, 5, 5),
+    "BiasDropout": (0, "bool"),
+    "BitmaskBiasDropout": (0, "uint32"),
+    "BitmaskDropout": (0, "uint32"),
+    "DecoderMaskedMultiHeadAttention": (0, 0, 0),
+    "DequantizeLinear": (1,),
+    "DynamicTimeWarping": ("int32",),
+    "EmbedLayerNormalization": (2, 0, 2),
+    "GatedDeltaNet": (0, 4, 4),
+    "GatherBlockQuantized": (2,),
+    "GemmaRotaryEmbedding": (1, 1),
+    "GroupQueryAttention": (0, 3, 3, 0),
+    "IsAllFinite": ("bool",),
+    "LinearAttention": (0, 3),
+    "MatMulIntegerToFloat": (2,),
+    "MulInteger": ("int32",),
+    "MultiHeadAttention": (0, 0, 0),
+    "NGramRepeatBlock": (1,),
+    "PagedAttention": (0, 3, 3),
+    "QAttention": (2, 2),
+    "QEmbedLayerNormalization": (8, 0),
+    "QLinearConcat": (1,),
+    "QLinearConv": (7,),
+    "QLinearWhere": (1,),
+    "QuantizeLinear": (2,),
+    "RemovePadding": (0, 1, 1, 1),
+    "Sampling": (0, 3),
+    "SkipLayerNormalization": (0, "float32", "float32", 0),
+    "SkipSimplifiedLayerNormalization": (0, "float32", "float32", 0),
+    "SparsePagedAttention": (0, 3, 3),
+    "SparseToDenseMatMul": (1,),
+    "Unique": (0, "int64", "int64"),
+    "VarlenNGramHashMapping": (0, 0, 3, 0),
+    "WhisperBeamSearch": (1, 5, 5, "float32", 5),
+    "WordConvEmbedding": (1,),
+}
+#: Output 0 has the shape of input 0 as well.
+_SAME_SHAPE = frozenset(
+    """
+    BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm Gelu
+    GroupNorm MoE QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding ScaledSiLU
+    SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
+    """.split()
+)
+
+
+def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
+    """Element type and shape of each output of a com.microsoft operator; None where the table has no such operator."""
+    if op.domain != DOMAIN:
+        return None
+    if op.type in _AS_FIRST:
+        rule: tuple[int | str, ...] = (0,) * len(op.outputs)
+    elif op.type in _BY_OUTPUT:
+        rule = _BY_OUTPUT[op.type]
+    else:
+        return None
+    types: list[tuple[str | None, Shape | None]] = []
+    for slot in range(len(op.outputs)):
+        told = rule[slot] if slot < len(rule) else None
+        source = op.input(told) if isinstance(told, int) else None
+        dtype = told if isinstance(told, str) else (source.dtype if source is not None else None)
+        first = op.input(0)
+        same = slot == 0 and op.type in _SAME_SHAPE and first is not None
+        types.append((dtype, first.shape if same and first is not None else None))
+    return types

@@ -1,0 +1,81 @@
+"""Model-local functions inlined, for lowering and for precision passes that must see inside them."""
+
+from __future__ import annotations
+
+import onnx
+import onnx.inliner
+
+from ..errors import GraphError
+from .onnx_out import weightless
+from .program import Operator, Program
+from .source import plain_domain, source_of
+
+
+def inline_functions(program: Program) -> Program:
+    """A program without model-local functions: each call replaced by the function's body.
+
+    The operators of a body get role, guard, precision and reason of the call, and its scope where they have none.
+    Variables of the main graph keep names, content and flags; the startup program is shared. A program without
+    functions is returned as it is. GraphError where a body cannot be inlined (a missing function, another opset).
+    """
+    if not program.info.functions:
+        return program
+    from .onnx_in import program_of  # the reader lets programs clone and inline, so it comes later
+    from .reading import ModelFile
+
+    try:
+        model = onnx.inliner.inline_local_functions(weightless(program))
+    except (RuntimeError, ValueError) as error:
+        raise GraphError(f"the functions of program '{program.name}' cannot be inlined: {str(error).strip()}") from None
+    source = source_of(program)
+    folder = source.folder if source is not None else None
+    new = program_of(ModelFile(model, f"program '{program.name}'", folder, list(model.graph.initializer)), program.name)
+    if new.info.functions:
+        left = ", ".join(f"'{function.name}'" for function in new.info.functions)
+        raise GraphError(f"program '{program.name}' still calls {left} after inlining; every function must be defined once")
+    _carry_variables(program, new)
+    _carry_marks(program, new, _calls(program))
+    new.startup = program.startup
+    return new
+
+
+def _calls(program: Program) -> set[tuple[str, str, str]]:
+    return {(plain_domain(f.domain), f.name, f.overload) for f in program.info.functions}
+
+
+def _carry_variables(old: Program, new: Program) -> None:
+    """Content and flags, by name; the inliner saw neither."""
+    for variable in old.variables:
+        if not new.has_var(variable.name):
+            continue
+        made = new.var(variable.name)
+        made.persistable, made.trainable, made.stop_gradient = variable.persistable, variable.trainable, variable.stop_gradient
+        made.data = variable.data
+        made.dtype, made.shape = variable.dtype or made.dtype, variable.shape or made.shape
+        if variable.grad_of is not None and new.has_var(variable.grad_of.name):
+            made.grad_of = new.var(variable.grad_of.name)
+    new.updates = {new.var(state.name): new.var(value.name) for state, value in old.updates.items()}
+
+
+def _carry_marks(old: Program, new: Program, calls: set[tuple[str, str, str]]) -> None:
+    """The inliner puts a body where its call stood, so both programs are walked side by side."""
+    rest = iter(new.operators)
+    op = next(rest, None)
+    for before in old.operators:
+        if (before.domain, before.type, before.overload) not in calls:
+            if op is not None:
+                for one, other in zip(before.attrs.programs, op.attrs.programs, strict=True):
+                    _carry_marks(one, other, calls)
+            op = next(rest, None)
+            continue
+        missing = {v.name for v in before.outputs if v is not None}
+        while op is not None and missing:
+            _mark(op, before)
+            missing -= {v.name for v in op.outputs if v is not None}
+            op = next(rest, None)
+
+
+def _mark(op: Operator, call: Operator) -> None:
+    for inner in [op, *(o for nested in op.attrs.programs for o in nested.walk())]:
+        inner.role, inner.guard, inner.precision, inner.reason = call.role, call.guard, call.precision, call.reason
+        inner.scope = inner.scope or call.scope

@@ -1,0 +1,223 @@
+"""What a program is made of: variables, operators, and what its file says besides.
+
+Changes of edges go through the methods here and those of :class:`~amp_transpiler.ir.program.Program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GraphError
+from .attributes import Attributes
+
+if TYPE_CHECKING:
+    from .program import Program
+
+FORWARD, BACKWARD, SCALING, UPDATE = "forward", "backward", "loss_scaling", "update"
+ROLES = (FORWARD, BACKWARD, SCALING, UPDATE)
+#: The domain of this package's own operators.
+OWN = "amp_transpiler"
+CAPTURE = "capture"
+
+Shape = tuple[int | str | None, ...]
+
+
+class Variable:
+    """A value in a program.
+
+    ``dtype`` is an element type name ("float32"), None while unknown or where the value is no tensor
+    (then ``type_proto`` holds its ONNX type). ``shape`` is None while unknown; its entries are sizes,
+    symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is
+    persistable and ``trainable``. ``data`` is constant content (a TensorProto or numpy array).
+    ``outer`` is the variable of the enclosing program that this one, in a nested program, stands for.
+    ``grad_of`` is the forward variable that this one is the gradient of; it has its shape.
+    """
+
+    __slots__ = ("data", "doc", "dtype", "grad_of", "is_input", "key", "metadata", "name", "outer", "persistable",
+                 "producer", "producer_slot", "program", "shape", "stop_gradient", "trainable", "type_proto")  # fmt: skip
+
+    def __init__(self, program: Program, key: int, name: str, dtype: str | None, shape: Shape | None) -> None:
+        self.program = program
+        self.key = key
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.persistable = False
+        self.trainable = False
+        self.stop_gradient = False
+        self.is_input = False
+        self.data: Any = None
+        self.producer: Operator | None = None
+        self.producer_slot = -1
+        self.outer: Variable | None = None
+        self.grad_of: Variable | None = None
+        self.type_proto: Any = None
+        self.doc = ""
+        self.metadata: dict[str, str] = {}
+
+    @property
+    def is_parameter(self) -> bool:
+        """Persistable and trainable."""
+        return self.persistable and self.trainable
+
+    @property
+    def is_constant(self) -> bool:
+        """Content fixed in the program itself, not kept in a scope."""
+        return self.data is not None and not self.persistable
+
+    @property
+    def readers(self) -> list[tuple[Operator, int | str]]:
+        """(operator, slot) for each use, in the order in which the operators were added."""
+        graph = self.program.graph
+        found = [(graph.nodes[key]["item"], slot) for key, slots in graph._succ[self.key].items() for slot in slots]
+        found.sort(key=lambda use: (use[0].key, str(use[1])))
+        return found
+
+    def __repr__(self) -> str:
+        shape = "?" if self.shape is None else "x".join("?" if d is None else str(d) for d in self.shape)
+        return f"<{self.name}: {self.dtype or 'untyped'}[{shape}]>"
+
+
+class Operator:
+    """One operator. ``reason`` says why it has its precision; ``guard`` whether it lies in an fp16 guard."""
+
+    __slots__ = ("_inputs", "_outputs", "attrs", "doc", "domain", "guard", "key", "metadata", "name", "overload",
+                 "precision", "program", "reason", "role", "scope", "source", "type")  # fmt: skip
+
+    def __init__(self, program: Program, key: int, type: str, domain: str) -> None:
+        self.program = program
+        self.key = key
+        self.type = type
+        self.domain = domain
+        self.name = ""
+        self.overload = ""
+        self.attrs = Attributes()
+        self.role = FORWARD
+        self.guard = False
+        self.scope = ""
+        #: "float16", "bfloat16" or "float32" once a precision pass has decided; "" before.
+        self.precision = ""
+        self.reason = ""
+        self.doc = ""
+        self.metadata: dict[str, str] = {}
+        #: Fields of the file's NodeProto that have no place here (None where there are none).
+        self.source: Any = None
+        self._inputs: list[Variable | None] = []
+        self._outputs: list[Variable | None] = []
+
+    @property
+    def inputs(self) -> Sequence[Variable | None]:
+        """Input variables by slot; None where an optional input is left out."""
+        return self._inputs
+
+    @property
+    def outputs(self) -> Sequence[Variable | None]:
+        """Output variables by slot; None where an optional output is left out."""
+        return self._outputs
+
+    @property
+    def captures(self) -> list[Variable]:
+        """Variables of this program that nested graphs of the operator read."""
+        graph = self.program.graph
+        return [graph.nodes[key]["item"] for key, slots in graph._pred[self.key].items() if CAPTURE in slots]
+
+    @property
+    def full_type(self) -> str:
+        """``Type`` for ai.onnx, ``domain::Type`` elsewhere."""
+        return f"{self.domain}::{self.type}" if self.domain else self.type
+
+    @property
+    def label(self) -> str:
+        """A name for messages: the operator's own, else that of its first output."""
+        first = next((v.name for v in self._outputs if v is not None), "")
+        return self.name or (f"{self.type} -> {first}" if first else self.type)
+
+    def input(self, slot: int) -> Variable | None:
+        """The input in ``slot``, None where it is absent."""
+        return self._inputs[slot] if slot < len(self._inputs) else None
+
+    def output(self, slot: int) -> Variable | None:
+        """The output in ``slot``, None where it is absent."""
+        return self._outputs[slot] if slot < len(self._outputs) else None
+
+    def set_input(self, slot: int, variable: Variable | None) -> None:
+        """Make ``variable`` the input in ``slot``."""
+        graph = self.program.graph
+        while len(self._inputs) <= slot:
+            self._inputs.append(None)
+        old = self._inputs[slot]
+        if old is not None:
+            graph.remove_edge(old.key, self.key, key=slot)
+        self._inputs[slot] = variable
+        if variable is not None:
+            self.program._own(variable)
+            graph.add_edge(variable.key, self.key, key=slot)
+        else:
+            _trim(self._inputs)
+        self.program._touch()
+
+    def set_output(self, slot: int, variable: Variable | None) -> None:
+        """Make this operator the producer of ``variable``, in output ``slot``."""
+        graph = self.program.graph
+        while len(self._outputs) <= slot:
+            self._outputs.append(None)
+        old = self._outputs[slot]
+        if old is not None:
+            graph.remove_edge(self.key, old.key, key=slot)
+            old.producer, old.producer_slot = None, -1
+        self._outputs[slot] = variable
+        if variable is not None:
+            self.program._own(variable)
+            if variable.producer is not None:
+                raise GraphError(
+                    f"variable '{variable.name}' would have two producers: '{variable.producer.label}' and "
+                    f"'{self.label}'; a variable is written once"
+                )
+            variable.producer, variable.producer_slot = self, slot
+            graph.add_edge(self.key, variable.key, key=slot)
+        else:
+            _trim(self._outputs)
+        self.program._touch()
+
+    def add_capture(self, variable: Variable) -> None:
+        """Record that a nested graph of this operator reads ``variable``."""
+        self.program._own(variable)
+        if not self.program.graph.has_edge(variable.key, self.key, key=CAPTURE):
+            self.program.graph.add_edge(variable.key, self.key, key=CAPTURE)
+            self.program._touch()
+
+    def remove_capture(self, variable: Variable) -> None:
+        """Record that no nested graph of this operator reads ``variable`` any more."""
+        self.program.graph.remove_edge(variable.key, self.key, key=CAPTURE)
+        self.program._touch()
+
+    def __repr__(self) -> str:
+        ins = ", ".join("" if v is None else v.name for v in self._inputs)
+        outs = ", ".join("" if v is None else v.name for v in self._outputs)
+        return f"<{outs} = {self.full_type}({ins})>"
+
+
+def _trim(slots: list[Variable | None]) -> None:
+    """Trailing optional slots that are left out are not written."""
+    while slots and slots[-1] is None:
+        slots.pop()
+
+
+@dataclass
+class ModelInfo:
+    """What a model file says besides its graph; kept so that it leaves as it came."""
+
+    ir_version: int = 10
+    opsets: dict[str, int] = field(default_factory=lambda: {"": 21})
+    producer_name: str = "amp_transpiler"
+    producer_version: str = ""
+    domain: str = ""
+    model_version: int = 0
+    doc: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    graph_doc: str = ""
+    graph_metadata: dict[str, str] = field(default_factory=dict)
+    functions: list[Any] = field(default_factory=list)  # FunctionProto, as they came
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of the file, by protobuf name

@@ -1,0 +1,245 @@
+"""ONNX in: a model file or ModelProto becomes a Program that loses nothing of it.
+
+First every variable of a graph is made, then its operators, so that the order of the nodes in the file does
+not matter; nested graphs are read when their operator is. Element types are found at the end (``annotate``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import onnx
+
+from ..errors import GraphError
+from .annotate import annotate
+from .attributes import Attributes
+from .infer import from_type_proto
+from .marks import INITIALIZER, read_marks, read_state
+from .program import FORWARD, OWN, ModelInfo, Program, Variable
+from .reading import DataFiles, ModelFile, copy_without, read_model
+from .source import Entry, Source, leftover, plain_domain, set_source, source_of
+from .tensors import tensor_array, tensor_type
+from .types import FLOATS
+from .verify import operator_clashes
+
+__all__ = ["load", "program_of", "tensor_array"]
+
+#: Fields of GraphProto that have a place of their own in a Program.
+_GRAPH_LISTS = ("node", "initializer", "sparse_initializer", "input", "output", "value_info")
+
+
+def load(model_or_path: Any, *, name: str | None = None,
+         external_data_dir: str | os.PathLike[str] | None = None) -> Program:  # fmt: skip
+    """A program, and its startup program, from a model file or ModelProto; see ``Program.from_onnx``."""
+    read = read_model(model_or_path, external_data_dir)
+    try:
+        return program_of(read, name)
+    except GraphError as error:
+        raise GraphError(f"{read.label}: {error}") from None
+
+
+def program_of(read: ModelFile, name: str | None = None) -> Program:
+    """The program of a model that was read."""
+    model = read.model
+    reader = _Reader(DataFiles(read.label, read.folder))
+    program = reader.graph(model.graph, read.initializers, None, name).program
+    info = program.info
+    info.ir_version, info.model_version = model.ir_version, model.model_version
+    info.producer_name, info.producer_version, info.domain = model.producer_name, model.producer_version, model.domain
+    info.doc = model.doc_string
+    info.opsets = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
+    info.metadata = _entries(model.metadata_props)
+    info.functions = list(model.functions)
+    source = source_of(program)
+    assert source is not None
+    source.folder, source.external = read.folder, reader.files.tensors
+    source.model = copy_without(model, ("graph", "functions"))
+    _mark_parameters(program)
+    annotate(program)
+    clashes = [clash for op in program.walk() for clash in operator_clashes(op)]
+    if clashes:
+        raise GraphError("; ".join(clashes[:3]))
+    _settle(program)
+    return program
+
+
+def _mark_parameters(program: Program) -> None:
+    """Find the persistable variables, and make the startup program that sets them.
+
+    A program that was written by this package says which they are; in any other file, float initializers
+    of more than one element are trainable.
+    """
+    if not read_state(program):
+        for variable in program.variables:
+            data = variable.data
+            if data is not None and not isinstance(data, onnx.SparseTensorProto) and variable.producer is None:
+                dtype, shape = tensor_type(data)
+                variable.persistable = variable.trainable = dtype in FLOATS and math.prod(shape) > 1
+    program.startup = Program(f"{program.name}_startup")
+    for variable in program.variables:
+        if variable.persistable and variable.producer is None and variable.data is not None:
+            add_array_initializer(program.startup, variable)
+
+
+def add_array_initializer(startup: Program, variable: Variable) -> None:
+    """Let ``startup`` set ``variable`` to the content that it carries (shared, not copied)."""
+    out = startup.add_variable(variable.name, variable.dtype, variable.shape, persistable=True, data=variable.data)
+    startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)
+
+
+def _settle(program: Program) -> None:
+    source = source_of(program)
+    if source is not None:
+        source.settle()
+    for op in program.operators:
+        for nested in op.attrs.programs:
+            _settle(nested)
+
+
+def _entries(props: Iterable[onnx.StringStringEntryProto]) -> dict[str, str]:
+    return {entry.key: entry.value for entry in props}
+
+
+class _Frame:
+    """A graph being read: its program, the graph around it, and what it reads from there, in order."""
+
+    def __init__(self, program: Program, outer: _Frame | None) -> None:
+        self.program = program
+        self.outer = outer
+        self.captured: dict[Variable, None] = {}
+
+    def find(self, name: str) -> Variable | None:
+        """The variable called ``name`` here or, captured at every level in between, around here."""
+        if self.program.has_var(name):
+            return self.program.var(name)
+        around = None if self.outer is None else self.outer.find(name)
+        if around is None:
+            return None
+        inner = self.program.add_variable(name)
+        inner.outer = around
+        self.captured[around] = None
+        return inner
+
+
+class _Reader:
+    def __init__(self, files: DataFiles) -> None:
+        self.files = files
+
+    def graph(self, graph: onnx.GraphProto, initializers: Iterable[onnx.TensorProto], outer: _Frame | None,
+              name: str | None = None) -> _Frame:  # fmt: skip
+        """Read one graph. ``outer`` is the frame of the graph around a nested one."""
+        program = Program(name or graph.name or "main")
+        program.info = ModelInfo(opsets={}, graph_doc=graph.doc_string, graph_metadata=_entries(graph.metadata_props))
+        source = Source(copy_without(graph, _GRAPH_LISTS), program.name)
+        set_source(program, source)
+        frame = _Frame(program, outer)
+        self._initializers(program, source, initializers, graph.sparse_initializer)
+        self._inputs(program, source, graph.input)
+        for node in graph.node:
+            self._declare_outputs(program, node)
+        for node in graph.node:
+            self._operator(frame, node)
+        for info in graph.output:
+            variable = frame.find(info.name)
+            if variable is None:
+                raise GraphError(f"graph '{program.name}' gives the output '{info.name}', which nothing produces")
+            program.outputs.append(variable)
+            source.outputs.append(_entry(variable, info))
+        for info in graph.value_info:
+            source.value_info.append(_entry(program.var(info.name) if program.has_var(info.name) else None, info))
+        return frame
+
+    def _initializers(self, program: Program, source: Source, dense: Iterable[onnx.TensorProto],
+                      sparse: Iterable[onnx.SparseTensorProto]) -> None:  # fmt: skip
+        for tensor in dense:
+            self._content(program, source, tensor.name, self.files.content(tensor))
+        for item in sparse:
+            self._content(program, source, item.values.name, item)
+
+    def _content(self, program: Program, source: Source, name: str, data: Any) -> None:
+        if program.has_var(name):
+            raise GraphError(f"graph '{program.name}' has two initializers called '{name}'")
+        source.initializers.append(program.add_variable(name, *tensor_type(data), data=data))
+
+    def _inputs(self, program: Program, source: Source, inputs: Iterable[onnx.ValueInfoProto]) -> None:
+        seen: set[str] = set()
+        for info in inputs:
+            if info.name in seen:
+                raise GraphError(f"graph '{program.name}' has two inputs called '{info.name}'")
+            seen.add(info.name)
+            if not program.has_var(info.name):  # else an initializer that is an input as well: fed by nobody
+                program.add_input(info.name, None, None)
+            source.inputs.append(_entry(program.var(info.name), info))
+
+    def _declare_outputs(self, program: Program, node: onnx.NodeProto) -> None:
+        for output in node.output:
+            if output and program.has_var(output):
+                raise GraphError(f"node {_label(node)} of graph '{program.name}' writes '{output}', which another node, an input or "
+                                 "an initializer gives already; a name is written once")  # fmt: skip
+            if output:
+                program.add_variable(output)
+
+    def _operator(self, frame: _Frame, node: onnx.NodeProto) -> None:
+        program = frame.program
+        attributes = Attributes()
+        captured: dict[Variable, None] = {}
+        for attribute in node.attribute:
+            self._attribute(attributes, attribute, frame, captured)
+        inputs = [self._read(frame, node, name) for name in node.input]
+        outputs = [program.var(name) if name else None for name in node.output]
+        op = program.add_operator(node.op_type, inputs, outputs, attrs=attributes, domain=plain_domain(node.domain),
+                                  name=node.name, role=FORWARD)  # fmt: skip
+        op.overload, op.doc, op.guard = node.overload, node.doc_string, False
+        read_marks(op, _entries(node.metadata_props))
+        op.source = leftover(node)
+        if op.domain == OWN and op.type == INITIALIZER and outputs[0] is not None and "value" in attributes:
+            outputs[0].data, outputs[0].persistable = attributes.pop("value"), True
+        for variable in captured:
+            op.add_capture(variable)
+
+    def _read(self, frame: _Frame, node: onnx.NodeProto, name: str) -> Variable | None:
+        if not name:
+            return None
+        variable = frame.find(name)
+        if variable is None:
+            raise GraphError(f"node {_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing produces")
+        return variable
+
+    def _attribute(self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame,
+                   captured: dict[Variable, None]) -> None:  # fmt: skip
+        if not attribute.HasField("g") and not attribute.graphs:
+            for tensor in (attribute.t, *attribute.tensors):
+                if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                    self.files.find(tensor)  # raises where the file is missing or short
+            attributes[attribute.name] = attribute
+            return
+        programs = []
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            inner = self.graph(graph, graph.initializer, frame)
+            captured.update(inner.captured)
+            programs.append(inner.program)
+        header = copy_without(attribute, ("g", "graphs"))
+        attributes.set_graph(header, programs[0] if attribute.HasField("g") else programs)
+
+
+def _label(node: onnx.NodeProto) -> str:
+    """A node in a message: its name, or its first output, and its type."""
+    name = node.name or next((f"-> {output}" for output in node.output if output), "")
+    return f"'{name}' ({node.op_type})" if name else f"of type {node.op_type}"
+
+
+def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:
+    """Remember an entry of the file, and put what it says on the variable."""
+    if variable is not None:
+        if info.type.HasField("tensor_type"):
+            dtype, shape = from_type_proto(info.type)
+            variable.dtype = variable.dtype or dtype
+            variable.shape = shape if variable.shape is None else variable.shape
+        elif info.HasField("type") and variable.dtype is None:
+            variable.type_proto = info.type
+        variable.doc = variable.doc or info.doc_string
+        variable.metadata = variable.metadata or _entries(info.metadata_props)
+    return Entry(variable, info)

@@ -1,0 +1,270 @@
+"""ONNX out: a program as a ModelProto. The same program gives the same bytes, and an unchanged one its file's content."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import GraphError, ScopeError
+from .external import Layout
+from .marks import INITIALIZER, written_marks, written_state
+from .program import OWN, Operator, Program, Variable
+from .source import plain_domain, source_of, value_info
+from .tensors import Tensor, embedded, stripped, tensor_type
+from .verify import same_shape
+
+#: The first format version in which an initializer need not be a graph input.
+_FREE_INITIALIZERS = 4
+
+#: The TensorProto of a variable with content, from the variable and that content.
+Content = Callable[[Variable, Any], Tensor]
+
+
+def model_of(program: Program, content: Content | None = None, values: dict[Variable, Any] | None = None) -> onnx.ModelProto:
+    """The program as a ModelProto.
+
+    ``content`` makes the TensorProtos (default: with everything inside). ``values`` replaces the content that
+    variables carry; a persistable variable without any is a graph input. GraphError where a variable is read
+    that nothing gives.
+    """
+    return _Writer(content or embedded, values or {}).model(program)
+
+
+def weightless(program: Program) -> onnx.ModelProto:
+    """The program as a ModelProto without the content of its large tensors: for onnx's type inference and inliner."""
+
+    def content(variable: Variable, data: Any) -> Tensor:
+        return data if isinstance(data, onnx.SparseTensorProto) else stripped(data, variable.name)
+
+    return model_of(program, content)
+
+
+def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope: Any = None,
+         external_data: bool | str | None = None) -> onnx.ModelProto:  # fmt: skip
+    """The program as a ModelProto, written to ``path`` where one is given; see ``Program.to_onnx``."""
+    target = None if path is None else Path(path)
+    values = {} if scope is None else _scope_values(program, scope)
+    layout = Layout(program, values, target, external_data)
+    model = model_of(program, layout.content, values)
+    if target is not None:
+        layout.write(model)
+    return model
+
+
+def _scope_values(program: Program, scope: Any) -> dict[Variable, Any]:
+    """What the scope holds of the program's persistable variables, checked against what they declare."""
+    values: dict[Variable, Any] = {}
+    for variable in program.variables:
+        if not variable.persistable or variable.producer is not None:
+            continue
+        try:
+            found = scope.find_var(variable.name)
+        except ScopeError:
+            found = None
+        if found is None:
+            continue
+        array = np.asarray(found)
+        dtype, shape = tensor_type(array)
+        declared = variable.shape
+        if dtype != variable.dtype or (declared is not None and not same_shape(declared, shape)):
+            raise GraphError(f"the scope holds '{variable.name}' as {dtype}{list(shape)}, program '{program.name}' declares "
+                             f"{variable.dtype}{'' if declared is None else list(declared)}; run the startup program (and "
+                             "amp_init or cast_parameters_to_fp16 where parameters are 16 bit) before writing")  # fmt: skip
+        values[variable] = array
+    return values
+
+
+class _Writer:
+    def __init__(self, content: Content, values: dict[Variable, Any]) -> None:
+        self.content = content
+        self.values = values
+
+    # -- model -----------------------------------------------------------------------------------
+    def model(self, program: Program) -> onnx.ModelProto:
+        info, source = program.info, source_of(program)
+        model = onnx.ModelProto()
+        if source is not None and source.model is not None:
+            model.CopyFrom(source.model)
+        self.graph(program, model.graph)
+        ir_version = info.ir_version
+        if ir_version < _FREE_INITIALIZERS and self._free_initializers(model.graph):
+            ir_version = _FREE_INITIALIZERS
+        for field, value in (("ir_version", ir_version), ("producer_name", info.producer_name), ("domain", info.domain),
+                             ("producer_version", info.producer_version), ("model_version", info.model_version),
+                             ("doc_string", info.doc)):  # fmt: skip
+            if getattr(model, field) != value:
+                setattr(model, field, value)
+        _write_opsets(model, self._opsets(program))
+        _write_metadata(model.metadata_props, info.metadata)
+        model.functions.extend(info.functions)
+        return model
+
+    def _free_initializers(self, graph: onnx.GraphProto) -> bool:
+        inputs = {info.name for info in graph.input}
+        return any(tensor.name not in inputs for tensor in graph.initializer)
+
+    def _opsets(self, program: Program) -> dict[str, int]:
+        opsets = dict(program.info.opsets)
+        if OWN not in opsets and any(op.domain == OWN for op in program.walk()):
+            opsets[OWN] = 1
+        return opsets
+
+    # -- graph -----------------------------------------------------------------------------------
+    def graph(self, program: Program, graph: onnx.GraphProto) -> None:
+        """Write the program into an empty GraphProto."""
+        source = source_of(program)
+        if source is not None:
+            graph.CopyFrom(source.header)
+        if source is None or program.name != source.name:
+            graph.name = program.name
+        if graph.doc_string != program.info.graph_doc:
+            graph.doc_string = program.info.graph_doc
+        _write_metadata(graph.metadata_props, program.info.graph_metadata | written_state(program))
+        held = self._initializers(program, graph)
+        self._inputs(program, graph, held)
+        for op in program.operators:
+            self.node(op, graph.node.add())
+        self._outputs(program, graph)
+        self._value_info(program, graph)
+
+    def _data(self, variable: Variable) -> Any:
+        return self.values.get(variable, variable.data)
+
+    def _initializers(self, program: Program, graph: onnx.GraphProto) -> set[Variable]:
+        """Write every variable that has content and no producer; gives those variables."""
+        source = source_of(program)
+        held = {v: None for v in program.variables if v.producer is None and v.outer is None and self._data(v) is not None}
+        order = [v for v in (source.initializers if source else []) if v in held]
+        for variable in dict.fromkeys([*order, *held]):
+            tensor = self.content(variable, self._data(variable))
+            if isinstance(tensor, onnx.SparseTensorProto):
+                graph.sparse_initializer.append(tensor)
+            else:
+                graph.initializer.append(tensor)
+        return set(held)
+
+    def _inputs(self, program: Program, graph: onnx.GraphProto, held: set[Variable]) -> None:
+        """Inputs in the file's order (initializers that are inputs as well among them), new ones behind, then states."""
+        source = source_of(program)
+        fed = dict.fromkeys(program.inputs)
+        for entry in source.inputs if source else []:
+            if entry.alive and entry.variable is not None and (entry.variable in fed or entry.variable in held):
+                graph.input.append(entry.written())
+                fed.pop(entry.variable, None)
+        graph.input.extend(value_info(variable) for variable in fed)
+        known = held | set(program.inputs)
+        for variable in program.variables:
+            if variable.producer is not None or variable.outer is not None or variable in known:
+                continue
+            if variable.persistable:
+                graph.input.append(value_info(variable))
+            elif variable.readers:
+                reader = variable.readers[0][0]
+                raise GraphError(f"operator '{reader.label}' of program '{program.name}' reads '{variable.name}', which nothing "
+                                 "writes, feeds or initialises")  # fmt: skip
+
+    def _outputs(self, program: Program, graph: onnx.GraphProto) -> None:
+        source = source_of(program)
+        entries = {id(entry.variable): entry for entry in source.outputs} if source else {}
+        for variable in program.outputs:
+            entry = entries.get(id(variable))
+            written = value_info(variable) if entry is None else entry.written()
+            graph.output.append(written)
+            graph.output[-1].name = exported_name(variable)
+
+    def _value_info(self, program: Program, graph: onnx.GraphProto) -> None:
+        """The file's entries, then the outputs of own operators, whose types nobody else can infer."""
+        source = source_of(program)
+        told = {info.name for info in graph.output}
+        for entry in source.value_info if source else []:
+            if entry.alive:
+                graph.value_info.append(entry.written())
+                told.add(entry.proto.name)
+        for op in program.operators:
+            if op.domain == OWN:
+                graph.value_info.extend(
+                    value_info(v) for v in op.outputs if v is not None and v.dtype is not None and v.name not in told
+                )
+
+    # -- node ------------------------------------------------------------------------------------
+    def node(self, op: Operator, node: onnx.NodeProto) -> None:
+        """Write the operator into an empty NodeProto."""
+        node.input.extend("" if v is None else exported_name(v) for v in op.inputs)
+        node.output.extend("" if v is None else v.name for v in op.outputs)
+        for field, value in (("name", op.name), ("op_type", op.type), ("domain", op.domain), ("overload", op.overload),
+                             ("doc_string", op.doc)):  # fmt: skip
+            if value:
+                setattr(node, field, value)
+        for name in op.attrs:
+            nested = op.attrs.graphs.get(name)
+            if nested is None:
+                node.attribute.append(op.attrs.proto(name))
+            else:
+                self._graph_attribute(op, name, nested, node.attribute.add())
+        _write_metadata(node.metadata_props, op.metadata | written_marks(op))
+        if op.source is not None:
+            self._leftover(op, node)
+        if op.domain == OWN and op.type == INITIALIZER:
+            self._initializer_value(op, node)
+
+    def _initializer_value(self, op: Operator, node: onnx.NodeProto) -> None:
+        """In a program the content lies on the variable, shared with the main program; in a file, in the operator."""
+        variable = op.outputs[0]
+        if variable is not None and variable.data is not None:
+            tensor = self.content(variable, variable.data)
+            node.attribute.append(onnx.helper.make_attribute("value", tensor))
+
+    def _graph_attribute(self, op: Operator, name: str, nested: Any, attribute: onnx.AttributeProto) -> None:
+        header = op.attrs.graph_header(name)
+        if header is not None:
+            attribute.CopyFrom(header)
+        else:
+            attribute.name = name
+            attribute.type = attribute.GRAPHS if isinstance(nested, list) else attribute.GRAPH
+        if isinstance(nested, list):
+            for program in nested:
+                self.graph(program, attribute.graphs.add())
+        else:
+            self.graph(nested, attribute.g)
+
+    def _leftover(self, op: Operator, node: onnx.NodeProto) -> None:
+        """Put back what the file's node had besides, where nothing has changed it."""
+        for field, value in op.source.ListFields():
+            name = field.name
+            if name == "device_configurations":
+                node.device_configurations.extend(value)
+            elif name == "metadata_props":
+                if {e.key: e.value for e in value} == {e.key: e.value for e in node.metadata_props}:
+                    del node.metadata_props[:]
+                    node.metadata_props.extend(value)
+            elif not getattr(node, name):
+                setattr(node, name, value)
+
+
+def exported_name(variable: Variable) -> str:
+    """The name under which a variable is written: a captured one has that of the variable it stands for."""
+    while variable.outer is not None:
+        variable = variable.outer
+    return variable.name
+
+
+def _write_metadata(props: Any, metadata: dict[str, str]) -> None:
+    """Let ``props`` say ``metadata``; left alone where it does already."""
+    if {entry.key: entry.value for entry in props} == metadata:
+        return
+    del props[:]
+    for key, value in metadata.items():
+        props.add(key=key, value=value)
+
+
+def _write_opsets(model: onnx.ModelProto, opsets: dict[str, int]) -> None:
+    if {plain_domain(opset.domain): opset.version for opset in model.opset_import} == opsets:
+        return
+    del model.opset_import[:]
+    for domain, version in opsets.items():
+        model.opset_import.add(domain=domain, version=version)

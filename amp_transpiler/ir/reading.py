@@ -1,0 +1,181 @@
+"""From a path to a ModelProto: everything that can be wrong with a model file is refused here, by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+
+from ..errors import ArgumentTypeError, ModelFileError, ModelFileNotFoundError
+from .source import plain_domain
+from .tensors import ExternalTensor, byte_size, tensor_type
+
+_LFS = b"version https://git-lfs"
+
+
+@dataclass
+class ModelFile:
+    """A model that was read: the protobuf, a name for messages, and the folder of its external data."""
+
+    model: onnx.ModelProto
+    label: str
+    folder: Path | None
+    initializers: list[onnx.TensorProto]
+
+
+def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | None) -> ModelFile:
+    """Read a file, or take a ModelProto (which is not changed, and whose weights are not copied).
+
+    ModelFileNotFoundError, ModelFileError for what is no usable model; ArgumentTypeError for another argument.
+    """
+    if isinstance(model_or_path, onnx.ModelProto):
+        folder = None if external_data_dir is None else Path(external_data_dir)
+        label = f"the given model '{model_or_path.graph.name}'"
+        read = ModelFile(_without_weights(model_or_path), label, folder, list(model_or_path.graph.initializer))
+    elif isinstance(model_or_path, str | os.PathLike):
+        path = Path(model_or_path)
+        model = _parse(path)
+        folder = path.parent if external_data_dir is None else Path(external_data_dir)
+        read = ModelFile(model, f"'{path}'", folder, list(model.graph.initializer))
+    else:
+        raise ArgumentTypeError(f"a model is given as a path or an onnx.ModelProto, not as {type(model_or_path).__name__}")
+    _check_model(read)
+    return read
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelFileNotFoundError(f"there is no model file '{path}'") from None
+    except OSError as error:
+        raise ModelFileError(f"the model file '{path}' cannot be read: {error.strerror}") from None
+    if not content:
+        raise ModelFileError(f"the model file '{path}' is empty")
+    if content.startswith(_LFS):
+        raise ModelFileError(f"'{path}' is a Git LFS pointer, not the model itself; fetch it with `git lfs pull`")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(content)
+    except DecodeError:
+        raise ModelFileError(f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not parse") from None
+    return model
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy that shares nothing with ``model``, less the initializers of the main graph."""
+    copy = copy_without(model, ("graph",))
+    if model.HasField("graph"):
+        copy.graph.CopyFrom(copy_without(model.graph, ("initializer",)))
+    return copy
+
+
+def copy_without(message: Any, fields: Collection[str]) -> Any:
+    """A copy of a protobuf message less some of its fields, which are not touched."""
+    copy = type(message)()
+    for field, value in message.ListFields():
+        if field.name in fields:
+            continue
+        if isinstance(value, Message):
+            getattr(copy, field.name).CopyFrom(value)
+        elif hasattr(value, "extend"):
+            getattr(copy, field.name).extend(value)
+        else:
+            setattr(copy, field.name, value)
+    return copy
+
+
+def _check_model(read: ModelFile) -> None:
+    model, label = read.model, read.label
+    if not model.HasField("graph") or model.ir_version < 1:
+        raise ModelFileError(f"{label} is not an ONNX model, or is cut short: it holds no graph and no format version")
+    if model.ir_version > onnx.IR_VERSION:
+        raise ModelFileError(f"{label} has ONNX format version {model.ir_version}; the installed onnx {onnx.__version__} reads "
+                             f"up to {onnx.IR_VERSION}. Install a newer onnx")  # fmt: skip
+    if model.ir_version >= 3 and model.graph.node and not model.opset_import:
+        raise ModelFileError(f"{label} says no operator set version (opset_import), as a file that is cut short does")
+    _check_opsets(label, model.opset_import)
+    for function in model.functions:
+        _check_opsets(f"function '{function.name}' of {label}", function.opset_import)
+
+
+def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None:
+    newest = onnx.defs.C.schema_version_map()
+    for opset in opsets:
+        known = newest.get(plain_domain(opset.domain))
+        if known is not None and opset.version > known[1]:
+            raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the installed onnx "
+                                 f"{onnx.__version__} knows up to {known[1]}. Install a newer onnx")  # fmt: skip
+
+
+class DataFiles:
+    """The external data files of one model, each mapped once."""
+
+    def __init__(self, label: str, folder: Path | None) -> None:
+        self.label = label
+        self.folder = folder
+        #: How many initializers lie in each file.
+        self.tensors: dict[Path, int] = {}
+        self._mapped: dict[str, tuple[Path, np.ndarray]] = {}
+
+    def content(self, tensor: onnx.TensorProto) -> onnx.TensorProto | ExternalTensor:
+        """The content of an initializer, as :meth:`find` gives it; counted where it is external."""
+        data = self.find(tensor)
+        if isinstance(data, ExternalTensor):
+            self.tensors[data.file] = self.tensors.get(data.file, 0) + 1
+        return data
+
+    def find(self, tensor: onnx.TensorProto) -> onnx.TensorProto | ExternalTensor:
+        """The tensor itself where its content is inside; else its part of the mapped file.
+
+        ModelFileNotFoundError, ModelFileError: no such file, a file outside the model's folder or too short.
+        """
+        dtype, shape = tensor_type(tensor)
+        needed = byte_size(dtype, shape)
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            if tensor.HasField("raw_data") and tensor.ByteSize() < needed:
+                raise ModelFileError(f"tensor '{tensor.name}' of {self.label} is cut short: {dtype}{list(shape)} takes {needed} bytes")
+            return tensor
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        file, mapped = self._file(entries.get("location", ""), tensor.name)
+        try:
+            offset = int(entries.get("offset") or 0)
+            length = int(entries.get("length") or needed)
+        except ValueError:
+            raise ModelFileError(f"tensor '{tensor.name}' of {self.label}: external offset or length is no number") from None
+        if dtype == "string" or length != needed or offset < 0:
+            raise ModelFileError(f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) refers to {length} "
+                                 f"bytes at offset {offset} of '{file}'")  # fmt: skip
+        if offset + length > mapped.size:
+            raise ModelFileError(f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} bytes, tensor "
+                                 f"'{tensor.name}' ends at byte {offset + length}")  # fmt: skip
+        return ExternalTensor(tensor, file, mapped[offset : offset + length])
+
+    def _file(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
+        if location not in self._mapped:
+            self._mapped[location] = self._open(location, tensor)
+        return self._mapped[location]
+
+    def _open(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
+        if self.folder is None:
+            raise ModelFileError(f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the folder of that "
+                                 "file as external_data_dir, or give the path of the model")  # fmt: skip
+        parts = Path(location).parts
+        if not parts or Path(location).is_absolute() or ".." in parts:
+            raise ModelFileError(f"tensor '{tensor}' of {self.label} refers to the external file {location!r}, which does not lie in "
+                                 "the model's folder")  # fmt: skip
+        file = self.folder / location
+        try:
+            size = file.stat().st_size
+            mapped = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
+        except FileNotFoundError:
+            raise ModelFileNotFoundError(f"{self.label} keeps tensor '{tensor}' in the external file '{file}', which is missing") from None
+        except OSError as error:
+            raise ModelFileError(f"the external data file '{file}' of {self.label} cannot be read: {error.strerror}") from None
+        return file, mapped.view(np.ndarray)

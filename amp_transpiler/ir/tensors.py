@@ -1,0 +1,196 @@
+"""Constant content of variables: embedded tensors, tensors mapped from disk, numpy arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import GraphError, ModelFileError
+from .program import Variable
+from .types import NAMES, ONNX_TYPES, element_type, numpy_dtype
+
+#: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.
+SMALL = 1024
+
+Tensor = onnx.TensorProto | onnx.SparseTensorProto
+
+_BITS = {"uint4": 4, "int4": 4, "float4e2m1": 4, "uint2": 2, "int2": 2, "float6e2m3": 6, "float6e3m2": 6}
+
+
+class ExternalTensor:
+    """A tensor whose content lies in a file beside its model. The file is mapped; nothing is read before it is used.
+
+    ``np.asarray`` gives the content, read-only and without a copy (elements of less than a byte are unpacked).
+    ``proto`` is the TensorProto of the model, ``file`` the data file, ``raw`` the mapped bytes.
+    """
+
+    __slots__ = ("dtype", "file", "proto", "raw", "shape")
+
+    def __init__(self, proto: onnx.TensorProto, file: Path, raw: np.ndarray) -> None:
+        self.proto = proto
+        self.file = file
+        self.raw = raw
+        self.dtype = numpy_dtype(NAMES[proto.data_type])
+        self.shape = tuple(proto.dims)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if NAMES[self.proto.data_type] in _BITS:
+            packed = onnx.TensorProto(data_type=self.proto.data_type, dims=self.shape, raw_data=self.raw.tobytes())
+            array = onnx.numpy_helper.to_array(packed)
+        else:
+            array = self.raw.view(self.dtype).reshape(self.shape)
+            array = array.copy() if copy else array
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.proto.name}: {self.dtype}{list(self.shape)} in {self.file}>"
+
+
+def as_array(data: Any) -> np.ndarray:
+    """Constant content (``Variable.data``) as a numpy array; a mapped one stays mapped.
+
+    bfloat16 and the small types come as ml_dtypes arrays, strings as arrays of objects, sparse tensors dense.
+    ModelFileError for a TensorProto whose external file is not known.
+    """
+    if isinstance(data, onnx.TensorProto):
+        if data.data_location == onnx.TensorProto.EXTERNAL:
+            raise ModelFileError(f"the content of tensor '{data.name}' lies in an external file that is not known here; "
+                                 "load its model with Program.from_onnx")  # fmt: skip
+        return onnx.numpy_helper.to_array(data)
+    if isinstance(data, onnx.SparseTensorProto):
+        return _dense(data)
+    return np.asarray(data)
+
+
+def tensor_array(variable: Variable) -> np.ndarray:
+    """The content of a variable that carries some (``data``) as a numpy array; GraphError where it carries none."""
+    if variable.data is None:
+        raise GraphError(f"variable '{variable.name}' of program '{variable.program.name}' carries no content")
+    return as_array(variable.data)
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> np.ndarray:
+    values = onnx.numpy_helper.to_array(sparse.values)
+    indices = onnx.numpy_helper.to_array(sparse.indices)
+    shape = tuple(sparse.dims)
+    dense = np.zeros(shape, values.dtype)
+    if indices.ndim == 2:
+        indices = np.ravel_multi_index(tuple(indices.T), shape)
+    dense.reshape(-1)[indices] = values
+    return dense
+
+
+def tensor_type(data: Any) -> tuple[str, tuple[int, ...]]:
+    """Element type name and shape of constant content, without reading it."""
+    if isinstance(data, onnx.TensorProto):
+        if data.data_type not in NAMES:
+            raise ModelFileError(f"tensor '{data.name}' has the element type {data.data_type}, which ONNX does not define")
+        return NAMES[data.data_type], tuple(data.dims)
+    if isinstance(data, onnx.SparseTensorProto):
+        return NAMES[data.values.data_type], tuple(data.dims)
+    if isinstance(data, ExternalTensor):
+        return NAMES[data.proto.data_type], data.shape
+    array = np.asarray(data)
+    return _type_of(array.dtype), array.shape
+
+
+def _type_of(dtype: np.dtype) -> str:
+    """The name of a numpy element type; ml_dtypes writes the small floats in its own way (float8_e4m3fn)."""
+    try:
+        return NAMES[onnx.helper.np_dtype_to_tensor_dtype(dtype)]
+    except (KeyError, ValueError):
+        return element_type(dtype)
+
+
+def byte_size(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes that a tensor takes in a file. Strings have no fixed size: 0."""
+    if dtype == "string":
+        return 0
+    count = math.prod(shape)
+    return (count * _BITS[dtype] + 7) // 8 if dtype in _BITS else count * numpy_dtype(dtype).itemsize
+
+
+def renamed(proto: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    """The tensor under this name; itself where that is its name."""
+    if proto.name == name:
+        return proto
+    copy = onnx.TensorProto()
+    copy.CopyFrom(proto)
+    copy.name = name
+    return copy
+
+
+def embedded(variable: Variable, data: Any) -> Tensor:
+    """The protobuf of a variable with its content ``data`` inside."""
+    return data if isinstance(data, onnx.SparseTensorProto) else to_proto(data, variable.name)
+
+
+def to_proto(data: Any, name: str) -> onnx.TensorProto:
+    """Constant content as a TensorProto called ``name`` with the content inside; the given one where it is that already."""
+    if isinstance(data, onnx.TensorProto):
+        return renamed(data, name)
+    if isinstance(data, ExternalTensor):
+        embedded = _header(data.proto, name)
+        embedded.raw_data = data.raw.tobytes()
+        return embedded
+    array = np.asarray(data)
+    return onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+
+
+def raw_bytes(data: Any) -> memoryview:
+    """The little-endian bytes of constant content as they stand in an external data file."""
+    if isinstance(data, ExternalTensor):
+        return memoryview(data.raw)
+    if not isinstance(data, onnx.TensorProto) or not data.HasField("raw_data"):
+        data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(data)))
+    return memoryview(data.raw_data)
+
+
+def _header(proto: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    """Name, type, shape, doc string and metadata of a tensor, without content."""
+    header = onnx.TensorProto(name=name, data_type=proto.data_type, dims=proto.dims)
+    if proto.HasField("doc_string"):
+        header.doc_string = proto.doc_string
+    header.metadata_props.extend(proto.metadata_props)
+    return header
+
+
+def annotated(proto: Any, old: Any) -> Any:
+    """``proto`` with the doc string and metadata of the content ``old`` that it replaces."""
+    source = old.proto if isinstance(old, ExternalTensor) else old
+    if isinstance(source, onnx.TensorProto) and (source.doc_string or source.metadata_props):
+        proto.doc_string = source.doc_string
+        proto.metadata_props.extend(source.metadata_props)
+    return proto
+
+
+def external_proto(data: Any, name: str, location: str, offset: int, length: int) -> onnx.TensorProto:
+    """A TensorProto called ``name`` whose content lies in the file ``location``."""
+    source = data.proto if isinstance(data, ExternalTensor) else data
+    if isinstance(source, onnx.TensorProto):
+        proto = _header(source, name)
+    else:
+        dtype, shape = tensor_type(source)
+        proto = onnx.TensorProto(name=name, data_type=ONNX_TYPES[dtype], dims=shape)
+    proto.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        proto.external_data.add(key=key, value=value)
+    return proto
+
+
+def stripped(data: Any, name: str) -> onnx.TensorProto:
+    """A TensorProto for type inference: with content where it is small, else with type and shape alone."""
+    dtype, shape = tensor_type(data)
+    if math.prod(shape) > SMALL:
+        return onnx.TensorProto(name=name, data_type=ONNX_TYPES[dtype], dims=shape)
+    return to_proto(data, name)
