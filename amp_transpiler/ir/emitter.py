@@ -21,8 +21,8 @@ _BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "
 _INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
 #: Operators whose result has the broadcast shape of their inputs.
 _BROADCAST = frozenset(
-    """Add Sub Mul Div Pow Max Min Sum Where Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Neg Abs Exp Log Sqrt
-    Reciprocal Tanh Sigmoid Erf Sign Not IsNaN IsInf Relu Cast Softmax LogSoftmax Sin Cos Floor""".split()  # noqa: SIM905
+    """Add Sub Mul Div Pow Max Min Sum Where Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Neg Abs Exp Log
+    Sqrt Reciprocal Tanh Sigmoid Erf Sign Not IsNaN IsInf Relu Cast Softmax LogSoftmax Sin Cos Floor""".split()  # noqa: SIM905
 )
 
 
