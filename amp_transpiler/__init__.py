@@ -6,4 +6,28 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "ops" / "__init__.py").is_file() and (_root / "amp_transpiler" / "__init__.py").is_file():
     __path__.append(str(_root))  # a checkout keeps the subpackages ops and lists at its top level
 
+from . import nn, ops, optimizer
+from .errors import AmpError
+from .ir import names as unique_name
+from .ir.context import default_main_program, default_startup_program, fp16_guard, name_scope, program_guard
+from .ir.opdef import gradient as register_gradient
+from .ir.program import Operator, Program, Variable
+from .lists.amp_lists import AutoMixedPrecisionLists
+from .nn import create_parameter, data
+from .nn.initializer import set_seed as seed
+from .optimizer import check_finite_and_unscale, decorate, update_loss_scaling
+from .passes.backward import append_backward
+from .passes.check_step import check_step
+from .passes.pure import cast_model_to_fp16
+from .passes.rewrite import rewrite_program
+from .runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Executor", "Operator", "Program", "Scope", "Variable",
+    "append_backward", "cast_model_to_fp16", "check_finite_and_unscale", "check_step",
+    "create_parameter", "data", "decorate", "default_main_program", "default_startup_program", "fp16_guard", "global_scope",
+    "name_scope", "nn", "ops", "optimizer", "program_guard", "register_gradient", "rewrite_program",
+    "scope_guard", "seed", "unique_name", "update_loss_scaling",
+]  # fmt: skip
