@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.opdef import reads_of
+from amp_transpiler.ir.opdef import group_inputs
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import HALF
 from tests.reference_ops import CORRECTED
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 OPSET = 21
 
 
-def tensor_info(name: str, dtype: str, shape: Sequence[int]) -> onnx.ValueInfoProto:
+def tensor_info(name: str, dtype: str, shape: Sequence[int | str | None]) -> onnx.ValueInfoProto:
     """A typed graph input or output."""
     info = onnx.ValueInfoProto(name=name)
     info.type.CopyFrom(type_proto(dtype, tuple(shape)))
@@ -39,8 +39,7 @@ def emit(op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]]
     e = Emitter(place, OPSET)
     e.wanted = [v is not None for v in op.outputs]
     e.output_shapes = [
-        tuple(v.grad_of.shape) if v is not None and v.grad_of is not None and v.grad_of.shape is not None else None
-        for v in op.outputs
+        None if v is None or v.grad_of is None else tuple(int(str(d)) for d in v.grad_of.shape or ()) for v in op.outputs
     ]
     e.reserve([v.name for v in op.inputs if v is not None] + [v.name for v in op.outputs if v is not None])
     infos: dict[str, onnx.ValueInfoProto] = {}
@@ -57,7 +56,7 @@ def emit(op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]]
             infos[v.name] = tensor_info(v.name, kind, shapes[v.name])
         value = Value(v.name, kind, tuple(shapes[v.name]))
         values.append(value if rule.native else e.f32(value))
-    results = list(rule.body(e, op, *spread(op, values)))
+    results = list(rule.body(e, op, *group_inputs(op, values)))
     outputs = []
     for variable, result in zip(op.outputs, results, strict=False):
         if variable is None:
@@ -75,23 +74,6 @@ def emit(op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]]
         outputs.append(info)
     graph = onnx.helper.make_graph(e.nodes, op.type, list(infos.values()), outputs, list(e.initializers.values()))
     return as_model(graph)
-
-
-def spread(op: Operator, inputs: list[Value | None]) -> list[Any]:
-    """Inputs of a gradient operator as its body takes them: ``x*`` and ``dy*`` as lists."""
-    reads = reads_of(op)
-    if reads is None:
-        return list(inputs)
-    count = int(op.attrs["n_inputs"]) if "x*" in reads else 0
-    rest = len(inputs) - sum(not r.endswith("*") for r in reads) - count
-    arguments: list[Any] = []
-    position = 0
-    for read in reads:
-        size = {"x*": count, "dy*": rest}.get(read, 1)
-        group = inputs[position : position + size]
-        arguments.append(group if read.endswith("*") else group[0])
-        position += size
-    return arguments
 
 
 def typed_feeds(model: onnx.ModelProto, values: dict[str, Array]) -> dict[str, Array]:

@@ -1,0 +1,184 @@
+"""Convolutions: gradients of Conv and ConvTranspose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.types import HALF
+
+from .window import Window, window_of
+
+#: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
+_MOST_TAPS = 32
+#: Fewer input channels than this leave a GEMM per position mostly idle; the positions then share one GEMM.
+_FEW_CHANNELS = 16
+#: Elements of the largest unfolded input (64 MiB in fp32).
+_MOST_UNFOLDED = 2**24
+
+
+@gradient("Conv", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
+def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[Any]:
+    """dX is the transposed convolution of dY, dW the correlation of X with dY, dB the sum of dY."""
+    group = int(op.attrs.get("group", 1))
+    window = window_of(op, _spatial(w), _spatial(x), _spatial(dy))
+    dx = window.scatter(e, dy, w, group) if e.wants(0) else None
+    dw = weight_gradient(e, x, dy, window, group) if e.wants(1) else None
+    return [dx, dw, _bias_gradient(e, dy)]
+
+
+@gradient("ConvTranspose", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
+def conv_transpose(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[Any]:
+    """ConvTranspose is the input gradient of a Conv from Y to X with the same weights; so dX is that Conv of dY."""
+    group = int(op.attrs.get("group", 1))
+    window = _transposed_window(op, x, w, dy)
+    dx = None
+    if e.wants(0):
+        # Rows that only output_padding made reach no input; a whole stride of them would add an output to Conv.
+        dx = e.op("Conv", _without_tail(e, dy, window), w, group=group, shape=x.shape, **window.attributes())
+    dw = weight_gradient(e, dy, x, window, group) if e.wants(1) else None
+    return [dx, dw, _bias_gradient(e, dy)]
+
+
+def _transposed_window(op: Operator, x: Value, w: Value, y: Value) -> Window:
+    """The window that slides over Y; padding is found from the sizes where the attributes leave it open."""
+    window = window_of(op, _spatial(w), _spatial(y), _spatial(x))
+    automatic = op.attrs.get("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER")
+    if not automatic and "output_shape" not in op.attrs:
+        return window
+    extra = op.attrs.get("output_padding") or [0] * window.rank
+    full = (
+        (n - 1) * s + p + k for n, s, p, k in zip(window.target, window.strides, extra, window.extent, strict=True)
+    )
+    total = [max(size - n, 0) for size, n in zip(full, window.source, strict=True)]
+    upper = op.attrs.get("auto_pad", "NOTSET") == "SAME_UPPER"
+    begin = tuple(p // 2 if upper else p - p // 2 for p in total)
+    return Window(window.kernel, window.strides, window.dilations, begin, window.source, window.target)
+
+
+def _without_tail(e: Emitter, y: Value, window: Window) -> Value:
+    if all(t < s for t, s in zip(window.tail, window.strides, strict=True)):
+        return y
+    assert y.shape is not None
+    ends = [n - t for n, t in zip(window.source, window.tail, strict=True)]
+    axes = range(2, 2 + window.rank)
+    cut: Value = e.op("Slice", y, e.ints(*[0] * window.rank), e.ints(*ends), e.ints(*axes), shape=(*y.shape[:2], *ends))
+    return cut
+
+
+def _bias_gradient(e: Emitter, dy: Value) -> Value | None:
+    assert dy.shape is not None
+    return e.reduce_sum(dy, [0, *range(2, len(dy.shape))]) if e.wants(2) else None
+
+
+def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """``dW[o, i, tap] = sum over n, p of dY[n, o, p] * X[n, i, p * stride + tap * dilation - begin]``.
+
+    ``x`` is [N, group * I, *source], ``dy`` [N, O, *target]; gives [O, I, *kernel]. Every form sums over batch
+    and positions inside one GEMM or Conv. Which one is a matter of speed (measured on CPU, one thread): a GEMM
+    per kernel position reaches the speed of GEMM alone from 16 input channels on; with fewer, one GEMM over all
+    positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes per position.
+    """
+    assert x.shape is not None
+    channels = x.shape[1] // group
+    taps = prod(window.kernel)
+    if taps > _MOST_TAPS:
+        return by_convolution(e, x, dy, window, group)
+    if group > 1:
+        return by_grouped_gemms(e, x, dy, window, group)
+    if channels >= _FEW_CHANNELS or taps == 1:
+        return by_gemms(e, x, dy, window)
+    if prod((x.shape[0], channels, taps, *window.target)) <= _MOST_UNFOLDED:
+        return by_unfolding(e, x, dy, window)
+    return by_convolution(e, x, dy, window, group)
+
+
+def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """One Conv of X with dY as its kernel, batch and channels exchanged; strides and dilations change roles."""
+    assert x.shape is not None and dy.shape is not None
+    batch, channels = x.shape[0], x.shape[1] // group
+    spatial = range(3, 3 + window.rank)
+    split = e.reshape(x, (batch, group, channels, *window.source))
+    x = e.reshape(e.transpose(split, [2, 1, 0, *spatial]), (channels, group * batch, *window.source))
+    swapped = [1, 0, *range(2, 2 + window.rank)]
+    sizes = [
+        (n + b + o - (t - 1) * s - 1) // d + 1
+        for n, b, o, t, s, d in zip(window.source, window.begin, window.end, window.target, window.strides,
+                                    window.dilations, strict=True)  # fmt: skip
+    ]
+    dw = e.op("Conv", x, e.transpose(dy, swapped), group=group, strides=list(window.dilations),
+              dilations=list(window.strides), pads=window.pads, shape=(channels, dy.shape[1], *sizes))  # fmt: skip
+    if tuple(sizes) != window.kernel:  # an unread tail of X looks like further kernel positions
+        axes = e.ints(*range(2, 2 + window.rank))
+        dw = e.op("Slice", dw, e.ints(*[0] * window.rank), e.ints(*window.kernel), axes,
+                  shape=(channels, dy.shape[1], *window.kernel))  # fmt: skip
+    return e.transpose(dw, swapped)
+
+
+def by_gemms(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """One GEMM [O, N * P] x [N * P, I] per kernel position. Channels last: each slice then copies whole rows."""
+    assert x.shape is not None and dy.shape is not None
+    channels, outputs, rank = x.shape[1], dy.shape[1], window.rank
+    positions = dy.shape[0] * prod(window.target)
+    last = window.pad(e, e.transpose(x, [0, *range(2, 2 + rank), 1]), 1)
+    left = e.reshape(e.transpose(dy, [1, 0, *range(2, 2 + rank)]), (outputs, positions))
+    parts = [e.MatMul(left, e.reshape(window.read(e, last, tap, 1), (positions, channels))) for tap in window.taps]
+    return _stacked(e, parts, (outputs, channels), window)
+
+
+def by_grouped_gemms(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """One GEMM per kernel position, batched over the groups."""
+    assert x.shape is not None and dy.shape is not None
+    channels, outputs = x.shape[1] // group, dy.shape[1] // group
+    positions = dy.shape[0] * prod(window.target)
+    swapped = [1, 0, *range(2, 2 + window.rank)]
+    first = e.transpose(window.pad(e, x, 2), swapped)
+    left = e.reshape(e.transpose(dy, swapped), (group, outputs, positions))
+    parts = []
+    for tap in window.taps:
+        rows = e.reshape(window.read(e, first, tap, 2), (group, channels, positions))
+        parts.append(e.MatMul(left, e.transpose(rows, [0, 2, 1])))
+    return _stacked(e, parts, (dy.shape[1], channels), window)
+
+
+def by_unfolding(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """The kernel positions beside each other as channels, then one GEMM.
+
+    Where values are 16 bit it contracts batch and positions at once; otherwise there is a product per image
+    (which needs no transposed copies) and their sum.
+    """
+    assert x.shape is not None and dy.shape is not None
+    batch, channels, outputs, rank = x.shape[0], x.shape[1], dy.shape[1], window.rank
+    positions, taps = prod(window.target), len(window.taps)
+    whole = x.dtype in HALF
+    if whole:
+        swapped = [1, 0, *range(2, 2 + rank)]
+        x, dy = e.transpose(x, swapped), e.transpose(dy, swapped)
+    padded = window.pad(e, x, 2)
+    shape = (channels, batch * positions) if whole else (batch, channels, positions)
+    unfolded = e.op("Concat", *(e.reshape(window.read(e, padded, tap, 2), shape) for tap in window.taps),
+                    axis=0 if whole else 1)  # fmt: skip
+    if whole:
+        dw = e.op("Gemm", e.reshape(dy, (outputs, batch * positions)), unfolded, transB=1)
+    else:
+        products = e.MatMul(e.reshape(dy, (batch, outputs, positions)), e.transpose(unfolded, [0, 2, 1]))
+        dw = e.reduce_sum(products, [0])
+    dw = e.transpose(e.reshape(dw, (outputs, taps, channels)), [0, 2, 1])
+    return e.reshape(dw, (outputs, channels, *window.kernel))
+
+
+def _stacked(e: Emitter, parts: Sequence[Value], shape: tuple[int, int], window: Window) -> Value:
+    """Matrices [O, I], one per kernel position, as [O, I, *kernel]."""
+    if len(parts) == 1:
+        return e.reshape(parts[0], (*shape, *window.kernel))
+    columns = [e.reshape(part, (*shape, 1)) for part in parts]
+    return e.reshape(e.op("Concat", *columns, axis=2), (*shape, *window.kernel))
+
+
+def _spatial(value: Value) -> tuple[int, ...]:
+    assert value.shape is not None
+    return value.shape[2:]
