@@ -43,7 +43,8 @@ class Steps:
         names = [p.tensor for p in [*lowered.fetches, *lowered.updates]]
         results = dict(zip(names, session.run(names, values), strict=True))
         self.state |= {p.variable: results[p.tensor] for p in lowered.updates}
-        return [results[p.tensor] for p in lowered.fetches]
+        fetched = {p.variable: results[p.tensor] for p in lowered.fetches}
+        return [fetched[v.name] for v in fetches]
 
     @property
     def level_name(self) -> str:
