@@ -96,22 +96,35 @@ class Window:
         assert padded.shape is not None
         starts = [t * d for t, d in zip(tap, self.dilations, strict=True)]
         ends = [b + (n - 1) * s + 1 for b, n, s in zip(starts, self.target, self.strides, strict=True)]
-        axes = range(first_axis, first_axis + self.rank)
-        if not any(starts) and set(self.strides) == {1} and all(padded.shape[a] == n for a, n in zip(axes, ends, strict=True)):
+        axes = slice(first_axis, first_axis + self.rank)
+        steps = [] if set(self.strides) == {1} else [e.ints(*self.strides)]
+        if not any(starts) and not steps and list(padded.shape[axes]) == ends:
             return padded
         shape = list(padded.shape)
-        shape[first_axis : first_axis + self.rank] = self.target
-        steps = [] if set(self.strides) == {1} else [e.ints(*self.strides)]
-        taken: Value = e.op("Slice", padded, e.ints(*starts), e.ints(*ends), e.ints(*axes), *steps, shape=shape)
+        shape[axes] = self.target
+        where = e.ints(*range(len(shape))[axes])
+        taken: Value = e.op("Slice", padded, e.ints(*starts), e.ints(*ends), where, *steps, shape=shape)
         return taken
 
     def scatter(self, e: Emitter, values: Value, weights: Value, group: int) -> Value:
         """Each window's value times the kernel, added up where the windows lie: ``[N, C, *source]``."""
         assert values.shape is not None and weights.shape is not None
-        shape = (values.shape[0], weights.shape[1] * group, *self.source)
-        result: Value = e.op("ConvTranspose", values, weights, group=group, output_padding=list(self.tail),
-                             shape=shape, **self.attributes())  # fmt: skip
-        return result
+        lead = (values.shape[0], weights.shape[1] * group)
+        common = [min(b, a) for b, a in zip(self.begin, self.end, strict=True)]
+        if e.place == "cpu" or (list(self.begin) == common and list(self.end) == common):
+            whole: Value = e.op("ConvTranspose", values, weights, group=group, output_padding=list(self.tail),
+                                shape=(*lead, *self.source), **self.attributes())  # fmt: skip
+            return whole
+        # CUDA has no ConvTranspose with asymmetric pads: take the padding that both sides share, cut the rest off.
+        cuts = [b - m for b, m in zip(self.begin, common, strict=True)]
+        sizes = [c + n + a - m for c, n, a, m in zip(cuts, self.source, self.end, common, strict=True)]
+        wide = e.op("ConvTranspose", values, weights, group=group, output_padding=list(self.tail),
+                    shape=(*lead, *sizes), strides=list(self.strides), dilations=list(self.dilations),
+                    pads=[*common, *common])  # fmt: skip
+        ends = [c + n for c, n in zip(cuts, self.source, strict=True)]
+        axes = range(2, 2 + self.rank)
+        cut: Value = e.op("Slice", wide, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))
+        return cut
 
 
 def window_of(op: Operator, kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:

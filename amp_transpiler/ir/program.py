@@ -47,6 +47,12 @@ class Program:
     ``startup`` is the program that initialises the persistable variables (None for a startup program).
     """
 
+    if TYPE_CHECKING:  # attached by passes.lowering, which lies above this module
+
+        def lower(self, place: Any, feed_shapes: dict[str, tuple[int, ...]] | None = None,
+                  fetches: Sequence[Variable] = ()) -> Any:  # fmt: skip
+            """The ONNX model that ``place`` runs."""
+
     def __init__(self, name: str = "main", startup: Program | None = None) -> None:
         self.graph: nx.MultiDiGraph = nx.MultiDiGraph()
         self.name = name
@@ -57,7 +63,7 @@ class Program:
         self.startup = startup
         #: The operator that holds this program as an attribute, for a nested graph.
         self.parent: Operator | None = None
-        self.seed = 0
+        self._seed = 0
         self._variables: dict[str, Variable] = {}
         self._operators: dict[int, Operator] = {}
         self._next_key = 0
@@ -96,7 +102,7 @@ class Program:
         return save(self, path, scope=scope, external_data=external_data)
 
     def verify(self) -> None:
-        """Check edges, names, producers, captures, element types and updates; GraphError with the first ten findings."""
+        """Check edges, names, producers, captures, element types, updates; GraphError with the first ten findings."""
         from .verify import verify
 
         verify(self)
@@ -124,6 +130,16 @@ class Program:
         while program.parent is not None:
             program = program.parent.program
         return program.info.opsets.get(domain, 1)
+
+    @property
+    def seed(self) -> int:
+        """What a startup program's random initialisers and its main program's masks follow from."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self._touch()  # a startup program that ran with another seed is compiled anew
 
     @property
     def version(self) -> int:
@@ -181,7 +197,8 @@ class Program:
                 if key in done:
                     continue
                 if key in open_:
-                    raise GraphError(f"program '{self.name}' has a cycle through operator '{self._operators[key].label}'")
+                    label = self._operators[key].label
+                    raise GraphError(f"program '{self.name}' has a cycle through operator '{label}'")
                 open_.add(key)
                 stack.append((key, True))
                 producers = {p.key for v in pred[key] if (p := nodes[v]["item"].producer) is not None}
@@ -307,7 +324,7 @@ class Program:
         self._touch()
 
     def replace_uses(self, old: Variable, new: Variable, where: Callable[[Operator], bool] | None = None) -> None:
-        """Let every reader of ``old`` (those for which ``where`` holds) read ``new`` instead, nested graphs included."""
+        """Let every reader of ``old`` (for which ``where`` holds) read ``new`` instead, nested graphs included."""
         for op, slot in old.readers:
             if where is not None and not where(op):
                 continue

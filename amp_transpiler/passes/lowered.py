@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
+from ..ir.files import write_model
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import HALF, NAMES
 
@@ -40,8 +41,6 @@ class Lowered:
 
     def to_onnx(self, path: str) -> None:
         """Write the model; it appears whole or not at all."""
-        from ..ir.files import write_model
-
         write_model(self.model, path)
 
 

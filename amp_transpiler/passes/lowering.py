@@ -9,15 +9,18 @@ as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 
-from ..errors import GraphError
+from ..errors import ArgumentError, GraphError
 from ..ir.emitter import Emitter, Value
 from ..ir.infer import Shapes, constant_array, type_proto
+from ..ir.inline import inline_functions
 from ..ir.opdef import body_of, group_inputs, lookup
 from ..ir.program import OWN, Operator, Program, Variable
+from ..ir.tensors import as_array, tensor_type, to_proto
 from ..ir.types import HALF, NAMES, ONNX_TYPES
 from .lowered import Lowered, Port, carrier_type, needed, rename_tensors, static
 from .opset import TARGET, convert_opset
@@ -43,8 +46,6 @@ def lower(
     names = [v.name for v in fetches]
     original = program
     if program.info.functions:
-        from ..ir.clone import inline_functions
-
         program = inline_functions(program)
     version = program.opset()
     if version != TARGET and ((version > TARGET and place == "cuda") or any(body_of(op) for op in program.walk())):
@@ -52,6 +53,32 @@ def lower(
         convert_opset(program)
     fetches = [program.var(name) for name in names]
     return _Lowering(program, place, feed_shapes or {}, fetches, updates).run()
+
+
+def _lower_program(
+    self: Program,
+    place: Any,
+    feed_shapes: dict[str, tuple[int, ...]] | None = None,
+    fetches: Sequence[Variable | str] = (),
+) -> Lowered:
+    """The ONNX model that ``place`` (CPUPlace() or CUDAPlace(0)) runs; neither needs a GPU.
+
+    ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetches`` (variables or
+    names) what the model returns beside the updated state, by default the program's outputs. The result's
+    ``to_onnx(path)`` writes the model. ArgumentError for an unknown feed, GraphError for an unknown
+    fetch or for a shape that has to be fixed and is not.
+    """
+    kind = getattr(place, "kind", None)
+    if kind not in ("cpu", "cuda"):
+        raise ArgumentError(f"lower takes a place, CPUPlace() or CUDAPlace(0), got {place!r}")
+    unknown = sorted(set(feed_shapes or {}) - {v.name for v in self.inputs})
+    if unknown:
+        known = ", ".join(v.name for v in self.inputs) or "none"
+        raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{self.name}'; its feeds are {known}")
+    return lower(self, kind, feed_shapes, [self.var(v) if isinstance(v, str) else v for v in fetches])
+
+
+setattr(Program, "lower", _lower_program)  # noqa: B010 - mypy refuses the plain assignment
 
 
 class _Lowering:
@@ -144,26 +171,14 @@ class _Lowering:
         return carrier
 
     def _constant(self, variable: Variable) -> Value:
-        data = variable.data
-        proto = data if isinstance(data, onnx.TensorProto) else onnx.numpy_helper.from_array(np.asarray(data))
-        shape = tuple(proto.dims)
-        if proto.data_type == ONNX_TYPES["bfloat16"] and not isinstance(data, onnx.TensorProto):
-            shape = tuple(np.shape(data))
-        dtype = NAMES[proto.data_type]
-        name = variable.name
-        stored = onnx.TensorProto()
+        """Constant content as an initializer; on CPU 16-bit content as the fp32 that carries it."""
+        dtype, shape = tensor_type(variable.data)
+        data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
         if self.cpu and dtype in HALF:
-            stored = onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(proto).astype(np.float32))
-            dtype = "float32"
-        elif proto.data_location == onnx.TensorProto.EXTERNAL:
-            from ..ir.onnx_in import tensor_array
-
-            stored = onnx.numpy_helper.from_array(tensor_array(variable))
-        else:
-            stored.CopyFrom(proto)
-        stored.name = name
-        self.e.initializers[name] = stored
-        return Value(name, dtype, shape)
+            dtype, data = "float32", as_array(data).astype(np.float32)
+        tensor = to_proto(data, variable.name)
+        self.e.initializers[variable.name] = tensor
+        return Value(variable.name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
         return self.shapes.value(variable) if self.shapes is not None else constant_array(variable)
