@@ -140,4 +140,4 @@ def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [e.Sub(dy, e.Mul(e.Exp(y), total))]
 
 
-exact("Relu", own("ReluGrad"))
+exact("Relu", "ThresholdedRelu", own("ReluGrad"), own("ThresholdedReluGrad"))

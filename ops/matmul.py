@@ -1,4 +1,4 @@
-"""MatMul and Gemm. Their gradients are matrix products in the element type of the operands.
+"""MatMul, Gemm and Einsum. Their gradients are matrix products in the element type of the operands.
 
 A product accumulates in fp32 and rounds once. So where a gradient sums over broadcast batch dimensions,
 these dimensions are folded into the contracted one: one product, never a sum of rounded ones.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..errors import GradientError
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import gradient
 from ..ir.program import Operator
@@ -100,3 +101,51 @@ def _product(e: Emitter, a: Value, trans_a: bool, b: Value, trans_b: bool, alpha
     if alpha != 1:
         return e.Gemm(a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b))
     return e.MatMul(_swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b)
+
+
+@gradient("Einsum", reads="x* dy0", native=True)
+def einsum(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
+    """The gradient of one operand is the Einsum of dy with the others, expanded over labels that only it has."""
+    terms, result, sizes = _equation(op, xs)
+    grads: list[Value | None] = []
+    for i, term in enumerate(terms):
+        if not e.wants(i):
+            grads.append(None)
+            continue
+        others = [j for j in range(len(xs)) if j != i]
+        labels = [result, *(terms[j] for j in others)]
+        kept = "".join(label for label in term if any(label in other for other in labels))
+        grads.append(_einsum_grad(e, i, labels, kept, [dy, *(xs[j] for j in others)], sizes, term))
+    return grads
+
+
+def _einsum_grad(e: Emitter, index: int, labels: list[str], kept: str, values: list[Value], sizes: dict[str, int],
+                 term: str) -> Value:  # fmt: skip
+    alone = any(sum(label in other for other in labels) == 1 and label not in kept for label in "".join(labels))
+    if len(values) > 2 or alone or values[0].dtype == "bfloat16":
+        # More than one product, or a sum over one operand, rounds in between; CUDA has no bfloat16 Einsum.
+        values = [e.f32(v) for v in values]
+    value = e.Einsum(*values, equation=f"{','.join(labels)}->{kept}", shape=[sizes[label] for label in kept])
+    if kept == term:
+        return value
+    value = e.reshape(value, [sizes[label] if label in kept else 1 for label in term])
+    shape = shape_of(e, index)
+    return e.Expand(value, e.ints(*shape), shape=shape)
+
+
+def _equation(op: Operator, xs: list[Value]) -> tuple[list[str], str, dict[str, int]]:
+    """Labels of each operand and of the result, and the size of each label."""
+    equation = str(op.attrs["equation"]).replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        result = "".join(sorted(label for label in set(left) - {","} if left.count(label) == 1))
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, xs, strict=True):
+        repeated = len(set(term)) != len(term)
+        if "." in term or repeated or any(sizes.setdefault(k, d) != d for k, d in zip(term, size_of(x), strict=True)):
+            raise GradientError(
+                f"'{op.label}': Einsum '{equation}' has an ellipsis, a label twice in one operand, or a label of two "
+                "sizes, which its gradient cannot express. Write it with MatMul, Transpose and Expand"
+            )
+    return terms, result, sizes

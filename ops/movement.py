@@ -236,8 +236,9 @@ def space_to_depth(e: Emitter, op: Operator, dy: Value) -> Grads:
 
 _MOVES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Trilu",
           "DepthToSpace", "SpaceToDepth")  # fmt: skip
-exact(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "ReverseSequence", "ScatterND",
-      "ScatterElements", "Compress", "TopK", "Unique")  # fmt: skip
+# Not the scatters: with reduction="add" they add.
+exact(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "ReverseSequence", "Compress", "TopK",
+      "Unique")  # fmt: skip
 exact(*(own(f"{_type}Grad") for _type in (*_MOVES, "Pad", "TopK")))
 
 no_gradient("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",

@@ -39,7 +39,8 @@ def emit(op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]]
     e = Emitter(place, OPSET)
     e.wanted = [v is not None for v in op.outputs]
     e.output_shapes = [
-        None if v is None or v.grad_of is None else tuple(int(str(d)) for d in v.grad_of.shape or ()) for v in op.outputs
+        None if v is None or v.grad_of is None else tuple(int(str(d)) for d in v.grad_of.shape or ())
+        for v in op.outputs
     ]
     e.reserve([v.name for v in op.inputs if v is not None] + [v.name for v in op.outputs if v is not None])
     infos: dict[str, onnx.ValueInfoProto] = {}

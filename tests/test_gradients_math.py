@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amp_transpiler.errors import GradientError
 from tests.gradcheck import check_forward, check_gradient, few, gradient_model, gradient_values
 
 Shape = tuple[int, ...]
@@ -233,3 +234,27 @@ def test_gemm(trans_a: int, trans_b: int, sizes: tuple[int, int, int], data: st.
              "beta": data.draw(st.sampled_from([1.0, 0.3]))}  # fmt: skip
     a, b = smooth(rng, (k, m) if trans_a else (m, k)), smooth(rng, (n, k) if trans_b else (k, n))
     check_gradient("Gemm", [a, b, *([] if c is None else [smooth(rng, c)])], attrs=attrs)
+
+
+@pytest.mark.parametrize(
+    "equation, sizes",
+    [
+        ("bhid,bhjd->bhij", [(2, 2, 3, 4), (2, 2, 3, 4)]),
+        ("ij,jk->ik", [(2, 3), (3, 4)]),
+        ("ij,jk", [(2, 3), (3, 4)]),
+        ("ij->ji", [(2, 3)]),
+        ("ij->i", [(2, 3)]),
+        ("ij,k->ik", [(2, 3), (4,)]),
+        ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 2)]),
+        ("i,i->", [(3,), (3,)]),
+    ],
+)
+def test_einsum(equation: str, sizes: list[Shape]) -> None:
+    rng = np.random.default_rng(0)
+    check_gradient("Einsum", [smooth(rng, size) for size in sizes], attrs={"equation": equation})
+
+
+@pytest.mark.parametrize("equation", ["ii->i", "...i->...i"])
+def test_einsum_that_is_refused(equation: str) -> None:
+    with pytest.raises(GradientError, match="Einsum"):
+        gradient_model("Einsum", [np.ones((2, 2))], "float32", "cpu", equation=equation)

@@ -136,6 +136,9 @@ class Emitter:
     def stored(self, value: Value, dtype: str) -> Value:
         """``value`` as a variable of type ``dtype`` is held at this place: rounded to 16 bit where that is 16 bit."""
         if self.place == "cpu" and dtype in HALF:
+            held = self.narrow.get(value.name)
+            if held is not None and held.dtype == dtype:
+                return value  # a body passed its input on
             narrow = self.cast(value, dtype)
             carrier = self.cast(narrow, "float32")
             self.narrow[carrier.name] = narrow

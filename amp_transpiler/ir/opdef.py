@@ -154,10 +154,10 @@ def group_inputs(op: Operator, inputs: Sequence[Value | None]) -> list[object]:
     if reads is None or not any(r.endswith("*") for r in reads):
         missing = 0 if reads is None else len(reads) - len(inputs)
         return [*inputs, *[None] * missing]
-    count = int(op.attrs["n_inputs"])
+    count = int(op.attrs["n_inputs"]) if "x*" in reads else 0
     result: list[object] = []
     position = 0
-    rest = len(inputs) - sum(1 for r in reads if not r.endswith("*")) - (count if "x*" in reads else 0)
+    rest = len(inputs) - sum(1 for r in reads if not r.endswith("*")) - count
     for read in reads:
         size = 1 if not read.endswith("*") else (count if read == "x*" else rest)
         group = inputs[position : position + size]
