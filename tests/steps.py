@@ -34,7 +34,9 @@ class Steps:
             options = ort.SessionOptions()
             options.intra_op_num_threads = 1
             options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_{self.level_name}")
-            session = ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(
+                lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
             self._sessions[key] = (lowered, session)
         lowered, session = self._sessions[key]
         values = {p.tensor: feeds[p.variable] for p in lowered.feeds}

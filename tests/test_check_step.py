@@ -237,7 +237,9 @@ def constant_condition(lowered: Lowered) -> None:
     (constant_condition, "follows no test for NaN"),
 ], ids=lambda item: getattr(item, "__name__", ""))  # fmt: skip
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_mutations_of_the_lowered_model_are_rejected(mutate: Callable[[Lowered], None], message: str, place: str) -> None:
+def test_mutations_of_the_lowered_model_are_rejected(
+    mutate: Callable[[Lowered], None], message: str, place: str
+) -> None:
     program = built()
     lowered = lower(program, place, {"x": (4, 3)})
     mutate(lowered)

@@ -12,12 +12,20 @@ from steps import Steps
 
 from amp_transpiler import nn
 from amp_transpiler import optimizer as optim
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, OrderError, PrecisionError
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    GradientError,
+    OrderError,
+    PrecisionError,
+    ScopeError,
+)
 from amp_transpiler.ir import context, names
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import OptimizerWithMixedPrecision, decorate
+from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
 ORACLE = Path(__file__).resolve().parent.parent.parent / "shared" / "oracle" / "paddle"
 Array = np.ndarray[Any, Any]
@@ -65,7 +73,9 @@ def paddles(case: dict[str, Any]) -> OptimizerWithMixedPrecision:
     o = case["optimizer"]
     made: dict[str, Any] = {
         "sgd": lambda: optim.SGD(o["lr"]),
-        "momentum": lambda: optim.Momentum(o["lr"], o["mu"], use_nesterov=o.get("nesterov", False), weight_decay=o.get("l2")),
+        "momentum": lambda: optim.Momentum(
+            o["lr"], o["mu"], use_nesterov=o.get("nesterov", False), weight_decay=o.get("l2")
+        ),
         "adam": lambda: optim.Adam(o["lr"], o["beta1"], o["beta2"], o["eps"]),
         "adamw": lambda: optim.AdamW(o["lr"], o["beta1"], o["beta2"], o["eps"], weight_decay=o["coeff"]),
         "lamb": lambda: optim.Lamb(o["lr"], o["weight_decay"], o["beta1"], o["beta2"], o["eps"]),
@@ -186,6 +196,88 @@ def test_state_written_by_the_forward_pass_is_gated_but_not_the_randomness_count
     assert changed == {"@rng_step", "num_good_steps_0", "num_bad_steps_0"}
     steps(good, [])
     assert all(steps.state[v.name].tobytes() != before[v.name] for v in main.updates if "batch_norm" in v.name)
+
+
+# -- amp_init ------------------------------------------------------------------------------------------------
+def pure(**options: Any) -> OptimizerWithMixedPrecision:
+    return decorate(optim.Adam(0.05, multi_precision=True), init_loss_scaling=128.0, use_pure_fp16=True, **options)
+
+
+def test_masters_start_from_unrounded_values() -> None:
+    """Paddle's recorded bits: after startup all fp32 and equal; amp_init rounds the parameter, not the master."""
+    if not ORACLE.is_dir():
+        pytest.skip("../shared/oracle is not here")
+    case = json.loads((ORACLE / "master_weight_init.json").read_text())["rewrite_master_weight=False"]
+    start = np.array(case["param_after_startup_f32"], np.float32)
+    main, startup = Program(), Program("startup")
+    with context.program_guard(main, startup), names.guard():
+        x = nn.data("x", [1, start.size], "float32")
+        w = nn.create_parameter([start.size, 1], name="fc_0.w_0", initializer=start[:, None])
+        optimizer = pure(use_fp16_guard=False)
+        optimizer.minimize(F.mean(x @ w), startup)
+    scope, place = Scope(), CPUPlace()
+    with pytest.raises(ScopeError, match="startup"):
+        optimizer.amp_init(place, scope)
+    Executor(place).run(startup, scope=scope)
+    assert scope.find_var("fc_0.w_0").dtype == scope.find_var("fc_0.w_0_fp32_master_0").dtype == np.float32
+    assert scope.find_var("fc_0.w_0").tobytes() == scope.find_var("fc_0.w_0_fp32_master_0").tobytes() == start.tobytes()
+    for _ in range(2):  # again changes nothing
+        optimizer.amp_init(place, scope)
+        assert scope.find_var("fc_0.w_0").view(np.uint16).reshape(-1).tolist() == case["param_bits_u16"]
+        master = np.array(case["master_after_amp_init"], np.float32)
+        assert scope.find_var("fc_0.w_0_fp32_master_0").tobytes() == master.tobytes()
+
+
+def forward_program() -> tuple[Program, Variable]:
+    test, startup = Program("test"), Program("test_startup")
+    with context.program_guard(test, startup), names.guard():
+        x = nn.data("x", [5, 3], "float32")
+        with context.fp16_guard():
+            w, b = nn.create_parameter([3, 2], name="w"), nn.create_parameter([2], name="b")
+            prediction = x @ w + b
+    return test, prediction
+
+
+@pytest.mark.parametrize(
+    "is_pure, use_fp16_test, rewritten", [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_amp_init_rewrites_the_test_program(is_pure: bool, use_fp16_test: bool, rewritten: bool) -> None:
+    net = Regression(pure() if is_pure else decorate(optim.SGD(0.1), init_loss_scaling=128.0))
+    scope, place = Scope(), CPUPlace()
+    executor = Executor(place)
+    executor.run(net.startup, scope=scope)
+    test, prediction = forward_program()
+    net.optimizer.amp_init(place, scope, test, use_fp16_test)
+    assert any(op.type == "Cast" for op in test.operators) == rewritten
+    feeds = {"x": X.astype(np.float32), "y": Y.astype(np.float32)}
+    loss, verdict = executor.run(net.main, feeds, [net.loss, net.optimizer.get_found_inf()], scope)
+    (shown,) = executor.run(test, {"x": feeds["x"]}, [prediction], scope)
+    expected = feeds["x"] @ scope.find_var("w").astype(np.float32) + scope.find_var("b").astype(np.float32)
+    assert np.isfinite(loss) and not verdict
+    assert np.allclose(shown.astype(np.float32), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_the_executor_skips_a_bad_step_and_goes_on() -> None:
+    net = Regression(pure(decr_every_n_nan_or_inf=1))
+    scope, place = Scope(), CPUPlace()
+    executor = Executor(place)
+    executor.run(net.startup, scope=scope)
+    net.optimizer.amp_init(place, scope)
+    found = net.optimizer.get_found_inf()
+    losses = []
+    for number in range(12):
+        before = {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+        x = np.full((5, 3), 6e4) if number == 4 else X
+        feeds = {"x": x.astype(np.float32), "y": Y.astype(np.float32)}
+        loss, verdict = executor.run(net.main, feeds, [net.loss, found], scope)
+        changed = {name for name, old in before.items() if scope.find_var(name).tobytes() != old}
+        assert bool(verdict[0]) == (number == 4)
+        if number == 4:
+            assert changed == {"loss_scaling_0", "num_good_steps_0"}
+        else:
+            assert {"w", "b", "w_fp32_master_0", "w_fp32_master_0_moment1_0", "adam_beta1_pow_acc_0"} <= changed
+            losses.append(float(np.ravel(loss)[0]))
+    assert losses[-1] < losses[0]
 
 
 # -- bfloat16 ------------------------------------------------------------------------------------------------

@@ -109,7 +109,9 @@ def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
         found.append((case, optimizer, adam64, moments | powers))
     for case in oracle("momentum_fp32.json")["cases"]:
         h = case["hyper"]  # rescale_grad: Paddle's CPU kernel ignores it, so do we
-        optimizer = optim.Momentum(h["lr"], h["mu"], use_nesterov=h["use_nesterov"], weight_decay=h["regularization_coeff"])
+        optimizer = optim.Momentum(
+            h["lr"], h["mu"], use_nesterov=h["use_nesterov"], weight_decay=h["regularization_coeff"]
+        )
         found.append((case, optimizer, momentum64, {"velocity": "p0_velocity_0"}))
     for case in oracle("sgd_lamb_lars_fp32.json")["cases"]:
         h = case["hyper"]
@@ -234,8 +236,8 @@ def test_a_bad_step_changes_no_bit(which: int, level: str, dtype: str) -> None:
 def test_every_state_is_persistable_and_initialised() -> None:
     training = Training(optim.Adam(multi_precision=True, beta1=0.5), [np.ones((2, 2), np.float32)], "float16")
     expected = {"p0": "float16", "p0_fp32_master_0": "float32", "p0_fp32_master_0_moment1_0": "float32",
-                "p0_fp32_master_0_moment2_0": "float32", "learning_rate_0": "float32", "adam_beta1_pow_acc_0": "float32",
-                "adam_beta2_pow_acc_0": "float32"}  # fmt: skip
+                "p0_fp32_master_0_moment2_0": "float32", "learning_rate_0": "float32",
+                "adam_beta1_pow_acc_0": "float32", "adam_beta2_pow_acc_0": "float32"}  # fmt: skip
     assert {v.name: v.dtype for v in training.main.variables if v.persistable} == expected
     assert {v.name for v in training.main.updates} == set(expected) - {"learning_rate_0"}
     assert training["adam_beta1_pow_acc_0"] == np.float32(0.5)
@@ -255,7 +257,9 @@ def test_clipping(clip: Any, expected: list[list[float]]) -> None:
 
 
 def test_decay_comes_after_clipping() -> None:
-    training = Training(optim.SGD(1.0, weight_decay=0.5, grad_clip=optim.ClipGradByValue(1.0)), [np.full(1, 8, np.float32)])
+    training = Training(
+        optim.SGD(1.0, weight_decay=0.5, grad_clip=optim.ClipGradByValue(1.0)), [np.full(1, 8, np.float32)]
+    )
     training.step([100.0])
     assert training["p0"][0] == 8 - (1 + 0.5 * 8)
 
@@ -310,7 +314,7 @@ def small_program() -> tuple[Program, Variable, Variable]:
 
 
 def test_losses_that_cannot_be_minimised() -> None:
-    main, w, loss = small_program()
+    main, w, _ = small_program()
     alone = main.add_input("alone", "float32", ())
     with pytest.raises(GradientError, match="scalar"):
         optim.SGD().minimize(w)
@@ -336,7 +340,7 @@ def test_a_program_is_minimised_once_and_needs_its_startup_program() -> None:
 
 
 def test_pairs_are_checked() -> None:
-    main, w, loss = small_program()
+    main, w, _ = small_program()
     grad = feed(main, "g", "float32", (2,))
     with pytest.raises(ArgumentError, match="empty"):
         optim.SGD().apply_gradients([])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
@@ -15,7 +15,10 @@ from ..passes.backward import append_backward, check_loss
 from ..passes.check_step import UNGATED, check_step
 from ..passes.pure import cast_model_to_fp16
 from ..passes.rewrite import rewrite_program
-from .base import Optimizer, ParamsGrads, checked_pairs, number
+from ..runtime.parameters import cast_parameters_to_fp16
+from ..runtime.place import Place
+from ..runtime.scope import Scope
+from .base import Names, Optimizer, ParamsGrads, checked_pairs, number
 from .scaling import check_finite_and_unscale, scaling_attributes, update_loss_scaling
 from .state import create_state, shared_name, startup_of
 
@@ -50,7 +53,9 @@ def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = N
     if isinstance(optimizer, OptimizerWithMixedPrecision):
         raise ArgumentError("decorate: this optimizer is decorated already")
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(f"decorate: optimizer is {optimizer!r}; expected one of amp.optimizer, such as amp.optimizer.Adam()")
+        raise ArgumentTypeError(
+            f"decorate: optimizer is {optimizer!r}; expected one of amp.optimizer, such as amp.optimizer.Adam()"
+        )
     if not isinstance(dtype, str) or dtype.lower() not in HALF:
         raise ArgumentError(f"decorate: dtype is {dtype!r}; expected 'float16' or 'bfloat16'")
     dtype = dtype.lower()
@@ -68,9 +73,13 @@ def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = N
     if dtype == "bfloat16" and scale == _DEFAULT_SCALE and steps == _DEFAULT_STEPS:
         scale, use_dynamic_loss_scaling = 1.0, False
     decorated = OptimizerWithMixedPrecision(
-        optimizer, amp_lists or AutoMixedPrecisionLists(dtype=dtype), scale,
-        steps if use_dynamic_loss_scaling else None, use_pure_fp16, use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
-    )  # fmt: skip
+        optimizer,
+        amp_lists or AutoMixedPrecisionLists(dtype=dtype),
+        scale,
+        steps if use_dynamic_loss_scaling else None,
+        use_pure_fp16,
+        use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
+    )
     if use_pure_fp16 and not optimizer.multi_precision:
         optimizer.warn_low_precision(f"use_pure_fp16 stores parameters in {dtype}")
     return decorated
@@ -109,7 +118,7 @@ class OptimizerWithMixedPrecision:
     # -- minimize and its two halves -----------------------------------------------------------------
     def minimize(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Collection[Variable | str] | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
+                 no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
         """Rewrite the program of ``loss`` (a float scalar) and append the whole training step.
 
         Returns the update operators and [(parameter, gradient)]; the gradients are those of the scaled
@@ -121,11 +130,13 @@ class OptimizerWithMixedPrecision:
 
     def backward(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Collection[Variable | str] | None = None) -> ParamsGrads:  # fmt: skip
+                 no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
         """Rewrite the program, scale the loss and append its gradients; returns [(parameter, scaled gradient)]."""
         if self._program is not None:
-            raise OrderError(f"this optimizer works on program '{self._program.name}' already; decorate another optimizer "
-                             "for another program")  # fmt: skip
+            raise OrderError(
+                f"this optimizer works on program '{self._program.name}' already; decorate another one for another "
+                "program"
+            )
         parameter_list = parameter_list or self._optimizer.parameter_list
         program = check_loss(loss, parameter_list, no_grad_set)
         startup = startup_of(program, startup_program)
@@ -155,7 +166,8 @@ class OptimizerWithMixedPrecision:
             grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._loss_scaling)
             _gate_forward_state(program, found_inf)
             if self._steps is not None:
-                update_loss_scaling([], found_inf, self._loss_scaling, *self._counters, **self._steps)
+                good, bad = self._counters
+                update_loss_scaling([], found_inf, self._loss_scaling, good, bad, **self._steps)
             pairs = [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]
             updates = self._optimizer._apply(pairs, startup, found_inf)
         self._found_inf = found_inf
@@ -168,7 +180,7 @@ class OptimizerWithMixedPrecision:
         return self.apply_gradients(params_grads)
 
     # -- after minimize ------------------------------------------------------------------------------
-    def amp_init(self, place: Any, scope: Any = None, test_program: Program | None = None,
+    def amp_init(self, place: Place, scope: Scope | None = None, test_program: Program | None = None,
                  use_fp16_test: bool = False) -> None:  # fmt: skip
         """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.
 
@@ -182,8 +194,6 @@ class OptimizerWithMixedPrecision:
         if not isinstance(test_program, (Program, type(None))):
             raise ArgumentTypeError(f"amp_init: test_program is {test_program!r}; expected a Program")
         if self._use_pure_fp16:
-            from ..runtime.parameters import cast_parameters_to_fp16
-
             cast_parameters_to_fp16(place, program, scope, self._to_fp16_var_names)
         if test_program is None:
             return

@@ -21,6 +21,7 @@ from .clip import GradientClip
 from .state import create_master, create_state, initial_value, owned_name, shared_name, startup_of, static_shape
 
 ParamsGrads = list[tuple[Variable, Variable]]
+Names = Collection[Variable | str]
 
 
 def number(owner: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
@@ -78,7 +79,7 @@ class Optimizer:
     # -- the steps of minimize -----------------------------------------------------------------------
     def minimize(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Collection[Variable | str] | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
+                 no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
         """Append the backward pass of ``loss`` (a float scalar) and the update of every parameter it depends on.
 
         New state is initialised in ``startup_program`` (default: that of the loss's program). Returns the
@@ -89,7 +90,7 @@ class Optimizer:
 
     def backward(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Collection[Variable | str] | None = None) -> ParamsGrads:  # fmt: skip
+                 no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
         """Append the gradients of ``loss``; returns [(parameter, gradient)]."""
         if not isinstance(loss, Variable):
             raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
@@ -114,8 +115,10 @@ class Optimizer:
             static_shape(parameter)
             initial_value(startup, parameter)
             if parameter in program.updates:
-                raise GraphError(f"parameter '{parameter.name}' of program '{program.name}' is updated already; minimize "
-                                 "a program once, or give each optimizer its own parameter_list")  # fmt: skip
+                raise GraphError(
+                    f"parameter '{parameter.name}' of program '{program.name}' is updated already; minimize a program "
+                    "once, or give each optimizer its own parameter_list"
+                )
         grads = [grad for _, grad in params_grads]
         with context.program_guard(program, startup), context.operator_role(UPDATE):
             if self.grad_clip is not None:
@@ -150,7 +153,9 @@ class Optimizer:
                 self.warn_low_precision(f"parameter '{parameter.name}' is {parameter.dtype}")
         prefix = (master or parameter).name
         accumulators = [
-            create_state(program, startup, owned_name(program, f"{prefix}_{kind}"), master_type(parameter.dtype), shape, 0)
+            create_state(
+                program, startup, owned_name(program, f"{prefix}_{kind}"), master_type(parameter.dtype), shape, 0
+            )
             for kind in layout.accumulators
         ]
         return [parameter, grad, *accumulators, master]
@@ -160,7 +165,7 @@ class Optimizer:
         if not self._warned:
             warnings.warn(f"{type(self).__name__} without multi_precision: {what}, so updates smaller than half of its "
                           "last digit are lost and training may stall. Pass multi_precision=True to the optimizer",
-                          UserWarning, stacklevel=4)  # fmt: skip
+                          UserWarning, stacklevel=3)  # fmt: skip
         self._warned = True
 
     # -- learning rate -------------------------------------------------------------------------------
@@ -175,7 +180,9 @@ class Optimizer:
         owner = type(self).__name__
         rate = number(owner, "learning_rate", value, 0)
         if self._rate is None:
-            raise OrderError(f"{owner}.set_lr before minimize: there is no learning rate to set yet; call minimize first")
+            raise OrderError(
+                f"{owner}.set_lr before minimize: there is no learning rate to set yet; call minimize first"
+            )
         scope = check_scope(scope)
         scope.find_var(self._rate.name)  # ScopeError: the startup program would overwrite what is set now
         scope.set_var(self._rate.name, np.array(rate, np.float32))
@@ -191,7 +198,9 @@ class Optimizer:
 def checked_pairs(params_grads: ParamsGrads) -> Program:
     """The program of [(parameter, gradient)]; errors for anything else, an empty list, a parameter given twice."""
     pairs = list(params_grads)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, Variable) for v in pair) for pair in pairs):
+    if not all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, Variable) for v in pair) for pair in pairs
+    ):
         raise ArgumentTypeError(f"params_grads must be a list of (parameter, gradient) variables, not {params_grads!r}")
     if not pairs:
         raise ArgumentError("params_grads is empty: there is no parameter to update")

@@ -118,10 +118,13 @@ class Lamb(_Adaptive):
     def __init__(self, learning_rate: float = 0.001, lamb_weight_decay: float = 0.01, beta1: float = 0.9,
                  beta2: float = 0.999, epsilon: float = 1e-6, parameter_list: Parameters = None,
                  grad_clip: GradientClip | None = None, exclude_from_weight_decay_fn: Choice = None,
-                 always_adapt: bool = False, multi_precision: bool = False, name: str | None = None) -> None:  # fmt: skip
+                 always_adapt: bool = False, multi_precision: bool = False,
+                 name: str | None = None) -> None:  # fmt: skip
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, lamb_weight_decay, grad_clip,
                          multi_precision, name)  # fmt: skip
-        self.exclude_from_weight_decay_fn = _choice("Lamb", "exclude_from_weight_decay_fn", exclude_from_weight_decay_fn)
+        self.exclude_from_weight_decay_fn = _choice(
+            "Lamb", "exclude_from_weight_decay_fn", exclude_from_weight_decay_fn
+        )
         self.always_adapt = bool(always_adapt)
 
     def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:

@@ -96,7 +96,10 @@ def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_los
 def scaling_attributes(owner: str, incr_every_n_steps: Any, decr_every_n_nan_or_inf: Any, incr_ratio: Any,
                        decr_ratio: Any) -> dict[str, Any]:  # fmt: skip
     """The four numbers of dynamic loss scaling, checked; ArgumentError names the one that is out of range."""
-    for name, value in (("incr_every_n_steps", incr_every_n_steps), ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)):
+    for name, value in (
+        ("incr_every_n_steps", incr_every_n_steps),
+        ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a whole number of steps, at least 1")
     for name, value in (("incr_ratio", incr_ratio), ("decr_ratio", decr_ratio)):
@@ -117,7 +120,9 @@ def _gradients(owner: str, grads: Any) -> Program:
         raise ArgumentError(f"{owner}: grads is empty; there is nothing to check")
     for grad in grads:
         if grad.dtype not in FLOATS:
-            raise ArgumentTypeError(f"{owner}: gradient '{grad.name}' is {grad.dtype}; expected {', '.join(sorted(FLOATS))}")
+            raise ArgumentTypeError(
+                f"{owner}: gradient '{grad.name}' is {grad.dtype}; expected {', '.join(sorted(FLOATS))}"
+            )
     return grads[0].program
 
 

@@ -47,7 +47,9 @@ def owned_name(program: Program, prefix: str) -> str:
     return f"{prefix}_{number}"
 
 
-def create_state(program: Program, startup: Program, name: str, dtype: str, shape: Sequence[int], value: float) -> Variable:
+def create_state(
+    program: Program, startup: Program, name: str, dtype: str, shape: Sequence[int], value: float
+) -> Variable:
     """A persistable variable filled with ``value`` by the startup program."""
     state = program.add_variable(name, dtype, shape, persistable=True)
     state.stop_gradient = True

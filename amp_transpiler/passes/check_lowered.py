@@ -38,7 +38,9 @@ def check_lowered(program: Program, lowered: Lowered) -> None:
         gates.found.append(f"gates follow {len(gates.verdicts)} verdicts: {', '.join(sorted(gates.verdicts))}")
     if gates.found:
         listed = "\n".join(f"  6: {violation}" for violation in dict.fromkeys(gates.found))
-        raise StepError(f"the lowered step of program '{program.name}' ({lowered.place}) breaks the step protocol:\n{listed}")
+        raise StepError(
+            f"the lowered step of program '{program.name}' ({lowered.place}) breaks the step protocol:\n{listed}"
+        )
 
 
 class _Gates:

@@ -101,7 +101,9 @@ class _Step:
         layout = LAYOUTS[op.type]
         for state, new in zip(layout.states(op.inputs), op.outputs, strict=False):
             if state is not None and (new is None or self.program.updates.get(state) is not new):
-                self._add(2, f"'{op.label}' ({op.type}) computes a new '{state.name}' that '{state.name}' does not take")
+                self._add(
+                    2, f"'{op.label}' ({op.type}) computes a new '{state.name}' that '{state.name}' does not take"
+                )
         for row in layout.read(op.inputs):
             self._row(op, row)
 
@@ -117,8 +119,8 @@ class _Step:
         elif raw.grad_of is not parameter:
             self._add(1, f"parameter '{parameter.name}' is updated with '{raw.name}', the gradient of another variable")
         if master is not None and (parameter.dtype not in HALF or master.dtype != "float32"):
-            self._add(5, f"the master weight '{master.name}' ({master.dtype}) of '{parameter.name}' ({parameter.dtype}) "
-                         "must be fp32, of a 16-bit parameter")  # fmt: skip
+            self._add(5, f"the master weight '{master.name}' ({master.dtype}) of '{parameter.name}' "
+                         f"({parameter.dtype}) must be fp32, of a 16-bit parameter")  # fmt: skip
 
     def _scaled_gradient(self, grad: Variable) -> Variable | None:
         """The scaled gradient that ``grad`` is the unscaled, perhaps clipped, form of."""
@@ -138,7 +140,9 @@ class _Step:
             self._add(4, f"{len(self.scalings)} operators update the loss scale")
         for op in self.scalings:
             if op.input(1) is not scale:
-                self._add(4, f"'{op.label}' moves '{_name(op.input(1))}', but gradients are divided by '{_name(scale)}'")
+                self._add(
+                    4, f"'{op.label}' moves '{_name(op.input(1))}', but gradients are divided by '{_name(scale)}'"
+                )
             for state, new in zip(op.inputs[1:4], op.outputs[:3], strict=True):
                 if state is None or new is None or self.program.updates.get(state) is not new:
                     self._add(4, f"'{_name(state)}' does not take the value that '{op.label}' computes for it")
@@ -146,7 +150,10 @@ class _Step:
             if attrs["incr_ratio"] < 1 or not 0 < attrs["decr_ratio"] <= 1:
                 self._add(4, f"'{op.label}' has ratios {attrs['incr_ratio']:g} and {attrs['decr_ratio']:g}")
             if attrs["incr_every_n_steps"] < 1 or attrs["decr_every_n_nan_or_inf"] < 1:
-                self._add(4, f"'{op.label}' has thresholds {attrs['incr_every_n_steps']} and {attrs['decr_every_n_nan_or_inf']}")
+                self._add(
+                    4,
+                    f"'{op.label}' has thresholds {attrs['incr_every_n_steps']} and {attrs['decr_every_n_nan_or_inf']}",
+                )
 
     # -- 2 -------------------------------------------------------------------------------------------
     def _states(self) -> None:
