@@ -152,12 +152,13 @@ def rng_state(program: Program, startup: Program | None = None) -> tuple[Variabl
     ``startup`` (default: ``program.startup``) sets them to its seed and to 0. Every run of the program
     advances the step by one, a step that is skipped for overflow included.
     """
-    if program.has_var(SEED):
+    if program.has_var(STEP):
         return program.var(SEED), program.var(STEP)
     startup = startup or program.startup
     if startup is None:
         startup = program.startup = Program(f"{program.name}_startup")
-    seed = program.add_variable(SEED, "uint32", (), persistable=True)
+    known = program.has_var(SEED)  # a clone for testing keeps the seed, but not the step
+    seed = program.var(SEED) if known else program.add_variable(SEED, "uint32", (), persistable=True)
     step = program.add_variable(STEP, "uint32", (), persistable=True)
     startup_seed(startup)
     if not startup.has_var(STEP):

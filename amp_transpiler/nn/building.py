@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from ..ir.types import ONNX_TYPES, element_type, numpy_dtype
 Input = Variable | np.ndarray | None
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGER = ("int64", "int32")
+_INFERENCE = re.compile(r".*\[\w*InferenceError\]\s*(\(op_type:[^)]*\):\s*)?", re.DOTALL)
 
 
 def append(call: str, type_: str, inputs: Sequence[Input], *, attrs: dict[str, Any] | None = None,
@@ -56,8 +58,8 @@ def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *,
         for variable in (*results, *made):
             program.remove_variable(variable)
         given = ", ".join(describe(item) for item in inputs if item is not None)
-        reason = str(error).rpartition("(op_type:")[2].partition("): ")[2] or str(error)
-        raise ArgumentError(f"{call}: {given} do not fit {type_}: {reason.strip()}") from None
+        reason = _INFERENCE.sub("", str(error))  # what onnx says, without its own name of the operator
+        raise ArgumentError(f"{call}: {given} do not fit {type_}: {reason}") from None
     for variable in results:
         variable.dtype, variable.shape = env.types.get(variable.key, (None, None))
     return results

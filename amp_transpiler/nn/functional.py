@@ -24,11 +24,11 @@ from .elementwise import (
 )
 from .losses import accuracy, cross_entropy, mse_loss
 from .manipulation import concat, flatten, gather, reshape, slice, split, squeeze, transpose, unsqueeze
-from .pooling import adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool2d, max_pool2d
+from .pooling import adaptive_avg_pool2d, avg_pool2d, global_avg_pool2d, global_max_pool2d, max_pool2d
 
 __all__ = [
-    "accuracy", "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "cast", "concat", "cross_entropy",
-    "dropout", "exp", "flatten", "gather", "gelu", "log", "log_softmax", "matmul", "max_pool2d", "mean", "mse_loss",
-    "pow", "relu", "reshape", "sigmoid", "slice", "softmax", "split", "sqrt", "squeeze", "sum", "tanh", "transpose",
-    "unsqueeze", "where",
+    "accuracy", "adaptive_avg_pool2d", "avg_pool2d", "cast", "concat", "cross_entropy", "dropout", "exp", "flatten",
+    "gather", "gelu", "global_avg_pool2d", "global_max_pool2d", "log", "log_softmax", "matmul", "max_pool2d", "mean",
+    "mse_loss", "pow", "relu", "reshape", "sigmoid", "slice", "softmax", "split", "sqrt", "squeeze", "sum", "tanh",
+    "transpose", "unsqueeze", "where",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from .building import FLOATING, append, check_window, fixed, pads, pair, variabl
 
 def _pool(call: str, type_: str, x: Variable, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
           **attrs: Any) -> Variable:  # fmt: skip
-    variable(call, "x", x, dtypes=FLOATING, rank=4)
+    _image(call, x)
     kernel = pair(call, "kernel_size", kernel_size)
     strides = kernel if stride is None else pair(call, "stride", stride)
     pad = pads(call, padding)
@@ -43,23 +43,29 @@ def avg_pool2d(x: Variable, kernel_size: int | Sequence[int], stride: int | Sequ
     return _pool("avg_pool2d", "AveragePool", x, kernel_size, stride, padding, ceil_mode, count_include_pad=include)
 
 
-def _adaptive(call: str, whole_type: str, window_type: str, x: Variable, output_size: Any) -> Variable:
-    variable(call, "x", x, dtypes=FLOATING, rank=4)
+def global_avg_pool2d(x: Variable) -> Variable:
+    """Mean over the whole image: [batch, channels, 1, 1]."""
+    return append("global_avg_pool2d", "GlobalAveragePool", [_image("global_avg_pool2d", x)])
+
+
+def global_max_pool2d(x: Variable) -> Variable:
+    """Maximum over the whole image: [batch, channels, 1, 1]."""
+    return append("global_max_pool2d", "GlobalMaxPool", [_image("global_max_pool2d", x)])
+
+
+def _image(call: str, x: Variable) -> Variable:
+    return variable(call, "x", x, dtypes=FLOATING, rank=4)
+
+
+def adaptive_avg_pool2d(x: Variable, output_size: int | Sequence[int] = 1) -> Variable:
+    """Mean over equal windows that give ``output_size``, which divides the image; all of it by default."""
+    call = "adaptive_avg_pool2d"
+    _image(call, x)
     wanted = pair(call, "output_size", output_size)
     if wanted == [1, 1]:
-        return append(call, whole_type, [x])
+        return append(call, "GlobalAveragePool", [x])
     sizes = [fixed(call, "x", x, 2), fixed(call, "x", x, 3)]
     if any(size % out for size, out in zip(sizes, wanted, strict=True)):
         raise ArgumentError(f"{call}: an image of {sizes} cannot be divided into {wanted} equal windows")
     kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
-    return append(call, window_type, [x], attrs={"kernel_shape": kernel, "strides": kernel})
-
-
-def adaptive_avg_pool2d(x: Variable, output_size: int | Sequence[int] = 1) -> Variable:
-    """Mean over equal windows that give ``output_size``; over the whole image by default."""
-    return _adaptive("adaptive_avg_pool2d", "GlobalAveragePool", "AveragePool", x, output_size)
-
-
-def adaptive_max_pool2d(x: Variable, output_size: int | Sequence[int] = 1) -> Variable:
-    """Maximum over equal windows that give ``output_size``; over the whole image by default."""
-    return _adaptive("adaptive_max_pool2d", "GlobalMaxPool", "MaxPool", x, output_size)
+    return append(call, "AveragePool", [x], attrs={"kernel_shape": kernel, "strides": kernel})

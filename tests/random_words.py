@@ -1,0 +1,43 @@
+"""The counter-based hash of ``amp_transpiler.ops.random`` again, in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+WEYL = 0x9E3779B9
+
+
+class Words:
+    """The hash in numpy, uint32 arithmetic that wraps."""
+
+    @staticmethod
+    def permute(x: Array, odd: int) -> Array:
+        return x * (x + x + np.uint32(odd % 2**32))
+
+    @staticmethod
+    def finish(x: Array, odd: int) -> Array:
+        x = x + (x >> np.uint32(16))
+        x = Words.permute(x, odd)
+        x = x + (x >> np.uint32(15))
+        return Words.permute(x, 1)
+
+    @staticmethod
+    def mix(word: int) -> int:
+        x = np.array([word % 2**32], np.uint32)
+        return int(Words.finish(Words.permute(x, 1), 1)[0])
+
+    @staticmethod
+    def keys(seed: int, step: int, stream: int) -> tuple[int, int]:
+        found = []
+        for start, stride in ((0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)):
+            found.append(Words.mix(Words.mix(seed + start) + step * stride))
+        return found[0] + Words.mix(stream), 2 * found[1] + 2 * Words.mix(stream ^ WEYL) + 1
+
+    @staticmethod
+    def bits(count: int, seed: int, step: int, stream: int) -> Array:
+        k1, k2 = Words.keys(seed, step, stream)
+        x = ((np.arange(count, dtype=np.uint64) * WEYL + k1 % 2**32) % 2**32).astype(np.uint32)
+        return Words.finish(Words.permute(x, 1), k2)
