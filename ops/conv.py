@@ -105,10 +105,10 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     split = e.reshape(x, (batch, group, channels, *window.source))
     x = e.reshape(e.transpose(split, [2, 1, 0, *spatial]), (channels, group * batch, *window.source))
     swapped = [1, 0, *range(2, 2 + window.rank)]
+    padded = [n + b + o for n, b, o in zip(window.source, window.begin, window.end, strict=True)]
     sizes = [
-        (n + b + o - (t - 1) * s - 1) // d + 1
-        for n, b, o, t, s, d in zip(window.source, window.begin, window.end, window.target, window.strides,
-                                    window.dilations, strict=True)  # fmt: skip
+        (n - (t - 1) * s - 1) // d + 1
+        for n, t, s, d in zip(padded, window.target, window.strides, window.dilations, strict=True)
     ]
     dw = e.op("Conv", x, e.transpose(dy, swapped), group=group, strides=list(window.dilations),
               dilations=list(window.strides), pads=window.pads, shape=(channels, dy.shape[1], *sizes))  # fmt: skip

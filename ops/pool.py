@@ -109,8 +109,8 @@ def _check_automatic_padding(op: Operator, window: Window) -> None:
     if op.attrs.get("auto_pad", "NOTSET").startswith("SAME") and (apart or set(window.dilations) != {1}):
         raise GraphError(
             f"the gradient of '{op.label}' (AveragePool with auto_pad={op.attrs['auto_pad']}, kernel_shape "
-            f"{list(window.kernel)}, strides {list(window.strides)}, dilations {list(window.dilations)}) is not defined: "
-            "ONNX and onnxruntime pad it differently. Give the padding as pads"
+            f"{list(window.kernel)}, strides {list(window.strides)}, dilations {list(window.dilations)}) is not "
+            "defined: ONNX and onnxruntime pad it differently. Give the padding as pads"
         )
 
 
@@ -128,7 +128,7 @@ def _counts(op: Operator, window: Window) -> np.ndarray:
         reads = starts[:, None] + np.arange(window.kernel[axis]) * window.dilations[axis]
         low, high = (-begin, window.source[axis] + end) if include else (0, window.source[axis])
         counts = np.multiply.outer(counts, ((reads >= low) & (reads < high)).sum(1))
-    return counts if counts.min() != counts.max() else counts.flat[0]
+    return counts if counts.min() != counts.max() else np.asarray(counts.max())
 
 
 @gradient("GlobalAveragePool", "dy0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.program import Operator
@@ -75,7 +76,7 @@ class Window:
             and self.source == tuple(k * t for k, t in zip(self.kernel, self.target, strict=True))
         )
 
-    def attributes(self) -> dict[str, list[int]]:
+    def attributes(self) -> dict[str, Any]:
         """Strides, dilations and padding as attributes of Conv."""
         return {"strides": list(self.strides), "dilations": list(self.dilations), "pads": self.pads}
 

@@ -15,6 +15,11 @@ from onnx.reference.op_run import OpRun
 Array = np.ndarray[Any, Any]
 
 
+def everywhere(conditions: list[Array]) -> Array:
+    """Where all of these conditions, one an axis, hold."""
+    return np.all(np.broadcast_arrays(*conditions), axis=0)
+
+
 class _Windowed(OpRun):
     """Attributes of a sliding window, and the input index that each output position reads at each tap."""
 
@@ -67,7 +72,7 @@ class MaxPool(_Windowed):
         where = np.zeros(best.shape, np.int64)
         first = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *[1] * len(spatial)) * int(np.prod(spatial))
         for _tap, at in self.taps(spatial, kernel, outs, begins):
-            inside = np.all(np.broadcast_arrays(*[(a >= 0) & (a < n) for a, n in zip(at, spatial, strict=True)]), axis=0)
+            inside = everywhere([(a >= 0) & (a < n) for a, n in zip(at, spatial, strict=True)])
             at = tuple(np.clip(a, 0, n - 1) for a, n in zip(at, spatial, strict=True))
             values = np.where(inside, x[(slice(None), slice(None), *at)].astype(np.float64), -np.inf)
             flat = first + sum(a * int(np.prod(spatial[i + 1 :])) for i, a in enumerate(at))
@@ -84,10 +89,8 @@ class AveragePool(_Windowed):
         total, count = np.zeros((*x.shape[:2], *outs)), np.zeros(outs)
         include = bool(getattr(self, "count_include_pad", 0))
         for _tap, at in self.taps(spatial, kernel, outs, begins):
-            inside = np.all(np.broadcast_arrays(*[(a >= 0) & (a < n) for a, n in zip(at, spatial, strict=True)]), axis=0)
-            padded = np.all(
-                np.broadcast_arrays(*[a < n + end for a, n, end in zip(at, spatial, ends, strict=True)]), axis=0
-            )
+            inside = everywhere([(a >= 0) & (a < n) for a, n in zip(at, spatial, strict=True)])
+            padded = everywhere([a < n + end for a, n, end in zip(at, spatial, ends, strict=True)])
             at = tuple(np.clip(a, 0, n - 1) for a, n in zip(at, spatial, strict=True))
             total += np.where(inside, x[(slice(None), slice(None), *at)].astype(np.float64), 0.0)
             count += padded if include else inside
@@ -125,7 +128,8 @@ class ConvTranspose(_Windowed):
                 extra: list[int]) -> tuple[list[int], list[int]]:  # fmt: skip
         pads, asked = self.numbers("pads", 2 * rank, 0), getattr(self, "output_shape", None)
         auto_pad = getattr(self, "auto_pad", None) or "NOTSET"
-        full = [s * (n - 1) + p + (k - 1) * d + 1 for s, n, p, k, d in zip(strides, ins, extra, kernel, dilations, strict=True)]
+        reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+        full = [s * (n - 1) + p + r for s, n, p, r in zip(strides, ins, extra, reach, strict=True)]
         if asked is None and not auto_pad.startswith("SAME"):
             pads = pads if auto_pad == "NOTSET" else [0] * 2 * rank
             return [f - pads[i] - pads[rank + i] for i, f in enumerate(full)], pads[:rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ def sliding(draw: st.DrawFn, rank: int, *, pools: bool = False, automatic: bool 
             attrs["dilations"] = dilations = [1] * rank
             attrs["strides"] = [min(s, k + 1) for s, k in zip(strides, kernel, strict=True)]
     else:
-        attrs["pads"] = [min(p, k - 1) if pools else p for p, k in zip(each(0, 2) + each(0, 2), kernel * 2, strict=True)]
+        limits = [k - 1 if pools else 2 for k in kernel]
+        attrs["pads"] = [min(*pair) for pair in zip(each(0, 2) + each(0, 2), limits * 2, strict=True)]
     spatial = [(k - 1) * d + 1 + n for k, d, n in zip(kernel, dilations, each(0, 4), strict=True)]
     if pools:
         attrs["kernel_shape"] = kernel
@@ -113,18 +114,22 @@ def test_every_form_of_the_weight_gradient_agrees(window: Sliding, seed: int) ->
             e.reserve(["x", "dy"])
             dw = form(e, Value("x", dtype, x.shape), Value("dy", dtype, dy.shape), geometry, 1)
             assert dw.shape == (3, 2, *window.kernel)
-            graph = onnx.helper.make_graph(e.nodes, name, [tensor_info("x", dtype, x.shape), tensor_info("dy", dtype, dy.shape)],
-                                           [tensor_info(dw.name, dtype, dw.shape)], list(e.initializers.values()))  # fmt: skip
-            results[name] = run_reference(as_model(graph), {"x": x.astype(dtype), "dy": dy.astype(dtype)})[0]
-            scale = np.abs(results["convolution"]).max() + 1
-            np.testing.assert_allclose(results[name], results["convolution"], rtol=0, atol=tolerance * scale, err_msg=name)
+            infos = [tensor_info("x", dtype, x.shape), tensor_info("dy", dtype, dy.shape)]
+            out = tensor_info(dw.name, dtype, dw.shape)
+            model = as_model(onnx.helper.make_graph(e.nodes, name, infos, [out], list(e.initializers.values())))
+            results[name] = run_reference(model, {"x": x.astype(dtype), "dy": dy.astype(dtype)})[0]
+            expected = results["convolution"]
+            atol = tolerance * (np.abs(expected).max() + 1)
+            np.testing.assert_allclose(results[name], expected, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @few
 @given(data=st.data(), groups=st.sampled_from([1, 2]), channels=st.integers(1, 3), outputs=st.integers(1, 2),
        bias=st.booleans(), seed=seeds)  # fmt: skip
-def test_conv_transpose(rank: int, data: st.DataObject, groups: int, channels: int, outputs: int, bias: bool, seed: int) -> None:
+def test_conv_transpose(
+    rank: int, data: st.DataObject, groups: int, channels: int, outputs: int, bias: bool, seed: int
+) -> None:
     strides, dilations = (data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank)) for _ in range(2))
     kernel, spatial = (data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank)) for _ in range(2))
     attrs: dict[str, Any] = {"strides": strides, "dilations": dilations, "group": groups}
@@ -208,10 +213,11 @@ def test_the_pools_that_are_differentiated_are_those_of_onnxruntime(
 def _assert_same_forward(type_: str, inputs: list[np.ndarray], attrs: dict[str, Any], outputs: int = 1) -> None:
     names = [f"x{i}" for i in range(len(inputs))]
     node = onnx.helper.make_node(type_, names, [f"y{i}" for i in range(outputs)], **attrs)
-    graph = onnx.helper.make_graph([node], type_, [tensor_info(n, "float32", a.shape) for n, a in zip(names, inputs, strict=True)],
-                                   [onnx.helper.make_empty_tensor_value_info(name) for name in node.output])  # fmt: skip
     fed = {n: a.astype(np.float32) for n, a in zip(names, inputs, strict=True)}
-    for ours, theirs in zip(run_reference(as_model(graph), fed), run_cpu(as_model(graph), fed), strict=True):
+    infos = [tensor_info(n, "float32", a.shape) for n, a in fed.items()]
+    outs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output]
+    model = as_model(onnx.helper.make_graph([node], type_, infos, outs))
+    for ours, theirs in zip(run_reference(model, fed), run_cpu(model, fed), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -250,12 +256,13 @@ def test_batch_normalization(training: int, mixed: bool, shape: tuple[int, ...],
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
 @few
-@given(shape=st.lists(st.integers(2, 4), min_size=1, max_size=4), bias=st.booleans(), data=st.data(), seed=seeds)
+@given(shape=st.lists(st.integers(3, 5), min_size=1, max_size=4), bias=st.booleans(), data=st.data(), seed=seeds)
 def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st.DataObject, seed: int) -> None:
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     tail = tuple(shape[axis:])
     inputs = normal(seed, tuple(shape), tail, tail)[: 3 if bias else 2]
-    check_gradient("LayerNormalization", inputs, attrs={"axis": axis, "epsilon": 1e-3}, keep_fp32=(1, 2) if mixed else ())
+    check_gradient("LayerNormalization", inputs, attrs={"axis": axis, "epsilon": 1e-2},
+                   keep_fp32=(1, 2) if mixed else ())  # fmt: skip
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
