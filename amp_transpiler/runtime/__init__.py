@@ -1,7 +1,20 @@
 """Running programs: places, scopes, executors, and the parameters and models that live in them."""
 
 from .executor import Executor, MemoryReport
+from .inference import load_inference_model, save_inference_model
+from .parameters import cast_parameters_to_fp16
 from .place import CPUPlace, CUDAPlace
 from .scope import Scope, global_scope, scope_guard
 
-__all__ = ["CPUPlace", "CUDAPlace", "Executor", "MemoryReport", "Scope", "global_scope", "scope_guard"]
+__all__ = [
+    "CPUPlace",
+    "CUDAPlace",
+    "Executor",
+    "MemoryReport",
+    "Scope",
+    "cast_parameters_to_fp16",
+    "global_scope",
+    "load_inference_model",
+    "save_inference_model",
+    "scope_guard",
+]

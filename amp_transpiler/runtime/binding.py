@@ -158,8 +158,15 @@ class Step:
         except Exception as error:  # onnxruntime's errors have no common base class
             self._forget_bindings()
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {plain_message(error)}"
+                f"onnxruntime failed while it ran program '{self.program}': {plain_message(error)}{self._half_done()}"
             ) from None
+
+    def _half_done(self) -> str:
+        names = [update.name for update in self.updates if not update.refusal]
+        if not names:
+            return ""
+        some = ", ".join(f"'{name}'" for name in names[:3]) + (" …" if len(names) > 3 else "")
+        return f". Variables that are updated in place may have been updated before it failed: {some}"
 
     def _forget_bindings(self) -> None:
         for state in self.states.all:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
 from ..ir.program import Program, Shape, Variable
 from ..ir.types import element_type, numpy_dtype
 from . import tensors
-from .scope import literal
+from .scope import literal, near_names
 
 #: Python numbers, which take the declared element type.
 _LITERALS = (bool, int, float, list, tuple)
@@ -107,10 +106,7 @@ class Feeds:
                 how = ("a persistable variable: set it with scope.set_var" if self.variables[name]
                        else "computed by the program; it cannot be fed")  # fmt: skip
                 raise FeedError(f"feed '{name}' is no input of program '{self.program}' but {how}")
-            near = difflib.get_close_matches(name, [*missing, *self.feeds], 3)
-            hint = (
-                f"did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else f"it has {_names(self.feeds)}"
-            )
+            hint = near_names(name, [*missing, *self.feeds]) or f"it has {_names(self.feeds)}"
             raise FeedError(f"program '{self.program}' has no input '{name}'; {hint}")
         if missing:
             given = f"given were {_names(feed)}" if feed else "nothing was fed"

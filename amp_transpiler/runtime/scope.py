@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,12 +61,7 @@ class Scope:
     def _require(self, name: str) -> Any:
         value = self._values.get(name)
         if value is None:
-            near = difflib.get_close_matches(str(name), self._values, 3)
-            hint = (
-                f"did you mean {', '.join(map(repr, near))}?"
-                if near
-                else "run the startup program first, into this scope"
-            )
+            hint = near_names(str(name), self._values) or "run the startup program first, into this scope"
             raise ScopeError(f"no variable '{name}' in the scope ({len(self._values)} variables); {hint}")
         return value
 
@@ -84,6 +79,13 @@ class Scope:
         return f"<Scope: {len(self._values)} variables>"
 
 
+def near_names(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` for a misspelt name; "" where no known one comes near."""
+    by_case = {other.casefold(): other for other in known}
+    near = [by_case[match] for match in difflib.get_close_matches(name.casefold(), by_case, 3)]
+    return f"did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
 def literal(value: Any, dtype: str | None, what: str) -> np.ndarray:
     """Python numbers as an array of ``dtype`` (None: numpy's choice); ArgumentError where they do not fit it."""
     try:
@@ -98,9 +100,8 @@ def literal(value: Any, dtype: str | None, what: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         array = natural.astype(target)
         if dtype.startswith(("int", "uint")):
-            limits = ml_dtypes.iinfo(target)
-            whole = natural.dtype.kind != "f" or bool(np.all(natural == np.trunc(natural)))
-            fits = whole and int(limits.min) <= natural.min() and natural.max() <= int(limits.max)
+            fits = _whole(natural, ml_dtypes.iinfo(target))
+            array = np.asarray(value, target) if fits else array  # ``natural`` may hold large integers as floats
         elif dtype == "bool":
             fits = bool(np.all((natural == 0) | (natural == 1)))
         else:
@@ -108,6 +109,13 @@ def literal(value: Any, dtype: str | None, what: str) -> np.ndarray:
     if not fits:
         raise ArgumentError(f"{what}: {value!r:.80} does not fit {dtype}")
     return array
+
+
+def _whole(array: np.ndarray, limits: Any) -> bool:
+    """Whether every element is an integer between the limits."""
+    if not np.all(np.isfinite(array)) or not np.all(array == np.trunc(array)):
+        return False
+    return int(limits.min) <= int(array.min()) and int(array.max()) <= int(limits.max)
 
 
 _global: list[Scope] = [Scope()]

@@ -1,0 +1,133 @@
+"""Models for serving: the part of a program that computes the fetches from the feeds, with its parameters, as ONNX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
+from ..ir import context
+from ..ir.program import OWN, Program, Variable
+from ..passes.lowered import needed
+from .executor import Executor
+from .scope import Scope, check_scope
+
+Variables = Sequence[Variable | str]
+
+
+def save_inference_model(path: str | os.PathLike[str], feed_vars: Variables, fetch_vars: Variables, executor: Executor,
+                         program: Program | None = None, *, scope: Scope | None = None) -> None:  # fmt: skip
+    """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
+
+    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms;
+    onnxruntime alone loads it. ``feed_vars`` are inputs of ``program`` (default: the program of the first fetch
+    variable, else the current main program), by variable or name; a training program is turned into its form for
+    evaluation first.
+
+    ArgumentError where a feed is missing or not needed, or a fetch is nothing that the program computes; ScopeError
+    where the scope lacks a parameter; GraphError where it holds another type than the program declares;
+    ModelFileWriteError where the file cannot be written.
+    """
+    if not isinstance(executor, Executor):
+        raise ArgumentTypeError(f"save_inference_model takes an Executor as fourth argument, got {executor!r}")
+    feeds, fetches = _names(feed_vars, "feed_vars"), _names(fetch_vars, "fetch_vars")
+    if not fetches:
+        raise ArgumentError("save_inference_model: fetch_vars is empty; name what the model is to compute")
+    if program is None:
+        first = fetch_vars[0]
+        program = first.program if isinstance(first, Variable) else context.default_main_program()
+    scope = check_scope(scope)
+    pruned = _pruned(program, feeds, fetches)
+    missing = [v.name for v in pruned.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ScopeError(
+            f"parameter '{missing[0]}'{more} of program '{program.name}' is not in the scope; run its startup program "
+            "first, into this scope"
+        )
+    pruned.to_onnx(path, scope=scope)
+
+
+def load_inference_model(path: str | os.PathLike[str], executor: Executor, *,
+                         scope: Scope | None = None) -> tuple[Program, list[str], list[Variable]]:  # fmt: skip
+    """The program of a model file, the names of its feeds, and its fetch variables; parameters go into ``scope``.
+
+    They replace variables of the same names there: give the model a scope of its own (``scope_guard(Scope())``, or
+    ``scope=``) where others must stay. ModelFileError and GraphError as :meth:`Program.from_onnx`.
+    """
+    if not isinstance(executor, Executor):
+        raise ArgumentTypeError(f"load_inference_model takes an Executor as second argument, got {executor!r}")
+    program = Program.from_onnx(path)
+    if program.startup is not None:
+        executor.run(program.startup, scope=check_scope(scope))
+    return program, [v.name for v in program.inputs], list(program.outputs)
+
+
+def _names(variables: Variables, what: str) -> list[str]:
+    if isinstance(variables, (str, Variable)) or not isinstance(variables, Sequence):
+        raise ArgumentTypeError(f"{what} is a list of variables or names, got {variables!r}; write [{variables!r}]")
+    names = [v.name if isinstance(v, Variable) else v for v in variables]
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ArgumentTypeError(f"{what} holds variables or names, got {wrong!r}")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ArgumentError(f"{what} names '{twice}' twice")
+    return names
+
+
+def _pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
+    """A copy for evaluation that has these inputs and outputs, and nothing that they do not need."""
+    for name in (*feeds, *fetches):
+        _check_known(program, name)
+    program = program.clone(for_test=True)
+    for name in (*feeds, *fetches):
+        if not program.has_var(name):
+            raise ArgumentError(
+                f"variable '{name}' serves only the training of program '{program.name}'; a served model computes "
+                "forward values"
+            )
+    outputs = [program.var(name) for name in fetches]
+    for variable in outputs:
+        if variable.producer is None:
+            kind = "a parameter" if variable.persistable else "an input" if variable.is_input else "a constant"
+            raise ArgumentError(
+                f"fetch_vars: '{variable.name}' is {kind} of program '{program.name}'; nothing computes it"
+            )
+    kept = needed(program, outputs)
+    foreign = next((op for op in kept if op.domain == OWN), None)
+    if foreign is not None:
+        raise GraphError(
+            f"operator '{foreign.label}' ({foreign.full_type}) of program '{program.name}' is this package's own; "
+            "onnxruntime alone cannot serve it"
+        )
+    _check_feeds(program, feeds, {v.name for op in kept for v in (*op.inputs, *op.captures) if v is not None})
+    keys = {op.key for op in kept}
+    for op in reversed(program.operators):
+        if op.key not in keys:
+            program.remove_operator(op)
+    program.inputs = [program.var(name) for name in feeds]
+    program.outputs = outputs
+    for variable in list(program.variables):
+        if not program.graph.degree(variable.key):
+            program.remove_variable(variable)
+    return program
+
+
+def _check_known(program: Program, name: str) -> None:
+    try:
+        program.var(name)
+    except GraphError as error:
+        raise ArgumentError(f"save_inference_model: {error}") from None
+
+
+def _check_feeds(program: Program, feeds: list[str], read: set[str]) -> None:
+    inputs = {v.name: v for v in program.inputs}
+    for name in feeds:
+        if name not in inputs:
+            raise ArgumentError(f"feed_vars: '{name}' is no input of program '{program.name}'")
+        if name not in read:
+            raise ArgumentError(f"feed_vars: '{name}' is not needed for what is fetched; leave it out")
+    for name, variable in inputs.items():
+        if name in read and name not in feeds and variable.data is None:
+            raise ArgumentError(f"feed_vars: what is fetched needs the input '{name}' of program '{program.name}' too")

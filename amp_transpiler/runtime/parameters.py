@@ -1,0 +1,81 @@
+"""Stored parameters in the precision that a rewritten program declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
+from ..ir.program import Program, Variable
+from ..ir.types import FLOATS, HALF, numpy_dtype
+from . import tensors
+from .place import Place, check_place
+from .scope import Scope, check_scope, near_names
+
+
+def cast_parameters_to_fp16(place: Place, program: Program, scope: Scope | None = None,
+                            to_fp16_var_names: Iterable[str] | None = None) -> None:  # fmt: skip
+    """Round values in ``scope`` (default: the global one) to the 16-bit types that ``program`` declares.
+
+    ``to_fp16_var_names`` are those to round, as ``cast_model_to_fp16`` returned them: names that ``program`` does not
+    have are left out, those that it declares in fp32 stay; None takes every persistable variable of 16 bit. Values
+    are rounded to the nearest, ties to even, and put on ``place``; those of the right type already stay as they are.
+    All are checked before any is written: PrecisionError names a parameter with a finite value beyond the format,
+    and its largest value; ScopeError a variable without a value.
+    """
+    place = check_place(place, "cast_parameters_to_fp16")
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"cast_parameters_to_fp16 takes a program, got {program!r}")
+    scope = check_scope(scope)
+    rounded = {v.name: _rounded(v, scope) for v in _chosen(program, to_fp16_var_names)}
+    values = {name: tensors.from_array(array, place) for name, array in rounded.items() if array is not None}
+    scope._values.update(values)
+
+
+def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:
+    stored = [v for v in program.variables if v.persistable]
+    if names is None:
+        return [v for v in stored if v.dtype in HALF]
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise ArgumentTypeError(f"to_fp16_var_names is a set of names, got {names!r}")
+    wanted = set(names)
+    found = [v for v in stored if v.name in wanted]
+    if wanted and not found:
+        name = min(map(str, wanted))
+        hint = near_names(name, [v.name for v in stored])
+        raise ArgumentError(
+            f"to_fp16_var_names: program '{program.name}' stores none of these variables ('{name}' …); {hint}".rstrip(
+                "; "
+            )
+        )
+    return [v for v in found if v.dtype in HALF]
+
+
+def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
+    """The value in the variable's type; None where it has it already."""
+    value: Any = scope._values.get(variable.name)
+    if value is None:
+        raise ScopeError(
+            f"variable '{variable.name}' of program '{variable.program.name}' is not in the scope; run its startup "
+            "program first, into this scope"
+        )
+    found = tensors.dtype_of(value)
+    if found == variable.dtype:
+        return None
+    if found not in FLOATS:
+        raise PrecisionError(
+            f"variable '{variable.name}' is {found} in the scope and cannot be rounded to {variable.dtype}"
+        )
+    array = tensors.to_array(value)
+    with np.errstate(over="ignore"):
+        rounded = array.astype(numpy_dtype(str(variable.dtype)))
+    finite = np.isfinite(array)
+    if not np.array_equal(np.isfinite(rounded), finite):
+        largest = float(np.abs(array[finite]).max())
+        raise PrecisionError(
+            f"parameter '{variable.name}' does not fit {variable.dtype}: its largest value is {largest:g}. Keep what "
+            "reads it in fp32 (custom_black_varnames, or outside fp16_guard), or use bfloat16; nothing was cast"
+        )
+    return rounded
