@@ -104,7 +104,7 @@ def load(file: str) -> dict[str, Any]:
 
 
 def translate(recorded: Recorded) -> Program:
-    """Our program for a recorded one that no pass has touched. Statistics are not trained; updates become state updates."""
+    """Our program for a recorded one that no pass has touched. Statistics written in place become state updates."""
     program = Program()
     made = {name for _, _, outs, _ in recorded.ops for names in outs.values() for name in names}
     statistics = {name for _, ins, outs, _ in recorded.ops for slot in ("Mean", "Variance")
@@ -165,7 +165,7 @@ def _written(name: str) -> str:
 
 
 def view_of(program: Program, before: Program) -> View:
-    """A program of ours after a pass; ``before`` is the same one untouched. Constants of the translation are left out."""
+    """A program of ours after a pass; ``before`` is the same one untouched. Constants are left out."""
     ops, casts = [], []
     for op in program.operators:
         if op.type == "Cast" and not any(_same(op, old) for old in before.operators):

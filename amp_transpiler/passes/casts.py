@@ -8,15 +8,17 @@ read it. No cast is stacked on a widening one: 16 bit to fp32 and back is the te
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 
 from ..ir.program import FORWARD, Operator, Program, Variable
 from ..ir.types import HALF, ONNX_TYPES
 from ..lists import AutoMixedPrecisionLists
 from . import constants
-from .precision import INSERTED, Decision, source
+from .precision import INSERTED, Decision, constant_reason, source
 from .typing import SHORT, is_float, kept_slots, operator_name, origin, programs, signature_of
 
 Decisions = dict[Operator, Decision]
@@ -31,39 +33,48 @@ def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists
     """
     dtype = lists.dtype
     uses = _uses(program, decisions, dtype)
-    narrow = [use for use in uses.values() if use.narrows(dtype, narrow_parameters, lists)]
+    narrow = {v: use for v, use in uses.items() if use.narrows(narrow_parameters, lists)}
+    contents = {  # first of all, for it can fail
+        v: constants.converted(v, dtype, use.reader)
+        for v, use in uses.items()
+        if use.rounded and v.dtype == "float32" and constants.has_content(v) and (use.constant or v in narrow)
+    }
     _move_rows(decisions, narrow, dtype)
-    entering = {name for use in uses.values() if (name := use.entering(dtype, decisions))}
-    for use in narrow:
-        if use.constant:
-            constants.narrow(use.variable, dtype, use.reader)
-            _constant_decision(use.variable, decisions, dtype)
-        else:
-            constants.retype(use.variable, dtype)
+    entering = {v.name for v, use in uses.items() if use.enters(dtype, decisions)}
+    for variable in narrow:
+        if variable in contents:
+            constants.replace(variable, contents[variable])
+        variable.dtype = dtype
+        _constant_decision(variable, decisions, dtype)
+    inserter = _Inserter(program, contents)
+    _retype(program, decisions, inserter, _protected(program, lists))
+    return entering
+
+
+def _retype(program: Program, decisions: Decisions, inserter: _Inserter, protected: set[Variable]) -> None:
+    """Put precision, reason and types on operators and what they write, then cast what they read."""
     for op, decision in decisions.items():
         op.precision, op.reason = decision.precision, decision.reason
-    inserter = _Inserter(program)
-    protected = _protected(program, lists)
-    for op, decision in decisions.items():
         _write_outputs(op, decision, inserter, protected)
     for each in programs(program):
         for variable in each.variables:
-            if variable.outer is not None and variable.dtype != variable.outer.dtype:
-                constants.retype(variable, variable.outer.dtype)
+            if variable.outer is not None:
+                variable.dtype = variable.outer.dtype
     for op, decision in decisions.items():
-        for slot, (variable, wanted) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
-            if variable is not None and wanted is not None and variable.dtype != wanted:
-                op.set_input(slot, inserter.cast(variable, wanted, op.label))
+        for slot, wanted in enumerate(decision.slots.inputs):
+            read = op.inputs[slot]
+            if read is not None and wanted is not None and read.dtype != wanted:
+                op.set_input(slot, inserter.cast(read, wanted))
     inserter.finish(protected)
-    return entering
 
 
 @dataclass
 class _Use:
-    """How the whole program reads one floating-point variable that no operator of ours narrows."""
+    """How the whole program, nested graphs included, reads one floating-point variable."""
 
     variable: Variable
-    half: bool = False  # a 16-bit operator reads it as data
+    rounded: bool = False  # an operator reads it in 16 bit
+    half: bool = False  # and as data
     pinned: bool = False  # it is scale, bias or statistics of a normalisation
     other: bool = False  # an operator reads it in its declared type
     fetched: bool = False
@@ -73,24 +84,23 @@ class _Use:
     def constant(self) -> bool:
         return constants.is_constant(self.variable)
 
-    def narrows(self, dtype: str, parameters: bool, lists: AutoMixedPrecisionLists) -> bool:
+    def narrows(self, parameters: bool, lists: AutoMixedPrecisionLists) -> bool:
         """Whether the variable itself becomes 16 bit."""
         v = self.variable
         if v.dtype != "float32" or self.fetched or v.is_input or v.name in lists.black_varnames:
             return False
         if self.constant:
-            return (self.half or self.pinned) and not self.other
+            return self.rounded and not self.other
         return parameters and v.persistable and v.producer is None and self.half and not self.pinned
 
-    def entering(self, dtype: str, decisions: Decisions) -> str:
-        """Its name where it enters the 16-bit part from outside, "" elsewhere."""
+    def enters(self, dtype: str, decisions: Decisions) -> bool:
+        """Whether it enters the 16-bit part from outside."""
         v = self.variable
         if not self.half or self.constant:
-            return ""
+            return False
         if v.producer is None:
-            return v.name if v.dtype == "float32" or (v.persistable and v.dtype == dtype) else ""
-        made = decisions[v.producer].slots.outputs[v.producer_slot]
-        return v.name if v.dtype == made == "float32" else ""
+            return v.dtype == "float32" or (v.persistable and v.dtype == dtype)
+        return v.dtype == decisions[v.producer].slots.outputs[v.producer_slot] == "float32"
 
 
 def _uses(program: Program, decisions: Decisions, dtype: str) -> dict[Variable, _Use]:
@@ -104,12 +114,14 @@ def _uses(program: Program, decisions: Decisions, dtype: str) -> dict[Variable, 
                 continue
             found = source(variable) if wanted in HALF else origin(variable)
             use = uses.setdefault(found, _Use(found))
+            if wanted == dtype:
+                use.rounded = True
+                use.reader = use.reader or op.label
             if slot in kept:
                 use.pinned = True
                 use.other |= wanted != dtype
             elif wanted == dtype:
                 use.half = True
-                use.reader = use.reader or op.label
             else:
                 use.other |= wanted is not None or operator_name(op) in ("Cast", "CastLike")
     for each in programs(program):
@@ -119,14 +131,13 @@ def _uses(program: Program, decisions: Decisions, dtype: str) -> dict[Variable, 
     return uses
 
 
-def _move_rows(decisions: Decisions, narrow: list[_Use], dtype: str) -> None:
+def _move_rows(decisions: Decisions, narrow: Container[Variable], dtype: str) -> None:
     """Gather on a table that is 16 bit moves its rows as they are; a fp32 reader casts the rows, not the table."""
-    tables = {use.variable for use in narrow}
     for op, decision in decisions.items():
         if operator_name(op) != "Gather" or op.inputs[0] is None:
             continue
         table = origin(op.inputs[0])
-        if not (table.persistable and (table in tables or table.dtype == dtype)):
+        if not (table.persistable and (table in narrow or table.dtype == dtype)):
             continue
         decision.slots.inputs[0] = decision.slots.outputs[0] = dtype
         decision.precision = dtype
@@ -137,7 +148,7 @@ def _constant_decision(variable: Variable, decisions: Decisions, dtype: str) -> 
     if variable.producer is not None:
         decision = decisions[variable.producer]
         decision.slots.outputs[0], decision.precision = dtype, dtype
-        decision.reason = f"{SHORT[dtype]}: a constant that 16-bit operators alone read"
+        decision.reason = constant_reason(dtype)
 
 
 def _protected(program: Program, lists: AutoMixedPrecisionLists) -> set[Variable]:
@@ -158,7 +169,7 @@ def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protec
         if slot in kept or variable in protected or _only_fetched(op, slot, variable):
             inserter.cast_output(op, slot, variable, made)
         else:
-            constants.retype(variable, made)
+            variable.dtype = made
 
 
 def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
@@ -172,28 +183,29 @@ def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
 class _Inserter:
     """Inserts casts and remembers them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, contents: dict[Variable, np.ndarray]) -> None:
         self.program = program
+        self.contents = contents
         self.made: dict[tuple[Variable, str], Variable] = {}
         #: Variables that a reader was taken from.
-        self.left: list[Variable] = []
+        self.left: dict[Variable, None] = {}
         every = list(programs(program))
         self.names = {v.name for each in every for v in each.variables}
         self.stand_ins = {(each, v.outer): v for each in every for v in each.variables if v.outer is not None}
         #: Results of nested graphs that are variables of an enclosing one, with their declared type.
         self.results = [(each, i, v.dtype) for each in every for i, v in enumerate(each.outputs) if v.outer is not None]
 
-    def cast(self, variable: Variable, dtype: str, reader: str) -> Variable:
+    def cast(self, variable: Variable, dtype: str) -> Variable:
         """The variable in another element type, in its program."""
-        self.left.append(variable)
+        self.left[variable] = None
         if (variable, dtype) not in self.made:
-            self.made[variable, dtype] = self._found(variable, dtype, reader) or self._new(variable, dtype, reader)
+            self.made[variable, dtype] = self._found(variable, dtype) or self._new(variable, dtype)
         return self.made[variable, dtype]
 
-    def _found(self, variable: Variable, dtype: str, reader: str) -> Variable | None:
+    def _found(self, variable: Variable, dtype: str) -> Variable | None:
         """What needs no new cast: the source of a widening, a cast of the program's own, a capture of an outer one."""
         if variable.outer is not None:
-            return self._stand_in(variable.program, self.cast(variable.outer, dtype, reader))
+            return self._stand_in(variable.program, self.cast(variable.outer, dtype))
         producer = variable.producer
         if producer is not None and operator_name(producer) == "Cast" and variable.dtype == "float32" and dtype in HALF:
             narrow = producer.inputs[0]
@@ -206,10 +218,11 @@ class _Inserter:
         ]
         return min((v for v in existing if v is not None), key=lambda v: v.name, default=None)
 
-    def _new(self, variable: Variable, dtype: str, reader: str) -> Variable:
+    def _new(self, variable: Variable, dtype: str) -> Variable:
         name = self._name(f"{variable.name}.cast_{SHORT[dtype]}")
         if constants.is_constant(variable):
-            return constants.twin(variable, name, dtype, reader)
+            array = self.contents[variable] if dtype in HALF else constants.converted(variable, dtype, "")
+            return variable.program.add_variable(name, dtype, variable.shape, data=array)
         new = variable.program.add_variable(name, dtype, variable.shape)
         new.stop_gradient = variable.stop_gradient
         _add_cast(variable, new)
@@ -246,11 +259,11 @@ class _Inserter:
         for program, slot, dtype in self.results:
             variable = program.outputs[slot]
             if variable.dtype != dtype and dtype is not None:
-                program.outputs[slot] = self.cast(variable, dtype, program.name)
+                program.outputs[slot] = self.cast(variable, dtype)
                 protected.add(program.outputs[slot])
                 protected.discard(variable)
         while self.left:
-            variable = self.left.pop()
+            variable, _ = self.left.popitem()
             if not variable.program.has_var(variable.name) or variable.readers or variable in protected:
                 continue
             if variable.outer is not None:
@@ -265,12 +278,12 @@ class _Inserter:
         parent = program.parent
         if parent is not None and not any((each, outer) in self.stand_ins for each in parent.attrs.programs):
             parent.remove_capture(outer)
-            self.left.append(outer)
+            self.left[outer] = None
 
     def _drop_cast(self, variable: Variable) -> None:
         cast = variable.producer
         assert cast is not None
-        self.left.extend(v for v in cast.inputs if v is not None)
+        self.left.update((v, None) for v in cast.inputs if v is not None)
         variable.program.remove_operator(cast)
         variable.program.remove_variable(variable)
 

@@ -108,10 +108,12 @@ class Rules:
         if any(v is not None and v.dtype is None for v in (*op.inputs, *op.outputs)):
             return self.as_it_is(op, "it handles a sequence or an optional")
         if name == "Constant":
-            return self.as_it_is(op, "a constant")
+            decision = self.as_it_is(op, "")
+            decision.reason = constant_reason(decision.precision)
+            return decision
         if name in _SHAPE_ONLY:
             decision = self.as_it_is(op, "it reads only a shape")
-            decision.slots.inputs = [None] * len(op.inputs)
+            decision.slots.inputs, decision.precision = [None] * len(op.inputs), "float32"
             return decision
         return self.full(op, forced) if forced else None
 
@@ -166,6 +168,11 @@ class Rules:
 def _precision(op: Operator) -> str:
     """The floating type that an operator computes in as it stands; "float32" where it handles none."""
     return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and is_float(v)), "float32")
+
+
+def constant_reason(dtype: str) -> str:
+    """The reason of a constant, which takes the precision of its readers where they agree."""
+    return f"{SHORT.get(dtype, 'untouched')}: a constant"
 
 
 def inserted(op: Operator | None) -> bool:

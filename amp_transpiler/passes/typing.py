@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import onnx
+import onnx.shape_inference
 
 from ..errors import GraphError
+from ..ir.infer import type_proto
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import FLOATS, HALF, NAMES
 from ..lists import kept_fp32
@@ -161,7 +163,7 @@ def narrowed(op: Operator, dtype: str) -> Slots | Obstacle:
     if main is not None:
         return main
     follows = [group for name, group in groups.items() if obstacles[name] is None]
-    return _with(op, follows, dtype, {"float32", dtype})
+    return _unbound(op, groups, _with(op, follows, dtype, {"float32", dtype}))
 
 
 def _obstacle(op: Operator, sig: Signature | None, name: str, group: _Group, dtype: str) -> Obstacle | None:
@@ -182,8 +184,9 @@ def widened(op: Operator) -> Slots:
     sig = signature_of(op)
     if sig is None or sig.typed_by_attribute:
         return declared(op)
-    groups = [g for name, g in _groups(op, sig).items() if g.inputs and "float32" in sig.admits[name]]
-    return _with(op, groups, "float32", HALF | {"float32"})
+    groups = _groups(op, sig)
+    bound = [g for name, g in groups.items() if g.inputs and "float32" in sig.admits[name]]
+    return _unbound(op, groups, _with(op, bound, "float32", HALF | {"float32"}))
 
 
 def _with(op: Operator, groups: list[_Group], dtype: str, moves: set[str] | frozenset[str]) -> Slots:
@@ -195,6 +198,32 @@ def _with(op: Operator, groups: list[_Group], dtype: str, moves: set[str] | froz
         for slot in group.outputs:
             if slots.outputs[slot] in moves:
                 slots.outputs[slot] = dtype
+    return slots
+
+
+def _unbound(op: Operator, groups: dict[str, _Group], slots: Slots) -> Slots:
+    """Let ONNX's inference say the type of outputs whose type variable no given input has (a state's first value)."""
+    outputs = [slot for group in groups.values() if not group.inputs for slot in group.outputs]
+    if not outputs or slots.inputs == declared(op).inputs:
+        return slots
+    domain = "" if op.domain == "ai.onnx" else op.domain
+    schema = onnx.defs.get_schema(op.type, op.program.opset(domain), domain)
+    node = onnx.NodeProto(op_type=op.type, domain=domain, attribute=op.attrs.protos())
+    node.input.extend(f"x{slot}" if kind else "" for slot, kind in enumerate(slots.inputs))
+    node.output.extend(f"y{slot}" if kind else "" for slot, kind in enumerate(slots.outputs))
+    types = {
+        f"x{slot}": type_proto(kind, v.shape)
+        for slot, (v, kind) in enumerate(zip(op.inputs, slots.inputs, strict=True))
+        if v is not None and kind
+    }
+    try:
+        inferred = onnx.shape_inference.infer_node_outputs(schema, node, types)
+    except onnx.shape_inference.InferenceError:
+        return slots  # shapes that it cannot match; the types stay as declared
+    for slot in outputs:
+        found = inferred.get(f"y{slot}")
+        if found is not None and found.HasField("tensor_type"):
+            slots.outputs[slot] = NAMES.get(found.tensor_type.elem_type, slots.outputs[slot])
     return slots
 
 
