@@ -37,9 +37,9 @@ def floats(values: Any) -> Array:
 
 
 class Regression:
-    """``pred = x @ w + b; loss = mean((pred - y)^2)``, minimised."""
+    """``pred = x @ w + b; loss = factor * mean((pred - y)^2)``, minimised."""
 
-    def __init__(self, optimizer: Any, w0: Any = None, b0: Any = None, guard: bool = True) -> None:
+    def __init__(self, optimizer: Any, w0: Any = None, b0: Any = None, factor: float = 1.0) -> None:
         self.main, self.startup = Program(), Program("startup")
         rng = np.random.default_rng(0)
         w0 = rng.standard_normal((3, 2)) if w0 is None else np.reshape(w0, (3, 2))
@@ -48,10 +48,12 @@ class Regression:
             x, y = nn.data("x", [5, 3], "float32"), nn.data("y", [5, 2], "float32")
             w = nn.create_parameter([3, 2], name="w", initializer=np.array(w0, np.float32))
             b = nn.create_parameter([2], name="b", initializer=np.array(b0, np.float32))
-            with context.fp16_guard() if guard else context.name_scope("fp32"):
+            with context.fp16_guard():
                 self.prediction = x @ w + b
             error = self.prediction - y
             self.loss = F.mean(error * error)
+            if factor != 1:
+                self.loss = self.loss * factor
             self.optimizer = optimizer
             self.updates, self.params_grads = optimizer.minimize(self.loss, self.startup)
         self.steps = Steps(self.main, self.startup)
@@ -169,6 +171,19 @@ def test_pure_16_bit_trains_masters_and_skips_bad_steps(dynamic: bool) -> None:
     assert losses[-1] < losses[0] / 2
 
 
+def test_tiny_gradients_are_learned_from_only_with_scaling() -> None:
+    """Gradients near 1e-9 are zero in float16; times the scale they are not."""
+    losses = {}
+    for scale in (1.0, 2.0**15):
+        optimizer = decorate(optim.SGD(1e7), init_loss_scaling=scale, use_dynamic_loss_scaling=False)
+        net = Regression(optimizer, factor=1e-8)
+        before = net.bytes()
+        losses[scale] = [float(np.ravel(net.step(X, Y)[0])[0]) for _ in range(15)]
+        assert (net.bytes() == before) == (scale == 1)
+    assert losses[1.0][-1] == losses[1.0][0] == losses[2.0**15][0]
+    assert losses[2.0**15][-1] < losses[1.0][0] / 2
+
+
 def test_a_scale_far_too_high_comes_down() -> None:
     net = Regression(decorate(optim.SGD(0.05), init_loss_scaling=2.0**40, decr_every_n_nan_or_inf=1, decr_ratio=0.5))
     found = net.optimizer.get_found_inf()
@@ -257,8 +272,9 @@ def test_amp_init_rewrites_the_test_program(is_pure: bool, use_fp16_test: bool, 
     assert np.allclose(shown.astype(np.float32), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_the_executor_skips_a_bad_step_and_goes_on() -> None:
-    net = Regression(pure(decr_every_n_nan_or_inf=1))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_executor_skips_a_bad_step_and_goes_on(dtype: str) -> None:
+    net = Regression(pure(decr_every_n_nan_or_inf=1, dtype=dtype))
     scope, place = Scope(), CPUPlace()
     executor = Executor(place)
     executor.run(net.startup, scope=scope)
@@ -267,7 +283,7 @@ def test_the_executor_skips_a_bad_step_and_goes_on() -> None:
     losses = []
     for number in range(12):
         before = {name: scope.find_var(name).tobytes() for name in scope.var_names()}
-        x = np.full((5, 3), 6e4) if number == 4 else X
+        x = np.full((5, 3), 6e4 if dtype == "float16" else np.inf) if number == 4 else X
         feeds = {"x": x.astype(np.float32), "y": Y.astype(np.float32)}
         loss, verdict = executor.run(net.main, feeds, [net.loss, found], scope)
         changed = {name for name, old in before.items() if scope.find_var(name).tobytes() != old}
@@ -337,6 +353,8 @@ def test_calls_in_the_wrong_order() -> None:
     net = Regression(optimizer)
     with pytest.raises(OrderError, match="already"):
         optimizer.minimize(net.loss)
+    with pytest.raises(OrderError, match="update already"):
+        optimizer.apply_gradients(net.params_grads)
 
 
 def test_a_loss_that_cannot_be_minimised_leaves_the_program_alone() -> None:

@@ -295,6 +295,10 @@ def test_numbers_out_of_range_are_refused(make: Callable[[], Any], named: str) -
         make()
 
 
+def test_numpy_numbers_are_numbers() -> None:
+    assert optim.Adam(np.float32(0.5), weight_decay=np.int64(2)).learning_rate == 0.5
+
+
 def test_wrong_kinds_are_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="parameter_list"):
         optim.SGD(parameter_list="fc_0.w_0")

@@ -137,7 +137,8 @@ class OptimizerWithMixedPrecision:
                 f"this optimizer works on program '{self._program.name}' already; decorate another one for another "
                 "program"
             )
-        parameter_list = parameter_list or self._optimizer.parameter_list
+        if parameter_list is None:
+            parameter_list = self._optimizer.parameter_list
         program = check_loss(loss, parameter_list, no_grad_set)
         startup = startup_of(program, startup_program)
         if self._use_pure_fp16:
@@ -161,6 +162,8 @@ class OptimizerWithMixedPrecision:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
         if not self._checks:
             return self._optimizer._apply(params_grads, startup, None)
+        if self._found_inf is not None:
+            raise OrderError(f"apply_gradients: program '{program.name}' has its update already; give it all gradients")
         assert self._loss_scaling is not None
         with context.program_guard(program, startup):
             grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._loss_scaling)

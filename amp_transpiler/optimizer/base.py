@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ Names = Collection[Variable | str]
 
 def number(owner: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
     """``value`` as a float in ``[low, high)``; ArgumentError that names the owner and the argument otherwise."""
-    bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+    bad = isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)
     if bad or not low <= value < high or (open_low and value == low):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g})"
         raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number in {bounds}")
@@ -55,7 +56,7 @@ class Optimizer:
                  multi_precision: bool = False, name: str | None = None) -> None:  # fmt: skip
         owner = type(self).__name__
         self.learning_rate = number(owner, "learning_rate", learning_rate, 0)
-        self.weight_decay = number(owner, "weight_decay", weight_decay or 0.0, 0)
+        self.weight_decay = number(owner, "weight_decay", 0.0 if weight_decay is None else weight_decay, 0)
         if isinstance(parameter_list, str) or not isinstance(parameter_list, (Iterable, type(None))):
             raise ArgumentTypeError(f"{owner}: parameter_list is {parameter_list!r}; expected a list of parameters")
         if not isinstance(grad_clip, (GradientClip, type(None))):
@@ -95,7 +96,7 @@ class Optimizer:
         if not isinstance(loss, Variable):
             raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
         startup_of(loss.program, startup_program)
-        return append_backward(loss, parameter_list or self.parameter_list, no_grad_set)
+        return append_backward(loss, self.parameter_list if parameter_list is None else parameter_list, no_grad_set)
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip

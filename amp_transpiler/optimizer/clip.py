@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class GradientClip:
 
 
 def _limit(owner: GradientClip, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
         raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a positive number")
     return float(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,17 +101,21 @@ def scaling_attributes(owner: str, incr_every_n_steps: Any, decr_every_n_nan_or_
         ("incr_every_n_steps", incr_every_n_steps),
         ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= value < 2**31:
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a whole number of steps, at least 1")
     for name, value in (("incr_ratio", incr_ratio), ("decr_ratio", decr_ratio)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number")
     if incr_ratio < 1:
         raise ArgumentError(f"{owner}: incr_ratio is {incr_ratio!r}; a scale grows by a factor of at least 1")
     if not 0 < decr_ratio <= 1:
         raise ArgumentError(f"{owner}: decr_ratio is {decr_ratio!r}; a scale shrinks by a factor in (0, 1]")
-    return {"incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
-            "incr_ratio": float(incr_ratio), "decr_ratio": float(decr_ratio)}  # fmt: skip
+    return {
+        "incr_every_n_steps": int(incr_every_n_steps),
+        "decr_every_n_nan_or_inf": int(decr_every_n_nan_or_inf),
+        "incr_ratio": float(incr_ratio),
+        "decr_ratio": float(decr_ratio),
+    }
 
 
 def _gradients(owner: str, grads: Any) -> Program:
