@@ -285,7 +285,7 @@ class _Lowering:
             rounded = self.cpu and v.dtype in HALF
             kind = "float32" if rounded and not real else (v.dtype or "")
             shape = static(self.shapes[v][1]) if self.shapes is not None else static(v.shape)
-            raw.append(Value(self.e.name(op.type) if rounded and (real or not exact) else v.name, kind, shape))
+            raw.append(Value(self.e.name(op.type) if rounded else v.name, kind, shape))
         node.output.extend("" if v is None else v.name for v in raw)
         node.attribute.extend(self._attributes(op, real))
         for name, nested in op.attrs.graphs.items():
