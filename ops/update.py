@@ -160,7 +160,12 @@ class _Moments:
         root = e.Sqrt(e.Sub(one, pow2), shape=())
         self.rate = e.Div(root, e.Sub(one, pow1), shape=())
         self.eps = e.Mul(root, e.like(op.attrs["epsilon"], root), shape=())
-        self.advanced = [e.Mul(pow1, e.like(self.beta1, pow1)), e.Mul(pow2, e.like(self.beta2, pow2))]
+        # Zero, but made of everything that reads the powers: so they can be updated where they lie.
+        after = e.Mul(self.rate, e.like(0, one))
+        self.advanced = [
+            e.Mul(power, e.Add(e.like(beta, power), after), shape=())
+            for power, beta in ((pow1, self.beta1), (pow2, self.beta2))
+        ]
 
     def step(self, g: Value, m: Value, v: Value) -> tuple[Value, Value, Value]:
         """New moments, and ``m / (sqrt(v) + eps * root)`` of them."""

@@ -378,3 +378,15 @@ def test_attributes_of_the_wrapped_optimizer_read_through() -> None:
     assert optimizer.beta1 == 0.5 and optimizer.get_lr() == 0.25
     with pytest.raises(AttributeError, match="bet"):
         _ = optimizer.bet
+
+
+@pytest.mark.parametrize("which", [optim.SGD, optim.Momentum, optim.Adam, optim.AdamW, optim.Lamb])
+def test_all_state_of_a_step_is_updated_in_place(which: Any) -> None:
+    net = Regression(decorate(which(0.1, multi_precision=True), use_pure_fp16=True))
+    scope, place = Scope(), CPUPlace()
+    executor = Executor(place)
+    executor.run(net.startup, scope=scope)
+    net.optimizer.amp_init(place, scope)
+    executor.run(net.main, {"x": X.astype(np.float32), "y": Y.astype(np.float32)}, [net.loss], scope)
+    report = executor.memory_report(net.main)
+    assert not report.two_buffers and set(report.in_place) == {state.name for state in net.main.updates}

@@ -101,7 +101,7 @@ def scaling_attributes(owner: str, incr_every_n_steps: Any, decr_every_n_nan_or_
         ("incr_every_n_steps", incr_every_n_steps),
         ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
     ):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= value < 2**31:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a whole number of steps, at least 1")
     for name, value in (("incr_ratio", incr_ratio), ("decr_ratio", decr_ratio)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
