@@ -86,3 +86,14 @@ def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> No
         for attribute in node.attribute:
             for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
                 rename_tensors(graph.node, names)
+
+
+def used_tensors(nodes: Sequence[onnx.NodeProto]) -> set[str]:
+    """Names of the tensors that nodes, and the graphs nested in them, read."""
+    used: set[str] = set()
+    for node in nodes:
+        used.update(node.input)
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
+                used |= used_tensors(graph.node) | {out.name for out in graph.output}
+    return used

@@ -22,7 +22,7 @@ from ..ir.opdef import body_of, group_inputs, lookup
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ir.tensors import as_array, tensor_type, to_proto
 from ..ir.types import HALF, NAMES, ONNX_TYPES
-from .lowered import Lowered, Port, carrier_type, needed, rename_tensors, static
+from .lowered import Lowered, Port, carrier_type, needed, rename_tensors, static, used_tensors
 from .opset import TARGET, convert_opset
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
@@ -119,7 +119,8 @@ class _Lowering:
         outputs = self._ports()
         graph = onnx.GraphProto(name=self.program.name)
         graph.node.extend(self.e.nodes)
-        graph.initializer.extend(self.e.initializers.values())
+        used = used_tensors(self.e.nodes)  # a body may have read a constant while it was written, and not emitted it
+        graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
         graph.input.extend(self.inputs)
         graph.output.extend(outputs)
         model = self.result.model
