@@ -16,7 +16,6 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-
 import training
 
 import amp_transpiler as amp

@@ -1,7 +1,7 @@
 """Train one network on real handwritten digits in fp32, mixed and pure fp16, and serve the fp16 model.
 
-    python demo/quickstart.py                      # all three modes, about half a minute on two cores
-    python demo/quickstart.py --mode pure-fp16 --dtype bfloat16
+python demo/quickstart.py                      # all three modes, about half a minute on two cores
+python demo/quickstart.py --mode pure-fp16 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 import training
 
 import amp_transpiler as amp
@@ -73,7 +72,9 @@ def main() -> int:
     training.plot(histories, str(picture), "scikit-learn digits")
     accuracy = serve(runs[-1], *test, model)
     size = os.path.getsize(model)
-    print(f"picture: {picture}\nmodel:   {model} ({modes[-1]}, {size:,} bytes); bare onnxruntime: {accuracy:.2%} of the test set right")
+    print(
+        f"picture: {picture}\nmodel:   {model} ({modes[-1]}, {size:,} bytes); bare onnxruntime: {accuracy:.2%} of the test set right"
+    )
     return 0
 
 

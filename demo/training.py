@@ -68,7 +68,9 @@ class Trained:
     prediction: str
 
 
-def fit(task: Task, mode: str, options: argparse.Namespace, progress: Callable[[str, int, int, float], None]) -> Trained:
+def fit(
+    task: Task, mode: str, options: argparse.Namespace, progress: Callable[[str, int, int, float], None]
+) -> Trained:
     """Train ``task`` in one mode; ``progress(mode, step, steps, loss)`` is called after each step."""
     main, startup, test = amp.Program(), amp.Program("startup"), amp.Program("test")
     startup.seed = main.seed = options.seed
@@ -78,7 +80,9 @@ def fit(task: Task, mode: str, options: argparse.Namespace, progress: Callable[[
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(custom_black_list=list(task.black_list), dtype=options.dtype)
             scaling = {"init_loss_scaling": task.init_loss_scaling} if options.dtype == "float16" else {}
-            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=mode == "pure-fp16", dtype=options.dtype, **scaling)
+            optimizer = amp.decorate(
+                optimizer, lists, use_pure_fp16=mode == "pure-fp16", dtype=options.dtype, **scaling
+            )
     with amp.program_guard(test, amp.Program("test_startup")), amp.unique_name.guard():
         test_prediction = task.layers()[2]
     test = test.clone(for_test=True)
@@ -116,7 +120,9 @@ def _loop(task: Task, trained: Trained, main: amp.Program, fetches: list[str], l
             scale = float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0
             history.skipped += bool(history.scale and scale < history.scale[-1])
             history.scale.append(scale)
-            progress(history.mode, epoch * steps_per_epoch + step + 1, options.epochs * steps_per_epoch, history.loss[-1])
+            progress(
+                history.mode, epoch * steps_per_epoch + step + 1, options.epochs * steps_per_epoch, history.loss[-1]
+            )
         history.accuracy.append(evaluate(trained, *task.test))
     history.seconds = time.perf_counter() - began
     history.ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
@@ -127,7 +133,9 @@ def evaluate(trained: Trained, images: np.ndarray, labels: np.ndarray, batch: in
     right = 0
     for start in range(0, len(images), batch):
         feed = {trained.image: images[start : start + batch]}
-        (scores,) = trained.executor.run(trained.test_program, feed=feed, fetch_list=[trained.prediction], scope=trained.scope)
+        (scores,) = trained.executor.run(
+            trained.test_program, feed=feed, fetch_list=[trained.prediction], scope=trained.scope
+        )
         right += int((np.argmax(scores, -1) == np.ravel(labels[start : start + batch])).sum())
     return right / len(images)
 
@@ -151,12 +159,16 @@ def bar() -> Callable[[str, int, int, float], None]:
 
 def table(histories: list[History]) -> str:
     """A final table, one row a mode."""
-    rows = [f"{'mode':<10} {'test accuracy':>13} {'final loss':>11} {'loss scale':>11} {'bad steps':>10} {'ms/step':>8}"]
+    rows = [
+        f"{'mode':<10} {'test accuracy':>13} {'final loss':>11} {'loss scale':>11} {'bad steps':>10} {'ms/step':>8}"
+    ]
     for h in histories:
         final = float(np.mean(h.loss[-10:])) if h.loss else float("nan")
         accuracy = h.accuracy[-1] if h.accuracy else float("nan")
         scale = h.scale[-1] if h.scale else 1.0
-        rows.append(f"{h.mode:<10} {accuracy:>13.2%} {final:>11.4f} {scale:>11g} {h.skipped:>10d} {h.ms_per_step:>8.2f}")
+        rows.append(
+            f"{h.mode:<10} {accuracy:>13.2%} {final:>11.4f} {scale:>11g} {h.skipped:>10d} {h.ms_per_step:>8.2f}"
+        )
     return "\n".join(rows)
 
 

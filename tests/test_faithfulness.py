@@ -66,7 +66,15 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
 
 # -- every operator ---------------------------------------------------------------------------------------
 #: Operators whose results are random, or of their own accord not a function of the values alone.
-RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
+RANDOM = {
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    "Dropout",
+}
 
 
 @functools.cache
@@ -195,7 +203,9 @@ def test_overflow_and_underflow_appear() -> None:
         program.add_operator("Mul", [y, b], [z])
         program.outputs = [z]
         for level in ("BASIC", "ALL"):
-            (got,) = run_lowered(lower(program, "cpu", {}, program.outputs), {"x": np.array([value], np.float16)}, level)
+            (got,) = run_lowered(
+                lower(program, "cpu", {}, program.outputs), {"x": np.array([value], np.float16)}, level
+            )
             assert got[0] == np.float16(expected), level
 
 

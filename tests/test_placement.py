@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import LAYERS, build
 
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering import lower
-
-from programs import LAYERS, build
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "shared" / "tools" / "cuda_placement.py"
 HEADERS = any(Path(p, "driver_types.h").exists() for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include"))
@@ -27,7 +26,9 @@ def place(model: object, path: Path) -> subprocess.CompletedProcess[str]:
     """Ask for placement and capture; where capture is refused, ask again for the nodes that stand in its way."""
     path.write_bytes(model.SerializeToString())  # type: ignore[attr-defined]
     for options in (["--cuda-graph"], []):
-        done = subprocess.run([sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, timeout=300
+        )
         if done.returncode != 2:
             return done
     return done

@@ -55,7 +55,9 @@ class UseCase:
         return float(np.ravel(loss)[0]), float(np.ravel(scale)[0])
 
     def accuracy(self, images: np.ndarray, labels: np.ndarray) -> float:
-        (scores,) = self.executor.run(self.test, feed={"image": images}, fetch_list=[self.test_prediction.name], scope=self.scope)
+        (scores,) = self.executor.run(
+            self.test, feed={"image": images}, fetch_list=[self.test_prediction.name], scope=self.scope
+        )
         return float((np.argmax(scores, 1) == labels[:, 0]).mean())
 
 
@@ -84,7 +86,14 @@ def test_parameters_and_masters(place: amp.CPUPlace | amp.CUDAPlace) -> None:
     kinds = {name: case.scope.find_var(name).dtype.name for name in case.scope.var_names()}
     assert kinds["fc_0.w_0"] == kinds["fc_0.b_0"] == "float16"
     assert kinds["fc_0.w_0_fp32_master_0"] == kinds["fc_0.b_0_fp32_master_0"] == "float32"
-    for name in ("conv2d_0.w_0", "conv2d_0.b_0", "batch_norm_0.w_0", "batch_norm_0.b_0", "batch_norm_0.w_1", "batch_norm_0.w_2"):
+    for name in (
+        "conv2d_0.w_0",
+        "conv2d_0.b_0",
+        "batch_norm_0.w_0",
+        "batch_norm_0.b_0",
+        "batch_norm_0.w_1",
+        "batch_norm_0.w_2",
+    ):
         assert kinds[name] == "float32"
         assert f"{name}_fp32_master_0" not in kinds
     master = case.scope.find_var("fc_0.w_0_fp32_master_0")
@@ -145,7 +154,9 @@ def test_a_scale_far_too_high_recovers(place: amp.CPUPlace | amp.CUDAPlace) -> N
     optimizer.amp_init(place, scope=scope)
     images, labels = digits()
     feed = {"image": images[:64], "label": labels[:64]}
-    run = [executor.run(main, feed=feed, fetch_list=[loss, optimizer.get_loss_scaling()], scope=scope) for _ in range(60)]
+    run = [
+        executor.run(main, feed=feed, fetch_list=[loss, optimizer.get_loss_scaling()], scope=scope) for _ in range(60)
+    ]
     losses, scales = ([float(np.ravel(values[i])[0]) for values in run] for i in (0, 1))
     assert scales[0] == 2.0**57 and losses[0] == losses[1], "bad steps only lower the scale"
     assert scales[-1] < 2.0**30 and losses[-1] < losses[0] - 0.1, "then it learns"

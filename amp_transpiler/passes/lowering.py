@@ -219,7 +219,7 @@ class _Lowering:
             self.env[target.key] = value
             return
         proto = op.attrs.proto("saturate") if "saturate" in op.attrs else None
-        extra = {"saturate": proto.i} if proto is not None else {}
+        extra: dict[str, Any] = {"saturate": proto.i} if proto is not None else {}
         if target.dtype in HALF:
             self.env[target.key] = self.e.stored(value, target.dtype)
         elif value.dtype == target.dtype:

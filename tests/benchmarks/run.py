@@ -52,7 +52,7 @@ class Ours:
                                          use_fp16_guard=False)  # fmt: skip
             optimizer.minimize(self.loss, startup)
         self.main, self.scope = main, amp.Scope()
-        self.executor = amp.Executor(amp.CPUPlace(), num_threads=1)
+        self.executor = amp.Executor(amp.CPUPlace(), threads=1)
         self.executor.run(startup, scope=self.scope)
         if mode != "fp32":
             optimizer.amp_init(amp.CPUPlace(), scope=self.scope)
@@ -126,7 +126,9 @@ def main() -> None:
     worker = None
     if options.torch_python:
         script = Path(__file__).with_name("torch_worker.py")
-        worker = subprocess.Popen([options.torch_python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        worker = subprocess.Popen(
+            [options.torch_python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert worker.stdout is not None
         print(worker.stdout.readline().strip())
     for name in ("mlp", "cnn"):
