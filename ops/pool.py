@@ -35,7 +35,7 @@ def max_pool(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequenc
 
 def _max_pool_on_cpu(e: Emitter, op: Operator, window: Window, x: Value, y: Value, dy: Value) -> Value:
     """MaxPool's second output makes it 20 times slower on CPU; so where windows are tiles, comparisons find the
-    maxima instead (3.5 times faster in all), and where they do not overlap, MaxUnpool scatters (10 times faster)."""
+    maxima instead (3 times faster in all), and where they do not overlap, MaxUnpool scatters (10 times faster)."""
     assert x.shape is not None
     small = prod(window.kernel) <= _LARGEST_TILE and prod(window.source) < _MOST_POSITIONS
     if window.is_tiling and small:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops import conv
 from amp_transpiler.ops.window import Window
@@ -163,6 +164,11 @@ def test_max_pool_of_tiles(kernel: list[int]) -> None:
     check_gradient("MaxPool", [distinct(2, shape)], attrs={"kernel_shape": kernel, "strides": kernel}, half=FP16)
 
 
+def test_padded_windows_are_no_tiles_though_the_sizes_fit() -> None:
+    attrs = {"kernel_shape": [2, 2], "strides": [2, 2], "pads": [1, 1, 0, 0]}
+    check_gradient("MaxPool", [distinct(2, (2, 3, 4, 6))], attrs=attrs, half=FP16)
+
+
 @pytest.mark.parametrize("place", ["cpu", "cuda", "reference"])
 @pytest.mark.parametrize("strides", [[2, 2], [1, 2], [3, 3]])
 def test_a_tie_goes_to_the_first_maximum(strides: list[int], place: str) -> None:
@@ -189,6 +195,13 @@ def test_average_pool(rank: int, data: st.DataObject, include: bool, channels: i
     window = data.draw(sliding(rank, pools=True))
     x = normal(seed, (2, channels, *window.spatial))
     check_gradient("AveragePool", x, attrs={**window.attrs, "count_include_pad": int(include)}, half=FP16)
+
+
+def test_average_pool_with_padding_that_the_runtime_defines_differently_is_an_error() -> None:
+    for attrs in ({"strides": [4]}, {"dilations": [2]}):
+        with pytest.raises(GraphError, match="Give the padding as pads"):
+            gradient_model("AveragePool", [np.zeros((1, 1, 9))], "float32", "cpu", kernel_shape=[2], auto_pad="SAME_UPPER",
+                           **attrs)  # fmt: skip
 
 
 @few
