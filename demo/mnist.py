@@ -64,8 +64,8 @@ def _download(folder: Path, name: str) -> bytes:
             content = answer.read()
     except (urllib.error.URLError, OSError) as error:
         raise SystemExit(
-            f"error: {folder} has no {name}[.gz|.xz], and downloading it failed ({error}). Put the four MNIST idx files "
-            "there and pass --data"
+            f"error: {folder} has no {name}[.gz|.xz], and downloading it failed ({error}). "
+            "Put the four MNIST idx files there and pass --data"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{name}.gz.part"

@@ -72,9 +72,9 @@ def main() -> int:
     training.plot(histories, str(picture), "scikit-learn digits")
     accuracy = serve(runs[-1], *test, model)
     size = os.path.getsize(model)
-    print(
-        f"picture: {picture}\nmodel:   {model} ({modes[-1]}, {size:,} bytes); bare onnxruntime: {accuracy:.2%} of the test set right"
-    )
+    print(f"picture: {picture}")
+    print(f"model:   {model} ({modes[-1]}, {size:,} bytes)")
+    print(f"served by bare onnxruntime: {accuracy:.2%} of the test set right")
     return 0
 
 

@@ -75,7 +75,7 @@ def fit(
     main, startup, test = amp.Program(), amp.Program("startup"), amp.Program("test")
     startup.seed = main.seed = options.seed
     with amp.program_guard(main, startup), amp.unique_name.guard():
-        image, label, prediction, loss = task.layers()
+        image, label, _, loss = task.layers()
         optimizer = amp.optimizer.Adam(task.learning_rate, multi_precision=mode == "pure-fp16")
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(custom_black_list=list(task.black_list), dtype=options.dtype)

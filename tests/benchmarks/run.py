@@ -113,8 +113,11 @@ def bert12() -> None:
         built = time.perf_counter()
         lowered = main.lower(amp.CPUPlace(), fetches=[loss])
         done = time.perf_counter()
-        print(f"BERT-12 {mode}: build {built - start:.2f} s, lower {done - built:.2f} s, total {done - start:.2f} s (goal <= 3), "
-              f"{len(main.operators)} operators -> {len(lowered.model.graph.node)} nodes", flush=True)  # fmt: skip
+        print(
+            f"BERT-12 {mode}: build {built - start:.2f} s, lower {done - built:.2f} s, total {done - start:.2f} s "
+            f"(goal <= 3), {len(main.operators)} operators -> {len(lowered.model.graph.node)} nodes",
+            flush=True,
+        )
 
 
 def main() -> None:
