@@ -93,7 +93,7 @@ def main() -> int:
     train, test = mnist(options.data)
     if options.limit:
         train = train[0][: options.limit], train[1][: options.limit]
-    task = training.Task(network, train, test, init_loss_scaling=2.0**15)
+    task = training.Task(network, train, test, decay=0.4, init_loss_scaling=2.0**15)
     modes = training.MODES if options.mode == "all" else (options.mode,)
     progress = training.bar()
     print(training.table([training.fit(task, mode, options, progress).history for mode in modes]))

@@ -22,9 +22,8 @@ class History:
     loss: list[float] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
-    skipped: int = 0
-    seconds: float = 0.0
-    ms_per_step: float = 0.0
+    bad_steps: int = 0
+    step_seconds: list[float] = field(default_factory=list)
 
 
 def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
@@ -52,6 +51,7 @@ class Task:
     train: tuple[np.ndarray, np.ndarray]
     test: tuple[np.ndarray, np.ndarray]
     learning_rate: float = 0.001
+    decay: float = 1.0  # factor on the learning rate after each epoch
     black_list: tuple[str, ...] = ()
     init_loss_scaling: float = 128.0
 
@@ -94,38 +94,41 @@ def fit(
     fetches = [loss.name]
     if mode != "fp32":
         optimizer.amp_init(place_of(options.place), scope=scope, test_program=test, use_fp16_test=True)
-        fetches.append(optimizer.get_loss_scaling().name)
+        found_inf = optimizer.get_found_inf()
+        fetches += [v.name for v in (optimizer.get_loss_scaling(), found_inf) if v is not None]
     trained = Trained(History(mode), executor, scope, test, image.name, test_prediction.name)
-    _loop(task, trained, main, fetches, label.name, options, progress)
+    for epoch in range(options.epochs):
+        optimizer.set_lr(task.learning_rate * task.decay**epoch, scope)
+        _epoch(task, trained, main, fetches, label.name, options, epoch, progress)
+        trained.history.accuracy.append(evaluate(trained, *task.test))
     return trained
 
 
-def _loop(task: Task, trained: Trained, main: amp.Program, fetches: list[str], label: str, options: argparse.Namespace,
-          progress: Callable[[str, int, int, float], None]) -> None:  # fmt: skip
+def _epoch(
+    task: Task,
+    trained: Trained,
+    main: amp.Program,
+    fetches: list[str],
+    label: str,
+    options: argparse.Namespace,
+    epoch: int,
+    progress: Callable[[str, int, int, float], None],
+) -> None:
     images, labels = task.train
     history, batch = trained.history, options.batch_size
-    steps_per_epoch = len(images) // batch
-    rng = np.random.default_rng(options.seed)
-    times = []
-    began = time.perf_counter()
-    for epoch in range(options.epochs):
-        order = rng.permutation(len(images))
-        for step in range(steps_per_epoch):
-            rows = order[step * batch : (step + 1) * batch]
-            feed = {trained.image: images[rows], label: labels[rows]}
-            start = time.perf_counter()
-            values = trained.executor.run(main, feed=feed, fetch_list=fetches, scope=trained.scope)
-            times.append(time.perf_counter() - start)
-            history.loss.append(float(np.ravel(values[0])[0]))
-            scale = float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0
-            history.skipped += bool(history.scale and scale < history.scale[-1])
-            history.scale.append(scale)
-            progress(
-                history.mode, epoch * steps_per_epoch + step + 1, options.epochs * steps_per_epoch, history.loss[-1]
-            )
-        history.accuracy.append(evaluate(trained, *task.test))
-    history.seconds = time.perf_counter() - began
-    history.ms_per_step = float(np.median(times)) * 1e3 if times else 0.0
+    steps = len(images) // batch
+    order = np.random.default_rng([options.seed, epoch]).permutation(len(images))
+    for step in range(steps):
+        rows = order[step * batch : (step + 1) * batch]
+        feed = {trained.image: images[rows], label: labels[rows]}
+        start = time.perf_counter()
+        values = trained.executor.run(main, feed=feed, fetch_list=fetches, scope=trained.scope)
+        history.step_seconds.append(time.perf_counter() - start)
+        history.loss.append(float(np.ravel(values[0])[0]))
+        scale = float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0
+        history.bad_steps += bool(len(values) > 2 and np.ravel(values[2])[0])
+        history.scale.append(scale)
+        progress(history.mode, epoch * steps + step + 1, options.epochs * steps, history.loss[-1])
 
 
 def evaluate(trained: Trained, images: np.ndarray, labels: np.ndarray, batch: int = 500) -> float:
@@ -166,8 +169,9 @@ def table(histories: list[History]) -> str:
         final = float(np.mean(h.loss[-10:])) if h.loss else float("nan")
         accuracy = h.accuracy[-1] if h.accuracy else float("nan")
         scale = h.scale[-1] if h.scale else 1.0
+        milliseconds = float(np.median(h.step_seconds)) * 1e3 if h.step_seconds else float("nan")
         rows.append(
-            f"{h.mode:<10} {accuracy:>13.2%} {final:>11.4f} {scale:>11g} {h.skipped:>10d} {h.ms_per_step:>8.2f}"
+            f"{h.mode:<10} {accuracy:>13.2%} {final:>11.4f} {scale:>11g} {h.bad_steps:>10d} {milliseconds:>8.2f}"
         )
     return "\n".join(rows)
 
