@@ -73,9 +73,9 @@ def linear() -> Program:
     return program_of(LINEAR, w="w_new", total="total_new")
 
 
-@pytest.fixture
-def exe() -> Executor:
-    return Executor(CPUPlace(), threads=1)
+@pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)
+def exe(request: pytest.FixtureRequest) -> Executor:
+    return Executor(request.param, threads=1, allow_cpu_fallback=True)
 
 
 @pytest.fixture
@@ -231,6 +231,9 @@ def test_strings_and_sequences_pass_through(exe: Executor, scope: Scope) -> None
     exe.run(program.startup, scope=scope)
     t, q, w = exe.run(program, {"s": ["a", "ü"], "x": [1, 2]}, ["t", "q", "w"], scope)
     assert list(t) == ["a", "ü"] and [a.tolist() for a in q] == [[1, 2], [1, 2]] and w.tolist() == [2, 4]
+    joined = program_of("""<ir_version: 10, opset_import: ["" : 21]>
+    f (seq(float[2]) q) => (float[N] y) { y = ConcatFromSequence <axis = 0> (q) }""")
+    assert exe.run(joined, {"q": q}, ["y"])[0].tolist() == [1, 2, 1, 2]
 
 
 # -- feeds ----------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from onnx import parser
 
 from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowered import Lowered, Port
-from amp_transpiler.runtime import CPUPlace, Scope
+from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
 from amp_transpiler.runtime.binding import Step
 from amp_transpiler.runtime.in_place import refusals
+from amp_transpiler.runtime.place import Place
+from amp_transpiler.runtime.scope import on_place
 from amp_transpiler.runtime.session import Settings, create_session
 
 SGD = """
@@ -138,19 +140,24 @@ def port(info: onnx.ValueInfoProto, variable: str | None = None) -> Port:
     return Port(variable or info.name, info.name, NAMES[tensor.elem_type], tuple(d.dim_value for d in tensor.shape.dim))
 
 
-def step_of(source: onnx.ModelProto, states: dict[str, str], level: str) -> Step:
+@pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)
+def place(request: pytest.FixtureRequest) -> Place:
+    return request.param  # type: ignore[no-any-return]
+
+
+def step_of(source: onnx.ModelProto, states: dict[str, str], level: str, place: Place) -> Step:
     """A step in which ``states`` maps state inputs to their update outputs; all else is fed and fetched."""
     graph, news = source.graph, {new: state for state, new in states.items()}
     lowered = Lowered(
         source,
-        "cpu",
+        place.kind,
         feeds=[port(i) for i in graph.input if i.name not in states],
         states=[port(i) for i in graph.input if i.name in states],
         fetches=[port(o) for o in graph.output if o.name not in news],
         updates=[port(o, news[o.name]) for o in graph.output if o.name in news],
     )
-    session, optimized = create_session(source, CPUPlace(), Settings(level, threads=1), "test", keep_graph=True)
-    return Step(session, optimized, lowered, CPUPlace(), "test", "")
+    session, optimized = create_session(source, place, Settings(level, threads=1), "test", keep_graph=True)
+    return Step(session, optimized, lowered, place, "test", "")
 
 
 def functional(
@@ -171,8 +178,8 @@ def functional(
     return values, fetched
 
 
-def agrees(source: onnx.ModelProto, states: dict[str, str], rng: np.random.Generator, level: str, steps: int = 3,
-           trusting: bool = False) -> Step:  # fmt: skip
+def agrees(source: onnx.ModelProto, states: dict[str, str], rng: np.random.Generator, level: str, place: Place,
+           steps: int = 3, trusting: bool = False) -> Step:  # fmt: skip
     """Runs ``source`` bound and functionally from random values, asserts equality, and returns the step.
 
     ``trusting`` binds every update in place, whatever the proof says.
@@ -182,7 +189,7 @@ def agrees(source: onnx.ModelProto, states: dict[str, str], rng: np.random.Gener
     for name in states:
         scope.set_var(name, made[name])
     feeds = {name: array for name, array in made.items() if name not in states}
-    step = step_of(source, states, level)
+    step = step_of(source, states, level, place)
     for update in step.updates if trusting else ():
         update.refusal = ""
     expected, seen = functional(source, states, {name: made[name] for name in states}, feeds, steps)
@@ -196,11 +203,11 @@ def agrees(source: onnx.ModelProto, states: dict[str, str], rng: np.random.Gener
 
 @pytest.mark.parametrize("level", ["basic", "all"])
 @pytest.mark.parametrize("update", [PLAIN, GATED], ids=["plain", "gated"])
-def test_training_step_in_any_node_order(update: str, level: str) -> None:
+def test_training_step_in_any_node_order(update: str, level: str, place: Place) -> None:
     rng = np.random.default_rng(7)
     source = parser.parse_model(SGD.replace("UPDATE", update))
     for _ in range(15):
-        step = agrees(shuffled(source, rng), STATES, rng, level)
+        step = agrees(shuffled(source, rng), STATES, rng, level, place)
         refused = {u.name: u.refusal for u in step.updates}
         if update is GATED:
             assert refused == {"w": "", "v": ""}  # found_inf makes every reader an ancestor of every update
@@ -209,12 +216,12 @@ def test_training_step_in_any_node_order(update: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["basic", "all"])
-def test_every_case_runs_right(level: str) -> None:
+def test_every_case_runs_right(level: str, place: Place) -> None:
     rng = np.random.default_rng(3)
     for case, body in {**SAFE, **{k: v for k, (v, _) in UNSAFE.items()}}.items():
         if case in ("unknown operator", "given, not made"):
             continue
-        agrees(model(body), {"s": "s_new"}, rng, level)
+        agrees(model(body), {"s": "s_new"}, rng, level, place)
 
 
 def random_program(rng: np.random.Generator) -> onnx.ModelProto:
@@ -244,13 +251,13 @@ def random_program(rng: np.random.Generator) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("level", ["basic", "all"])
-def test_random_programs_in_random_orders(level: str) -> None:
+def test_random_programs_in_random_orders(level: str, place: Place) -> None:
     rng = np.random.default_rng(11)
     in_place = 0
     for _ in range(150):
         source = random_program(rng)
         states = {i.name: f"n{i.name[1:]}" for i in source.graph.input if i.name != "x"}
-        step = agrees(shuffled(source, rng), states, rng, level, steps=2)
+        step = agrees(shuffled(source, rng), states, rng, level, place, steps=2)
         in_place += sum(not u.refusal for u in step.updates)
     assert in_place > 20  # the proof is no empty one
 
@@ -292,26 +299,26 @@ def test_aliasing_without_the_proof_goes_wrong(case: str) -> None:
     wrong = 0
     for _ in range(20):
         source = shuffled(parser.parse_model(text), rng)
-        assert any(u.refusal for u in agrees(source, states, rng, "basic").updates)
+        assert any(u.refusal for u in agrees(source, states, rng, "basic", CPUPlace()).updates)
         try:
-            agrees(source, states, rng, "basic", trusting=True)
+            agrees(source, states, rng, "basic", CPUPlace(), trusting=True)
         except AssertionError:
             wrong += 1
     assert wrong
 
 
-def test_in_place_state_keeps_its_buffer_and_two_buffers_alternate() -> None:
+def test_in_place_state_keeps_its_buffer_and_two_buffers_alternate(place: Place) -> None:
     scope = Scope()
     scope.set_var("s", np.zeros(4, np.float32))
     feeds = {"x": np.ones(4, np.float32)}
-    first = scope._values["s"].data_ptr()
-    step = step_of(model(SAFE["elementwise"]), {"s": "s_new"}, "all")
+    first = on_place(scope, "s", place).data_ptr()
+    step = step_of(model(SAFE["elementwise"]), {"s": "s_new"}, "all", place)
     for _ in range(3):
         step.run(scope, feeds, True)
         assert scope._values["s"].data_ptr() == first
     assert scope.find_var("s").tolist() == [-3.0] * 4
 
-    step = step_of(model(UNSAFE["late reader"][0]), {"s": "s_new"}, "all")
+    step = step_of(model(UNSAFE["late reader"][0]), {"s": "s_new"}, "all", place)
     pointers = []
     for _ in range(4):
         step.run(scope, feeds, True)
@@ -320,9 +327,9 @@ def test_in_place_state_keeps_its_buffer_and_two_buffers_alternate() -> None:
     assert scope.find_var("s").tolist() == [-7.0] * 4
 
 
-def test_one_step_serves_two_scopes_and_a_replaced_value() -> None:
+def test_one_step_serves_two_scopes_and_a_replaced_value(place: Place) -> None:
     for body in (SAFE["elementwise"], UNSAFE["late reader"][0]):
-        step = step_of(model(body), {"s": "s_new"}, "all")
+        step = step_of(model(body), {"s": "s_new"}, "all", place)
         a, b = Scope(), Scope()
         a.set_var("s", np.zeros(4, np.float32))
         b.set_var("s", np.full(4, 10, np.float32))

@@ -63,7 +63,7 @@ def _fill(variable: Variable, dtype: str | None, shape: Shape | None) -> None:
     if variable.shape is None:
         variable.shape = shape
     elif len(shape) == len(variable.shape):
-        variable.shape = tuple(new if old is None or isinstance(new, int) and isinstance(old, str) else old
+        variable.shape = tuple(new if old is None or (isinstance(new, int) and isinstance(old, str)) else old
                                for old, new in zip(variable.shape, shape, strict=True))  # fmt: skip
 
 

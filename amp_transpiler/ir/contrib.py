@@ -25,7 +25,7 @@ _AS_FIRST = frozenset(
     QOrderedLongformerAttention QOrderedMatMul QuickGelu Range RelativePositionBias RestorePadding Rfft
     RotaryEmbedding ScaledSiLU SkipGroupNorm SparseAttention TorchEmbedding TransposeMatMul Trilu UnfoldTensor
     VarlenCausalConvWithState
-    """.split()
+    """.split()  # noqa: SIM905
 )
 #: Element types by output: the input that has it, or the type itself.
 _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
@@ -71,7 +71,7 @@ _SAME_SHAPE = frozenset(
     BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm Gelu
     GroupNorm MoE QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding ScaledSiLU
     SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
-    """.split()
+    """.split()  # noqa: SIM905
 )
 
 

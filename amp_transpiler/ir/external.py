@@ -15,7 +15,17 @@ from ..errors import ArgumentError, ModelFileError
 from . import files
 from .program import Program, Variable
 from .source import source_of
-from .tensors import ExternalTensor, Tensor, annotated, byte_size, embedded, external_proto, raw_bytes, renamed, tensor_type
+from .tensors import (
+    ExternalTensor,
+    Tensor,
+    annotated,
+    byte_size,
+    embedded,
+    external_proto,
+    raw_bytes,
+    renamed,
+    tensor_type,
+)
 from .verify import programs_of
 
 _WORTH = 1024  # bytes: smaller tensors stay in the model
@@ -30,7 +40,8 @@ class Layout:
     file beside the model. Data files in which nothing has changed are copied as they are.
     """
 
-    def __init__(self, program: Program, values: dict[Variable, Any], path: Path | None, external_data: bool | str | None) -> None:
+    def __init__(self, program: Program, values: dict[Variable, Any], path: Path | None,
+                 external_data: bool | str | None) -> None:  # fmt: skip
         self.path = path
         self.values = values
         self.location = _location(path, external_data)
@@ -40,7 +51,9 @@ class Layout:
         live = Counter(data.file for _, data in held if isinstance(data, ExternalTensor))
         came = source.external if source is not None else {}
         #: Data files that stay as they are.
-        self.kept = {file for file, count in live.items() if external_data is None and (path is None or count == came.get(file))}
+        self.kept = {file for file, count in live.items() if path is None or count == came.get(file)}
+        if external_data is not None:
+            self.kept = set()
         self._kept_locations = {_relative(file, self.folder) for file in self.kept} | _attribute_files(program)
         while self.location in self._kept_locations:
             self.location = f"{self.location}.new"

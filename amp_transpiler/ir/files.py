@@ -22,13 +22,18 @@ Write = Callable[[BinaryIO], None]
 def write_files(files: Sequence[tuple[Path, Write]]) -> None:
     """Write several files that belong together: all to temporary files first, then each renamed, in order.
 
-    ModelFileWriteError where one cannot be written (disk full, no such folder, no permission); then none of them
-    is there, and files of these names that were there before are as they were.
+    The last one is the model; folders below its own are made. ModelFileWriteError where a file cannot be written
+    (disk full, no such folder, no permission); then none of them is there, and files of these names that were there
+    before are as they were.
     """
     temporary: list[Path] = []
+    made_folders: list[Path] = []
+    home = files[-1][0].parent
     path = Path()
     try:
         for path, write in files:
+            if home in path.parent.parents:
+                made_folders += _make_folders(path.parent)
             if path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
             temporary.append(_write_temporary(path, write))
@@ -36,11 +41,22 @@ def write_files(files: Sequence[tuple[Path, Write]]) -> None:
             os.replace(made, path)
         for folder in {path.parent for path, _ in files}:
             _sync_folder(folder)
+        made_folders.clear()
     except OSError as error:
-        raise ModelFileWriteError(f"'{path}' cannot be written: {error.strerror or error}; nothing was changed") from None
+        raise ModelFileWriteError(f"'{path}' cannot be written: {error.strerror or error}; nothing changed") from None
     finally:
         for made in temporary:
             made.unlink(missing_ok=True)
+        for folder in reversed(made_folders):
+            folder.rmdir()
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Make a folder and what is missing above it; gives those that were made, outermost first."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()][::-1]
+    for one in missing:
+        one.mkdir()
+    return missing
 
 
 def _write_temporary(path: Path, write: Write) -> Path:
@@ -80,8 +96,8 @@ def serialized(model: onnx.ModelProto) -> bytes:
     try:
         return model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError):
-        raise ModelFileError(f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it with "
-                             "external_data=True") from None  # fmt: skip
+        raise ModelFileError(f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it "
+                             "with external_data=True") from None  # fmt: skip
 
 
 def write_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:

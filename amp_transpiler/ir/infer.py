@@ -6,14 +6,17 @@ through ONNX's own inference, with the values of small integer inputs (shape ari
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.reference
 
 from ..errors import GraphError
 from .opdef import lookup
 from .program import OWN, Operator, Program, Shape, Variable
+from .tensors import as_array, tensor_type
 from .types import NAMES, ONNX_TYPES
 
 _SMALL = 256  # elements: more than any shape vector, less than any weight
@@ -60,12 +63,7 @@ def constant_array(variable: Variable) -> np.ndarray | None:
                     return np.asarray(variable.producer.attrs[name], kind)
     if data is None:
         return None
-    if isinstance(data, onnx.TensorProto):
-        if int(np.prod(data.dims, dtype=np.int64)) > _SMALL or data.data_location == onnx.TensorProto.EXTERNAL:
-            return None
-        return onnx.numpy_helper.to_array(data)
-    array = np.asarray(data)
-    return array if array.size <= _SMALL else None
+    return as_array(data) if math.prod(tensor_type(data)[1]) <= _SMALL else None
 
 
 class Shapes:
@@ -188,7 +186,8 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
             schema, node, types, data, opset_imports=[onnx.helper.make_opsetid(op.domain, opset)]
         )
     except onnx.shape_inference.InferenceError as error:
-        raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {str(error).strip()}") from None
+        reason = str(error).strip()
+        raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     if isinstance(env, Shapes):
         _propagate(op, values, inferred, env)
     results: list[tuple[str | None, Shape | None] | None] = []
@@ -238,12 +237,13 @@ def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
     node = onnx.helper.make_node(op.type, inputs, ["out"], domain=op.domain)
     node.attribute.extend(op.attrs.protos())
     feeds = dict(zip([n for n in inputs if n], values, strict=True))
-    graph = onnx.helper.make_graph(
-        [node], "fold",
-        [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()],
-        [onnx.helper.make_empty_tensor_value_info("out")],
-    )  # fmt: skip
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))])
+    given = [
+        onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in feeds.items()
+    ]
+    graph = onnx.helper.make_graph([node], "fold", given, [onnx.helper.make_empty_tensor_value_info("out")])
+    opset = onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))
+    model = onnx.helper.make_model(graph, opset_imports=[opset])
     try:
         return np.asarray(onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0])
     except Exception:  # the evaluator raises whatever its operator does; an unknown value is no error here

@@ -32,7 +32,8 @@ def inline_functions(program: Program) -> Program:
     new = program_of(ModelFile(model, f"program '{program.name}'", folder, list(model.graph.initializer)), program.name)
     if new.info.functions:
         left = ", ".join(f"'{function.name}'" for function in new.info.functions)
-        raise GraphError(f"program '{program.name}' still calls {left} after inlining; every function must be defined once")
+        raise GraphError(f"program '{program.name}' still calls {left} after inlining; every function must be "
+                         "defined once")  # fmt: skip
     _carry_variables(program, new)
     _carry_marks(program, new, _calls(program))
     new.startup = program.startup
@@ -49,7 +50,8 @@ def _carry_variables(old: Program, new: Program) -> None:
         if not new.has_var(variable.name):
             continue
         made = new.var(variable.name)
-        made.persistable, made.trainable, made.stop_gradient = variable.persistable, variable.trainable, variable.stop_gradient
+        made.persistable, made.trainable = variable.persistable, variable.trainable
+        made.stop_gradient = variable.stop_gradient
         made.data = variable.data
         made.dtype, made.shape = variable.dtype or made.dtype, variable.shape or made.shape
         if variable.grad_of is not None and new.has_var(variable.grad_of.name):

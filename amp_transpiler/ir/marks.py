@@ -103,7 +103,8 @@ def read_state(program: Program) -> bool:
         kept = [(name, True) for name in state["trainable"]] + [(name, False) for name in state["persistable"]]
         updates = dict(state["updates"])
     except (ValueError, KeyError, TypeError):
-        raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes it") from None
+        raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "
+                         "it") from None  # fmt: skip
     for name, trainable in kept:
         variable = program.var(name)
         variable.persistable, variable.trainable, variable.is_input = True, trainable, False

@@ -177,8 +177,8 @@ class _Reader:
     def _declare_outputs(self, program: Program, node: onnx.NodeProto) -> None:
         for output in node.output:
             if output and program.has_var(output):
-                raise GraphError(f"node {_label(node)} of graph '{program.name}' writes '{output}', which another node, an input or "
-                                 "an initializer gives already; a name is written once")  # fmt: skip
+                raise GraphError(f"node {_label(node)} of graph '{program.name}' writes '{output}', which another "
+                                 "node, an input or an initializer gives already; a name is written once")  # fmt: skip
             if output:
                 program.add_variable(output)
 
@@ -205,7 +205,8 @@ class _Reader:
             return None
         variable = frame.find(name)
         if variable is None:
-            raise GraphError(f"node {_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing produces")
+            raise GraphError(f"node {_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing "
+                             "produces")  # fmt: skip
         return variable
 
     def _attribute(self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame,
@@ -238,7 +239,7 @@ def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:
             dtype, shape = from_type_proto(info.type)
             variable.dtype = variable.dtype or dtype
             variable.shape = shape if variable.shape is None else variable.shape
-        elif info.HasField("type") and variable.dtype is None:
+        elif info.type.WhichOneof("value") and variable.dtype is None:
             variable.type_proto = info.type
         variable.doc = variable.doc or info.doc_string
         variable.metadata = variable.metadata or _entries(info.metadata_props)

@@ -1,4 +1,4 @@
-"""ONNX out: a program as a ModelProto. The same program gives the same bytes, and an unchanged one its file's content."""
+"""ONNX out: a program as a ModelProto. The same program gives the same bytes, an unchanged one its file's content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _FREE_INITIALIZERS = 4
 Content = Callable[[Variable, Any], Tensor]
 
 
-def model_of(program: Program, content: Content | None = None, values: dict[Variable, Any] | None = None) -> onnx.ModelProto:
+def model_of(program: Program, content: Content | None = None,
+             values: dict[Variable, Any] | None = None) -> onnx.ModelProto:  # fmt: skip
     """The program as a ModelProto.
 
     ``content`` makes the TensorProtos (default: with everything inside). ``values`` replaces the content that
@@ -72,9 +73,11 @@ def _scope_values(program: Program, scope: Any) -> dict[Variable, Any]:
         dtype, shape = tensor_type(array)
         declared = variable.shape
         if dtype != variable.dtype or (declared is not None and not same_shape(declared, shape)):
-            raise GraphError(f"the scope holds '{variable.name}' as {dtype}{list(shape)}, program '{program.name}' declares "
-                             f"{variable.dtype}{'' if declared is None else list(declared)}; run the startup program (and "
-                             "amp_init or cast_parameters_to_fp16 where parameters are 16 bit) before writing")  # fmt: skip
+            wanted = f"{variable.dtype}{'' if declared is None else list(declared)}"
+            raise GraphError(
+                f"the scope holds '{variable.name}' as {dtype}{list(shape)}, program '{program.name}' wants {wanted}; "
+                "run the startup program (and amp_init or cast_parameters_to_fp16 where parameters are 16 bit) first"
+            )
         values[variable] = array
     return values
 
@@ -138,18 +141,19 @@ class _Writer:
     def _initializers(self, program: Program, graph: onnx.GraphProto) -> set[Variable]:
         """Write every variable that has content and no producer; gives those variables."""
         source = source_of(program)
-        held = {v: None for v in program.variables if v.producer is None and v.outer is None and self._data(v) is not None}
-        order = [v for v in (source.initializers if source else []) if v in held]
+        held = [v for v in program.variables if v.producer is None and v.outer is None and self._data(v) is not None]
+        found = set(held)
+        order = [v for v in (source.initializers if source else []) if v in found]
         for variable in dict.fromkeys([*order, *held]):
             tensor = self.content(variable, self._data(variable))
             if isinstance(tensor, onnx.SparseTensorProto):
                 graph.sparse_initializer.append(tensor)
             else:
                 graph.initializer.append(tensor)
-        return set(held)
+        return found
 
     def _inputs(self, program: Program, graph: onnx.GraphProto, held: set[Variable]) -> None:
-        """Inputs in the file's order (initializers that are inputs as well among them), new ones behind, then states."""
+        """Inputs in the file's order (initializers that are inputs as well among them), then new ones, then states."""
         source = source_of(program)
         fed = dict.fromkeys(program.inputs)
         for entry in source.inputs if source else []:
@@ -165,8 +169,8 @@ class _Writer:
                 graph.input.append(value_info(variable))
             elif variable.readers:
                 reader = variable.readers[0][0]
-                raise GraphError(f"operator '{reader.label}' of program '{program.name}' reads '{variable.name}', which nothing "
-                                 "writes, feeds or initialises")  # fmt: skip
+                raise GraphError(f"operator '{reader.label}' of program '{program.name}' reads '{variable.name}', "
+                                 "which nothing writes, feeds or initialises")  # fmt: skip
 
     def _outputs(self, program: Program, graph: onnx.GraphProto) -> None:
         source = source_of(program)

@@ -44,7 +44,8 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
         folder = path.parent if external_data_dir is None else Path(external_data_dir)
         read = ModelFile(model, f"'{path}'", folder, list(model.graph.initializer))
     else:
-        raise ArgumentTypeError(f"a model is given as a path or an onnx.ModelProto, not as {type(model_or_path).__name__}")
+        raise ArgumentTypeError("a model is given as a path or an onnx.ModelProto, not as "
+                                f"{type(model_or_path).__name__}")  # fmt: skip
     _check_model(read)
     return read
 
@@ -64,7 +65,8 @@ def _parse(path: Path) -> onnx.ModelProto:
     try:
         model.ParseFromString(content)
     except DecodeError:
-        raise ModelFileError(f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not parse") from None
+        raise ModelFileError(f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not "
+                             "parse") from None  # fmt: skip
     return model
 
 
@@ -96,8 +98,8 @@ def _check_model(read: ModelFile) -> None:
     if not model.HasField("graph") or model.ir_version < 1:
         raise ModelFileError(f"{label} is not an ONNX model, or is cut short: it holds no graph and no format version")
     if model.ir_version > onnx.IR_VERSION:
-        raise ModelFileError(f"{label} has ONNX format version {model.ir_version}; the installed onnx {onnx.__version__} reads "
-                             f"up to {onnx.IR_VERSION}. Install a newer onnx")  # fmt: skip
+        raise ModelFileError(f"{label} has ONNX format version {model.ir_version}; the installed onnx "
+                             f"{onnx.__version__} reads up to {onnx.IR_VERSION}. Install a newer onnx")  # fmt: skip
     if model.ir_version >= 3 and model.graph.node and not model.opset_import:
         raise ModelFileError(f"{label} says no operator set version (opset_import), as a file that is cut short does")
     _check_opsets(label, model.opset_import)
@@ -110,8 +112,8 @@ def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None
     for opset in opsets:
         known = newest.get(plain_domain(opset.domain))
         if known is not None and opset.version > known[1]:
-            raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the installed onnx "
-                                 f"{onnx.__version__} knows up to {known[1]}. Install a newer onnx")  # fmt: skip
+            raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the installed "
+                                 f"onnx {onnx.__version__} knows {known[1]}. Install a newer one")  # fmt: skip
 
 
 class DataFiles:
@@ -140,7 +142,8 @@ class DataFiles:
         needed = byte_size(dtype, shape)
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             if tensor.HasField("raw_data") and tensor.ByteSize() < needed:
-                raise ModelFileError(f"tensor '{tensor.name}' of {self.label} is cut short: {dtype}{list(shape)} takes {needed} bytes")
+                raise ModelFileError(f"tensor '{tensor.name}' of {self.label} is cut short: {dtype}{list(shape)} "
+                                     f"takes {needed} bytes")  # fmt: skip
             return tensor
         entries = {entry.key: entry.value for entry in tensor.external_data}
         file, mapped = self._file(entries.get("location", ""), tensor.name)
@@ -148,13 +151,14 @@ class DataFiles:
             offset = int(entries.get("offset") or 0)
             length = int(entries.get("length") or needed)
         except ValueError:
-            raise ModelFileError(f"tensor '{tensor.name}' of {self.label}: external offset or length is no number") from None
+            raise ModelFileError(f"tensor '{tensor.name}' of {self.label}: external offset or length is no "
+                                 "number") from None  # fmt: skip
         if dtype == "string" or length != needed or offset < 0:
-            raise ModelFileError(f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) refers to {length} "
-                                 f"bytes at offset {offset} of '{file}'")  # fmt: skip
+            raise ModelFileError(f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) "
+                                 f"refers to {length} bytes at offset {offset} of '{file}'")  # fmt: skip
         if offset + length > mapped.size:
-            raise ModelFileError(f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} bytes, tensor "
-                                 f"'{tensor.name}' ends at byte {offset + length}")  # fmt: skip
+            raise ModelFileError(f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} "
+                                 f"bytes, tensor '{tensor.name}' ends at byte {offset + length}")  # fmt: skip
         return ExternalTensor(tensor, file, mapped[offset : offset + length])
 
     def _file(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
@@ -164,18 +168,20 @@ class DataFiles:
 
     def _open(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
         if self.folder is None:
-            raise ModelFileError(f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the folder of that "
-                                 "file as external_data_dir, or give the path of the model")  # fmt: skip
+            raise ModelFileError(f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the "
+                                 "folder of that file as external_data_dir, or give the path of the model")  # fmt: skip
         parts = Path(location).parts
         if not parts or Path(location).is_absolute() or ".." in parts:
-            raise ModelFileError(f"tensor '{tensor}' of {self.label} refers to the external file {location!r}, which does not lie in "
-                                 "the model's folder")  # fmt: skip
+            raise ModelFileError(f"tensor '{tensor}' of {self.label} refers to the external file {location!r}, which "
+                                 "does not lie in the model's folder")  # fmt: skip
         file = self.folder / location
         try:
             size = file.stat().st_size
             mapped = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
         except FileNotFoundError:
-            raise ModelFileNotFoundError(f"{self.label} keeps tensor '{tensor}' in the external file '{file}', which is missing") from None
+            raise ModelFileNotFoundError(f"{self.label} keeps tensor '{tensor}' in the external file '{file}', which "
+                                         "is missing") from None  # fmt: skip
         except OSError as error:
-            raise ModelFileError(f"the external data file '{file}' of {self.label} cannot be read: {error.strerror}") from None
+            raise ModelFileError(f"the external data file '{file}' of {self.label} cannot be read: "
+                                 f"{error.strerror}") from None  # fmt: skip
         return file, mapped.view(np.ndarray)

@@ -29,7 +29,7 @@ def _state(variable: Variable) -> tuple[Any, ...]:
 class Entry:
     """One ValueInfoProto of a file, and what its variable said when the import was done.
 
-    ``variable`` is None where the graph has no variable of that name.
+    ``variable`` is None where the graph has no variable of that name; ``state`` is empty while the import lasts.
     """
 
     variable: Variable | None
@@ -50,7 +50,7 @@ class Entry:
     def written(self) -> onnx.ValueInfoProto:
         """The entry for a file: as it came, but for what has changed since."""
         variable = self.variable
-        if variable is None or (variable.name == self.proto.name and _state(variable) == self.state):
+        if variable is None or not self.state or (variable.name == self.proto.name and _state(variable) == self.state):
             return self.proto
         proto = onnx.ValueInfoProto()
         proto.CopyFrom(self.proto)
@@ -86,7 +86,7 @@ def value_info(variable: Variable) -> onnx.ValueInfoProto:
 
 @dataclass(slots=True)
 class Source:
-    """What the file said about one graph. ``header`` is the GraphProto, ``model`` the ModelProto, without their lists."""
+    """What the file said about one graph: ``header`` is the GraphProto, ``model`` the ModelProto, less their lists."""
 
     header: onnx.GraphProto
     name: str
@@ -114,8 +114,9 @@ class Source:
                 if e.variable is None or e.variable in variables
             ]
 
+        initializers = [variables[v] for v in self.initializers if v in variables]
         return Source(self.header, self.name, self.model, self.folder, entries(self.inputs), entries(self.outputs),
-                      entries(self.value_info), [variables[v] for v in self.initializers if v in variables], self.external)  # fmt: skip
+                      entries(self.value_info), initializers, self.external)  # fmt: skip
 
 
 def source_of(program: Program) -> Source | None:
@@ -132,12 +133,13 @@ def set_source(program: Program, source: Source) -> None:
 def leftover(node: onnx.NodeProto) -> onnx.NodeProto | None:
     """What of a node an Operator has no place for: fields that are present but empty, device configurations, …"""
     rest = onnx.NodeProto()
-    for field in ("name", "op_type", "domain", "overload", "doc_string"):
-        value = getattr(node, field)
-        if (node.HasField(field) and not value) or (field == "domain" and value in DEFAULT_DOMAINS[1:]):
-            setattr(rest, field, value)
+    for name in ("name", "op_type", "domain", "overload", "doc_string"):
+        value = getattr(node, name)
+        if (node.HasField(name) and not value) or (name == "domain" and value in DEFAULT_DOMAINS[1:]):
+            setattr(rest, name, value)
     rest.device_configurations.extend(node.device_configurations)
     props = node.metadata_props
-    if len({entry.key for entry in props}) < len(props) or any(not (e.HasField("key") and e.HasField("value")) for e in props):
+    partial = any(not (entry.HasField("key") and entry.HasField("value")) for entry in props)
+    if partial or len({entry.key for entry in props}) < len(props):
         rest.metadata_props.extend(props)
     return rest if rest.ListFields() else None

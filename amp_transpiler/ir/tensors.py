@@ -64,8 +64,8 @@ def as_array(data: Any) -> np.ndarray:
     """
     if isinstance(data, onnx.TensorProto):
         if data.data_location == onnx.TensorProto.EXTERNAL:
-            raise ModelFileError(f"the content of tensor '{data.name}' lies in an external file that is not known here; "
-                                 "load its model with Program.from_onnx")  # fmt: skip
+            raise ModelFileError(f"the content of tensor '{data.name}' lies in an external file that is not known "
+                                 "here; load its model with Program.from_onnx")  # fmt: skip
         return onnx.numpy_helper.to_array(data)
     if isinstance(data, onnx.SparseTensorProto):
         return _dense(data)
@@ -94,7 +94,8 @@ def tensor_type(data: Any) -> tuple[str, tuple[int, ...]]:
     """Element type name and shape of constant content, without reading it."""
     if isinstance(data, onnx.TensorProto):
         if data.data_type not in NAMES:
-            raise ModelFileError(f"tensor '{data.name}' has the element type {data.data_type}, which ONNX does not define")
+            raise ModelFileError(f"tensor '{data.name}' has the element type {data.data_type}, which ONNX does not "
+                                 "define")  # fmt: skip
         return NAMES[data.data_type], tuple(data.dims)
     if isinstance(data, onnx.SparseTensorProto):
         return NAMES[data.values.data_type], tuple(data.dims)
@@ -136,7 +137,7 @@ def embedded(variable: Variable, data: Any) -> Tensor:
 
 
 def to_proto(data: Any, name: str) -> onnx.TensorProto:
-    """Constant content as a TensorProto called ``name`` with the content inside; the given one where it is that already."""
+    """Constant content as a TensorProto called ``name`` with the content inside; the given one where it is that."""
     if isinstance(data, onnx.TensorProto):
         return renamed(data, name)
     if isinstance(data, ExternalTensor):
@@ -150,7 +151,7 @@ def to_proto(data: Any, name: str) -> onnx.TensorProto:
 def raw_bytes(data: Any) -> memoryview:
     """The little-endian bytes of constant content as they stand in an external data file."""
     if isinstance(data, ExternalTensor):
-        return memoryview(data.raw)
+        return memoryview(data.raw.data)
     if not isinstance(data, onnx.TensorProto) or not data.HasField("raw_data"):
         data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(data)))
     return memoryview(data.raw_data)

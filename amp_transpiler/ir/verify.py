@@ -117,17 +117,19 @@ def _captures(program: Program) -> Iterator[str]:
         for v in inner:
             assert v.outer is not None
             if v.outer.program is not program:
-                yield f"variable '{v.name}' in a nested graph of '{op.label}' stands for '{v.outer.name}' of another program"
+                yield (f"variable '{v.name}' in a nested graph of '{op.label}' stands for '{v.outer.name}' of another "
+                       "program")  # fmt: skip
                 continue
             captured.add(v.outer.key)
             if v.outer.key not in drawn:
                 yield f"a nested graph of operator '{op.label}' reads '{v.outer.name}', but no capture edge says so"
             name = _root(v).name
             if v.program.has_var(name) and v.program.var(name) is not v:
-                yield f"variable '{name}' in a nested graph of '{op.label}' hides the captured variable of the same name"
+                yield (f"variable '{name}' in a nested graph of '{op.label}' hides the captured variable of the same "
+                       "name")  # fmt: skip
             if (v.dtype, v.type_proto is None) != (v.outer.dtype, v.outer.type_proto is None):
-                yield (f"variable '{v.name}' in a nested graph of '{op.label}' is {v.dtype}, but stands for '{v.outer.name}', "
-                       f"which is {v.outer.dtype}")  # fmt: skip
+                yield (f"variable '{v.name}' in a nested graph of '{op.label}' is {v.dtype}, but stands for "
+                       f"'{v.outer.name}', which is {v.outer.dtype}")  # fmt: skip
         for key in drawn - captured:
             name = program.graph.nodes[key]["item"].name
             yield f"a capture edge says that a nested graph of operator '{op.label}' reads '{name}', but none does"
@@ -147,7 +149,8 @@ def _updates(program: Program) -> Iterator[str]:
         if not state.persistable or new.program is not program or not program.has_var(state.name):
             yield f"the update of '{state.name}' does not go from a variable of the program to a persistable one"
         if state.dtype != new.dtype:
-            yield f"the update of '{state.name}' ({state.dtype}) is '{new.name}' ({new.dtype}); an update keeps the type"
+            yield (f"the update of '{state.name}' ({state.dtype}) is '{new.name}' ({new.dtype}); an update keeps the "
+                   "type")  # fmt: skip
         if not same_shape(state.shape, new.shape):
             yield f"the update of '{state.name}' {state.shape} is '{new.name}' {new.shape}; an update keeps the shape"
 
@@ -190,7 +193,7 @@ def _slots(type: str, opset: int, domain: str) -> tuple[tuple[Any, ...], tuple[A
 
 
 def operator_clashes(op: Operator) -> Iterator[str]:
-    """Where the types of an operator's variables break its schema: a type it does not take, one type variable bound twice."""
+    """Where an operator's variables break its schema: a type it does not take, two types for one type variable."""
     if op.domain == OWN:
         return
     slots = _slots(op.type, op.program.opset(op.domain), op.domain)
@@ -207,13 +210,13 @@ def operator_clashes(op: Operator) -> Iterator[str]:
                 continue
             parameter, allowed, _ = rules[min(slot, len(rules) - 1)]
             if spelled not in allowed:
-                yield (f"operator '{op.label}' ({op.full_type}): {what} '{variable.name}' is {_short(spelled)}, which the "
-                       "operator does not take")  # fmt: skip
+                yield (f"operator '{op.label}' ({op.full_type}): {what} '{variable.name}' is {_short(spelled)}, which "
+                       "the operator does not take")  # fmt: skip
             elif parameter is not None:
                 first = bound.setdefault(parameter, (spelled, variable.name))
                 if first[0] != spelled:
-                    yield (f"operator '{op.label}' ({op.full_type}): '{first[1]}' is {_short(first[0])} and '{variable.name}' is "
-                           f"{_short(spelled)}; both must have one type")  # fmt: skip
+                    yield (f"operator '{op.label}' ({op.full_type}): '{first[1]}' is {_short(first[0])} and "
+                           f"'{variable.name}' is {_short(spelled)}; both must have one type")  # fmt: skip
     yield from _cast_clash(op)
 
 
@@ -249,5 +252,8 @@ def _spelled_proto(proto: onnx.TypeProto) -> str | None:
     if kind == "map_type":
         inner = _spelled_proto(proto.map_type.value_type)
         key = NAMES.get(proto.map_type.key_type)
-        return None if inner is None or key is None else f"map({_SPELLING.get(key, key)}, {inner})"
+        if inner is None or key is None:
+            return None
+        # Schemas spell the value of a map without the word tensor.
+        return f"map({_SPELLING.get(key, key)}, {inner.removeprefix('tensor(').removesuffix(')')})"
     return None

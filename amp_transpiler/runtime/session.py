@@ -104,7 +104,8 @@ def _session(data: bytes, place: Place, settings: Settings, saved: Path | None =
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if isinstance(place, CUDAPlace) and not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    return ort.InferenceSession(data, options, providers=_providers(place, settings, fallback))
+    # The Python class would otherwise answer a CUDA error (no such device, no memory) with a session on the CPU.
+    return ort.InferenceSession(data, options, providers=_providers(place, settings, fallback), enable_fallback=0)
 
 
 def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
@@ -122,8 +123,8 @@ def _creation_error(error: Exception, data: bytes, place: Place, settings: Setti
         some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         return PlaceError(
             f"program '{name}' does not run on {place!r} alone: onnxruntime has no CUDA kernel for "
-            f"{some or 'some operators'}. Keep these operators out of 16 bit (custom_black_list), or let them "
-            "run on the CPU with Executor(place, allow_cpu_fallback=True)"
+            f"{some or 'some operators'}. Where only the 16-bit kernel is missing, keep the operator in fp32 "
+            "(custom_black_list); else let it run on the CPU with Executor(place, allow_cpu_fallback=True)"
         )
     if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text or "Provider type for" in text:
         return PlaceError(f"an operator of program '{name}' has no kernel on {place!r}: {text}")
