@@ -27,12 +27,13 @@ def lines(graph: onnx.GraphProto, indent: str = "") -> list[str]:
         found.append(f"{indent}{onnx.TensorProto.DataType.Name(tensor.data_type)} {tensor.name} = {values}")
     for node in graph.node:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        graphs = {name: attributes.pop(name) for name in list(attributes) if isinstance(attributes[name], onnx.GraphProto)}
-        shown = {name: _shown(value) for name, value in sorted(attributes.items())}
-        found.append(f"{indent}{', '.join(node.output)} = {node.op_type}({', '.join(node.input)}) {shown or ''}".rstrip())
-        for name, nested in sorted(graphs.items()):
+        nested = {name: value for name, value in attributes.items() if isinstance(value, onnx.GraphProto)}
+        shown = {name: _shown(value) for name, value in sorted(attributes.items()) if name not in nested}
+        call = f"{node.op_type}({', '.join(node.input)})"
+        found.append(f"{indent}{', '.join(node.output)} = {call} {shown or ''}".rstrip())
+        for name, inner in sorted(nested.items()):
             found.append(f"{indent}  {name}:")
-            found += lines(nested, indent + "    ")
+            found += lines(inner, indent + "    ")
     return found
 
 

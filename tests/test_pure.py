@@ -17,7 +17,8 @@ from amp_transpiler.passes.rewrite import rewrite_program
 # ---------------------------------------------------------------- golden programs
 
 USE_CASE = """main (float[1,1,6,6] image) => (float[1,4] prediction)
-<float[1,1,3,3] conv_w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[4,4] fc_w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16},
+<float[1,1,3,3] conv_w = {1, 2, 3, 4, 5, 6, 7, 8, 9},
+ float[4,4] fc_w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16},
  float[4] fc_b = {1, 2, 3, 4}, int64[2] flat = {1, 4}>
 {
   [conv] c = Conv(image, conv_w)
@@ -38,8 +39,8 @@ def test_guard_and_custom_black_list() -> None:
     assert names == {"c", "p", "fc_w", "fc_b"}
     assert_becomes(p, """main (float[1,1,6,6] image) => (float[1,4] prediction)
     <float[1,1,3,3] conv_w = {1, 2, 3, 4, 5, 6, 7, 8, 9},
-     float16[4,4] fc_w = {15360, 16384, 16896, 17408, 17664, 17920, 18176, 18432, 18560, 18688, 18816, 18944, 19072, 19200,
-                          19328, 19456},
+     float16[4,4] fc_w = {15360, 16384, 16896, 17408, 17664, 17920, 18176, 18432, 18560, 18688, 18816, 18944, 19072,
+                          19200, 19328, 19456},
      float16[4] fc_b = {15360, 16384, 16896, 17408}, int64[2] flat = {1, 4}>
     {
       c = Conv(image, conv_w)
@@ -310,7 +311,7 @@ def test_a_parameter_beyond_the_range_is_named_before_anything_changes() -> None
       y = MatMul(m, w)
     }""")
     before, bytes_before = state(p), p.to_onnx().SerializeToString()
-    with pytest.raises(PrecisionError, match=r"parameter 'w' of program 'main' holds 70000, beyond the range of float16"):
+    with pytest.raises(PrecisionError, match=r"parameter 'w' of program 'main' holds 70000, beyond the range"):
         cast_model_to_fp16(p, use_fp16_guard=False)
     assert state(p) == before and p.to_onnx().SerializeToString() == bytes_before
     assert cast_model_to_fp16(p, AutoMixedPrecisionLists(dtype="bfloat16"), False) >= {"v", "w"}

@@ -49,7 +49,8 @@ def test_white_black_gray() -> None:
       y = Cast<to = 1>("y.fp16")
     }""")
     assert reasons(p) == {
-        "m": "fp16: white list", "r": "fp16: follows MatMul -> m", "s": "fp32: black list", "y.fp16": "fp16: white list",
+        "m": "fp16: white list", "r": "fp16: follows MatMul -> m", "s": "fp32: black list",
+        "y.fp16": "fp16: white list",
     }  # fmt: skip
 
 
@@ -362,7 +363,7 @@ def test_black_varnames(name: str) -> None:
 
 
 def test_other_types_are_untouched() -> None:
-    text = """main (double[2,2] d, int64[2,2] i, string[2] s, float[2,2] x) => (double[2,2] a, int64[2,2] b, string[2] t)
+    text = """main (double[2,2] d, int64[2,2] i, string[2] s) => (double[2,2] a, int64[2,2] b, string[2] t)
     {
       a = MatMul(d, d)
       b = MatMul(i, i)

@@ -19,6 +19,7 @@ from .program import OWN, Operator, Program, Shape, Variable
 from .tensors import as_array, tensor_type
 from .types import NAMES, ONNX_TYPES
 
+_ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SMALL = 256  # elements: more than any shape vector, less than any weight
 
 
@@ -223,7 +224,7 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
     if any(v is not None and known is None for v, known in zip(op.inputs, values, strict=True)):
         return
     proto = inferred.get(f"v{out.key}")
-    if proto is None or proto.tensor_type.elem_type not in (6, 7, 9, 1):
+    if proto is None or NAMES.get(proto.tensor_type.elem_type) not in _ARITHMETIC:
         return
     result = fold(op, [known for known in values if known is not None])
     if result is not None and result.size <= _SMALL:
@@ -245,6 +246,7 @@ def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
     opset = onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))
     model = onnx.helper.make_model(graph, opset_imports=[opset])
     try:
-        return np.asarray(onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0])
+        results: Any = onnx.reference.ReferenceEvaluator(model).run(None, feeds)
+        return np.asarray(results[0])
     except Exception:  # the evaluator raises whatever its operator does; an unknown value is no error here
         return None

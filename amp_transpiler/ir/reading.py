@@ -112,8 +112,9 @@ def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None
     for opset in opsets:
         known = newest.get(plain_domain(opset.domain))
         if known is not None and opset.version > known[1]:
-            raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the installed "
-                                 f"onnx {onnx.__version__} knows {known[1]}. Install a newer one")  # fmt: skip
+            raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the "
+                                 f"installed onnx {onnx.__version__} knows {known[1]}. "
+                                 "Install a newer one")  # fmt: skip
 
 
 class DataFiles:
