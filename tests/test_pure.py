@@ -158,6 +158,20 @@ def test_gather_on_a_tied_table_moves_16_bit_rows_and_then_casts() -> None:
     assert reasons(p)["g"] == "fp16: moves rows of the 16-bit table 'table'"
 
 
+def test_the_rows_of_a_tied_table_keep_their_type_where_their_name_is_black() -> None:
+    p = program("""main (int64[2] ids, float[2,2] x) => (float[2,2] y)
+    <float[2,2] table = {1, 2, 3, 4}>
+    {
+      g = Gather(table, ids)
+      e = Exp(g)
+      y = MatMul(e, table)
+    }""")
+    lists = AutoMixedPrecisionLists(custom_black_varnames=["g"])
+    assert cast_model_to_fp16(p, lists, use_fp16_guard=False) == {"e", "table"}
+    assert (p.var("g").dtype, p.var("g.fp16").dtype, p.var("table").dtype) == ("float32", "float16", "float16")
+    assert [v.name for v in p.operators[0].outputs if v] == ["g.fp16"]
+
+
 def test_a_parameter_that_only_a_nested_graph_reads() -> None:
     p = program("""main (bool c, float[2,2] x) => (float[2,2] y)
     <float[2,2] w = {1, 2, 3, 4}, float[2,2] v = {1, 2, 3, 4}>
@@ -271,6 +285,18 @@ def test_types_that_an_attribute_sets_stay_and_are_cast_at_the_reader() -> None:
     assert found["c"] == "untouched: no input sets its element type"
     assert {op.outputs[0].name for op in p.operators if op.type == "Cast"} == {
         "x.cast_fp16", "r.cast_fp16", "c.cast_fp16", "y"}  # fmt: skip
+
+
+def test_a_state_that_an_operator_starts_itself_has_the_type_of_its_data() -> None:
+    """Its type variable has no input where the first state is left out; ONNX's inference takes the data's then."""
+    text = """main (float[1,2,4] q) => (float[1,2,4] y, float[1,1,4,4] state)
+    {
+      y, state = LinearAttention<q_num_heads = 1, kv_num_heads = 1, update_rule = "linear">(q, q, q)
+    }"""
+    p = program(text, opset=27)
+    cast_model_to_fp16(p, use_fp16_guard=False)
+    assert (p.var("y.fp16").dtype, p.var("state.fp16").dtype) == ("float16", "float16")
+    onnx.checker.check_model(p.to_onnx(), full_check=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

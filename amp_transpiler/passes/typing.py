@@ -217,9 +217,11 @@ def _unbound(op: Operator, groups: dict[str, _Group], slots: Slots) -> Slots:
         if v is not None and kind
     }
     try:
-        inferred = onnx.shape_inference.infer_node_outputs(schema, node, types)
-    except onnx.shape_inference.InferenceError:
-        return slots  # shapes that it cannot match; the types stay as declared
+        opsets = [onnx.helper.make_opsetid(domain, op.program.opset(domain))]
+        inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=opsets)
+    except onnx.shape_inference.InferenceError as error:
+        reason = str(error).strip()
+        raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     for slot in outputs:
         found = inferred.get(f"y{slot}")
         if found is not None and found.HasField("tensor_type"):
