@@ -19,10 +19,10 @@ def save_inference_model(path: str | os.PathLike[str], feed_vars: Variables, fet
                          program: Program | None = None, *, scope: Scope | None = None) -> None:  # fmt: skip
     """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
 
-    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms;
-    onnxruntime alone loads it (bfloat16 on CUDA only: it has no bfloat16 arithmetic on CPU). ``feed_vars`` are inputs
-    of ``program`` (default: the program of the first fetch variable, else the current main program), by variable or
-    name; a training program is turned into its form for evaluation first.
+    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms.
+    onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU. ``feed_vars``
+    are inputs of ``program`` (default: the program of the first fetch variable, else the current main program), by
+    variable or name; a training program is turned into its form for evaluation first.
 
     ArgumentError where a feed is missing or not needed, or a fetch is nothing that the program computes; ScopeError
     where the scope lacks a parameter; GraphError where it holds another type than the program declares;
