@@ -7,6 +7,7 @@ if (_root / "ops" / "__init__.py").is_file() and (_root / "amp_transpiler" / "__
     __path__.append(str(_root))  # a checkout keeps the subpackages ops and lists at its top level
 
 from . import nn, ops, optimizer
+from .convert import convert
 from .errors import AmpError
 from .ir import names as unique_name
 from .ir.context import default_main_program, default_startup_program, fp16_guard, name_scope, program_guard
@@ -29,7 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Executor", "Operator", "Program", "Scope",
     "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale",
-    "check_step", "create_parameter", "data", "decorate", "default_main_program", "default_startup_program",
+    "check_step", "convert", "create_parameter", "data", "decorate", "default_main_program", "default_startup_program",
     "fp16_guard", "global_scope", "load_inference_model", "name_scope", "nn", "ops", "optimizer", "program_guard",
     "register_gradient", "rewrite_program", "save_inference_model", "scope_guard", "seed", "unique_name",
     "update_loss_scaling",

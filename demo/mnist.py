@@ -26,13 +26,13 @@ _OPEN = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
 
 def network() -> tuple[amp.Variable, amp.Variable, amp.Variable, amp.Variable]:
-    """conv 32, pool, conv 64, pool, dense; everything but the data inside the guard."""
+    """conv 32, pool, conv 64, pool, dense 128, dense 10; everything but the data inside the guard."""
     image = amp.data("image", [None, 1, 28, 28], "float32")
     label = amp.data("label", [None, 1], "int64")
     with amp.fp16_guard():
         h = F.max_pool2d(amp.nn.conv2d(image, 32, 3, padding=1, act="relu"), 2, 2)
         h = F.max_pool2d(amp.nn.conv2d(h, 64, 3, padding=1, act="relu"), 2, 2)
-        logits = amp.nn.fc(h, 10)
+        logits = amp.nn.fc(amp.nn.fc(h, 128, act="relu"), 10)
         loss = F.cross_entropy(logits, label)
     return image, label, logits, loss
 

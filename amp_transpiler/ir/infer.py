@@ -186,7 +186,7 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
         inferred = onnx.shape_inference.infer_node_outputs(
             schema, node, types, data, opset_imports=[onnx.helper.make_opsetid(op.domain, opset)]
         )
-    except onnx.shape_inference.InferenceError as error:
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
         reason = str(error).strip()
         raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     if isinstance(env, Shapes):

@@ -1,0 +1,85 @@
+"""The ``amp-transpile`` command and ``amp.convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.cli import main
+
+TEXT = """<ir_version: 10, opset_import: ["" : 21]>
+net (float[2,8] x) => (float[2,4] y) <float[8,4] w = {WEIGHTS}>
+{ h = MatMul(x, w)  s = Softmax(h)  y = Mul(s, s) }"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    weights = np.random.default_rng(0).standard_normal(32)
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(TEXT.replace("WEIGHTS", ", ".join(f"{w:.6f}" for w in weights))), path)
+    return path
+
+
+@pytest.mark.parametrize(("mode", "halves"), [("pure-fp16", "3 of 3 operators in float16, 2 casts"), ("mixed", "1 of 3 operators in float16, 2 casts")])
+def test_converted_models_load_and_agree(model: Path, tmp_path: Path, mode: str, halves: str,
+                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    before, out = model.read_bytes(), tmp_path / "half.onnx"
+    assert main(["convert", str(model), str(out), "--mode", mode]) == 0
+    assert halves in capsys.readouterr().out
+    assert model.read_bytes() == before
+    half = onnx.load(out)
+    onnx.checker.check_model(half, full_check=True)
+    assert half.graph.initializer[0].data_type == onnx.TensorProto.FLOAT16
+    feed = {"x": np.random.default_rng(1).standard_normal((2, 8)).astype(np.float32)}
+    want, got = (ort.InferenceSession(str(p), providers=["CPUExecutionProvider"]).run(None, feed)[0] for p in (model, out))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, atol=2e-3)
+    assert main(["convert", str(out), str(tmp_path / "again.onnx"), "--mode", mode]) == 0
+    again = onnx.load(tmp_path / "again.onnx")
+    assert [n.op_type for n in again.graph.node] == [n.op_type for n in half.graph.node], "a second run changes nothing"
+
+
+def test_lists_are_followed(model: Path) -> None:
+    program = amp.convert(model, black_list=["matmul_v2"])
+    assert {op.type: op.precision for op in program.operators if op.type != "Cast"} == {
+        "MatMul": "float32", "Softmax": "float16", "Mul": "float16"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{missing}", "{out}"], "no model file"),
+        (["{model}", "{out}", "--black-list", "MatMull"], "MatMul"),
+        (["{model}", "{out}", "--black-varnames", "nowhere"], "nowhere"),
+        (["{text}", "{out}"], "text.onnx"),
+        (["{model}", "{folder}/no/such/folder.onnx"], "folder"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_line(model: Path, tmp_path: Path, arguments: list[str], complaint: str,
+                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    (tmp_path / "text.onnx").write_text("not a model")
+    places = {"missing": tmp_path / "missing.onnx", "model": model, "out": tmp_path / "out.onnx", "folder": tmp_path,
+              "text": tmp_path / "text.onnx"}  # fmt: skip
+    assert main(["convert", *(a.format(**places) for a in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error and error.startswith("amp-transpile: ") and error.count("\n") == 1
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_info(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(model)]) == 0
+    out = capsys.readouterr().out
+    assert "MatMul" in out and "opset 21, 3 operators" in out
+
+
+def test_wrong_usage_is_status_2() -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["convert"])
+    assert done.value.code == 2
+    with pytest.raises(amp.AmpError, match="mode is one of pure-fp16, mixed"):
+        amp.convert("model.onnx", mode="fp16")
