@@ -47,11 +47,14 @@ class Program:
     ``startup`` is the program that initialises the persistable variables (None for a startup program).
     """
 
-    if TYPE_CHECKING:  # attached by passes.lowering, which lies above this module
+    if TYPE_CHECKING:  # attached by passes.lowering and passes.opset, which lie above this module
 
         def lower(self, place: Any, feed_shapes: dict[str, tuple[int, ...]] | None = None,
                   fetches: Sequence[Variable] = ()) -> Any:  # fmt: skip
             """The ONNX model that ``place`` runs."""
+
+        def convert_opset(self, target: int = 21) -> bool:
+            """Rewrite every ai.onnx operator to another opset, in place."""
 
     def __init__(self, name: str = "main", startup: Program | None = None) -> None:
         self.graph: nx.MultiDiGraph = nx.MultiDiGraph()

@@ -20,6 +20,7 @@ from ..ir.types import ONNX_TYPES, element_type, numpy_dtype
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
 Input = Variable | np.ndarray | None
+OPSET = 21  # what the layers are written in
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGER = ("int64", "int32")
 _INFERENCE = re.compile(r".*\[\w*InferenceError\]\s*(\(op_type:[^)]*\):\s*)?", re.DOTALL)
@@ -35,12 +36,15 @@ def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *,
                 prefix: str | None = None) -> list[Variable]:  # fmt: skip
     """Add a standard operator to the current program; its output variables, named ``<prefix>.tmp_<n>``.
 
-    ``call`` is the function that the user called; ``prefix`` defaults to a fresh name made from it.
+    ``call`` is the function that the user called; ``prefix`` defaults to a fresh name made from it. An imported
+    program that is older than these layers is brought to their opset first.
     ArgumentError, and an unchanged program, where element types or shapes do not fit.
     """
     program = default_main_program()
     for item in inputs:
         check_program(call, item, program)
+    if program.opset() < OPSET:
+        program.convert_opset(OPSET)
     schema = _schema(call, type_, program.opset())
     _check_types(call, schema, inputs)
     prefix = prefix or names.generate(call)

@@ -135,8 +135,7 @@ def cast(x: Variable, dtype: Any) -> Variable:
     return append("cast", "Cast", [variable("cast", "x", x)], attrs={"to": ONNX_TYPES[element_type(dtype)]})
 
 
-def _reduce(call: str, type_: str, since: int, x: Variable, axis: Axis, keepdim: bool) -> Variable:
-    """``since``: the opset from which on the axes are an input."""
+def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool) -> Variable:
     variable(call, "x", x)
     attrs: dict[str, Any] = {"keepdims": keepdim}
     inputs: list[Any] = [x]
@@ -144,21 +143,18 @@ def _reduce(call: str, type_: str, since: int, x: Variable, axis: Axis, keepdim:
         axes = [axis_of(call, a, x) for a in (axis if isinstance(axis, (list, tuple)) else [axis])]
         if len(set(axes)) != len(axes) or not axes:
             raise ArgumentError(f"{call}: axis {axis!r} must name each axis once, and at least one")
-        if x.program.opset() >= since:
-            inputs.append(np.array(axes, np.int64))
-        else:
-            attrs["axes"] = axes
+        inputs.append(np.array(axes, np.int64))
     return append(call, type_, inputs, attrs=attrs)
 
 
 def mean(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
     """Mean over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None."""
-    return _reduce("mean", "ReduceMean", 18, x, axis, keepdim)
+    return _reduce("mean", "ReduceMean", x, axis, keepdim)
 
 
 def sum(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
     """Sum over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None."""
-    return _reduce("sum", "ReduceSum", 13, x, axis, keepdim)
+    return _reduce("sum", "ReduceSum", x, axis, keepdim)
 
 
 def dropout(x: Variable, p: float = 0.5, training: bool = True) -> Variable:

@@ -248,3 +248,6 @@ def _group_norm(op: Operator) -> None:
         program.add_operator("Expand", [column, _constant(op, f"wide{slot}", np.array([groups, per_group]))], [wide])
         program.add_operator("Reshape", [wide, _constant(op, f"flat{slot}", np.array([-1]))], [flat])
         op.set_input(slot, flat)
+
+
+setattr(Program, "convert_opset", convert_opset)  # noqa: B010 - mypy refuses the plain assignment
