@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from amp_transpiler import nn
-from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import names
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.context import fp16_guard, name_scope, program_guard

@@ -80,7 +80,7 @@ def test_a_trained_model_is_fine_tuned(mode: str) -> None:
     file = SHARED / "data" / "onnx_models" / "mnist_cntk.onnx.xz"
     if not file.exists():
         pytest.skip("../shared/data is not beside this checkout")
-    program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.open(file).read()))
+    program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.decompress(file.read_bytes())))
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         label = amp.data("label", [1, 1], "int64")
         loss = F.cross_entropy(program.outputs[0], label)

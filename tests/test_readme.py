@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encod
 def test_training_example() -> None:
     names: dict[str, object] = {}
     with amp.scope_guard(amp.Scope()), amp.unique_name.guard():
-        exec(BLOCKS[0], names)  # noqa: S102 - the text is our own
+        exec(BLOCKS[0], names)
         assert np.isfinite(np.ravel(names["value"])).all() and names["scale"][0] == 128.0
         assert amp.global_scope().find_var("fc_0.w_0").dtype == np.float16
 
@@ -27,13 +27,13 @@ def test_conversion_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.chdir(tmp_path)
     text = """<ir_version: 10, opset_import: ["" : 21]> net (float[2,4] x) => (float[2,4] y) { h = Relu(x) y = Softmax(h) }"""
     onnx.save(onnx.parser.parse_model(text), "model.onnx")
-    exec(BLOCKS[1], {})  # noqa: S102
+    exec(BLOCKS[1], {})
     onnx.checker.check_model(onnx.load("model_fp16.onnx"), full_check=True)
     assert "black list" in capsys.readouterr().out
 
 
 def test_gradient_example() -> None:
-    exec(BLOCKS[2], {"amp": amp})  # noqa: S102
+    exec(BLOCKS[2], {"amp": amp})
     program = amp.Program()
     with amp.program_guard(program, amp.Program("startup")):
         w = amp.create_parameter([3], "float32", name="w", initializer=np.array([1, 2, 3], np.float32))
