@@ -26,8 +26,9 @@ test-gpu: $(VENV)/.test
 	if ! $(PY) tests/gpu_device.py; then exit 0; fi; \
 	$(PY) -m pytest -q -m gpu
 
+# TORCH_PYTHON: an interpreter of another environment that has torch, to compare with.
 bench: $(VENV)/.test
-	$(PY) tests/benchmarks/run.py
+	$(PY) tests/benchmarks/run.py $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -101,11 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-    except amp.AmpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(training.guarded(main))

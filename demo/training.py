@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -206,3 +207,15 @@ def plot(histories: list[History], path: str, title: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def guarded(main: Callable[[], int]) -> int:
+    """Run a demo; an interrupt or an error of the library is one line and an exit status."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except amp.AmpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import onnx
 
-from .inline import inline_functions
 from .opdef import lookup
 from .program import FORWARD, Operator, Program, Variable
 from .source import set_source, source_of
 
-__all__ = ["clone", "inline_functions"]
+__all__ = ["clone"]
 
 
 def clone(program: Program, for_test: bool = False) -> Program:
