@@ -1,7 +1,13 @@
 """The wheel holds every package of the checkout under its name."""
 
+import importlib.metadata
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,3 +31,38 @@ def test_this_run_uses_the_checkout():
 
     assert Path(amp_transpiler.__file__).parent == ROOT / "amp_transpiler"
     assert Path(amp_transpiler.lists.__file__).parent == ROOT / "lists"
+
+
+SCRIPT = """
+import amp_transpiler as amp, amp_transpiler.ops, amp_transpiler.lists
+assert len(amp.AutoMixedPrecisionLists().white_list) > 3
+for module in (amp, amp_transpiler.ops, amp_transpiler.lists):
+    print(module.__file__)
+"""
+
+
+def imported_from(folder: Path) -> list[Path]:
+    """Where a fresh interpreter, standing in ``folder``, finds the package and its two outer subpackages."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Path(line) for line in done.stdout.split()]
+
+
+def installed() -> bool:
+    try:
+        return importlib.metadata.distribution("amp-transpiler") is not None
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not installed(), reason="the package is not installed in this environment (make test installs it)")
+def test_the_installed_package_stands_alone(tmp_path):
+    files = imported_from(tmp_path)
+    assert not any(file.is_relative_to(ROOT / part) for file in files for part in ("amp_transpiler", "ops", "lists"))
+
+
+def test_a_checkout_is_complete_beside_an_installed_package():
+    """Standing in the clone, every part comes from the clone, whether a wheel is installed or not."""
+    files = imported_from(ROOT)
+    assert [file.parent for file in files] == [ROOT / "amp_transpiler", ROOT / "ops", ROOT / "lists"]
