@@ -15,11 +15,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from programs import LAYERS, build
 
 import amp_transpiler as amp
 from amp_transpiler.ir.opdef import _TABLE, body_of
-from amp_transpiler.ir.program import Program, Variable
-from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.passes.lowering import Lowered, lower
 from amp_transpiler.passes.typing import Slots, has_float, narrowed
 
@@ -209,6 +211,64 @@ def test_overflow_and_underflow_appear() -> None:
             assert got[0] == np.float16(expected), level
 
 
+# -- operators with bodies, inside whole training steps ------------------------------------------------------
+def alone(op: Operator, values: dict[str, np.ndarray]) -> list[np.ndarray | None]:
+    """One operator of a training program run alone in fp32 on the values it had there, its results rounded."""
+    program = Program()
+    twins: dict[str, Variable] = {}
+    feeds = {}
+    for slot, v in enumerate(op.inputs):
+        if v is not None and v.name not in twins:
+            value = as_array(v.data) if v.is_constant else values[v.name]
+            wide = np.asarray(value).astype(np.float32) if v.dtype in HALF else np.asarray(value)
+            if op.type == "LayerNormalization" and slot in (1, 2):
+                wide = wide.astype(numpy_dtype(op.inputs[0].dtype)).astype(np.float32)  # a slot fed in 16 bit
+            if v.is_constant:
+                twins[v.name] = program.add_variable(v.name, wide.dtype, wide.shape, data=wide)
+            else:
+                twins[v.name] = program.add_input(v.name, wide.dtype, wide.shape)
+                feeds[v.name] = wide
+    outputs = []
+    for v in op.outputs:
+        shape = None if v is None else values[v.name].shape
+        twin = None if v is None else program.add_variable(v.name, "float32" if v.dtype in HALF else v.dtype, shape)
+        if twin is not None and v.grad_of is not None:
+            twin.grad_of = program.var(v.grad_of.name) if program.has_var(v.grad_of.name) else twin
+        outputs.append(twin)
+    inputs = [None if v is None else twins[v.name] for v in op.inputs]
+    copy = program.add_operator(op.type, inputs, outputs, attrs=op.attrs.copy(), domain=op.domain)
+    copy.metadata.update(op.metadata)
+    wanted = [v for v in outputs if v is not None]
+    lowered = lower(program, "cpu", {}, wanted)
+    results = iter(run_lowered(lowered, feeds))
+    with np.errstate(over="ignore"):
+        return [None if v is None else next(results).astype(numpy_dtype(v.dtype)) for v in op.outputs]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_operator_of_a_training_step(name: str, dtype: str) -> None:
+    net = build(name, "pure-fp16", dtype=dtype, batch=2)
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(net.startup, scope=scope)
+    net.optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    values = {v: scope.find_var(v) for v in scope.var_names()} | dict(net.feeds)
+    ops = [op for op in net.main.operators if op.role in ("forward", "backward") and op.type != "Dropout"]
+    made = [v for op in ops for v in op.outputs if v is not None and v.dtype is not None]
+    made += [v for op in net.main.operators if op.type == "Dropout" for v in op.outputs if v is not None]
+    lowered = lower(net.main, "cpu", {k: v.shape for k, v in net.feeds.items()}, made, updates=False)
+    values |= dict(zip([v.name for v in made], run_lowered(lowered, values), strict=True))
+    checked = set()
+    for op in ops:
+        if not any(v is not None and v.dtype == dtype for v in op.outputs) or op.type == "Cast":
+            continue
+        for v, want in zip(op.outputs, alone(op, values), strict=True):
+            if v is not None and v.dtype == dtype:
+                assert same_bits(values[v.name], want), (op, v)
+        checked.add(op.type)
+    assert {"MatMulGrad", "MatMul", "SoftmaxCrossEntropyLossGrad"} <= checked, checked
+
+
 # -- what needs no rounding -----------------------------------------------------------------------------------
 def test_operators_without_rounding_are_bit_neutral() -> None:
     """``exact`` operators: with the rounding put back, no bit changes."""
@@ -254,3 +314,28 @@ def test_found_inf_does_not_depend_on_other_readers(extra: str) -> None:
         for level in ("BASIC", "ALL"):
             result = run_lowered(lower(program, "cpu", {"x": (3,)}, fetches), feeds, level)
             assert bool(result[0].reshape(-1)[0]) is expected
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_cuda_trains_as_the_cpu_does(name: str, mode: str) -> None:
+    """The same steps on both places: real 16-bit operators against the bit-faithful ones, up to summation order."""
+    states = []
+    for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
+        net = build(name, mode)
+        executor, scope = amp.Executor(place), amp.Scope()
+        executor.run(net.startup, scope=scope)
+        if mode != "fp32":
+            net.optimizer.amp_init(place, scope=scope)
+        start = {v: scope.find_var(v) for v in scope.var_names()}
+        losses = [executor.run(net.main, feed=net.feeds, fetch_list=[net.loss], scope=scope)[0] for _ in range(3)]
+        states.append((start, np.array(losses, np.float32), {v: scope.find_var(v) for v in scope.var_names()}))
+    (cpu_start, cpu_losses, cpu), (cuda_start, cuda_losses, cuda) = states
+    for v, value in cpu_start.items():  # normal numbers come from Cos and Log, which differ in the last bit
+        np.testing.assert_allclose(value.astype(np.float32), cuda_start[v].astype(np.float32), rtol=2e-3, atol=1e-5)
+    np.testing.assert_allclose(cpu_losses, cuda_losses, rtol=1e-4 if mode == "fp32" else 5e-3)
+    for v in ("num_good_steps_0", "num_bad_steps_0", "loss_scaling_0", "@rng_step"):
+        if v in cpu:
+            assert np.array_equal(cpu[v], cuda[v]), v
