@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from ..errors import GraphError
+from ..errors import GraphError, ModelFileError
 from .annotate import annotate
 from .attributes import Attributes
 from .infer import from_type_proto
@@ -57,6 +57,7 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
     assert source is not None
     source.folder, source.external = read.folder, reader.files.tensors
     source.model = copy_without(model, ("graph", "functions"))
+    _check_domain(program, read.label)
     _mark_parameters(program)
     annotate(program)
     clashes = [clash for op in program.walk() for clash in operator_clashes(op)]
@@ -64,6 +65,16 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
         raise GraphError("; ".join(clashes[:3]))
     _settle(program)
     return program
+
+
+def _check_domain(program: Program, label: str) -> None:
+    """Operators of ai.onnx mean nothing without the version of their set; a cut file may have lost it."""
+    if "" in program.info.opsets or program.info.ir_version < 3:
+        return
+    for op in program.walk():
+        if not op.domain:
+            raise ModelFileError(f"{label} says no version of the operator set ai.onnx (opset_import), but operator "
+                                 f"'{op.label}' ({op.type}) is of it")  # fmt: skip
 
 
 def _mark_parameters(program: Program) -> None:
@@ -237,6 +248,8 @@ def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:
     if variable is not None:
         if info.type.HasField("tensor_type"):
             dtype, shape = from_type_proto(info.type)
+            if variable.dtype is not None and dtype not in (None, variable.dtype):
+                raise GraphError(f"'{info.name}' is declared as {dtype}, but elsewhere it is {variable.dtype}")
             variable.dtype = variable.dtype or dtype
             variable.shape = shape if variable.shape is None else variable.shape
         elif info.type.WhichOneof("value") and variable.dtype is None:
