@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..errors import ArgumentTypeError
 from . import names
 
 if TYPE_CHECKING:
@@ -38,9 +39,15 @@ def default_startup_program() -> Program:
 
 @contextmanager
 def program_guard(main: Program, startup: Program | None = None) -> Iterator[None]:
-    """Build into ``main``, and put initialisers into ``startup`` (default: ``main.startup``, made if missing)."""
+    """Build into ``main``, and put initialisers into ``startup`` (default: ``main.startup``, made if missing).
+
+    ArgumentTypeError for what is no Program.
+    """
     from .program import Program
 
+    for argument, given in (("main", main), ("startup", startup)):
+        if not isinstance(given, Program) and not (given is None and argument == "startup"):
+            raise ArgumentTypeError(f"program_guard: {argument} is {given!r}; expected an amp.Program")
     if startup is None:
         startup = main.startup or Program(f"{main.name}_startup")
     if main.startup is None and main is not startup:
@@ -55,7 +62,9 @@ def program_guard(main: Program, startup: Program | None = None) -> Iterator[Non
 
 @contextmanager
 def name_scope(prefix: str) -> Iterator[None]:
-    """Operators built inside carry the scope ``prefix`` (nested scopes join with ``/``)."""
+    """Operators built inside carry the scope ``prefix``, a string (nested scopes join with ``/``)."""
+    if not isinstance(prefix, str) or not prefix:
+        raise ArgumentTypeError(f"name_scope: the prefix is {prefix!r}; expected a string such as 'encoder'")
     _scopes.append(prefix)
     try:
         yield

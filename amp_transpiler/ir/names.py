@@ -16,6 +16,11 @@ def generate(prefix: str) -> str:
     return f"{prefix}_{number}"
 
 
+def counters() -> defaultdict[str, int]:
+    """The counters of the current guard themselves, by prefix; a change that is taken back restores them."""
+    return _counters[-1]
+
+
 @contextmanager
 def guard() -> Iterator[None]:
     """Names inside start from 0 again, so that a test program built alike names its parameters alike."""

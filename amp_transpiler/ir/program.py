@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from ..errors import ArgumentError, GraphError
+from ..errors import ArgumentError, ArgumentTypeError, GraphError
 from . import context, names
 from .attributes import Attributes
 from .nodes import (
@@ -230,7 +230,7 @@ class Program:
     def _own(self, variable: Variable) -> None:
         if variable.program is not self:
             raise GraphError(
-                f"variable '{variable.name}' belongs to program '{variable.program.name}', not to '{self.name}'; "
+                f"variable '{variable.name}' belongs to {other_program(variable.program, self)}, not to '{self.name}'; "
                 "build both under one program_guard"
             )
 
@@ -352,23 +352,29 @@ class Program:
     def mark_fp16(self, *patterns: str) -> int:
         """Mark operators whose name or scope matches a glob pattern, as ``fp16_guard`` does for built programs.
 
-        Returns the number of operators marked; ArgumentError for a pattern that matches nothing.
+        Returns the number of operators marked; ArgumentError for no pattern, or one that matches nothing: then none
+        is marked.
         """
-        total = 0
+        if not patterns:
+            raise ArgumentError(f"mark_fp16 of program '{self.name}' takes at least one pattern, such as 'encoder/*'")
         ops = list(self.walk())
+        marked: dict[Operator, None] = {}
         for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise ArgumentTypeError(f"mark_fp16 takes strings, as in mark_fp16('a/*', 'b/*'); got {pattern!r}")
             hits = [op for op in ops if fnmatch.fnmatchcase(op.name, pattern) or fnmatch.fnmatchcase(op.scope, pattern)]
             if not hits:
-                some = ", ".join(repr(op.name or op.scope) for op in ops[:3])
+                known = list(dict.fromkeys(repr(name) for op in ops if (name := op.scope or op.name)))
+                some = f"it has, for example, {', '.join(known[:3])}" if known else "its operators have neither"
                 raise ArgumentError(
                     f"mark_fp16: pattern {pattern!r} matches no operator name or scope of program '{self.name}' "
-                    f"(it has, for example, {some})"
+                    f"({some})"
                 )
-            for op in hits:
-                op.guard = True
-            total += len(hits)
+            marked.update(dict.fromkeys(hits))
+        for op in marked:
+            op.guard = True
         self._touch()
-        return total
+        return len(marked)
 
     def new_variable(self, prefix: str, dtype: Any = None, shape: Iterable[Any] | None = None) -> Variable:
         """A temporary variable with a fresh name ``<prefix>.tmp_<n>``."""
@@ -379,3 +385,8 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
+
+
+def other_program(program: Program, current: Program) -> str:
+    """``program`` in a message that tells it from ``current``."""
+    return f"program '{program.name}'" if program.name != current.name else f"another program called '{program.name}'"

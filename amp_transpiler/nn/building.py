@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError, GraphError
 from ..ir import names
 from ..ir.context import default_main_program
 from ..ir.infer import Declared, infer_operator
-from ..ir.program import Program, Variable
+from ..ir.program import Program, Variable, other_program
 from ..ir.types import ONNX_TYPES, element_type, numpy_dtype
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
@@ -124,8 +124,8 @@ def check_program(call: str, item: Input, program: Program | None = None) -> Non
     program = program or default_main_program()
     if isinstance(item, Variable) and item.program is not program:
         raise ArgumentError(
-            f"{call}: variable '{item.name}' belongs to program '{item.program.name}', which is not the current one "
-            f"('{program.name}'); build under amp.program_guard of the program that it belongs to"
+            f"{call}: variable '{item.name}' belongs to {other_program(item.program, program)}, which is not the "
+            f"current one ('{program.name}'); build under amp.program_guard of the program that it belongs to"
         )
 
 

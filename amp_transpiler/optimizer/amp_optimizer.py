@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir import context
-from ..ir.program import OWN, SCALING, Operator, Program, Variable
+from ..ir.program import BACKWARD, OWN, SCALING, Operator, Program, Variable
+from ..ir.rollback import unchanged_on_error
 from ..ir.types import HALF, ONNX_TYPES
 from ..lists import AutoMixedPrecisionLists
 from ..ops.scaling import GATE
@@ -16,11 +17,11 @@ from ..passes.check_step import UNGATED, check_step
 from ..passes.pure import cast_model_to_fp16
 from ..passes.rewrite import rewrite_program
 from ..runtime.parameters import cast_parameters_to_fp16
-from ..runtime.place import Place
+from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
-from .base import Names, Optimizer, ParamsGrads, checked_pairs, number
+from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, number
 from .scaling import check_finite_and_unscale, scaling_attributes, update_loss_scaling
-from .state import create_state, shared_name, startup_of
+from .state import appending, create_state, shared_name
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
@@ -123,10 +124,12 @@ class OptimizerWithMixedPrecision:
 
         Returns the update operators and [(parameter, gradient)]; the gradients are those of the scaled
         loss, in the element type of their parameter. Run the startup program next, then ``amp_init``.
-        GradientError: see ``append_backward``. OrderError: minimize was called before.
+        GradientError: see ``append_backward``. OrderError: minimize was called before. Where anything raises, the
+        programs and this optimizer are as before.
         """
-        params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
-        return self.apply_gradients(params_grads), params_grads
+        with appending(checked_loss(loss).program, startup_program, self, self._optimizer):
+            params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
+            return self.apply_gradients(params_grads), params_grads
 
     def backward(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
@@ -140,17 +143,20 @@ class OptimizerWithMixedPrecision:
         if parameter_list is None:
             parameter_list = self._optimizer.parameter_list
         program = check_loss(loss, parameter_list, no_grad_set)
-        startup = startup_of(program, startup_program)
-        if self._use_pure_fp16:
-            self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
-        else:
-            rewrite_program(program, self._amp_lists)
-        with context.program_guard(program, startup), context.operator_role(SCALING):
-            self._create_scale(program, startup)
-            self._scaled_loss = self._scale(loss)
-        params_grads = append_backward(self._scaled_loss, parameter_list, no_grad_set)
-        self._program, self._startup = program, startup
-        return params_grads
+        if any(op.role == BACKWARD for op in program.operators):
+            raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
+                             "a program once, or build it anew")  # fmt: skip
+        with appending(program, startup_program, self) as startup:
+            if self._use_pure_fp16:
+                self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
+            else:
+                rewrite_program(program, self._amp_lists)
+            with context.program_guard(program, startup), context.operator_role(SCALING):
+                self._create_scale(program, startup)
+                self._scaled_loss = self._scale(loss)
+            params_grads = append_backward(self._scaled_loss, parameter_list, no_grad_set)
+            self._program, self._startup = program, startup
+            return params_grads
 
     def apply_gradients(self, params_grads: ParamsGrads) -> list[Operator]:
         """Append unscale, finite check, scale update and the update of [(parameter, scaled gradient)].
@@ -160,10 +166,15 @@ class OptimizerWithMixedPrecision:
         program, startup = self._ready("apply_gradients")
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
-        if not self._checks:
-            return self._optimizer._apply(params_grads, startup, None)
         if self._found_inf is not None:
             raise OrderError(f"apply_gradients: program '{program.name}' has its update already; give it all gradients")
+        with appending(program, startup, self, self._optimizer):
+            if not self._checks:
+                return self._optimizer._apply(params_grads, startup, None)
+            return self._checked_update(program, startup, params_grads)
+
+    def _checked_update(self, program: Program, startup: Program, params_grads: ParamsGrads) -> list[Operator]:
+        """Unscale, finite check and scale update, and an update that a bad step skips."""
         assert self._loss_scaling is not None
         with context.program_guard(program, startup):
             grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._loss_scaling)
@@ -191,19 +202,23 @@ class OptimizerWithMixedPrecision:
         global one), and ``test_program`` is rewritten like the training program. Otherwise parameters
         stay fp32, and ``test_program`` is rewritten only with ``use_fp16_test``.
 
-        OrderError: before ``minimize``. ScopeError: the startup program never ran.
+        OrderError: before ``minimize``. ScopeError: the startup program never ran. PrecisionError: a parameter does
+        not fit the type. Where anything raises, the scope and ``test_program`` are as before.
         """
         program, _ = self._ready("amp_init")
+        check_place(place, "amp_init")
         if not isinstance(test_program, (Program, type(None))):
             raise ArgumentTypeError(f"amp_init: test_program is {test_program!r}; expected a Program")
-        if self._use_pure_fp16:
-            cast_parameters_to_fp16(place, program, scope, self._to_fp16_var_names)
-        if test_program is None:
-            return
-        if self._use_pure_fp16:
-            cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False)
-        elif use_fp16_test:
-            rewrite_program(test_program, self._amp_lists, names_must_exist=False)
+        if test_program is program:
+            raise ArgumentError(f"amp_init: test_program is the training program '{program.name}' itself; give it a "
+                                "program for evaluation, such as program.clone(for_test=True)")  # fmt: skip
+        with unchanged_on_error(test_program):
+            if test_program is not None and self._use_pure_fp16:
+                cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False)
+            elif test_program is not None and use_fp16_test:
+                rewrite_program(test_program, self._amp_lists, names_must_exist=False)
+            if self._use_pure_fp16:
+                cast_parameters_to_fp16(place, program, scope, self._to_fp16_var_names)
 
     def get_loss_scaling(self) -> Variable:
         """The loss scale, fp32 of shape [1]. OrderError before ``minimize``."""

@@ -19,7 +19,7 @@ from ..ops.update import LAYOUTS, Layout
 from ..passes.backward import append_backward
 from ..runtime.scope import Scope, check_scope
 from .clip import GradientClip
-from .state import create_master, create_state, initial_value, owned_name, shared_name, startup_of, static_shape
+from .state import appending, create_master, create_state, initial_value, owned_name, shared_name, static_shape
 
 ParamsGrads = list[tuple[Variable, Variable]]
 Names = Collection[Variable | str]
@@ -84,29 +84,30 @@ class Optimizer:
         """Append the backward pass of ``loss`` (a float scalar) and the update of every parameter it depends on.
 
         New state is initialised in ``startup_program`` (default: that of the loss's program). Returns the
-        update operators and [(parameter, gradient)]. GradientError: see ``append_backward``.
+        update operators and [(parameter, gradient)]. GradientError: see ``append_backward``. Where anything raises,
+        the programs are as before.
         """
-        params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
-        return self.apply_optimize(loss, startup_program, params_grads), params_grads
+        with appending(checked_loss(loss).program, startup_program, self):
+            params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
+            return self.apply_optimize(loss, startup_program, params_grads), params_grads
 
     def backward(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
         """Append the gradients of ``loss``; returns [(parameter, gradient)]."""
-        if not isinstance(loss, Variable):
-            raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
-        startup_of(loss.program, startup_program)
-        return append_backward(loss, self.parameter_list if parameter_list is None else parameter_list, no_grad_set)
+        with appending(checked_loss(loss).program, startup_program, self):
+            return append_backward(loss, self.parameter_list if parameter_list is None else parameter_list, no_grad_set)
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip
         """``apply_gradients``, with new state initialised in ``startup_program``."""
-        return self._apply(params_grads, startup_of(loss.program, startup_program), None)
+        with appending(checked_loss(loss).program, startup_program, self) as startup:
+            return self._apply(params_grads, startup, None)
 
     def apply_gradients(self, params_grads: ParamsGrads) -> list[Operator]:
         """Append clipping and the update operator for [(parameter, gradient)]; returns the update operators."""
-        program = checked_pairs(params_grads)
-        return self._apply(params_grads, startup_of(program), None)
+        with appending(checked_pairs(params_grads), None, self) as startup:
+            return self._apply(params_grads, startup, None)
 
     def _apply(self, params_grads: ParamsGrads, startup: Program, found_inf: Variable | None) -> list[Operator]:
         """Clip and update. With ``found_inf`` (bool [1]) nothing changes where it is true."""
@@ -194,6 +195,13 @@ class Optimizer:
         if self._rate is None or not scope.has_var(self._rate.name):
             return self.learning_rate
         return float(scope.find_var(self._rate.name))
+
+
+def checked_loss(loss: Variable) -> Variable:
+    """``loss`` itself; ArgumentTypeError where it is no variable."""
+    if not isinstance(loss, Variable):
+        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
+    return loss
 
 
 def checked_pairs(params_grads: ParamsGrads) -> Program:

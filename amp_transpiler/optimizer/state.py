@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, GraphError
 from ..ir import context, names
 from ..ir.program import Program, Variable
+from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, ONNX_TYPES
 from ..nn.initializer import Constant
 
@@ -14,7 +17,7 @@ from ..nn.initializer import Constant
 def startup_of(program: Program, startup: Program | None = None) -> Program:
     """The startup program to initialise new state in: the given one, else the program's own.
 
-    ArgumentTypeError: ``startup`` is no Program. ArgumentError: there is none.
+    ArgumentTypeError: ``startup`` is no Program. ArgumentError: there is none, or it is the program itself.
     """
     if startup is None:
         startup = program.startup
@@ -26,9 +29,30 @@ def startup_of(program: Program, startup: Program | None = None) -> Program:
         raise ArgumentError(
             f"program '{program.name}' has no startup program to initialise optimizer state in; pass startup_program"
         )
-    if program.startup is None:
-        program.startup = startup
+    if startup is program:
+        raise ArgumentError(f"startup_program is program '{program.name}' itself, the one that is trained; pass the "
+                            "program that initialises its parameters, or nothing")  # fmt: skip
     return startup
+
+
+@contextmanager
+def appending(program: Program, startup_program: Program | None, *owners: Any) -> Iterator[Program]:
+    """The startup program, while a part of the training step is appended.
+
+    Where that fails, both programs and the attributes of ``owners`` (optimizers) are as before. Errors: see
+    :func:`startup_of`.
+    """
+    startup = startup_of(program, startup_program)
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        with unchanged_on_error(program, startup):
+            program.startup = program.startup or startup
+            yield startup
+    except BaseException:
+        for owner, attributes in before:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+        raise
 
 
 def shared_name(program: Program, prefix: str) -> str:

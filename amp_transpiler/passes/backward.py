@@ -12,6 +12,7 @@ from ..ir import context
 from ..ir.infer import Declared, infer_operator
 from ..ir.opdef import Gradient, gradient_type, lookup
 from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
+from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, numpy_dtype
 from .opset import convert_opset
 
@@ -30,10 +31,21 @@ def append_backward(
 
     Returns [(parameter, gradient)] in the order of the parameters; parameters that the loss does not
     depend on are left out. GradientError: a loss that is no float scalar, one that depends on no
-    parameter, a listed parameter without a path to it, an operator on the path without a gradient rule.
+    parameter, a listed parameter without a path to it, an operator on the path without a gradient rule. Where
+    anything raises, the program is as before.
     """
-    convert_opset(check_loss(loss, parameter_list, no_grad_set))
-    program = loss.program
+    program = check_loss(loss, parameter_list, no_grad_set)
+    with unchanged_on_error(program):
+        convert_opset(program)
+        return _append(program, loss, parameter_list, no_grad_set)
+
+
+def _append(
+    program: Program,
+    loss: Variable,
+    parameter_list: Sequence[Variable | str] | None,
+    no_grad_set: Collection[Variable | str] | None,
+) -> list[tuple[Variable, Variable]]:
     order = program.operators
     wanted, needs = _wanted(program, order, parameter_list, no_grad_set)
     plan, contributions = _plan(order, loss, needs)
@@ -94,9 +106,16 @@ def _wanted(
 
 
 def _variables(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
-    if isinstance(items, str):
-        raise ArgumentTypeError(f"{what} must be a list of variables or names, not the string {items!r}")
-    return [program.var(item) if isinstance(item, str) else item for item in items]
+    if isinstance(items, (str, Variable)) or not isinstance(items, Iterable):
+        raise ArgumentTypeError(f"{what} must be a list of variables or names, not {items!r}")
+    found = []
+    for item in items:
+        if not isinstance(item, (str, Variable)):
+            raise ArgumentTypeError(f"{what} holds {item!r}; expected variables or names")
+        variable = program.var(item) if isinstance(item, str) else item
+        program._own(variable)
+        found.append(variable)
+    return found
 
 
 def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: set[int]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, OrderError
+from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir.opdef import lookup
 from ..ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from ..ir.types import FLOATS, HALF
@@ -204,9 +204,13 @@ def source(variable: Variable) -> Variable:
 def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, names_must_exist: bool) -> None:
     """Refuse what a precision pass cannot work on.
 
-    GraphError for a variable without type, OrderError where the backward pass was appended already,
-    ArgumentError for ``custom_black_varnames`` that the program does not have.
+    ArgumentTypeError for what is no program or no lists, GraphError for a variable without type, OrderError where
+    the backward pass was appended already, ArgumentError for ``custom_black_varnames`` that the program does not have.
     """
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"{what} takes a Program, got {program!r}")
+    if not isinstance(lists, AutoMixedPrecisionLists):
+        raise ArgumentTypeError(f"{what}: amp_lists is {lists!r}; expected amp.AutoMixedPrecisionLists(...)")
     require_typed(program)
     late = next((op for op in program.operators if op.role == BACKWARD), None)
     if late is not None:

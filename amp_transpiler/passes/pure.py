@@ -45,7 +45,7 @@ def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | No
 
     Source: PaddlePaddle's ``cast_model_to_fp16`` (2021).
     """
-    lists = amp_lists or AutoMixedPrecisionLists()
+    lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "cast_model_to_fp16", names_must_exist)
     if use_fp16_guard and not any(op.guard for op in program.walk()):
         raise PrecisionError(

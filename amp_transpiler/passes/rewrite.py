@@ -38,7 +38,7 @@ def rewrite_program(program: Program, amp_lists: AutoMixedPrecisionLists | None 
 
     Source: the first mixed precision pass of PaddlePaddle (``rewrite_program``, 2021).
     """
-    lists = amp_lists or AutoMixedPrecisionLists()
+    lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "rewrite_program", names_must_exist)
     colours = _Colours(program, lists)
     apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)

@@ -6,6 +6,7 @@ States are bound from the scope without copies. An update is bound in place, to 
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -97,7 +98,7 @@ class Step:
                  startup: str) -> None:  # fmt: skip
         self.session, self.place, self.program = session, place, program
         self.binding = session.io_binding()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # Ctrl-C may come just before it is released: the thread must not wait for itself
         self.feeds = lowered.feeds
         self.states = _States(lowered.states, place, program, startup)
         by_name = {state.name: state for state in self.states.all}
@@ -158,7 +159,7 @@ class Step:
         except Exception as error:  # onnxruntime's errors have no common base class
             self._forget_bindings()
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {plain_message(error)}{self._half_done()}"
+                f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}{self._half_done()}"
             ) from None
 
     def _half_done(self) -> str:
@@ -269,7 +270,7 @@ class PlainStep:
             results = self.session.run(names, inputs)
         except Exception as error:
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {plain_message(error)}"
+                f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}"
             ) from None
         count = len(self.lowered.fetches)
         for port, array in zip(self.lowered.updates, results[count:], strict=True):
@@ -305,6 +306,14 @@ class _Uninterrupted:
             signal.signal(signal.SIGINT, self.handler)
             if self.pending is not None:
                 self.handler(*self.pending)
+
+
+def _failure(error: Exception) -> str:
+    """onnxruntime's message, with what usually is behind it."""
+    text = plain_message(error)
+    if re.search(r"out of (data )?bounds|out of range", text, re.IGNORECASE):
+        text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below the number of classes"
+    return text
 
 
 def _type_message(name: str, program: str, found: str, wanted: str) -> str:

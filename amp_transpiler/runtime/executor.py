@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError, OrderError, PlaceError, ScopeError
+from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, GraphError, OrderError, PlaceError, ScopeError
 from ..ir import context
 from ..ir.marks import INITIALIZER
-from ..ir.program import OWN, Operator, Program, Variable
+from ..ir.program import OWN, Operator, Program, Variable, other_program
 from ..ir.tensors import tensor_array
 from ..passes.lowering import lower
 from . import tensors
@@ -111,7 +111,9 @@ class Executor:
         """
         program = _check_program(program)
         scope = check_scope(scope)
-        plan = self._plan(program, _fetch_names(fetch_list))
+        names = _fetch_names(fetch_list)
+        _check_home(program, fetch_list or ())
+        plan = self._plan(program, names)
         feeds = plan.feeds.check(feed)
         if plan.initialises:
             return self._initialise(program, plan, feeds, scope, return_numpy)
@@ -148,7 +150,10 @@ class Executor:
         step = plan.steps.get(key)
         if step is None:
             plan.feeds.check_shapes(feeds)
-            step = self._compile(program, plan, dict(key))
+            try:
+                step = self._compile(program, plan, dict(key))
+            except (GraphError, ExecutionError) as error:
+                raise type(error)(f"{error}{_fed(key)}") from None
             plan.steps[key] = step
             if len(plan.steps) > self.max_sessions:
                 plan.steps.popitem(last=False)
@@ -247,10 +252,28 @@ def _fetch_names(fetch_list: Sequence[Variable | str] | None) -> tuple[str, ...]
             f"fetch_list is a list of variables or names; got {fetch_list!r}, write [{fetch_list!r}]"
         )
     names = tuple(item.name if isinstance(item, Variable) else item for item in fetch_list)
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ArgumentTypeError(f"fetch_list holds variables or names, got {wrong!r}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}")
     return names
+
+
+def _check_home(program: Program, fetch_list: Sequence[Variable | str]) -> None:
+    """GraphError for a variable of another program that has no counterpart of its name in ``program``."""
+    for item in fetch_list:
+        if isinstance(item, Variable) and not program.has_var(item.name):
+            raise GraphError(
+                f"fetch_list: variable '{item.name}' belongs to {other_program(item.program, program)}; program "
+                f"'{program.name}', which is run, has no variable of that name"
+            )
+
+
+def _fed(shapes: Shapes) -> str:
+    """What was fed, for a program that does not take these shapes together."""
+    if len(shapes) < 2:
+        return ""
+    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
+    return f". Fed were {listed}: sizes that belong together, such as that of the batch, must be equal"
 
 
 def _check_program(program: Program | None) -> Program:

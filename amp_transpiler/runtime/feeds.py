@@ -172,9 +172,9 @@ def _named(feed: Mapping[Any, Any] | None) -> Mapping[str, Any]:
     if all(type(name) is str for name in feed):
         return feed
     named = {key.name if isinstance(key, Variable) else key: value for key, value in feed.items()}
-    wrong = next((key for key in named if not isinstance(key, str)), None)
-    if wrong is not None:
-        raise ArgumentTypeError(f"the keys of feed are input names or variables, got {wrong!r}")
+    for key in named:
+        if not isinstance(key, str):
+            raise ArgumentTypeError(f"the keys of feed are input names or variables, got {key!r}")
     return named
 
 

@@ -67,9 +67,9 @@ def _names(variables: Variables, what: str) -> list[str]:
     if isinstance(variables, (str, Variable)) or not isinstance(variables, Sequence):
         raise ArgumentTypeError(f"{what} is a list of variables or names, got {variables!r}; write [{variables!r}]")
     names = [v.name if isinstance(v, Variable) else v for v in variables]
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ArgumentTypeError(f"{what} holds variables or names, got {wrong!r}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"{what} holds variables or names, got {name!r}")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ArgumentError(f"{what} names '{twice}' twice")

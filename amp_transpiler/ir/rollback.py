@@ -1,0 +1,91 @@
+"""All or nothing: a change of programs that fails in the middle leaves them, and unique names, as they were.
+
+A snapshot copies the short lists and dictionaries of a program, not its contents, and no graph: edges follow from
+the slots of the operators, and are built anew where a change has to be taken back. Variables and operators keep
+their identity, so that what the caller holds stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from . import names
+from .attributes import Attributes
+from .nodes import CAPTURE, ModelInfo, Operator, Variable
+from .program import Program
+
+
+@contextmanager
+def unchanged_on_error(*programs: Program | None) -> Iterator[None]:
+    """Take back what the block does to ``programs`` (nested ones included) where it raises, Ctrl-C included."""
+    snapshots = [_Snapshot(program) for program in dict.fromkeys(programs) if program is not None]
+    counters = names.counters()
+    before = dict(counters)
+    try:
+        yield
+    except BaseException:
+        for snapshot in snapshots:
+            snapshot.restore()
+        counters.clear()
+        counters.update(before)
+        raise
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _slots(item: Variable | Operator | Attributes) -> dict[str, Any]:
+    return {name: _copied(getattr(item, name)) for name in type(item).__slots__}
+
+
+def _info(info: ModelInfo) -> ModelInfo:
+    return replace(info, **{name: _copied(value) for name, value in vars(info).items()})
+
+
+class _Snapshot:
+    """One program as it is now. Attribute protobufs and tensor contents are shared: passes replace, never edit them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.fields = {name: _copied(value) for name, value in vars(program).items() if name != "graph"}
+        self.fields["info"] = _info(program.info)
+        self.variables = [(variable, _slots(variable)) for variable in program.variables]
+        self.operators = [(op, _slots(op), _slots(op.attrs), op.captures if op.attrs.graphs else [])
+                          for op in program._operators.values()]  # fmt: skip
+        self.nested = [_Snapshot(inner) for op, *_ in self.operators for inner in op.attrs.programs]
+
+    def restore(self) -> None:
+        for variable, slots in self.variables:
+            _set(variable, slots)
+        for op, slots, attrs, _ in self.operators:
+            _set(op, slots)
+            _set(op.attrs, attrs)
+        vars(self.program).update(self.fields)
+        self._connect()
+        for inner in self.nested:
+            inner.restore()
+
+    def _connect(self) -> None:
+        graph = self.program.graph
+        graph.clear()
+        items: list[Variable | Operator] = [*(v for v, _ in self.variables), *(op for op, *_ in self.operators)]
+        for item in sorted(items, key=lambda item: item.key):
+            graph.add_node(item.key, item=item)
+        for op, _, _, captures in self.operators:
+            for slot, variable in enumerate(op._inputs):
+                if variable is not None:
+                    graph.add_edge(variable.key, op.key, key=slot)
+            for variable in captures:
+                graph.add_edge(variable.key, op.key, key=CAPTURE)
+            for slot, variable in enumerate(op._outputs):
+                if variable is not None:
+                    graph.add_edge(op.key, variable.key, key=slot)
+
+
+def _set(item: Variable | Operator | Attributes, slots: dict[str, Any]) -> None:
+    for name, value in slots.items():
+        setattr(item, name, value)

@@ -1,0 +1,413 @@
+"""What a newcomer gets wrong: each a clear error, and nothing half done.
+
+Wrong feeds, lists, numbers and files have their tests beside what they are given to; here is what cuts across.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler import errors
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutionError,
+    FeedError,
+    GradientError,
+    GraphError,
+    OrderError,
+    PrecisionError,
+    ScopeError,
+)
+from amp_transpiler.ir.rollback import unchanged_on_error
+from amp_transpiler.nn import functional as F
+from amp_transpiler.runtime import binding
+
+CPU = amp.CPUPlace()
+RNG = np.random.default_rng(0)
+IMAGES, LABELS = RNG.standard_normal((6, 8)).astype(np.float32), RNG.integers(0, 4, (6, 1))
+FEED = {"image": IMAGES, "label": LABELS}
+
+
+class Net:
+    """Two layers, and between them perhaps an operator that has no gradient."""
+
+    def __init__(self, *, dead_end: bool = False, name: str = "main") -> None:
+        self.main, self.startup = amp.Program(name), amp.Program("startup")
+        self.main.seed = self.startup.seed = 3
+        with amp.program_guard(self.main, self.startup), amp.unique_name.guard():
+            image, label = amp.data("image", [None, 8]), amp.data("label", [None, 1], "int64")
+            with amp.fp16_guard():
+                hidden = amp.nn.fc(image, 16, act="relu")
+                if dead_end:
+                    made = self.main.add_variable("shrunk", "float32", hidden.shape)
+                    self.main.add_operator("Shrink", [hidden], [made])
+                    hidden = made
+                self.scores = amp.nn.fc(hidden, 4)
+                self.loss = F.cross_entropy(self.scores, label)
+
+
+def snapshot(program: amp.Program) -> tuple[Any, ...]:
+    """Everything of a program that a pass may change."""
+    return (
+        program.version, program.to_onnx().SerializeToString(), program.startup, list(program.updates.items()),
+        [(v, v.dtype, v.shape, v.producer, v.readers) for v in program.variables],
+        [(op, op.type, list(op.inputs), list(op.outputs), op.captures, op.role, op.precision, op.reason, op.guard)
+         for op in program.walk()],
+    )  # fmt: skip
+
+
+def values(scope: amp.Scope) -> dict[str, tuple[str, bytes]]:
+    return {name: (str((v := scope.find_var(name)).dtype), v.tobytes()) for name in scope.var_names()}
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str, programs: tuple[amp.Program, ...] = (),
+            scope: amp.Scope | None = None) -> Iterator[None]:  # fmt: skip
+    """The block raises exactly ``kind``, its message holds ``words``, and programs and scope are as before."""
+    before, held = [snapshot(p) for p in programs], values(scope or amp.Scope())
+    with pytest.raises(kind) as caught:
+        yield
+    assert type(caught.value) is kind
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
+    assert [snapshot(p) for p in programs] == before
+    assert values(scope or amp.Scope()) == held
+    for program in programs:
+        program.verify()
+
+
+KINDS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if e is not amp.AmpError]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_is_ours_and_a_built_in_one(kind: type[Exception]) -> None:
+    assert issubclass(kind, amp.AmpError)
+    assert any(vars(builtins).get(base.__name__) is base and base not in (Exception, BaseException, object)
+               for base in kind.__mro__)  # fmt: skip
+
+
+# -- minimize that fails ---------------------------------------------------------------------------------------
+def plain(optimizer: Any) -> Any:
+    return optimizer
+
+
+def mixed(optimizer: Any) -> Any:
+    return amp.decorate(optimizer)
+
+
+def pure(optimizer: Any) -> Any:
+    return amp.decorate(optimizer, use_pure_fp16=True)
+
+
+MODES = pytest.mark.parametrize("mode", [plain, mixed, pure], ids=lambda mode: mode.__name__)
+
+
+@MODES
+def test_an_operator_without_gradient_is_named_and_the_program_can_still_be_trained(mode: Callable[..., Any]) -> None:
+    net, clean = Net(dead_end=True), Net(dead_end=True)
+    optimizer = mode(amp.optimizer.Adam(multi_precision=True))
+    with amp.unique_name.guard():
+        with refused(GradientError, "'Shrink -> shrunk", "fc_0.tmp_2", "no_grad_set", "register_gradient",
+                     programs=(net.main, net.startup)):  # fmt: skip
+            optimizer.minimize(net.loss)
+        optimizer.minimize(net.loss, no_grad_set=["shrunk"])  # the way out, with the same optimizer
+    with amp.unique_name.guard():
+        mode(amp.optimizer.Adam(multi_precision=True)).minimize(clean.loss, no_grad_set=["shrunk"])
+    assert net.main.to_onnx().SerializeToString() == clean.main.to_onnx().SerializeToString()
+    assert net.startup.to_onnx().SerializeToString() == clean.startup.to_onnx().SerializeToString()
+
+
+class Broken(Exception):
+    pass
+
+
+@MODES
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+def test_a_failure_at_the_very_end_takes_everything_back(mode: Callable[..., Any], error: type[Exception]) -> None:
+    def choose(name: str) -> bool:
+        raise error
+
+    net = Net()
+    optimizer = mode(amp.optimizer.AdamW(apply_decay_param_fun=choose, multi_precision=True))
+    with refused(error, programs=(net.main, net.startup)):
+        optimizer.minimize(net.loss)
+    if mode is not plain:
+        with refused(OrderError, "minimize"):
+            optimizer.get_loss_scaling()
+    mode(amp.optimizer.AdamW(multi_precision=True)).minimize(net.loss)
+
+
+@MODES
+def test_startup_programs_that_cannot_be(mode: Callable[..., Any]) -> None:
+    net, other = Net(), amp.Program("other")
+    optimizer = mode(amp.optimizer.SGD(multi_precision=True))
+    programs = (net.main, net.startup, other)
+    with refused(GraphError, "'other'", "does not initialise", "'fc_0.w_0'", programs=programs):
+        optimizer.minimize(net.loss, other)
+    with refused(ArgumentError, "'main' itself", programs=programs):
+        optimizer.minimize(net.loss, net.main)
+    with refused(ArgumentTypeError, "startup_program", programs=programs):
+        optimizer.minimize(net.loss, "startup")
+    optimizer.minimize(net.loss)
+
+
+@MODES
+def test_a_program_is_minimised_once(mode: Callable[..., Any]) -> None:
+    net = Net()
+    mode(amp.optimizer.SGD(multi_precision=True)).minimize(net.loss)
+    kind, words = (GraphError, "updated already") if mode is plain else (OrderError, "has gradients already")
+    with refused(kind, "'main'", words, programs=(net.main, net.startup)):
+        mode(amp.optimizer.SGD(multi_precision=True)).minimize(net.loss)
+
+
+@pytest.mark.parametrize("arguments, kind, words", [
+    ({"parameter_list": "fc_0.w_0"}, ArgumentTypeError, "parameter_list"),
+    ({"parameter_list": 3}, ArgumentTypeError, "parameter_list"),
+    ({"parameter_list": [3]}, ArgumentTypeError, "holds 3"),
+    ({"parameter_list": ["fc_0.w_1"]}, GraphError, "did you mean 'fc_0.w_0'"),
+    ({"parameter_list": []}, GradientError, "does not depend on any parameter"),
+    ({"parameter_list": ["fc_0.w_0", "label"]}, GradientError, "'label' of parameter_list"),
+    ({"parameter_list": [Net(name="other").main.var("fc_0.w_0")]}, GraphError, "belongs to program 'other'"),
+    ({"no_grad_set": "fc_0.w_0"}, ArgumentTypeError, "no_grad_set"),
+    ({"no_grad_set": [None]}, ArgumentTypeError, "holds None"),
+    ({"no_grad_set": ["fc_1.tmp_1", "fc_1.tmp_0"]}, GradientError, "does not depend on any parameter"),
+])  # fmt: skip
+def test_parameters_that_cannot_be_differentiated_for(arguments: Any, kind: Any, words: str) -> None:
+    net = Net()
+    with refused(kind, words, programs=(net.main, net.startup)):
+        amp.append_backward(net.loss, **arguments)
+    with refused(kind, words, programs=(net.main, net.startup)):
+        mixed(amp.optimizer.SGD()).minimize(net.loss, net.startup, **arguments)
+
+
+BRANCHES = """<ir_version: 8, opset_import: ["" : 11]>
+g (float[2,3] x, bool c) => (float[1,1] loss) <float[3,3] w = {1,2,3,4,5,6,7,8,9}> {
+    h = MatMul(x, w)
+    s = Softmax <axis = 0> (h)
+    b = If (c) <
+        then_branch = t () => (float[2,3] p) { p = Relu(s) },
+        else_branch = e () => (float[2,3] q) { q = MatMul(s, w) }
+    >
+    loss = ReduceSum(b)
+}"""
+
+
+def test_an_imported_program_comes_back_from_its_opset_and_its_nested_graphs() -> None:
+    program = amp.Program.from_onnx(onnx.parser.parse_model(BRANCHES))
+    for attempt in (lambda: amp.append_backward(program.var("loss")),
+                    lambda: mixed(amp.optimizer.SGD()).minimize(program.var("loss"))):  # fmt: skip
+        with refused(GradientError, "nested graph", programs=(program, program.startup)):
+            attempt()
+    assert program.opset() == 11
+    with refused(Broken, programs=(program,)), unchanged_on_error(program):
+        amp.cast_model_to_fp16(program, use_fp16_guard=False)
+        raise Broken
+
+
+# -- amp_init --------------------------------------------------------------------------------------------------
+def trained(mode: Callable[..., Any] = pure, **options: Any) -> tuple[Net, Any, amp.Program, amp.Scope, amp.Executor]:
+    net = Net()
+    test = net.main.clone(for_test=True)
+    optimizer = mode(amp.optimizer.Adam(0.01, multi_precision=True, **options))
+    optimizer.minimize(net.loss)
+    scope, executor = amp.Scope(), amp.Executor(CPU, threads=1)
+    executor.run(net.startup, scope=scope)
+    return net, optimizer, test, scope, executor
+
+
+def test_a_parameter_beyond_fp16_stops_amp_init_before_anything_is_cast() -> None:
+    net, optimizer, test, scope, executor = trained()
+    scope.set_var("fc_1.w_0", np.full((16, 4), 7e4, np.float32))
+    with refused(PrecisionError, "'fc_1.w_0'", "float16", "70000", "custom_black_varnames", "bfloat16",
+                 programs=(net.main, test), scope=scope):  # fmt: skip
+        optimizer.amp_init(CPU, scope, test)
+    with refused(ScopeError, "'fc_0.w_0'", "float32", "amp_init", programs=(net.main,), scope=scope):
+        executor.run(net.main, FEED, [net.loss], scope)
+    scope.set_var("fc_1.w_0", np.full((16, 4), 7, np.float32))
+    optimizer.amp_init(CPU, scope, test)
+    executor.run(net.main, FEED, [net.loss], scope)
+
+
+def test_a_test_program_that_cannot_be_rewritten_leaves_the_scope_alone() -> None:
+    net, optimizer, test, scope, _ = trained()
+    for op in test.operators:
+        op.guard = False
+    with refused(PrecisionError, "fp16_guard", "mark_fp16", programs=(test,), scope=scope):
+        optimizer.amp_init(CPU, scope, test)
+    with refused(ArgumentError, "training program 'main' itself", "clone(for_test=True)", programs=(net.main,),
+                 scope=scope):  # fmt: skip
+        optimizer.amp_init(CPU, scope, net.main)
+    with refused(ArgumentTypeError, "amp_init", "CPUPlace()", programs=(net.main,), scope=scope):
+        optimizer.amp_init(amp.CPUPlace, scope)
+
+
+def test_amp_init_before_the_startup_program_ran() -> None:
+    net, optimizer, test, _, _ = trained()
+    scope = amp.Scope()
+    with refused(ScopeError, "startup program", programs=(net.main, test), scope=scope):
+        optimizer.amp_init(CPU, scope, test)
+
+
+def test_amp_init_takes_a_place_in_every_mode() -> None:
+    net, optimizer, test, scope, _ = trained(mixed)
+    with refused(ArgumentTypeError, "amp_init takes a place", programs=(net.main, test), scope=scope):
+        optimizer.amp_init("cpu", scope, test, use_fp16_test=True)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", [amp.cast_model_to_fp16, amp.rewrite_program])
+def test_precision_passes_take_a_program_and_lists(call: Callable[..., Any]) -> None:
+    net = Net()
+    with refused(ArgumentTypeError, call.__name__, "takes a Program", "'m.onnx'"):
+        call("m.onnx")
+    with refused(ArgumentTypeError, call.__name__, "AutoMixedPrecisionLists", programs=(net.main,)):
+        call(net.main, ["MatMul"])
+    with refused(ArgumentTypeError, call.__name__, "AutoMixedPrecisionLists", programs=(net.main,)):
+        call(net.main, [])
+
+
+@pytest.mark.parametrize("patterns, kind, words", [
+    ((), ArgumentError, "at least one pattern"), (("decoder/*",), ArgumentError, "'decoder/*'"),
+    (("encoder/*", "decoder/*"), ArgumentError, "'encoder/layer'"), ((["encoder/*"],), ArgumentTypeError, "['encoder/*']"),
+])  # fmt: skip
+def test_mark_fp16_marks_all_or_nothing(patterns: Any, kind: Any, words: str) -> None:
+    main = amp.Program("net")
+    with amp.program_guard(main):
+        x = amp.data("x", [2, 2])
+        with amp.name_scope("encoder"), amp.name_scope("layer"):
+            F.relu(x)
+    with refused(kind, "mark_fp16", words, programs=(main,)):
+        main.mark_fp16(*patterns)
+    assert main.mark_fp16("encoder/*", "*/layer") == 1  # marked twice, counted once
+
+
+def test_guards_say_what_they_take() -> None:
+    with refused(ArgumentTypeError, "program_guard: main is 'net'"), amp.program_guard("net"):  # type: ignore[arg-type]
+        pass
+    with refused(ArgumentTypeError, "startup is 3"), amp.program_guard(amp.Program(), 3):  # type: ignore[arg-type]
+        pass
+    with refused(ArgumentTypeError, "name_scope"), amp.name_scope(3):  # type: ignore[arg-type]
+        pass
+    assert amp.default_main_program().name == "main"
+
+
+# -- running ---------------------------------------------------------------------------------------------------
+def test_a_variable_of_another_program_is_told_from_a_misspelt_one() -> None:
+    net, _, _, scope, executor = trained(plain)
+    other = Net(name="other")
+    with amp.program_guard(other.main):
+        extra = F.relu(other.scores * 2.0)
+    with refused(GraphError, f"'{extra.name}' belongs to program 'other'", "'main', which is run", scope=scope):
+        executor.run(net.main, FEED, [net.loss, extra], scope)
+    with refused(ArgumentTypeError, "fetch_list", "None", scope=scope):
+        executor.run(net.main, FEED, [net.loss, None], scope)
+    with refused(ArgumentTypeError, "keys of feed", "None", scope=scope):
+        executor.run(net.main, {**FEED, None: IMAGES}, [net.loss], scope)
+    with amp.program_guard(net.main), refused(ArgumentError, "belongs to program 'other'", programs=(net.main,)):
+        F.relu(extra)
+
+
+@MODES
+def test_training_goes_on_after_every_mistake_as_if_it_had_not_been(mode: Callable[..., Any]) -> None:
+    (net, optimizer, test, scope, executor), clean = trained(mode), trained(mode)
+    mistakes: list[tuple[type[Exception], dict[str, Any], str]] = [
+        (errors.FeedTypeError, {"image": IMAGES.astype(np.float64), "label": LABELS}, "astype('float32')"),
+        (errors.FeedTypeError, {"image": IMAGES, "label": LABELS.astype(np.int32)}, "astype('int64')"),
+        (FeedError, {"image": IMAGES, "label": LABELS[:, 0]}, "'label'"),
+        (FeedError, {"image": IMAGES}, "needs the input 'label'"),
+        (FeedError, {**FEED, "lable": LABELS}, "did you mean 'label'"),
+        (ExecutionError, {"image": IMAGES[:5], "label": LABELS}, "'image' [5, 8], 'label' [6, 1]"),
+    ]
+    if mode is pure:
+        with refused(ScopeError, "amp_init", scope=scope):
+            executor.run(net.main, FEED, [net.loss], scope)
+        optimizer.amp_init(CPU, scope, test)
+        clean[1].amp_init(CPU, clean[3], clean[2])
+    for kind, feed, words in mistakes:
+        for size in (6, 4, 6, 1):  # the last batch is often a smaller one
+            for of, where in ((net, scope), (clean[0], clean[3])):
+                executor.run(of.main, {name: array[:size] for name, array in FEED.items()}, [of.loss], where)
+        with refused(kind, words, programs=(net.main,), scope=scope):
+            executor.run(net.main, feed, [net.loss], scope)
+    assert list(values(scope).values()) == list(values(clean[3]).values())
+    np.testing.assert_array_equal(*(executor.run(t, {"image": IMAGES}, [n.scores.name], s)[0]
+                                    for t, n, s in ((test, net, scope), (clean[2], clean[0], clean[3]))))  # fmt: skip
+
+
+def test_a_label_out_of_range_says_so() -> None:
+    net, _, _, scope, executor = trained(plain)
+    with pytest.raises(ExecutionError, match="label or index is below 0 or not below the number of classes"):
+        executor.run(net.main, {"image": IMAGES, "label": LABELS + 4}, [net.loss], scope)
+
+
+@pytest.mark.skipif(not hasattr(signal, "raise_signal"), reason="needs signals")
+@pytest.mark.parametrize("buffers", ["in place", "two"])
+def test_ctrl_c_at_any_line_of_a_run_leaves_a_whole_step(buffers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if buffers == "two":
+        monkeypatch.setattr(binding, "refusals", lambda graph, pairs: ["a test wants two buffers"] * len(pairs))
+    net, optimizer, _, scope, executor = trained()
+    optimizer.amp_init(CPU, scope)
+    executor.run(net.main, FEED, [net.loss], scope)
+    reached = [values(scope)]
+    folder = str(Path(amp.__file__).parent / "runtime")
+    start = {name: scope.find_var(name) for name in scope.var_names()}
+    executor.run(net.main, FEED, [net.loss], scope)
+    reached.append(values(scope))
+    interrupted = 0
+    for at in range(5, 2000, 17):
+        for name, value in start.items():
+            scope.set_var(name, value)
+        left = [at]
+
+        def tracer(frame: Any, event: str, argument: Any, left: list[int] = left) -> Any:
+            if not frame.f_code.co_filename.startswith(folder):
+                return None
+            left[0] -= event == "line"
+            if event == "line" and left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+            return tracer
+
+        old = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            executor.run(net.main, FEED, [net.loss], scope)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(old)
+        assert values(scope) in reached, f"after an interrupt at line {at} the scope holds half a step"
+        if left[0] > 0:
+            break
+    assert interrupted > 10
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+def test_a_model_that_cannot_be_saved_leaves_no_file(tmp_path: Path) -> None:
+    net, optimizer, _, scope, executor = trained()
+    target = tmp_path / "model.onnx"
+    for kind, words, feeds, fetches, where in (
+        (ScopeError, "startup program", ["image"], [net.scores], amp.Scope()),
+        (GraphError, "amp_init", ["image"], [net.scores], scope),
+        (ArgumentError, "needs the input 'label'", ["image"], [net.loss], scope),
+        (ArgumentError, "serves only the training", ["image", "label"], ["fc_0.w_0@GRAD"], scope),
+        (ArgumentTypeError, "fetch_vars", ["image"], [None], scope),
+    ):
+        with refused(kind, words, programs=(net.main,), scope=where):
+            amp.save_inference_model(target, feeds, fetches, executor, net.main, scope=where)
+        assert not list(tmp_path.iterdir())
+    optimizer.amp_init(CPU, scope)
+    amp.save_inference_model(target, ["image"], [net.scores], executor, scope=scope)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
