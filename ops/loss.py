@@ -17,6 +17,9 @@ from ..ir.opdef import body, gradient
 from ..ir.program import Operator
 from .common import Grads, size_of
 
+#: An index that no number of classes reaches.
+_BEYOND = np.int64(2**31 - 1)
+
 
 @dataclass(frozen=True)
 class _Labels:
@@ -39,6 +42,8 @@ def _labels(e: Emitter, op: Operator, labels: Value, weights: Value | None, like
     if "ignore_index" in op.attrs:
         ignored = e.Equal(index, e.const(np.int64(op.attrs["ignore_index"])))
         kept = e.Where(ignored, e.const(np.int64(0)), index, shape=index.shape)
+    if e.place == "cpu":  # onnxruntime wraps negative indices, and says so where one lies beyond the last class
+        kept = e.Where(e.Less(kept, e.const(np.int64(0))), e.const(_BEYOND), kept, shape=index.shape)
     if weights is not None:
         weight = e.Gather(e.cast(weights, like.dtype), kept)
     if ignored is not None:

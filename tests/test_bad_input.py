@@ -347,10 +347,11 @@ def test_training_goes_on_after_every_mistake_as_if_it_had_not_been(mode: Callab
                                     for t, n, s in ((test, net, scope), (clean[2], clean[0], clean[3]))))  # fmt: skip
 
 
-def test_a_label_out_of_range_says_so() -> None:
+@pytest.mark.parametrize("shift", [4, -4])
+def test_a_label_out_of_range_says_so(shift: int) -> None:
     net, _, _, scope, executor = trained(plain)
     with pytest.raises(ExecutionError, match="label or index is below 0 or not below the number of classes"):
-        executor.run(net.main, {"image": IMAGES, "label": LABELS + 4}, [net.loss], scope)
+        executor.run(net.main, {"image": IMAGES, "label": LABELS + shift}, [net.loss], scope)
 
 
 @pytest.mark.skipif(not hasattr(signal, "raise_signal"), reason="needs signals")

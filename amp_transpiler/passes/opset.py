@@ -184,14 +184,9 @@ def _softmax(op: Operator) -> None:
     """Before opset 13 these work on the tensor flattened to 2-D at ``axis`` (default 1)."""
     source, target = op.inputs[0], op.outputs[0]
     assert source is not None and target is not None
-    if source.shape is None:
-        raise GraphError(
-            f"operator '{op.label}' ({op.type} of opset {op.program.opset()}) needs the rank of "
-            f"'{source.name}' to be known"
-        )
-    rank = len(source.shape)
-    axis = op.attrs.get("axis", 1) % max(rank, 1)
-    if axis == rank - 1:
+    axis = op.attrs.get("axis", 1)
+    rank = None if source.shape is None else len(source.shape)
+    if axis == -1 or (rank is not None and axis % max(rank, 1) == rank - 1):
         op.attrs["axis"] = -1
         return
     program = op.program
@@ -208,6 +203,18 @@ def _softmax(op: Operator) -> None:
     ]
     for new in extra:
         new.scope, new.guard, new.role = op.scope, op.guard, op.role
+
+
+@_adapter(20, "DFT")
+def _dft(op: Operator) -> None:
+    """The axis was an attribute with default 1 and is an input with default -2."""
+    op.attrs.setdefault("axis", 1)
+    _attribute_to_input(op, "axis", 2)
+
+
+@_adapter(9, "Scan")
+def _scan(op: Operator) -> None:
+    raise GraphError(f"operator '{op.label}' (Scan of opset 8, with a batch axis) has no form at opset {TARGET}")
 
 
 @_adapter(14, "BatchNormalization")
