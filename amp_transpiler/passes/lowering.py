@@ -98,8 +98,10 @@ class _Lowering:
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
         self.opset = program.opset()
-        self.feed_shapes = feed_shapes
         bodied = any(body_of(op) for op in self.order)
+        # A branch that these shapes never take may not even fit them: then the declared shapes stay.
+        branches = any(op.attrs.programs for op in self.order)
+        self.feed_shapes = {} if branches and not bodied else feed_shapes
         self.shapes = Shapes(program, feed_shapes) if bodied else None
         self.e = Emitter(place, self.opset)
         self.e.reserve(v.name for v in program.variables)

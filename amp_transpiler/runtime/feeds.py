@@ -17,6 +17,9 @@ from .scope import literal, near_names
 #: Python numbers, which take the declared element type.
 _LITERALS = (bool, int, float, list, tuple)
 
+#: What exporters write for a size that has no name.
+_ANONYMOUS = frozenset({"", "?", "-1", "None", "unk", "unknown"})
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -85,6 +88,8 @@ class Feeds:
                 )
             for axis, (size, wanted) in enumerate(zip(shape, declared.shape, strict=True)):
                 if isinstance(wanted, str):
+                    if wanted in _ANONYMOUS:
+                        continue
                     known, other = sizes.setdefault(wanted, (size, name))
                     if known != size:
                         raise FeedError(
