@@ -134,7 +134,9 @@ def test_every_operator(dtype: str) -> None:
             continue  # onnxruntime has no fp32 kernel for this operator
         lowered = lower(program, "cpu", {k: v.shape for k, v in feeds.items()}, program.outputs)
         for got, want, variable in zip(run_lowered(lowered, feeds), alone, program.outputs, strict=True):
-            if variable.dtype == dtype and not same_bits(got, want.astype(numpy_dtype(dtype))):
+            with np.errstate(over="ignore"):
+                rounded = want.astype(numpy_dtype(dtype)) if variable.dtype == dtype else want
+            if variable.dtype == dtype and not same_bits(got, rounded):
                 wrong.append((model.graph.name, variable.name))
         checked.add(program.operators[0].type)
     assert not wrong
