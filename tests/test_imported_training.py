@@ -75,6 +75,24 @@ def test_trains_and_leaves_as_onnx(mode: str, tmp_path: Path) -> None:
     assert model.SerializeToString() == before, "the model that was read is not changed"
 
 
+def test_an_imported_dropout_draws_anew_at_each_step() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 13]>
+    net (float[4,50] x) => (float[4,50] y) <float[50,50] w = {WEIGHTS}, float half = {0.5}, bool on = {1}>
+    { h = MatMul(x, w)  y = Dropout(h, half, on) }"""
+    model = onnx.parser.parse_model(text.replace("WEIGHTS", ", ".join("0.1" for _ in range(2500))))
+    program = amp.Program.from_onnx(model)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(program.outputs[0])
+        amp.optimizer.SGD(1e-6).minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    feed = {"x": np.ones((4, 50), np.float32)}
+    first, second = (executor.run(program, feed=feed, fetch_list=["y"], scope=scope)[0] for _ in range(2))
+    assert 50 < (first == 0).sum() < 150 and not np.array_equal(first == 0, second == 0)
+    (whole,) = executor.run(program.clone(for_test=True), feed=feed, fetch_list=["y"], scope=scope)
+    assert (whole != 0).all()
+
+
 @pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
 def test_a_trained_model_is_fine_tuned(mode: str) -> None:
     file = SHARED / "data" / "onnx_models" / "mnist_cntk.onnx.xz"

@@ -10,10 +10,11 @@ import numpy as np
 from ..errors import ArgumentTypeError, GradientError
 from ..ir import context
 from ..ir.infer import Declared, infer_operator
-from ..ir.opdef import Gradient, gradient_type, lookup
+from ..ir.opdef import Gradient, body_of, gradient_type, lookup
 from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, numpy_dtype
+from ..ops.random import rng_state
 from .opset import convert_opset
 
 
@@ -37,6 +38,8 @@ def append_backward(
     program = check_loss(loss, parameter_list, no_grad_set)
     with unchanged_on_error(program):
         convert_opset(program)
+        if any(op.type == "Dropout" and body_of(op) is not None for op in program.operators):
+            rng_state(program)  # an imported dropout brings no randomness with it
         return _append(program, loss, parameter_list, no_grad_set)
 
 
