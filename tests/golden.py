@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 
 from amp_transpiler.ir.program import Program
 
@@ -63,3 +68,59 @@ def state(program: Program) -> list[object]:
         slots = [[v and (v.name, v.dtype) for v in side] for side in (op.inputs, op.outputs)]
         found.append((op.full_type, op.name, *slots, op.precision, op.reason))
     return found
+
+
+def reasons(program: Program) -> dict[str, str]:
+    """Reason by first output, without the casts that the pass inserted."""
+    return {op.outputs[0].name: op.reason for op in program.walk() if not op.reason.startswith("cast: ")}
+
+
+#: Every kind of decision in one program.
+DEEP = """main (float[2,2] x, float[2,2] w, float[2,2] u, int64[2] ids) => (float[2,2] y, float[1,1] z, int64[2] n)
+<float[2,2] table = {1, 2, 3, 4}, float[2] scale = {1, 1}>
+{
+  m = MatMul(x, w)
+  g = Gather(table, ids)
+  a = Add(m, u)
+  b = Add(a, g)
+  l = LayerNormalization(a, scale)
+  s = Softmax(l)
+  t = Transpose(l)
+  c = Concat<axis = 0>(t, m)
+  k = MatMul(s, t)
+  y = Add(k, b)
+  z = ReduceMean<keepdims = 1>(c)
+  n = Shape(k)
+}"""
+
+
+def shuffled(p: Program, seed: int) -> Program:
+    """The same program, its operators and variables added in another order."""
+    rng, new = random.Random(seed), Program(p.name)
+    new.info.opsets = dict(p.info.opsets)
+    for v in p.inputs:
+        new.add_input(v.name, v.dtype, v.shape)
+    rest = [v for v in p.variables if not v.is_input]
+    for v in rng.sample(rest, len(rest)):
+        new.add_variable(v.name, v.dtype, v.shape, persistable=v.persistable, trainable=v.trainable, data=v.data)
+    for op in rng.sample(p.operators, len(p.operators)):
+        new.add_operator(op.type, [new.var(v.name) for v in op.inputs], [new.var(v.name) for v in op.outputs],
+                         attrs=op.attrs.copy())  # fmt: skip
+    new.outputs = [new.var(v.name) for v in p.outputs]
+    return new
+
+
+def run(p: Program, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The program's outputs, by onnxruntime on the CPU."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(p.to_onnx().SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def backend_models() -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Every twelfth node test of onnx."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    for case in collect_testcases(None)[::12]:
+        yield case.name, case.model

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from golden import assert_becomes, program, state
-from test_rewrite import DEEP, backend_models, reasons, run, shuffled
+from golden import DEEP, assert_becomes, backend_models, program, reasons, run, shuffled, state
 
 from amp_transpiler.errors import GraphError, OrderError, PrecisionError
 from amp_transpiler.ir.program import Program
