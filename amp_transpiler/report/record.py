@@ -1,0 +1,178 @@
+"""The record of a conversion: what a report shows, whatever its form."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..ir.program import Operator, Program
+from ..ir.tensors import byte_size, tensor_type
+from ..ir.types import FLOATS
+from ..passes.evidence import ConstantNote
+from ..passes.precision import inserted, label
+from ..passes.typing import programs
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor: element type, shape as declared, the operator that makes it ("" for an input or a constant)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+    producer: int | None  # index of an OperatorRecord
+    constant: bool
+    bytes: int  # of its content, for a constant
+
+
+@dataclass(frozen=True)
+class OperatorRecord:
+    """An operator. ``program`` is the name of the graph that holds it; tensors are named as in that graph."""
+
+    index: int
+    name: str
+    type: str
+    scope: str
+    program: str
+    precision: str
+    reason: str
+    inserted: bool  # a cast that the conversion inserted
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProgramRecord:
+    """A program: operators in their order (nested graphs after the operator that holds them), tensors, totals.
+
+    ``weights``: bytes of constant content. ``file``: bytes on disk, 0 where there is no file.
+    """
+
+    opset: int
+    operators: tuple[OperatorRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    casts: int
+    weights: int
+    file: int
+
+    def counts(self) -> dict[str, int]:
+        """Operators by precision, inserted casts left out."""
+        found: dict[str, int] = {}
+        for op in self.operators:
+            if not op.inserted:
+                found[op.precision] = found.get(op.precision, 0) + 1
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class CutRecord:
+    """The minimum cut: bytes that operators and casts move for one input of nominal size.
+
+    ``free``: operators whose precision was free. ``value``: the least traffic of any assignment of them.
+    ``all_half``, ``all_full``: the traffic with every free operator in 16 bit, in fp32. ``exact``: whether
+    capacities went into the solver unrounded; else ``rounding`` states how.
+    """
+
+    free: int
+    value: int
+    all_half: int
+    all_full: int
+    exact: bool
+    rounding: str = ""
+
+
+@dataclass(frozen=True)
+class RangeRecord:
+    """What calibration measured of a tensor in fp32, and of the same tensor in the converted program.
+
+    ``largest``, ``smallest``: magnitude of the largest and of the smallest number that is not zero.
+    ``rounding``: relative L2 error of storing it in 16 bit; ``error``: of the converted program's value.
+    """
+
+    name: str
+    largest: float
+    smallest: float
+    rounding: float
+    error: float
+    finite: bool
+
+
+@dataclass
+class Conversion:
+    """A conversion.
+
+    ``outputs``: relative L2 error (for integers: share that differ) of each output on the calibration data.
+    ``rounds``: what auto mode did, a line a run. ``notes``: what the user should know.
+    """
+
+    source: str
+    mode: str
+    dtype: str
+    options: dict[str, Any]
+    before: ProgramRecord
+    after: ProgramRecord
+    cut: CutRecord | None = None
+    constants: tuple[ConstantNote, ...] = ()
+    ranges: tuple[RangeRecord, ...] = ()
+    outputs: dict[str, float] = field(default_factory=dict)
+    tolerance: float | None = None
+    rounds: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-ready dicts and lists."""
+        return dataclasses.asdict(self)
+
+
+def record_program(program: Program, path: str | os.PathLike[str] | None = None) -> ProgramRecord:
+    """The record of a program as it stands, and of the file it came from or went to."""
+    operators: list[OperatorRecord] = []
+    number: dict[Operator, int] = {}
+    for op in program.walk():
+        number[op] = len(operators)
+        operators.append(_operator(op, len(operators)))
+    tensors: list[TensorRecord] = []
+    for each in programs(program):
+        for v in each.variables:
+            if v.outer is not None:
+                continue
+            size = byte_size(*tensor_type(v.data)) if v.data is not None else 0
+            tensors.append(
+                TensorRecord(v.name, v.dtype or "", v.shape, number.get(v.producer) if v.producer else None,
+                             v.data is not None, size)
+            )  # fmt: skip
+    return ProgramRecord(
+        program.opset(),
+        tuple(operators),
+        tuple(tensors),
+        tuple(v.name for v in program.inputs),
+        tuple(v.name for v in program.outputs),
+        sum(op.type == "Cast" for op in operators),
+        sum(t.bytes for t in tensors),
+        os.path.getsize(path) if path is not None and os.path.exists(path) else 0,
+    )
+
+
+def _operator(op: Operator, index: int) -> OperatorRecord:
+    precision = op.precision or next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None
+                                      and v.dtype in FLOATS), "")  # fmt: skip
+    return OperatorRecord(
+        index,
+        op.name or label(op),
+        op.full_type,
+        op.scope,
+        op.program.name,
+        precision,
+        op.reason,
+        inserted(op),
+        tuple(v.name for v in op.inputs if v is not None),
+        tuple(v.name for v in op.outputs if v is not None),
+    )
+
+
+__all__ = ["ConstantNote", "Conversion", "CutRecord", "OperatorRecord", "ProgramRecord", "RangeRecord", "TensorRecord",
+           "record_program"]  # fmt: skip
