@@ -63,7 +63,7 @@ class AutoMixedPrecisionLists:
         self.black_list: set[str] = (set(defaults.black) - white.keys()) | black.keys()
         self.gray_list: set[str] = set(defaults.gray) - white.keys() - black.keys()
         self.black_varnames: set[str] = set(_strings(custom_black_varnames, "custom_black_varnames"))
-        self._custom_black = frozenset(black)
+        self._custom_black, self._custom_white = frozenset(black), frozenset(white)
 
     @property
     def unsupported_list(self) -> frozenset[str]:
@@ -77,6 +77,11 @@ class AutoMixedPrecisionLists:
     def custom_black_list(self) -> frozenset[str]:
         """The ONNX operators that ``custom_black_list`` named."""
         return self._custom_black
+
+    @property
+    def custom_white_list(self) -> frozenset[str]:
+        """The ONNX operators that ``custom_white_list`` named."""
+        return self._custom_white
 
     def __repr__(self) -> str:
         return (

@@ -8,14 +8,13 @@ Every change goes through the methods of this module, which keep edges and order
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError
+from ..errors import ArgumentError, GraphError
 from . import context, names
 from .attributes import Attributes
 from .nodes import (
@@ -31,6 +30,7 @@ from .nodes import (
     Shape,
     Variable,
 )
+from .patterns import matching
 from .types import element_type
 
 if TYPE_CHECKING:
@@ -350,27 +350,15 @@ class Program:
         self._touch()
 
     def mark_fp16(self, *patterns: str) -> int:
-        """Mark operators whose name or scope matches a glob pattern, as ``fp16_guard`` does for built programs.
+        """Mark operators whose name or scope matches a glob pattern (or, after ``re:``, a regular expression), as
+        ``fp16_guard`` does for built programs.
 
         Returns the number of operators marked; ArgumentError for no pattern, or one that matches nothing: then none
         is marked.
         """
         if not patterns:
             raise ArgumentError(f"mark_fp16 of program '{self.name}' takes at least one pattern, such as 'encoder/*'")
-        ops = list(self.walk())
-        marked: dict[Operator, None] = {}
-        for pattern in patterns:
-            if not isinstance(pattern, str):
-                raise ArgumentTypeError(f"mark_fp16 takes strings, as in mark_fp16('a/*', 'b/*'); got {pattern!r}")
-            hits = [op for op in ops if fnmatch.fnmatchcase(op.name, pattern) or fnmatch.fnmatchcase(op.scope, pattern)]
-            if not hits:
-                known = list(dict.fromkeys(repr(name) for op in ops if (name := op.scope or op.name)))
-                some = f"it has, for example, {', '.join(known[:3])}" if known else "its operators have neither"
-                raise ArgumentError(
-                    f"mark_fp16: pattern {pattern!r} matches no operator name or scope of program '{self.name}' "
-                    f"({some})"
-                )
-            marked.update(dict.fromkeys(hits))
+        marked = matching(self.walk(), patterns, "mark_fp16")
         for op in marked:
             op.guard = True
         self._touch()

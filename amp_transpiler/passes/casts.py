@@ -166,6 +166,8 @@ def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protec
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
         if variable is None or made is None or variable.dtype == made:
             continue
+        if operator_name(op) == "Cast":
+            op.attrs["to"] = _cast_target(op.program, made)
         if slot in kept or variable in protected or _only_fetched(op, slot, variable):
             inserter.cast_output(op, slot, variable, made)
         else:
@@ -225,7 +227,7 @@ class _Inserter:
             return variable.program.add_variable(name, dtype, variable.shape, data=array)
         new = variable.program.add_variable(name, dtype, variable.shape)
         new.stop_gradient = variable.stop_gradient
-        _add_cast(variable, new)
+        add_cast(variable, new)
         return new
 
     def cast_output(self, op: Operator, slot: int, variable: Variable, made: str) -> None:
@@ -233,7 +235,7 @@ class _Inserter:
         raw = op.program.add_variable(self._name(f"{variable.name}.{SHORT[made]}"), made, variable.shape)
         raw.stop_gradient = variable.stop_gradient
         op.set_output(slot, raw)
-        _add_cast(raw, variable)
+        add_cast(raw, variable)
 
     def _stand_in(self, program: Program, outer: Variable) -> Variable:
         """The variable of a nested program that stands for ``outer`` of the enclosing one."""
@@ -294,10 +296,15 @@ def _bypassed(variable: Variable) -> bool:
     return bool(variable.program.outputs) and producer is not None and operator_name(producer) == "Cast"
 
 
-def _add_cast(source: Variable, target: Variable) -> None:
+def add_cast(source: Variable, target: Variable) -> None:
+    """Append the cast of ``source`` that makes ``target``, in the program of ``source``."""
     program, dtype = source.program, str(target.dtype)
-    # before opset 6 the attribute is a string
-    to = ONNX_TYPES[dtype] if program.opset() >= 6 else onnx.TensorProto.DataType.Name(ONNX_TYPES[dtype])
+    to = _cast_target(program, dtype)
     cast = program.add_operator("Cast", [source], [target], attrs={"to": to}, role=FORWARD)
     cast.guard, cast.scope = False, source.producer.scope if source.producer is not None else ""
     cast.precision, cast.reason = dtype, f"{INSERTED}{source.name} to {dtype}"
+
+
+def _cast_target(program: Program, dtype: str) -> int | str:
+    """The attribute ``to`` of a Cast; before opset 6 it is a string."""
+    return ONNX_TYPES[dtype] if program.opset() >= 6 else onnx.TensorProto.DataType.Name(ONNX_TYPES[dtype])

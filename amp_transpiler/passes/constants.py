@@ -67,3 +67,11 @@ def replace(variable: Variable, array: np.ndarray) -> None:
     for name in _ATTRIBUTES:
         producer.attrs.pop(name, None)
     producer.attrs["value"] = array
+
+
+def saturate(variable: Variable, limit: float) -> None:
+    """Let no finite element of the constant lie beyond ``limit`` (below it where that is negative)."""
+    array = as_array(_content(variable))
+    bound = np.asarray(limit, array.dtype)
+    beyond = np.isfinite(array) & (array < bound if limit < 0 else array > bound)
+    replace(variable, np.where(beyond, bound, array))

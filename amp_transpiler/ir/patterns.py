@@ -1,0 +1,48 @@
+"""Operators by name or scope: glob patterns, and regular expressions after ``re:``."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .nodes import Operator
+
+
+def matching(operators: Iterable[Operator], patterns: Sequence[str], what: str) -> dict[Operator, str]:
+    """The operators whose name or scope fits a pattern, each with the first pattern that it fits.
+
+    A pattern is a glob (``encoder/*``, letter case counts) or, after ``re:``, a regular expression that the whole
+    name or scope fits. An operator without a name is found by the names of what it makes. ``what`` names the
+    caller in errors: ArgumentTypeError for what is no list of strings, ArgumentError for a broken expression and
+    for a pattern that fits nothing.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")
+    operators = list(operators)
+    found: dict[Operator, str] = {}
+    for pattern in patterns:
+        expression = _expression(pattern, what)
+        hits = [op for op in operators if any(expression.fullmatch(name) for name in _names(op))]
+        if not hits:
+            known = list(dict.fromkeys(repr(name) for op in operators if (name := op.scope or op.name)))
+            some = f"it has, for example, {', '.join(known[:3])}" if known else "its operators have neither"
+            program = f" of program '{operators[0].program.name}'" if operators else ""
+            raise ArgumentError(f"{what}: pattern {pattern!r} matches no operator name or scope{program} ({some})")
+        for op in hits:
+            found.setdefault(op, pattern)
+    return found
+
+
+def _expression(pattern: str, what: str) -> re.Pattern[str]:
+    if not pattern.startswith("re:"):
+        return re.compile(fnmatch.translate(pattern))
+    try:
+        return re.compile(pattern[3:])
+    except re.error as error:
+        raise ArgumentError(f"{what}: {pattern[3:]!r} is no regular expression: {error}") from None
+
+
+def _names(op: Operator) -> list[str]:
+    return [op.name, op.scope] if op.name else [op.scope, *(v.name for v in op.outputs if v is not None)]
