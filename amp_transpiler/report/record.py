@@ -7,12 +7,12 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ir.program import Operator, Program
+from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import byte_size, tensor_type
 from ..ir.types import FLOATS
 from ..passes.evidence import ConstantNote
 from ..passes.precision import inserted, label
-from ..passes.typing import programs
+from ..passes.typing import origin, programs
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class OperatorRecord:
-    """An operator. ``program`` is the name of the graph that holds it; tensors are named as in that graph."""
+    """An operator. ``program`` is the name of the graph that holds it; tensors are named as in that graph.
+
+    ``reads`` and ``makes`` are the same tensors as indices into the tensors of the record, those of enclosing graphs
+    included; ``holder`` is the index of the operator (If, Loop, Scan) whose nested graph holds this one.
+    """
 
     index: int
     name: str
@@ -41,6 +45,9 @@ class OperatorRecord:
     inserted: bool  # a cast that the conversion inserted
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    holder: int | None
 
 
 @dataclass(frozen=True)
@@ -130,21 +137,20 @@ class Conversion:
 
 def record_program(program: Program, path: str | os.PathLike[str] | None = None) -> ProgramRecord:
     """The record of a program as it stands, and of the file it came from or went to."""
-    operators: list[OperatorRecord] = []
-    number: dict[Operator, int] = {}
-    for op in program.walk():
-        number[op] = len(operators)
-        operators.append(_operator(op, len(operators)))
+    number = {op: i for i, op in enumerate(program.walk())}
+    index: dict[Variable, int] = {}
     tensors: list[TensorRecord] = []
     for each in programs(program):
         for v in each.variables:
             if v.outer is not None:
                 continue
+            index[v] = len(tensors)
             size = byte_size(*tensor_type(v.data)) if v.data is not None else 0
             tensors.append(
                 TensorRecord(v.name, v.dtype or "", v.shape, number.get(v.producer) if v.producer else None,
                              v.data is not None, size)
             )  # fmt: skip
+    operators = [_operator(op, number, index) for op in number]
     return ProgramRecord(
         program.opset(),
         tuple(operators),
@@ -157,11 +163,12 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
     )
 
 
-def _operator(op: Operator, index: int) -> OperatorRecord:
-    precision = op.precision or next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None
-                                      and v.dtype in FLOATS), "")  # fmt: skip
+def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, int]) -> OperatorRecord:
+    inputs, outputs = ([v for v in slots if v is not None] for slots in (op.inputs, op.outputs))
+    precision = op.precision or next((str(v.dtype) for v in (*outputs, *inputs) if v.dtype in FLOATS), "")
+    holder = op.program.parent
     return OperatorRecord(
-        index,
+        number[op],
         op.name or label(op),
         op.full_type,
         op.scope,
@@ -169,8 +176,11 @@ def _operator(op: Operator, index: int) -> OperatorRecord:
         precision,
         op.reason,
         inserted(op),
-        tuple(v.name for v in op.inputs if v is not None),
-        tuple(v.name for v in op.outputs if v is not None),
+        tuple(v.name for v in inputs),
+        tuple(v.name for v in outputs),
+        tuple(index[origin(v)] for v in inputs),
+        tuple(index[v] for v in outputs),
+        number[holder] if holder is not None else None,
     )
 
 
