@@ -70,6 +70,8 @@ class Program:
         self._variables: dict[str, Variable] = {}
         self._operators: dict[int, Operator] = {}
         self._next_key = 0
+        #: What ``amp.convert`` did to make this program, as a ``report.record.Conversion``; None for any other.
+        self.conversion: Any = None
         self._version = 0
         self._order: tuple[int, list[Operator]] | None = None
 

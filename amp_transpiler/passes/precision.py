@@ -218,8 +218,12 @@ def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, n
             f"{what}: program '{program.name}' already has backward operators ('{late.label}'); gradients take the "
             "types of the forward pass, so call it before append_backward or minimize"
         )
-    if not names_must_exist:
-        return
+    if names_must_exist:
+        check_variables(program, lists, what)
+
+
+def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str) -> None:
+    """ArgumentError where ``custom_black_varnames`` names a variable that the program does not have."""
     known = {v.name for each in programs(program) for v in each.variables}
     missing = sorted(lists.black_varnames - known)
     if missing:

@@ -112,6 +112,7 @@ class RangeRecord:
 class Conversion:
     """A conversion.
 
+    ``before``, ``after``: the programs, where the conversion was asked to keep a record of them.
     ``outputs``: relative L2 error (for integers: share that differ) of each output on the calibration data.
     ``rounds``: what auto mode did, a line a run. ``notes``: what the user should know.
     """
@@ -119,9 +120,8 @@ class Conversion:
     source: str
     mode: str
     dtype: str
-    options: dict[str, Any]
-    before: ProgramRecord
-    after: ProgramRecord
+    before: ProgramRecord | None = None
+    after: ProgramRecord | None = None
     cut: CutRecord | None = None
     constants: tuple[ConstantNote, ...] = ()
     ranges: tuple[RangeRecord, ...] = ()
