@@ -23,7 +23,7 @@ from ..ir.files import put, write_files
 from .json import FORMAT, plain
 from .layout import layout
 from .record import Conversion, ProgramRecord
-from .summary import KINDS, casts, facts, group, kind
+from .summary import KINDS, casts, facts, group, kind, recorded
 
 #: The script, in the order in which its parts use each other.
 _SCRIPTS = ("data.js", "table.js", "graph.js", "details.js", "main.js")
@@ -41,7 +41,7 @@ def to_html(conversion: Conversion) -> str:
     """The page; the same record gives the same text.
 
     Raises:
-        ArgumentError: a ``dtype`` that is no 16-bit type. ArgumentTypeError: as for :func:`.json.to_json`.
+        ArgumentError: a ``dtype`` that is no 16-bit type. OrderError: a conversion without record of its programs.
     """
     data = json.dumps(page_data(conversion), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     style = _part("page.css")
@@ -63,21 +63,21 @@ def page_data(conversion: Conversion) -> dict[str, Any]:
     """What the page shows, in columns, with every string once in a table of strings."""
     if conversion.dtype not in ("float16", "bfloat16"):
         raise ArgumentError(f"report: dtype is 'float16' or 'bfloat16', got {conversion.dtype!r}")
+    before, after = recorded(conversion)
     strings = _Strings()
     content = {
         "format": FORMAT,
         "kinds": KINDS,
         "facts": facts(conversion),
         "limits": _limits(conversion.dtype),
-        "before": _program(conversion.before, strings),
-        "after": _program(conversion.after, strings),
+        "before": _program(before, strings),
+        "after": _program(after, strings),
         "constants": plain([vars(note) for note in conversion.constants], "constants"),
         "ranges": plain([vars(each) for each in conversion.ranges], "ranges"),
         "outputs": plain(list(conversion.outputs.items()), "outputs"),
         "tolerance": plain(conversion.tolerance, "tolerance"),
         "rounds": conversion.rounds,
         "notes": conversion.notes,
-        "options": plain(list(conversion.options.items()), "options"),
     }
     return content | {"strings": list(strings.numbers)}
 
@@ -96,7 +96,8 @@ def _program(program: ProgramRecord, strings: _Strings) -> dict[str, Any]:
     places = layout(program)
     operators, tensors = program.operators, program.tensors
     return {
-        "opset": program.opset,
+        "inputs": [strings(name) for name in program.inputs],
+        "outputs": [strings(name) for name in program.outputs],
         "name": [strings(op.name) for op in operators],
         "type": [strings(op.type) for op in operators],
         "scope": [strings(op.scope) for op in operators],

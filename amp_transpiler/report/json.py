@@ -30,7 +30,7 @@ def to_json(conversion: Conversion) -> str:
     "Infinity" and "-Infinity", as JavaScript reads them.
 
     Raises:
-        ArgumentTypeError: an option of a type that JSON has no counterpart for.
+        ArgumentTypeError: a field of a type that JSON has no counterpart for.
     """
     content = {"format": FORMAT} | {
         f.name: _program(value) if isinstance(value, ProgramRecord) else plain(value, f.name)
@@ -70,14 +70,8 @@ def plain(value: Any, where: str) -> Any:
         return {f.name: plain(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        value = sorted(value)
     if isinstance(value, list | tuple):
         return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, np.ndarray):
-        return f"array of {value.dtype}, shape {list(value.shape)}"
     raise ArgumentTypeError(f"report: {where} is a {type(value).__name__}, which JSON cannot hold; give numbers, "
                             "strings, lists and dicts")  # fmt: skip
 

@@ -50,8 +50,8 @@ def _layers(program: ProgramRecord, before: list[list[int]], after: list[list[in
     for op, near in zip(program.operators, before, strict=True):
         layer.append(1 + max((layer[j] for j in near), default=-1))
         tensors = [program.tensors[t] for t in op.reads]
-        fed = op.holder is not None or any(t.producer is None and not t.constant for t in tensors)
-        floating.append(not fed and all(floating[j] for j in near))
+        fed = any(t.producer is None and not t.constant for t in tensors)
+        floating.append(not fed and all(floating[j] for j in near if j != op.holder))
     for i in reversed(range(len(layer))):
         if floating[i] and after[i]:
             layer[i] = min(layer[j] for j in after[i]) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from ..passes.typing import origin, programs
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: element type, shape as declared, the operator that makes it ("" for an input or a constant)."""
+    """A tensor: element type, shape as declared, the operator that makes it (None for an input or initializer)."""
 
     name: str
     dtype: str
@@ -130,10 +129,6 @@ class Conversion:
     rounds: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record as JSON-ready dicts and lists."""
-        return dataclasses.asdict(self)
-
 
 def record_program(program: Program, path: str | os.PathLike[str] | None = None) -> ProgramRecord:
     """The record of a program as it stands, and of the file it came from or went to."""
@@ -145,10 +140,11 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
             if v.outer is not None:
                 continue
             index[v] = len(tensors)
-            size = byte_size(*tensor_type(v.data)) if v.data is not None else 0
+            content = _content(v)
+            size = byte_size(*tensor_type(content)) if content is not None else 0
             tensors.append(
                 TensorRecord(v.name, v.dtype or "", v.shape, number.get(v.producer) if v.producer else None,
-                             v.data is not None, size)
+                             content is not None, size)
             )  # fmt: skip
     operators = [_operator(op, number, index) for op in number]
     return ProgramRecord(
@@ -161,6 +157,12 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
         sum(t.bytes for t in tensors),
         os.path.getsize(path) if path is not None and os.path.exists(path) else 0,
     )
+
+
+def _content(variable: Variable) -> Any:
+    """What a constant holds, whether it is an initializer or made by a Constant operator; None for any other."""
+    maker = variable.producer
+    return maker.attrs.get("value") if maker is not None and maker.full_type == "Constant" else variable.data
 
 
 def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, int]) -> OperatorRecord:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..errors import OrderError
 from ..ir.types import BYTES, HALF
 from ..passes.optimal import NOMINAL
 from ..passes.typing import SHORT
@@ -83,9 +84,18 @@ def reasons(program: ProgramRecord) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
+def recorded(conversion: Conversion) -> tuple[ProgramRecord, ProgramRecord]:
+    """The programs before and after; OrderError where the conversion keeps no record of them."""
+    if conversion.before is None or conversion.after is None:
+        raise OrderError(f"report: the conversion of '{conversion.source}' holds no record of its programs; set its "
+                         "'before' and 'after' with record_program, called before and after it")  # fmt: skip
+    return conversion.before, conversion.after
+
+
 def facts(conversion: Conversion) -> list[tuple[str, str]]:
-    """The conversion in short: pairs of a label and a text."""
-    before, after, cut = conversion.before, conversion.after, conversion.cut
+    """The conversion in short: pairs of a label and a text. OrderError where it holds no programs."""
+    before, after = recorded(conversion)
+    cut = conversion.cut
     found = kinds(after)
     count = sum(found.values()) - found[CAST_KIND]
     own = after.casts - found[CAST_KIND]

@@ -14,6 +14,7 @@ function unpackProgram(packed, strings) {
     makes: packed.makes[i], layer: packed.layer[i], column: packed.column[i] / packed.steps,
   }));
   const edges = [];
+  const outside = { feeds: new Set(packed.inputs.map((i) => strings[i])), fetches: new Set(packed.outputs.map((i) => strings[i])) };
   for (const op of ops) {
     for (const t of op.makes) tensors[t].producer = op.index;
     op.text = [op.name, op.type, op.reason, ...op.makes.map((t) => tensors[t].name)].join("\n").toLowerCase();
@@ -23,13 +24,19 @@ function unpackProgram(packed, strings) {
       tensors[t].readers.push(op.index);
       if (tensors[t].producer >= 0) edges.push({ from: tensors[t].producer, to: op.index, dtype: tensors[t].dtype });
     }
-    if (op.holder >= 0) edges.push({ from: op.holder, to: op.index, dtype: "" });
+    const inside = op.reads.some((t) => tensors[t].producer >= 0 && ops[tensors[t].producer].holder === op.holder);
+    if (op.holder >= 0 && op.reads.length && !inside) edges.push({ from: op.holder, to: op.index, dtype: "" });
   }
   const casts = packed.casts.map(([index, tensor, source, target, bytes, inserted]) => ({
     index, tensor: strings[tensor], direction: `${strings[source]} → ${strings[target]}`, bytes, inserted,
     name: ops[index].name,
   }));
-  return { opset: packed.opset, ops, tensors, edges, casts, rows: rowsOf(ops) };
+  for (const op of ops) {
+    const names = (indices, set) => [...new Set(indices.map((t) => tensors[t].name).filter((name) => set.has(name)))];
+    op.feeds = names(op.reads.filter((t) => tensors[t].producer < 0), outside.feeds);
+    op.fetches = op.holder < 0 ? names(op.makes, outside.fetches) : [];
+  }
+  return { ops, tensors, edges, casts, rows: rowsOf(ops) };
 }
 
 /** The operators of every layer, from left to right. */
@@ -115,6 +122,7 @@ function bytes(count) {
   return `${Number(value.toPrecision(3))} ${unit}`;
 }
 
+/** The end of a text: of a name with a path before it, the part that tells it from others. */
 function shorten(text, length) {
   return text.length <= length ? text : "…" + text.slice(text.length - length + 1);
 }

@@ -19,11 +19,15 @@ function rangePicture(range, axis, limits) {
 
 /** The axis over a column of pictures: where the format ends. */
 function rangeAxis(axis, limits) {
-  const marks = [[limits.smallest, "smallest"], [limits.normal, "normal"], [limits.largest, "largest"]];
+  const marks = [
+    [limits.smallest, "smallest number", "-100%"], [limits.normal, "smallest normal number", "0"],
+    [limits.largest, "largest number", "-100%"],
+  ];
   const made = element("div", { class: "axis" });
-  for (const [value, word] of marks) {
-    const mark = element("span", { title: `${word}: ${number(value)}` }, `${word} 2^${Math.round(Math.log2(value))}`);
-    mark.style.left = `${Math.min(88, Math.max(12, placeOn(axis, value)))}%`;
+  for (const [value, word, side] of marks) {
+    const mark = element("span", { title: `${word}: ${number(value)}` }, `2^${Math.round(Math.log2(value))}`);
+    mark.style.left = `${placeOn(axis, value)}%`;
+    mark.style.transform = `translateX(${side})`;
     made.append(mark);
   }
   return made;

@@ -153,7 +153,7 @@ class Graph {
 
   /** An edge over several layers goes beside the operators between, not behind them. */
   bowed(path, xa, ya, xb, yb, beside) {
-    const turn = CELL_HEIGHT * 0.8;
+    const turn = Math.min(CELL_HEIGHT * 0.8, (yb - ya) / 2);
     path.bezierCurveTo(xa, ya + turn / 2, beside, ya + turn / 2, beside, ya + turn);
     path.lineTo(beside, yb - turn);
     path.bezierCurveTo(beside, yb - turn / 2, xb, yb - turn / 2, xb, yb);
@@ -177,14 +177,45 @@ class Graph {
       const inset = op.kind === CAST ? 16 : 8;
       pen.fillStyle = this.inks[op.kind];
       pen.font = "600 13px system-ui, sans-serif";
-      pen.fillText(shorten(op.type, op.kind === CAST ? 10 : 14), x + inset, y + 17);
+      pen.fillText(op.type.slice(0, 22), x + inset, y + 17, NODE_WIDTH - 2 * inset - (op.kind === 2 ? 54 : 34));
       pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "right";
       pen.fillText(this.tags(op), x + NODE_WIDTH - inset, y + 16);
       pen.textAlign = "left";
       if (this.scale >= 0.5) pen.fillText(shorten(op.name, op.kind === CAST ? 19 : 22), x + inset, y + 33);
     }
+    if (this.scale >= 0.3) this.drawEnds(op, x, y);
     pen.globalAlpha = 1;
+  }
+
+  /** The inputs and outputs of the program, by their names. */
+  drawEnds(op, x, y) {
+    const pen = this.pen, middle = x + NODE_WIDTH / 2;
+    const ends = [[op.feeds, "in", y, -14, -18], [op.fetches, "out", y + NODE_HEIGHT, 14, 24]];
+    pen.font = "11px system-ui, sans-serif";
+    pen.textAlign = "center";
+    pen.fillStyle = pen.strokeStyle = this.text;
+    pen.lineWidth = 2;
+    for (const [names, word, from, length, at] of ends) {
+      if (!names.length) continue;
+      pen.beginPath();
+      pen.moveTo(middle, from);
+      pen.lineTo(middle, from + length);
+      pen.stroke();
+      pen.fillText(shorten(`${word}: ${names.join(", ")}`, 26), middle, from + at);
+    }
+    pen.textAlign = "left";
+  }
+
+  /** The operator nearest the middle of the view, upwards, that `known` accepts; undefined for none. */
+  middle(known) {
+    const rows = this.program.rows;
+    const layer = Math.floor((this.viewHeight / 2 - this.y) / this.scale / CELL_HEIGHT);
+    for (let i = Math.min(rows.length - 1, layer); i >= 0; i--) {
+      const found = rows[i].find(known);
+      if (found) return found;
+    }
+    return undefined;
   }
 
   /** The whole program in one strip at the right: how its operators run from top to bottom, and what is in view. */

@@ -3,8 +3,9 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const programs = { before: unpackProgram(data.before, data.strings), after: unpackProgram(data.after, data.strings) };
 const titles = { before: "Before", after: "After" };
+const keyOf = (op) => `${op.graph}\n${op.name}`;
 const byName = {};
-for (const which of ["before", "after"]) byName[which] = new Map(programs[which].ops.map((op) => [op.name, op]));
+for (const which of ["before", "after"]) byName[which] = new Map(programs[which].ops.map((op) => [keyOf(op), op]));
 const ranges = new Map(data.ranges.map((range) => [range.name, range]));
 const axis = axisOf(data.ranges, data.limits);
 const short = { float16: "fp16", bfloat16: "bf16", float32: "fp32", float64: "fp64" };
@@ -66,11 +67,13 @@ function choose(op, move) {
   graph.select(op, move);
   if (!op) return details.clear();
   const other = state.which === "after" ? "before" : "after";
-  details.show(op, programs[state.which], { title: titles[other].toLowerCase(), op: byName[other].get(op.name) });
+  details.show(op, programs[state.which], { title: titles[other].toLowerCase(), op: byName[other].get(keyOf(op)) });
 }
 
 function showProgram(which) {
-  const same = state.chosen && byName[which].get(state.chosen.name);
+  const there = (op) => (op ? byName[which].get(keyOf(op)) : undefined);
+  const same = there(state.chosen);
+  const near = graph.program && graph.viewWidth ? there(graph.middle(there)) : undefined;
   state.which = which;
   const program = programs[which];
   graph.show(program);
@@ -82,7 +85,8 @@ function showProgram(which) {
   for (const key of ["type", "group"]) state.filter[key] = $(key).value;
   applyFilter();
   choose(same || null, Boolean(same));
-  if (!same && graph.viewWidth) graph.start();
+  if (!same && near) graph.centre(near);
+  else if (!same && graph.viewWidth) graph.start();
   showTabs();
 }
 
@@ -200,7 +204,6 @@ function fillOutcome() {
   const parts = [
     ...textLines("Notes", data.notes), ...textLines("Runs of auto mode", data.rounds),
     ...textLines(`Relative error of the outputs${allowed}`, data.outputs.map(([name, error]) => `${name}: ${number(error)}${judged(error)}`)),
-    ...textLines("Options", data.options.map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`)),
   ];
   $("panel-outcome").append(...(parts.length ? parts : [element("p", {}, "no notes")]));
 }
