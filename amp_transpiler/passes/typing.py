@@ -7,9 +7,9 @@ its scale in 16 bit because it shares ``T`` with the data, BatchNormalization ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import onnx
 import onnx.shape_inference
@@ -128,23 +128,85 @@ class _Group:
     kept: bool = True  # every slot of it is kept fp32
 
 
-def _groups(op: Operator, sig: Signature | None) -> dict[str, _Group]:
-    """Type variables of the floating-point slots, the one of the first output (else input) first."""
-    kept_in, kept_out = kept_slots(op)
-    groups: dict[str, _Group] = {}
-    for slot, variable in enumerate(op.outputs):
-        if variable is not None and is_float(variable):
-            group = groups.setdefault(sig.output(slot) if sig else _ANY, _Group([], [], set()))
-            group.outputs.append(slot)
-            group.dtypes.add(variable.dtype)
-            group.kept &= slot in kept_out
-    for slot, variable in enumerate(op.inputs):
-        if variable is not None and is_float(variable):
-            group = groups.setdefault(sig.input(slot) if sig else _ANY, _Group([], [], set()))
-            group.inputs.append(slot)
-            group.dtypes.add(variable.dtype)
-            group.kept &= slot in kept_in
-    return groups
+Dtypes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """An operator as its typing sees it: what it is and the element types that its slots hold."""
+
+    type: str
+    domain: str
+    opset: int  # of its domain
+    inputs: Dtypes
+    outputs: Dtypes
+
+    def signature(self) -> Signature | None:
+        return signature(self.type, self.opset, self.domain)
+
+    def groups(self) -> dict[str, _Group]:
+        """Type variables of the floating-point slots, the one of the first output (else input) first."""
+        kept_in, kept_out = kept_fp32(self.type, self.domain)
+        sig = self.signature()
+        groups: dict[str, _Group] = {}
+        for slot, dtype in enumerate(self.outputs):
+            if dtype in FLOATS:
+                group = groups.setdefault(sig.output(slot) if sig else _ANY, _Group([], [], set()))
+                group.outputs.append(slot)
+                group.dtypes.add(dtype)
+                group.kept &= slot in kept_out
+        for slot, dtype in enumerate(self.inputs):
+            if dtype in FLOATS:
+                group = groups.setdefault(sig.input(slot) if sig else _ANY, _Group([], [], set()))
+                group.inputs.append(slot)
+                group.dtypes.add(dtype)
+                group.kept &= slot in kept_in
+        return groups
+
+    def moved(self, groups: list[_Group], dtype: str, moves: Set[str | None]) -> tuple[Dtypes, Dtypes]:
+        """The element types with the slots of these groups, where they hold one of ``moves``, at ``dtype``."""
+        inputs, outputs = list(self.inputs), list(self.outputs)
+        for group in groups:
+            for slot in group.inputs:
+                inputs[slot] = dtype if inputs[slot] in moves else inputs[slot]
+            for slot in group.outputs:
+                outputs[slot] = dtype if outputs[slot] in moves else outputs[slot]
+        return tuple(inputs), tuple(outputs)
+
+
+def _typed(op: Operator) -> _Typed:
+    domain = "" if op.domain == "ai.onnx" else op.domain
+    return _Typed(op.type, domain, op.program.opset(domain), tuple([v.dtype if v else None for v in op.inputs]),
+                  tuple([v.dtype if v else None for v in op.outputs]))  # fmt: skip
+
+
+#: Element types of the inputs and of the outputs, and the outputs whose type variable no given input has.
+_Plan = tuple[Dtypes, Dtypes, tuple[int, ...]]
+
+
+@lru_cache(maxsize=65536)  # a program has few kinds of operators, and thousands of each
+def _narrow_plan(typed: _Typed, dtype: str) -> _Plan | Obstacle:
+    groups = typed.groups()
+    obstacles = {name: _obstacle(typed, name, group, dtype) for name, group in groups.items()}
+    main = obstacles[next(iter(groups))]
+    if main is not None:
+        return main
+    follows = [group for name, group in groups.items() if obstacles[name] is None]
+    return (*typed.moved(follows, dtype, {"float32", dtype}), _unbound_slots(groups))
+
+
+@lru_cache(maxsize=65536)
+def _wide_plan(typed: _Typed) -> _Plan:
+    sig = typed.signature()
+    if sig is None or sig.typed_by_attribute:
+        return typed.inputs, typed.outputs, ()
+    groups = typed.groups()
+    bound = [g for name, g in groups.items() if g.inputs and "float32" in sig.admits[name]]
+    return (*typed.moved(bound, "float32", HALF | {"float32"}), _unbound_slots(groups))
+
+
+def _unbound_slots(groups: dict[str, _Group]) -> tuple[int, ...]:
+    return tuple(slot for group in groups.values() if not group.inputs for slot in group.outputs)
 
 
 def narrowed(op: Operator, dtype: str) -> Slots | Obstacle:
@@ -154,19 +216,15 @@ def narrowed(op: Operator, dtype: str) -> Slots | Obstacle:
     that do not admit ``dtype``; the one of the data must follow.
     """
     opset = op.program.opset()
-    cast, sig = signature("Cast", opset, ""), signature_of(op)
+    cast = signature("Cast", opset, "")
     if cast is None or dtype not in cast.admits[cast.outputs[0]]:
         return Obstacle(f"Cast does not know {dtype} at opset {opset}")
-    groups = _groups(op, sig)
-    obstacles = {name: _obstacle(op, sig, name, group, dtype) for name, group in groups.items()}
-    main = obstacles[next(iter(groups))]
-    if main is not None:
-        return main
-    follows = [group for name, group in groups.items() if obstacles[name] is None]
-    return _unbound(op, groups, _with(op, follows, dtype, {"float32", dtype}))
+    plan = _narrow_plan(_typed(op), dtype)
+    return plan if isinstance(plan, Obstacle) else _slots(op, plan)
 
 
-def _obstacle(op: Operator, sig: Signature | None, name: str, group: _Group, dtype: str) -> Obstacle | None:
+def _obstacle(typed: _Typed, name: str, group: _Group, dtype: str) -> Obstacle | None:
+    sig = typed.signature()
     if sig is not None and sig.typed_by_attribute:
         return Obstacle("an attribute sets its element type", fixed=True)
     if not group.inputs:
@@ -175,36 +233,24 @@ def _obstacle(op: Operator, sig: Signature | None, name: str, group: _Group, dty
     if other:
         return Obstacle(f"it computes in {other[0]}", fixed=True)
     if sig is not None and dtype not in sig.admits[name]:
-        return Obstacle(f"{op.type} does not take {dtype} at opset {op.program.opset(op.domain)}")
+        return Obstacle(f"{typed.type} does not take {dtype} at opset {typed.opset}")
     return Obstacle("its slots stay fp32") if group.kept else None
 
 
 def widened(op: Operator) -> Slots:
     """The types with which ``op`` runs in fp32: 16-bit slots go up where the schema binds them to an input."""
-    sig = signature_of(op)
-    if sig is None or sig.typed_by_attribute:
-        return declared(op)
-    groups = _groups(op, sig)
-    bound = [g for name, g in groups.items() if g.inputs and "float32" in sig.admits[name]]
-    return _unbound(op, groups, _with(op, bound, "float32", HALF | {"float32"}))
+    return _slots(op, _wide_plan(_typed(op)))
 
 
-def _with(op: Operator, groups: list[_Group], dtype: str, moves: set[str] | frozenset[str]) -> Slots:
-    slots = declared(op)
-    for group in groups:
-        for slot in group.inputs:
-            if slots.inputs[slot] in moves:
-                slots.inputs[slot] = dtype
-        for slot in group.outputs:
-            if slots.outputs[slot] in moves:
-                slots.outputs[slot] = dtype
-    return slots
+def _slots(op: Operator, plan: _Plan) -> Slots:
+    inputs, outputs, unbound = plan
+    slots = Slots(list(inputs), list(outputs))
+    return _unbound(op, unbound, slots) if unbound else slots
 
 
-def _unbound(op: Operator, groups: dict[str, _Group], slots: Slots) -> Slots:
+def _unbound(op: Operator, outputs: tuple[int, ...], slots: Slots) -> Slots:
     """Let ONNX's inference say the type of outputs whose type variable no given input has (a state's first value)."""
-    outputs = [slot for group in groups.values() if not group.inputs for slot in group.outputs]
-    if not outputs or slots.inputs == declared(op).inputs:
+    if slots.inputs == declared(op).inputs:
         return slots
     domain = "" if op.domain == "ai.onnx" else op.domain
     schema = onnx.defs.get_schema(op.type, op.program.opset(domain), domain)
