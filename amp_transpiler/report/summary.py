@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import OrderError
-from ..ir.types import BYTES, HALF
+from ..ir.tensors import byte_size
+from ..ir.types import HALF
 from ..passes.optimal import NOMINAL
 from ..passes.typing import SHORT
 from .record import Conversion, OperatorRecord, ProgramRecord, TensorRecord
@@ -54,7 +54,7 @@ def casts(program: ProgramRecord) -> list[CastRecord]:
     for op in program.operators:
         if op.type == "Cast" and op.reads and op.makes:
             read, made = program.tensors[op.reads[0]], program.tensors[op.makes[0]]
-            moved = elements(read) * (BYTES.get(read.dtype, 1) + BYTES.get(made.dtype, 1))
+            moved = sum(byte_size(dtype, (elements(read),)) for dtype in (read.dtype, made.dtype) if dtype)
             found.append(CastRecord(op.index, read.name, read.dtype, made.dtype, moved, op.inserted))
     return found
 
@@ -148,8 +148,3 @@ def _ratio(before: int, after: int) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
-
-
-def distinct(values: Iterable[str]) -> list[str]:
-    """The values, each once, in the order of their first appearance."""
-    return list(dict.fromkeys(values))
