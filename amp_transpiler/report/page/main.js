@@ -48,7 +48,7 @@ const pictures = new Table($("panel-ranges"), "Calibration ranges", [
   { title: "range", head: rangeAxis(axis, data.limits), width: "wide", fill: (cell, range) => cell.append(rangePicture(range, axis, data.limits)) },
   numberColumn("smallest", (range) => range.smallest, number), numberColumn("largest", (range) => range.largest, number),
   numberColumn("rounding", (range) => range.rounding, number), numberColumn("error", (range) => range.error, number),
-  { title: "in words", width: "middle", text: (range) => verdict(range, data.limits), sort: (range) => verdict(range, data.limits) },
+  { title: "in words", width: "", text: (range) => verdict(range, data.limits), sort: (range) => verdict(range, data.limits) },
 ], (range) => chooseTensor(range.name));
 
 /** Choose the operator that makes a tensor, or the first that reads it. */
