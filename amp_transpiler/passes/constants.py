@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from ..errors import PrecisionError
-from ..ir.program import Variable
+from ..ir.program import Operator, Variable
 from ..ir.tensors import annotated, as_array, to_proto
 from ..ir.types import FLOATS, numpy_dtype
 
@@ -16,7 +16,7 @@ _LIMITS = {"float16": "65504", "bfloat16": "3.3895e38", "float32": "3.4028e38"}
 _ATTRIBUTES = ("value", "value_float", "value_floats")
 
 
-def _content(variable: Variable) -> Any:
+def content(variable: Variable) -> Any:
     """The dense content of a variable or of the Constant operator that makes it, else None."""
     if variable.is_input:  # an initializer that the caller may feed over
         return None
@@ -34,17 +34,17 @@ def _content(variable: Variable) -> Any:
 
 def is_constant(variable: Variable) -> bool:
     """Whether the variable is a floating-point constant whose content is known and dense, and not a parameter."""
-    return variable.dtype in FLOATS and not variable.persistable and _content(variable) is not None
+    return variable.dtype in FLOATS and not variable.persistable and content(variable) is not None
 
 
 def has_content(variable: Variable) -> bool:
     """Whether the content is known here: a constant, or a parameter that carries its first value."""
-    return _content(variable) is not None
+    return content(variable) is not None
 
 
 def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray:
     """The content in ``dtype``; PrecisionError where a finite number leaves its range."""
-    array = as_array(_content(variable))
+    array = as_array(content(variable))
     with np.errstate(over="ignore", invalid="ignore"):
         result = array.astype(numpy_dtype(dtype))
     lost = np.isfinite(array) & ~np.isfinite(result)
@@ -69,9 +69,19 @@ def replace(variable: Variable, array: np.ndarray) -> None:
     producer.attrs["value"] = array
 
 
+def fill(op: Operator | None) -> np.ndarray | None:
+    """The element that a ConstantOfShape writes everywhere, as an array of one; None for any other operator."""
+    if op is None or op.type != "ConstantOfShape" or op.domain not in ("", "ai.onnx"):
+        return None
+    return as_array(op.attrs["value"]) if "value" in op.attrs else np.zeros(1, np.float32)
+
+
 def saturate(variable: Variable, limit: float) -> None:
-    """Let no finite element of the constant lie beyond ``limit`` (below it where that is negative)."""
-    array = as_array(_content(variable))
+    """Let no finite element of the constant (or of what a ConstantOfShape writes) lie beyond ``limit`` (below it
+    where that is negative)."""
+    array = fill(variable.producer)
+    if array is None:
+        array = as_array(content(variable))
     bound = np.asarray(limit, array.dtype)
     beyond = np.isfinite(array) & (array < bound if limit < 0 else array > bound)
     replace(variable, np.where(beyond, bound, array))

@@ -1,0 +1,197 @@
+"""Numeric guards: what is known to leave the range of 16 bit, or to lose its digits there, stays fp32.
+
+They look for the operators that make such numbers; :mod:`.spread` follows the numbers to where they end.
+
+- Squares on the way to a sum (variance, RMS norm, L2 norm, distance, magnitude): a square leaves float16 beyond
+  255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
+- Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
+- Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products;
+  products over elements; Exp of what is not proved to be small; Cosh and Sinh; determinants.
+- What a sound interval puts wholly beyond the format, and the sum of two masks.
+
+bfloat16 has the range of float32, so that only the squares remain there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..ir.program import Operator, Program, Variable
+from . import constants
+from .evidence import Evidence
+from .flow import Flow, moves
+from .masks import HIGH, LOW, binary_tensors, maskable, masking
+from .precision import source
+from .spread import INVERSE, LIMITS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
+from .typing import SHORT, operator_name
+
+#: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
+FEW = 4
+#: How far the maximum is followed back through operators that move it.
+_HOPS = 4
+_NEGATIVE = "a negative power leaves fp16 near 0"
+
+_GROWS = {
+    "ReduceProd": "multiplies many elements", "CumProd": "multiplies many elements",
+    "Det": "multiplies many elements", "Cosh": "an exponential leaves fp16 from 12 on",
+    "Sinh": "an exponential leaves fp16 from 12 on",
+}  # fmt: skip
+_SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
+
+#: What may lie between a square and the sum.
+_TERMS = frozenset({"Add", "Sub", "Sum", "Mul"})
+
+
+class Bounds(Protocol):
+    """Sound intervals of tensors, as the range analysis gives them."""
+
+    def bound(self, variable: Variable) -> tuple[float, float] | None:
+        """The interval in which every element lies; None where nothing is known."""
+
+    def within(self, variable: Variable, limit: float) -> bool:
+        """Whether every element is proved to lie in ``[-limit, limit]``."""
+
+
+def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evidence) -> None:
+    """Add to ``evidence`` what patterns and intervals say against ``dtype`` ("float16" or "bfloat16").
+
+    Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
+    conversion did to it makes no difference. Linear in its size.
+    """
+    flow, limit = Flow(program), LIMITS[dtype]
+    binary = binary_tensors(flow)
+    spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
+    for variable, bit in masking(flow, limit, maskable(flow, binary)).items():
+        spread.mark(variable, bit, (variable.name, "a mask"))
+    guards = _Guards(spread, ranges)
+    for variable in program.inputs:
+        why = guards.beyond(variable)
+        if why:
+            spread.mark(variable, WIDE, (variable.name, why))
+    spread.sweep(guards.seed)
+
+
+class _Guards:
+    """What each operator makes of ordinary operands."""
+
+    def __init__(self, spread: Spread, ranges: Bounds) -> None:
+        self.flow, self.spread, self.ranges, self.limit = spread.flow, spread, ranges, spread.limit
+        self.short, self.float16 = SHORT[spread.dtype], spread.dtype == "float16"
+        #: The tensors that are squares of one tensor, and which.
+        self.squares: dict[Variable, Variable] = {}
+        for op in self.flow.operators:
+            squared, made = self._squared(op), op.output(0)
+            if squared is not None and made is not None:
+                self.squares[source(made)] = squared
+        self.summed = self._before_sum()
+
+    def seed(self, op: Operator) -> tuple[int, str] | None:
+        """What the operator makes (see :mod:`.spread`) and why it stays fp32; None where nothing speaks against it."""
+        made = op.output(0)
+        if made is None:
+            return None
+        variable = source(made)
+        found = self._squares(op, variable)
+        if found is None and self.float16:
+            why = self._grows(op, variable)
+            if why and not self.ranges.within(variable, self.limit):
+                found = INVERSE if why == _NEGATIVE else WIDE, why
+        return found or self._proved(op, variable)
+
+    def beyond(self, variable: Variable) -> str:
+        """Which sound interval puts the tensor wholly beyond the format; "" where none does."""
+        interval = self.ranges.bound(variable)
+        if interval is None or (-self.limit <= interval[1] and interval[0] <= self.limit):
+            return ""
+        return f"its values lie in [{interval[0]:g}, {interval[1]:g}], beyond {self.short}"
+
+    def _proved(self, op: Operator, variable: Variable) -> tuple[int, str] | None:
+        if variable.dtype not in ("float32", self.spread.dtype) or constants.is_constant(variable):
+            return None
+        masked = any(v is not None and self.spread.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
+        masked |= bool(self.spread.state.get(variable, 0) & (LOW | HIGH))
+        why = "" if masked else self.beyond(variable)  # a saturated mask lies within, whatever it was before
+        return (WIDE, why) if why else None
+
+    # -- squares -----------------------------------------------------------------------------------------
+    def _squared(self, op: Operator) -> Variable | None:
+        """The tensor that an elementwise operator squares."""
+        name, read = operator_name(op), self.flow.inputs[op]
+        if name == "Mul" and read[0] is read[1]:
+            return read[0]
+        return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
+
+    def _squares(self, op: Operator, made: Variable) -> tuple[int, str] | None:
+        name = operator_name(op)
+        why = "leaves fp16 beyond 255 and vanishes near 0" if self.float16 else "keeps too few digits in bf16"
+        if (made in self.squares and made in self.summed) or name == "ReduceSumSquare":
+            return SQUARE, f"sums squares: x*x {why}"
+        if name == "ReduceL2":
+            return TINY if made in self.spread.divides else 0, f"sums squares inside: x*x {why}"
+        if name == "LpNormalization" and op.attrs.get("p", 2) == 2:
+            return 0, f"sums squares inside: x*x {why}"
+        if name in ("LpPool", "GlobalLpPool"):
+            return 0, f"sums powers inside: x**p {why}"
+        return None
+
+    def _before_sum(self) -> frozenset[Variable]:
+        """Tensors that are summed, or whose root is taken, at once or after additions and factors; and the squares
+        that a further factor makes a cube."""
+        found: set[Variable] = set()
+        for op in reversed(self.flow.operators):
+            name, read, made = operator_name(op), self.flow.inputs[op], op.output(0)
+            ahead = made is not None and source(made) in found
+            for slot, variable in enumerate(read):
+                if variable is None:
+                    continue
+                yes = slot == 0 and (name in _SUMMING or (name == "Pow" and self._exponent(op) == 0.5))
+                yes |= name == "Mul" and variable in self.squares and self._cubes(op)
+                yes |= ahead and (
+                    name in ("Add", "Sub", "Sum", "Mul") or moves(op, slot) or (name == "Div" and not slot)
+                )
+                if yes:
+                    found.add(variable)
+        return frozenset(found)
+
+    # -- range -------------------------------------------------------------------------------------------
+    def _grows(self, op: Operator, made: Variable) -> str:
+        """Why the result may leave float16."""
+        name = operator_name(op)
+        if name in SUMS:
+            terms = summed_terms(op, self.flow)
+            return "" if terms is not None and terms <= FEW else f"sums {terms or 'an unknown number of'} elements"
+        if name == "Pow":
+            exponent = self._exponent(op)
+            if exponent is None:
+                return "raises to a power that is not constant"
+            return _NEGATIVE if exponent < 0 else f"raises to the power {exponent:g}" if exponent > 2 else ""
+        if name == "Mul" and self._cubes(op):
+            return "multiplies a number by its square"
+        if name == "Exp":
+            return "" if self._shifted(op) else "an exponential leaves fp16 from 11.1 on"
+        return _GROWS.get(name, "")
+
+    def _exponent(self, op: Operator) -> float | None:
+        return self.flow.number(op.input(1))
+
+    def _cubes(self, op: Operator) -> bool:
+        """Whether a product is a third or fourth power written out."""
+        left, right = self.flow.inputs[op]
+        of_left, of_right = (self.squares.get(v) if v is not None else None for v in (left, right))
+        return (of_left is not None and of_left in (right, of_right)) or (of_right is not None and of_right is left)
+
+    def _shifted(self, op: Operator) -> bool:
+        """Whether an exponential takes what the maximum was subtracted from, as a softmax does."""
+        read = self.flow.inputs[op][0]
+        sub = read.producer if read is not None else None
+        if sub is None or operator_name(sub) != "Sub":
+            return False
+        data, top = self.flow.inputs[sub]
+        for _ in range(_HOPS):
+            maker = top.producer if top is not None else None
+            if maker is None or operator_name(maker) not in ("Identity", "Expand", "Reshape", "Unsqueeze", "Squeeze"):
+                break
+            top = self.flow.inputs[maker][0]
+        else:
+            return False
+        return maker is not None and operator_name(maker) == "ReduceMax" and self.flow.inputs[maker][0] is data
