@@ -235,6 +235,8 @@ class _Inserter:
         raw = op.program.add_variable(self._name(f"{variable.name}.{SHORT[made]}"), made, variable.shape)
         raw.stop_gradient = variable.stop_gradient
         op.set_output(slot, raw)
+        if variable.dtype in HALF:  # a reader of the fp32 value keeps it
+            op.program.replace_uses(variable, raw)
         add_cast(raw, variable)
 
     def _stand_in(self, program: Program, outer: Variable) -> Variable:

@@ -16,6 +16,7 @@ from ..ir.program import Operator, Program, Variable
 from ..ir.types import FLOATS, HALF
 from ..lists import AutoMixedPrecisionLists
 from . import constants
+from .boundaries import Boundary, boundaries
 from .casts import apply
 from .cut import Cut, Tensor, solve, traffic
 from .evidence import Evidence
@@ -79,8 +80,9 @@ def assign(
         constants.saturate(variable, value)
     choices = _Choices(program, lists, mode, evidence, outside)
     decisions = choices.collect()
-    free = [op for op, choice in decisions.items() if isinstance(choice, Free)]
-    problem = _Problem(program, decisions, free, lists.dtype, narrow_io)
+    free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
+    free += choices.boundaries
+    problem = _Problem(program, decisions, free, lists.dtype, narrow_io, given_io=mode == "pure-fp16")
     cut = solve(problem.costs, problem.tensors)
     final: dict[Operator, Decision] = {}
     chosen = dict(zip(free, cut.half, strict=True))
@@ -88,6 +90,8 @@ def assign(
         if isinstance(choice, Free):
             choice = choice.half if chosen[op] else choice.full
         final[op] = choice
+    for boundary in choices.boundaries:
+        boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
     sides = [traffic(problem.costs, problem.tensors, [side] * len(free)) for side in (True, False)]
     apply(program, final, lists, narrow_parameters=False)
     return Assignment(len(free), cut, *sides)
@@ -100,6 +104,8 @@ class _Choices(Rules):
                  outside: Callable[[Operator], str]) -> None:  # fmt: skip
         super().__init__(program, lists)
         self.mode, self.evidence, self.outside = mode, evidence, outside
+        #: Where nested graphs meet the graph around them, and the type may be chosen.
+        self.boundaries: list[Boundary] = []
         self.because = {"pure-fp16": "pure 16 bit", "auto": "nothing measured or known speaks against it"}.get(mode, "")
 
     def collect(self) -> dict[Operator, Decision | Free]:
@@ -115,6 +121,8 @@ class _Choices(Rules):
     def _choice(self, op: Operator) -> Decision | Free:
         settled = self._settled(op)
         if settled is not None:
+            if op.attrs.programs and not self._literal and not settled.inner:
+                self.boundaries += [b for b in boundaries(op, self.dtype) if not self._pinned(b)]
             return self._retargeted(op) or settled
         name, lists = operator_name(op), self.lists
         outside = self.outside(op)
@@ -131,10 +139,20 @@ class _Choices(Rules):
         if self.mode == "mixed" and black:
             return self.full(op, "black list")
         half = self.half(op, "white list" if white else self.because or "between 16-bit operators")
-        if half.precision != self.dtype or white or (self.mode == "pure-fp16" and self.evidence is None):
+        if half.precision != self.dtype or white or self._literal:
             return half
         full = self.full(op, "moves fewer bytes than casting to 16 bit and back")
         return Free(half, full) if full.precision == "float32" else half
+
+    @property
+    def _literal(self) -> bool:
+        return self.mode == "pure-fp16" and self.evidence is None
+
+    def _pinned(self, boundary: Boundary) -> bool:
+        """Whether a name or evidence keeps the tensors of a boundary fp32."""
+        tensors = {source(v) for v in (boundary.outer(), *boundary.inner())}
+        kept = self.evidence.tensors if self.evidence else {}
+        return any(v in kept or v.name in self.lists.black_varnames for v in tensors)
 
     def _retargeted(self, op: Operator) -> Free | None:
         """The program's own cast of integers to float32: made in 16 bit it gives what a cast behind it would."""
@@ -199,26 +217,42 @@ class _Ends:
 
 
 class _Problem:
-    """The minimum cut problem of a program: bytes that each free operator and each cast moves."""
+    """The minimum cut problem of a program: bytes that each free operator and each cast moves.
 
-    def __init__(self, program: Program, choices: dict[Operator, Decision | Free], free: list[Operator], dtype: str,
-                 narrow_io: frozenset[str]) -> None:  # fmt: skip
-        self.dtype, self.narrow_io = dtype, narrow_io
-        self.number = {op: i for i, op in enumerate(free)}
+    ``given_io``: casts at the inputs and outputs of the program are taken as given and cost nothing. Pure 16 bit
+    would otherwise stop short of them, and leave a small program as it is.
+    """
+
+    def __init__(self, program: Program, choices: dict[Operator, Decision | Free], free: list[Operator | Boundary],
+                 dtype: str, narrow_io: frozenset[str], given_io: bool) -> None:  # fmt: skip
+        self.dtype, self.narrow_io, self.given_io = dtype, narrow_io, given_io
+        self.number = {each: i for i, each in enumerate(free)}
+        crossing = [each for each in free if isinstance(each, Boundary)]
+        self.crossing = {(b.op, kind, place[0]) for b in crossing
+                         for kind, place in (("in", b.read), ("out", b.made)) if place}  # fmt: skip
+        inner = {v for b in crossing if b.made for v in b.made[1]}
         self.ends: dict[Variable, _Ends] = {}
         self.costs: list[tuple[int, int]] = []
         ways = [(op, c.half, c.full) if isinstance(c, Free) else (op, c, c) for op, c in choices.items()
                 if not inserted(op)]  # fmt: skip
         for op, half, full in ways:
             self._writes(op, half, full)
+        for boundary in crossing:
+            self.ends[boundary.outer() if boundary.made else boundary.inner()[0]] = _Ends(self.number[boundary])
         for op, half, full in ways:
             self._reads(op, half, full)
             if op in self.number:
                 self.costs.append((_moved(op, half), _moved(op, full)))
-        for each in programs(program):
-            for variable in each.outputs:
+        for boundary in crossing:
+            for variable in boundary.inner() if boundary.made else (boundary.outer(),):
                 ends = self._ends(source(variable))
                 if ends is not None:
+                    ends.readers.append(self.number[boundary])
+            self.costs.append((0, 0))  # a runtime hands the buffer over
+        for each in programs(program):
+            for variable in () if given_io and each is program else each.outputs:
+                ends = self._ends(source(variable))
+                if ends is not None and variable not in inner:
                     ends.fixed(self._io_type(variable), dtype)
         self.tensors = [
             Tensor(e.producer, tuple(e.readers), e.half, e.full, 6 * count(v)) for v, e in self.ends.items()
@@ -227,6 +261,8 @@ class _Problem:
     def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
         for slot, variable in enumerate(op.outputs):
             if variable is None or not is_float(variable) or constants.is_constant(variable):
+                continue
+            if (op, "out", slot) in self.crossing:
                 continue
             made = half.slots.outputs[slot], full.slots.outputs[slot]
             if op in self.number and made == (self.dtype, "float32"):
@@ -237,7 +273,7 @@ class _Problem:
     def _reads(self, op: Operator, half: Decision, full: Decision) -> None:
         for slot, variable in enumerate(op.inputs):
             ends = self._ends(source(variable)) if variable is not None and is_float(variable) else None
-            if ends is None:
+            if ends is None or (op, "in", slot) in self.crossing:
                 continue
             wanted = half.slots.inputs[slot], full.slots.inputs[slot]
             if op in self.number and wanted == (self.dtype, "float32"):
@@ -246,11 +282,12 @@ class _Problem:
                 ends.fixed(wanted[0], self.dtype)
 
     def _ends(self, variable: Variable) -> _Ends | None:
-        """The ends of a tensor; None for constants, which cost no cast, and for other types."""
+        """The ends of a tensor; None where a cast costs nothing (constants, given inputs), and for other types."""
         if variable not in self.ends:
             known = variable.producer is not None or constants.is_constant(variable)
+            given = self.given_io and variable.program.parent is None
             dtype = self._io_type(variable)
-            if known or dtype not in (self.dtype, "float32"):
+            if known or given or dtype not in (self.dtype, "float32"):
                 return None
             self.ends[variable] = _Ends(dtype == self.dtype)
         return self.ends[variable]
