@@ -11,6 +11,7 @@ from typing import Any
 
 from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import as_array, tensor_type
+from ..ir.types import FLOATS
 from . import constants
 from .precision import inserted, source
 from .typing import is_float, operator_name, programs
@@ -41,14 +42,15 @@ def moves(op: Operator, slot: int) -> bool:
 class Flow:
     """Every floating-point operand of a program, nested graphs included, and who reads it.
 
-    ``operators``: in program order, without inserted casts. ``inputs``: the operands by slot as they were written
-    (None for what is no floating-point tensor). ``uses``: their readers. ``results``: what the result of a nested
-    graph becomes outside; ``entries``: what an operand of a Loop or Scan becomes inside; ``loops``: what a state
-    becomes in the next turn. ``fetched``: outputs and state updates of the whole program.
+    ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``inputs``:
+    operands by slot as they were written (None for what is no floating-point tensor). ``uses``: their readers.
+    ``results``: what the result of a nested graph becomes outside; ``entries``: what an operand of a Loop or Scan
+    becomes inside; ``loops``: what a state becomes in the next turn. ``fetched``: outputs and state updates of the
+    whole program.
     """
 
     def __init__(self, program: Program) -> None:
-        self.operators: list[Operator] = []
+        self.steps: list[tuple[Operator, str, list[Variable | None]]] = []
         self.inputs: dict[Operator, list[Variable | None]] = {}
         self.uses: dict[Variable, list[tuple[Operator, int]]] = {}
         self.results: dict[Variable, list[Variable]] = {}
@@ -59,8 +61,8 @@ class Flow:
         for op in program.walk():
             if inserted(op):
                 continue
-            self.operators.append(op)
-            self.inputs[op] = read = [source(v) if v is not None and is_float(v) else None for v in op.inputs]
+            self.inputs[op] = read = [source(v) if v is not None and v.dtype in FLOATS else None for v in op.inputs]
+            self.steps.append((op, operator_name(op), read))
             for slot, variable in enumerate(read):
                 if variable is not None:
                     self.uses.setdefault(variable, []).append((op, slot))

@@ -21,7 +21,6 @@ from . import constants
 from .evidence import Evidence
 from .flow import Flow, moves
 from .masks import HIGH, LOW, binary_tensors, maskable, masking
-from .precision import source
 from .spread import INVERSE, LIMITS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
 from .typing import SHORT, operator_name
 
@@ -62,12 +61,12 @@ def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evide
     binary = binary_tensors(flow)
     spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items():
-        spread.mark(variable, bit, (variable.name, "a mask"))
+        spread.mark(variable, bit, (None, f"'{variable.name}' is a mask"))
     guards = _Guards(spread, ranges)
     for variable in program.inputs:
         why = guards.beyond(variable)
         if why:
-            spread.mark(variable, WIDE, (variable.name, why))
+            spread.mark(variable, WIDE, (None, f"'{variable.name}': {why}"))
     spread.sweep(guards.seed)
 
 
@@ -79,24 +78,23 @@ class _Guards:
         self.short, self.float16 = SHORT[spread.dtype], spread.dtype == "float16"
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
-        for op in self.flow.operators:
-            squared, made = self._squared(op), op.output(0)
+        for op, name, read in self.flow.steps:
+            squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
-                self.squares[source(made)] = squared
+                self.squares[made] = squared
         self.summed = self._before_sum()
 
-    def seed(self, op: Operator) -> tuple[int, str] | None:
+    def seed(self, op: Operator, name: str) -> tuple[int, str] | None:
         """What the operator makes (see :mod:`.spread`) and why it stays fp32; None where nothing speaks against it."""
         made = op.output(0)
         if made is None:
             return None
-        variable = source(made)
-        found = self._squares(op, variable)
+        found = self._squares(op, name, made)
         if found is None and self.float16:
-            why = self._grows(op, variable)
-            if why and not self.ranges.within(variable, self.limit):
+            why = self._grows(op, name)
+            if why and not self.ranges.within(made, self.limit):
                 found = INVERSE if why == _NEGATIVE else WIDE, why
-        return found or self._proved(op, variable)
+        return found or self._proved(op, made)
 
     def beyond(self, variable: Variable) -> str:
         """Which sound interval puts the tensor wholly beyond the format; "" where none does."""
@@ -114,15 +112,13 @@ class _Guards:
         return (WIDE, why) if why else None
 
     # -- squares -----------------------------------------------------------------------------------------
-    def _squared(self, op: Operator) -> Variable | None:
+    def _squared(self, op: Operator, name: str, read: list[Variable | None]) -> Variable | None:
         """The tensor that an elementwise operator squares."""
-        name, read = operator_name(op), self.flow.inputs[op]
         if name == "Mul" and read[0] is read[1]:
             return read[0]
         return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
 
-    def _squares(self, op: Operator, made: Variable) -> tuple[int, str] | None:
-        name = operator_name(op)
+    def _squares(self, op: Operator, name: str, made: Variable) -> tuple[int, str] | None:
         why = "leaves fp16 beyond 255 and vanishes near 0" if self.float16 else "keeps too few digits in bf16"
         if (made in self.squares and made in self.summed) or name == "ReduceSumSquare":
             return SQUARE, f"sums squares: x*x {why}"
@@ -138,9 +134,9 @@ class _Guards:
         """Tensors that are summed, or whose root is taken, at once or after additions and factors; and the squares
         that a further factor makes a cube."""
         found: set[Variable] = set()
-        for op in reversed(self.flow.operators):
-            name, read, made = operator_name(op), self.flow.inputs[op], op.output(0)
-            ahead = made is not None and source(made) in found
+        for op, name, read in reversed(self.flow.steps):
+            made = op.output(0)
+            ahead = made is not None and made in found
             for slot, variable in enumerate(read):
                 if variable is None:
                     continue
@@ -154,11 +150,12 @@ class _Guards:
         return frozenset(found)
 
     # -- range -------------------------------------------------------------------------------------------
-    def _grows(self, op: Operator, made: Variable) -> str:
+    def _grows(self, op: Operator, name: str) -> str:
         """Why the result may leave float16."""
-        name = operator_name(op)
         if name in SUMS:
             terms = summed_terms(op, self.flow)
+            if terms is not None and terms <= self.limit and self._shifted(self._maker(op)):
+                return ""  # each term is 1 at most
             return "" if terms is not None and terms <= FEW else f"sums {terms or 'an unknown number of'} elements"
         if name == "Pow":
             exponent = self._exponent(op)
@@ -180,18 +177,24 @@ class _Guards:
         of_left, of_right = (self.squares.get(v) if v is not None else None for v in (left, right))
         return (of_left is not None and of_left in (right, of_right)) or (of_right is not None and of_right is left)
 
-    def _shifted(self, op: Operator) -> bool:
-        """Whether an exponential takes what the maximum was subtracted from, as a softmax does."""
+    def _maker(self, op: Operator) -> Operator | None:
+        """The operator that makes its first operand."""
         read = self.flow.inputs[op][0]
-        sub = read.producer if read is not None else None
+        return read.producer if read is not None else None
+
+    def _shifted(self, op: Operator | None) -> bool:
+        """Whether it is an exponential of what the maximum was subtracted from, as in a softmax: 1 at most."""
+        if op is None or operator_name(op) != "Exp":
+            return False
+        sub = self._maker(op)
         if sub is None or operator_name(sub) != "Sub":
             return False
         data, top = self.flow.inputs[sub]
         for _ in range(_HOPS):
             maker = top.producer if top is not None else None
-            if maker is None or operator_name(maker) not in ("Identity", "Expand", "Reshape", "Unsqueeze", "Squeeze"):
+            if maker is None or not (moves(maker, 0) or operator_name(maker) == "Max"):
                 break
-            top = self.flow.inputs[maker][0]
-        else:
-            return False
-        return maker is not None and operator_name(maker) == "ReduceMax" and self.flow.inputs[maker][0] is data
+            operands = [v for v in self.flow.inputs[maker] if v is not None and self.flow.number(v) is None]
+            top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
+        reduce = top.producer if top is not None else None
+        return reduce is not None and operator_name(reduce) == "ReduceMax" and self.flow.inputs[reduce][0] is data

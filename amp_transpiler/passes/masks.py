@@ -78,24 +78,25 @@ def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
             bits &= settled(outside)
         return bits
 
-    for op in reversed(flow.operators):
-        for slot, variable in enumerate(flow.inputs[op]):
-            if variable is None or (op.attrs.programs and variable in flow.entries):
+    for op, name, read in reversed(flow.steps):
+        for slot, variable in enumerate(read):
+            if variable is None or found.get(variable) == 0 or (op.attrs.programs and variable in flow.entries):
                 continue
-            bits = _ends(op, slot, flow)
+            bits = _ends(op, name, slot)
             if bits is None:
                 sign = through(op, slot, flow, binary)
                 bits = LOW | HIGH if sign is not None else 0
-                for made in op.outputs:
-                    if sign is not None and made is not None:
-                        bits &= flipped(settled(source(made)), sign) if is_float(made) else 0
+                for made in op.outputs if sign is not None else ():
+                    if made is not None:
+                        bits &= flipped(settled(made), sign or 1) if is_float(made) else 0
             found[variable] = found.get(variable, LOW | HIGH) & bits
     return {variable: settled(variable) for variable in found}
 
 
-def _ends(op: Operator, slot: int, flow: Flow) -> int | None:
+def _ends(op: Operator, name: str, slot: int) -> int | None:
     """The masks that end in this operand without a trace; None where the output has to be looked at."""
-    name = operator_name(op)
+    if name in _PASSES:
+        return None
     if name in _INSPECTS:
         return LOW | HIGH
     if name == "TopK":
@@ -114,23 +115,19 @@ def _ends(op: Operator, slot: int, flow: Flow) -> int | None:
 def binary_tensors(flow: Flow) -> frozenset[Variable]:
     """Tensors of zeros and ones, as masks are made of: cast from truth values or integers, ``1 - mask``."""
     found: set[Variable] = set()
-    for op in flow.operators:
-        name, made = operator_name(op), op.output(0)
-        if made is None or not is_float(made):
+    for op, name, operands in flow.steps:
+        if name not in MOVES and name not in ("Sub", "Mul"):
             continue
-        read = [v for v in flow.inputs[op] if v is not None]
+        read = [v for v in operands if v is not None]
         if name == "Cast":
             first = op.inputs[0]
             yes = first is not None and (first.dtype in _INTEGERS or source(first) in found)
         elif name == "Sub":
             yes = flow.number(read[0]) == 1 and read[0] is not read[-1]
-        elif name == "Mul" or name in MOVES:
-            yes = bool(read) and all(v in found or flow.number(v) in (0, 1) for v in read)
         else:
-            yes = False
+            yes = bool(read) and all(v in found or flow.number(v) in (0, 1) for v in read)
         if yes:
-            found.update(v for v in op.outputs if v is not None)
-            found.update(v for out in op.outputs if out is not None for v in flow.results.get(out, ()))
+            found.update(v for v in op.outputs if v is not None and is_float(v))
     return frozenset(found)
 
 

@@ -18,13 +18,15 @@ from ..ir.program import Operator, Variable
 from .evidence import Evidence
 from .flow import MOVES, Flow, moves
 from .masks import HIGH, LOW, flipped, through
-from .precision import label, source
+from .precision import label
 from .typing import operator_name
 
 WIDE, SQUARE, TINY, INVERSE = 4, 8, 16, 32
 #: A constant whose digits vanish in 16 bit; one that holds numbers beyond it.
 VANISHING, BEYOND = 64, 128
 _KEPT = WIDE | SQUARE | TINY | INVERSE | VANISHING | BEYOND
+
+Cause = tuple[Operator | None, str]
 
 #: Largest finite number.
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
@@ -57,19 +59,23 @@ class Spread:
                  fits: Callable[[Variable], bool]) -> None:  # fmt: skip
         self.flow, self.dtype, self.evidence, self.binary, self.fits = flow, dtype, evidence, binary, fits
         self.limit = LIMITS[dtype]
-        #: What is known of a tensor, as bits, and the operator (or constant) and words that it comes from.
+        #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
-        self.cause: dict[Variable, tuple[str, str]] = {}
+        self.cause: dict[Variable, Cause] = {}
+        self._words: dict[Cause, str] = {}
         self.divides = _before_division(flow)
 
-    def sweep(self, seed: Callable[[Operator], tuple[int, str] | None]) -> None:
+    def sweep(self, seed: Callable[[Operator, str], tuple[int, str] | None]) -> None:
         """Go over the program; ``seed`` says what an operator makes of ordinary operands, and why it is kept."""
         for _ in range(2 if self.flow.loops else 1):
-            for op in self.flow.operators:
-                self._visit(op, seed(op))
+            for op, name, read in self.flow.steps:
+                self._visit(op, name, read, seed(op, name))
 
-    def mark(self, variable: Variable, bits: int, cause: tuple[str, str]) -> None:
-        """Note what is known of a tensor, inside and outside of nested graphs."""
+    def mark(self, variable: Variable, bits: int, cause: Cause) -> None:
+        """Note what is known of a tensor, inside and outside of nested graphs.
+
+        ``cause``: the operator that it comes from (None for a tensor that the words name) and why.
+        """
         pending = [variable]
         while pending:
             variable = pending.pop()
@@ -82,39 +88,41 @@ class Spread:
             self.state[variable] = new
             self.cause.setdefault(variable, cause)
             if new & _KEPT:
-                name, why = cause
-                made = variable.producer
-                self.evidence.keep_tensor(variable, why if made and label(made) == name else f"after {name}: {why}")
+                maker, why = cause
+                here = maker is None or maker is variable.producer
+                self.evidence.keep_tensor(variable, why if here else self._after(cause))
             for edges in (self.flow.results, self.flow.entries, self.flow.loops):
                 pending.extend(edges.get(variable, ()))
 
-    def _visit(self, op: Operator, seed: tuple[int, str] | None) -> None:
-        read = self.flow.inputs[op]
+    def _after(self, cause: Cause) -> str:
+        """The words for a tensor further on."""
+        if cause not in self._words:
+            maker, why = cause
+            self._words[cause] = f"after {label(maker)}: {why}" if maker is not None else why
+        return self._words[cause]
+
+    def _visit(self, op: Operator, name: str, read: list[Variable | None], seed: tuple[int, str] | None) -> None:
         known = [self.state.get(v, 0) if v is not None else 0 for v in read]
         bits, cause = 0, None
         if any(known):
-            masks, doubled = self._masks(op, known)
+            masks, doubled = self._masks(op, name, known)
             if doubled and seed is None:
                 seed = WIDE, "adds two masks, each with the smallest number of the format"
-            bits = masks | self._carried(op, known)
+            bits = masks | self._carried(op, name, known)
             cause = next(self.cause[v] for v, b in zip(read, known, strict=True) if b and v is not None)
         if seed is not None:
             self.evidence.keep(op, seed[1])
-            bits, cause = bits | seed[0], (label(op), seed[1])
-        if not bits or cause is None or self._cast_down(op):
+            cause = cause if bits & SQUARE else (op, seed[1])  # the sum of squares is about the squares
+            bits |= seed[0]
+        if not bits or cause is None or _cast_down(op, name, self.dtype):
             return
         for made in op.outputs:
             if made is not None and made.dtype in ("float32", self.dtype):
-                self.mark(source(made), bits, cause)
-
-    def _cast_down(self, op: Operator) -> bool:
-        """Whether it is the program's own cast to 16 bit: whoever wrote it wants just that."""
-        made = op.outputs[0]
-        return operator_name(op) == "Cast" and made is not None and made.dtype == self.dtype
+                self.mark(made, bits, cause)
 
     # -- what an operator makes of what it reads ------------------------------------------------------
-    def _carried(self, op: Operator, known: list[int]) -> int:
-        bits, name = 0, operator_name(op)
+    def _carried(self, op: Operator, name: str, known: list[int]) -> int:
+        bits = 0
         if name in MOVES:
             for slot, each in enumerate(known):
                 if moves(op, slot):
@@ -131,7 +139,7 @@ class Spread:
                 bits |= INVERSE
         return bits
 
-    def _masks(self, op: Operator, known: list[int]) -> tuple[int, bool]:
+    def _masks(self, op: Operator, name: str, known: list[int]) -> tuple[int, bool]:
         """Masked places of the result, and whether two masks are added: twice the smallest number is none."""
         bits, low, high = 0, 0, 0
         for slot, each in enumerate(known):
@@ -139,7 +147,7 @@ class Spread:
             if sign is not None:
                 mask = flipped(each & (LOW | HIGH), sign)
                 bits, low, high = bits | mask, low + bool(mask & LOW), high + bool(mask & HIGH)
-        return bits, operator_name(op) in ("Add", "Sum", "Sub") and max(low, high) > 1
+        return bits, name in ("Add", "Sum", "Sub") and max(low, high) > 1
 
     def _wide(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name == "Mul":
@@ -185,7 +193,7 @@ class Spread:
     def _root(self, op: Operator, name: str) -> int:
         """A root is in range again, but a division by it needs its digits."""
         made = op.output(0)
-        return TINY if name == "Sqrt" and made is not None and source(made) in self.divides else 0
+        return TINY if name == "Sqrt" and made is not None and made in self.divides else 0
 
     def _square(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name in _STATISTICS or (name in ("Div", "Clip") and slot == 0):
@@ -205,17 +213,22 @@ class Spread:
             return TINY
         carries = name in _DIVISORS or name == "Clip" or (name in ("Div", "Pow") and slot == 0)
         made = op.output(0)
-        return TINY if carries and made is not None and source(made) in self.divides else 0
+        return TINY if carries and made is not None and made in self.divides else 0
+
+
+def _cast_down(op: Operator, name: str, dtype: str) -> bool:
+    """Whether it is the program's own cast to 16 bit: whoever wrote it wants just that."""
+    made = op.output(0)
+    return name == "Cast" and made is not None and made.dtype == dtype
 
 
 def _before_division(flow: Flow) -> frozenset[Variable]:
     """Tensors that a division, a logarithm or a negative power reads, at once or after what statistics do between."""
     found: set[Variable] = set()
-    for op in reversed(flow.operators):
-        name = operator_name(op)
+    for op, name, read in reversed(flow.steps):
         made = op.output(0)
-        ahead = made is not None and source(made) in found
-        for slot, variable in enumerate(flow.inputs[op]):
+        ahead = made is not None and made in found
+        for slot, variable in enumerate(read):
             if variable is None:
                 continue
             yes = name in ("Reciprocal", "Log") or (name == "Div" and slot == 1)

@@ -150,8 +150,8 @@ class _Survival:
         if self.kept:
             spread = Spread(self.flow, self.dtype, self.evidence, self.binary, lambda v: False)
             for variable, (bits, why) in self.kept.items():
-                spread.mark(variable, bits, (variable.name, why))
-            spread.sweep(lambda op: None)
+                spread.mark(variable, bits, (None, why))
+            spread.sweep(lambda op, name: None)
 
     def _narrow(self, variable: Variable) -> bool:
         """Whether an operator reads it in 16 bit, or hands it to where one may."""
