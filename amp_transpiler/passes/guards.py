@@ -6,7 +6,8 @@ They look for the operators that make such numbers; :mod:`.spread` follows the n
   255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
 - Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
 - Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products;
-  products over elements; Exp of what is not proved to be small; Cosh and Sinh; determinants.
+  products over elements; matrix products with weights beyond any trained network's; Exp of what is not proved to
+  be small; Cosh and Sinh; determinants.
 - What a sound interval puts wholly beyond the format, and the sum of two masks.
 
 bfloat16 has the range of float32, so that only the squares remain there.
@@ -20,8 +21,9 @@ from ..ir.program import Operator, Program, Variable
 from . import constants
 from .evidence import Evidence
 from .flow import Flow, moves
+from .gains import LARGE, gain, weights
 from .masks import HIGH, LOW, binary_tensors, maskable, masking
-from .spread import INVERSE, LIMITS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
+from .spread import INVERSE, LIMITS, PRODUCTS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
 from .typing import SHORT, operator_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
@@ -76,6 +78,7 @@ class _Guards:
     def __init__(self, spread: Spread, ranges: Bounds) -> None:
         self.flow, self.spread, self.ranges, self.limit = spread.flow, spread, ranges, spread.limit
         self.short, self.float16 = SHORT[spread.dtype], spread.dtype == "float16"
+        self.gains: dict[tuple[Variable, tuple[int, ...] | int], float] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
         for op, name, read in self.flow.steps:
@@ -83,6 +86,7 @@ class _Guards:
             if squared is not None and made is not None:
                 self.squares[made] = squared
         self.summed = self._before_sum()
+        self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
 
     def seed(self, op: Operator, name: str) -> tuple[int, str] | None:
         """What the operator makes (see :mod:`.spread`) and why it stays fp32; None where nothing speaks against it."""
@@ -131,8 +135,7 @@ class _Guards:
         return None
 
     def _before_sum(self) -> frozenset[Variable]:
-        """Tensors that are summed, or whose root is taken, at once or after additions and factors; and the squares
-        that a further factor makes a cube."""
+        """Tensors that are summed, or whose root is taken, at once or after additions and factors."""
         found: set[Variable] = set()
         for op, name, read in reversed(self.flow.steps):
             made = op.output(0)
@@ -141,7 +144,6 @@ class _Guards:
                 if variable is None:
                     continue
                 yes = slot == 0 and (name in _SUMMING or (name == "Pow" and self._exponent(op) == 0.5))
-                yes |= name == "Mul" and variable in self.squares and self._cubes(op)
                 yes |= ahead and (
                     name in ("Add", "Sub", "Sum", "Mul") or moves(op, slot) or (name == "Div" and not slot)
                 )
@@ -157,23 +159,37 @@ class _Guards:
             if terms is not None and terms <= self.limit and self._shifted(self._maker(op)):
                 return ""  # each term is 1 at most
             return "" if terms is not None and terms <= FEW else f"sums {terms or 'an unknown number of'} elements"
+        if name in ("Mul", "Pow") and op.outputs[0] in self.squares and op.outputs[0] in self.cubed:
+            return "a square on the way to a higher power"
         if name == "Pow":
             exponent = self._exponent(op)
             if exponent is None:
                 return "raises to a power that is not constant"
             return _NEGATIVE if exponent < 0 else f"raises to the power {exponent:g}" if exponent > 2 else ""
-        if name == "Mul" and self._cubes(op):
+        if name == "Mul" and self._cubes(self.flow.inputs[op]):
             return "multiplies a number by its square"
+        if name in PRODUCTS:
+            return self._gains(op, name)
         if name == "Exp":
             return "" if self._shifted(op) else "an exponential leaves fp16 from 11.1 on"
         return _GROWS.get(name, "")
 
+    def _gains(self, op: Operator, name: str) -> str:
+        found = weights(op, name)
+        variable = self.flow.inputs[op][found[0]] if found else None
+        if found is None or variable is None:
+            return ""
+        if (variable, found[1]) not in self.gains:
+            self.gains[variable, found[1]] = gain(variable, found[1])
+        norm = self.gains[variable, found[1]]
+        return f"weights of norm {norm:.3g} take inputs of {self.limit / norm:.2g} out of fp16" if norm >= LARGE else ""
+
     def _exponent(self, op: Operator) -> float | None:
         return self.flow.number(op.input(1))
 
-    def _cubes(self, op: Operator) -> bool:
-        """Whether a product is a third or fourth power written out."""
-        left, right = self.flow.inputs[op]
+    def _cubes(self, factors: list[Variable | None]) -> bool:
+        """Whether their product is a third or fourth power written out."""
+        left, right = factors
         of_left, of_right = (self.squares.get(v) if v is not None else None for v in (left, right))
         return (of_left is not None and of_left in (right, of_right)) or (of_right is not None and of_right is left)
 

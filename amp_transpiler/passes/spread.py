@@ -110,10 +110,12 @@ class Spread:
                 seed = WIDE, "adds two masks, each with the smallest number of the format"
             bits = masks | self._carried(op, name, known)
             cause = next(self.cause[v] for v, b in zip(read, known, strict=True) if b and v is not None)
-        if seed is not None:
+        if seed is not None and not bits & SQUARE:  # the sum of squares is about the squares
             self.evidence.keep(op, seed[1])
-            cause = cause if bits & SQUARE else (op, seed[1])  # the sum of squares is about the squares
-            bits |= seed[0]
+            cause = op, seed[1]
+        elif cause is not None and not op.attrs.programs and any(each & _KEPT for each in known):
+            self.evidence.keep(op, self._after(cause))
+        bits |= seed[0] if seed is not None else 0
         if not bits or cause is None or _cast_down(op, name, self.dtype):
             return
         for made in op.outputs:

@@ -1,0 +1,70 @@
+"""Evidence gathered from a program, and the program converted with it and run as 16-bit hardware would."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnxruntime
+
+import amp_transpiler as amp
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.evidence import Evidence
+from amp_transpiler.passes.guards import guard_numerics
+from amp_transpiler.passes.optimal import assign
+from amp_transpiler.passes.survival import check_constants
+
+
+class Bounds:
+    """Intervals by name, as a range analysis would give them."""
+
+    def __init__(self, **intervals: tuple[float, float]) -> None:
+        self.intervals = intervals
+
+    def bound(self, variable: Variable) -> tuple[float, float] | None:
+        return self.intervals.get(variable.name)
+
+    def within(self, variable: Variable, limit: float) -> bool:
+        low, high = self.intervals.get(variable.name, (-math.inf, math.inf))
+        return -limit <= low and high <= limit
+
+
+def without_parameters(p: Program) -> Program:
+    """Nobody trains it: its parameters are constants."""
+    for each in p.parameters:
+        each.persistable = each.trainable = False
+    return p
+
+
+def gather(p: Program, dtype: str = "float16", /, *, guards: bool = True, **intervals: tuple[float, float]) -> Evidence:
+    """All that speaks against 16 bit in a program."""
+    evidence = Evidence()
+    check_constants(p, dtype, evidence)
+    if guards:
+        guard_numerics(p, dtype, Bounds(**intervals), evidence)
+    return evidence
+
+
+def kept(p: Program, evidence: Evidence) -> dict[str, str]:
+    """Why operators stay fp32, by what they make."""
+    return {
+        op.outputs[0].name: evidence.against(op) for op in p.walk() if evidence.against(op) and op.type != "Constant"
+    }
+
+
+def convert(p: Program, evidence: Evidence, dtype: str = "float16") -> Program:
+    """The program in 16 bit where the evidence lets it."""
+    assign(p, AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", evidence)
+    p.verify()
+    return p
+
+
+def run_faithful(p: Program, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs, with every 16-bit tensor rounded as it is stored."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    model = p.lower(amp.CPUPlace()).model
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    given = {name: value for name, value in feeds.items() if name in {i.name for i in session.get_inputs()}}
+    return session.run(None, given)
