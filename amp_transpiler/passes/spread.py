@@ -7,7 +7,7 @@ where an operator brings them back into range: a root, a logarithm, a tanh, a so
 
 A matrix product or convolution that reads a wide tensor runs in fp32, but its result counts as an ordinary tensor
 again: sums and powers that only may be wide would otherwise turn whole networks to fp32 for numbers that no
-trained network feeds to a product. A constant that is certainly beyond the format does carry through products.
+trained network feeds to a product. Weights that hold numbers beyond the format do make wide products.
 """
 
 from __future__ import annotations
