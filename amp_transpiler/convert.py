@@ -1,19 +1,37 @@
-"""A model for inference in 16 bit: read, rewrite, give back."""
+"""A model for inference in 16 bit: read, decide, insert the casts, give back."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import onnx
 
-from .errors import ArgumentError
-from .ir.program import Program
+from .auto import LARGEST, Outcome, Steps, search
+from .errors import ArgumentError, ArgumentTypeError
+from .ir.inline import inline_functions
+from .ir.patterns import matching
+from .ir.program import Operator, Program
+from .ir.types import FLOATS
 from .lists import AutoMixedPrecisionLists
-from .passes.pure import cast_model_to_fp16
-from .passes.rewrite import rewrite_program
+from .passes.evidence import Evidence
+from .passes.guards import guard_numerics
+from .passes.io_types import narrow_io
+from .passes.optimal import MODES, Assignment, assign
+from .passes.positions import keep_positions
+from .passes.precision import check_variables
+from .passes.raise_opset import raise_for
+from .passes.ranges import Ranges
+from .passes.survival import check_constants
+from .passes.typing import operator_name
+from .report.record import Conversion, CutRecord, record_program
+from .runtime.calibration import load_calibration
 
-MODES = ("pure-fp16", "mixed")
+#: Relative L2 error of an output that auto mode allows where the caller names none.
+TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
 
 
 def convert(
@@ -21,34 +39,206 @@ def convert(
     *,
     mode: str = "pure-fp16",
     dtype: str = "float16",
+    keep_io: bool | Sequence[str] = True,
     white_list: Sequence[str] | None = None,
     black_list: Sequence[str] | None = None,
     black_varnames: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    calibration: Any = None,
+    tolerance: float | None = None,
+    input_ranges: Mapping[str, tuple[float, float]] | None = None,
+    numeric_guards: bool = True,
+    record: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> Program:
     """The program of a model in 16 bit, ready for ``to_onnx``; the model itself is never changed.
 
     Args:
         model_or_path: a ModelProto, or the path of one.
-        mode: "pure-fp16" converts everything but unsupported operators; "mixed" follows the white, black
-            and gray lists.
+        mode: "pure-fp16": whatever can run in 16 bit and gains by it; "mixed": matrix products and convolutions
+            (the white list) in 16 bit, delicate operators (the black list) in fp32; "auto": what calibration
+            shows to be safe; without calibration, of the black list only what is proved safe.
         dtype: "float16" or "bfloat16".
+        keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit; or the names of
+            those that keep theirs.
         white_list, black_list: operators to move to a list (ONNX types or Paddle's names).
         black_varnames: variables whose readers and writers stay fp32.
+        only, exclude: patterns (globs, or regular expressions after "re:") of operator names or scopes that alone
+            may become 16 bit, that stay as they are.
+        calibration: for auto mode: feeds (a dict, or several), or ``.npz`` files, or folders of them or of
+            ``.npy`` files; see :func:`.runtime.calibration.load_calibration`.
+        tolerance: relative L2 error of each output that auto mode keeps to on the calibration data; 0.01 for
+            float16, 0.05 for bfloat16.
+        input_ranges: the least and the largest value of inputs, for the static range analysis.
+        numeric_guards: keep fp32 what is known to leave the format (sums of squares, powers, constants that do
+            not survive, positions). False takes mode and lists literally.
+        record: keep what a report needs.
+        progress: called with a line when a stage begins.
 
-    Inputs and outputs keep their types. Weights that only 16-bit operators read are stored in 16 bit.
+    Returns:
+        The program; ``program.conversion`` tells what was done (a :class:`.report.record.Conversion`).
+        Weights that only 16-bit operators read are stored in 16 bit.
 
     Raises:
-        ArgumentError: an unknown mode. ListError: an unknown operator. ModelFileError: not a model.
-        PrecisionError: a weight beyond the range of ``dtype``. GraphError: a variable without a type.
+        ArgumentError: unknown mode, options that contradict each other, patterns or names that match nothing,
+        calibration data that does not fit. ListError: an unknown operator. ModelFileError: not a model.
+        PrecisionError: a weight beyond the range of ``dtype``, without guards. GraphError: a variable without type.
     """
+    _check(mode, keep_io, calibration, tolerance, only, exclude)
+    lists = AutoMixedPrecisionLists(white_list, black_list, black_varnames, dtype)
+    job = _Job(model_or_path, mode, lists, keep_io, only, exclude, input_ranges or {}, numeric_guards,
+               progress or (lambda line: None))  # fmt: skip
+    return job.run(calibration, tolerance if tolerance is not None else TOLERANCE[lists.dtype], record)
+
+
+def _check(mode: str, keep_io: Any, calibration: Any, tolerance: float | None, only: Any, exclude: Any) -> None:
     if mode not in MODES:
         raise ArgumentError(f"convert: mode is one of {', '.join(MODES)}, got {mode!r}")
-    lists = AutoMixedPrecisionLists(white_list, black_list, black_varnames, dtype)
-    program = Program.from_onnx(model_or_path)
-    for parameter in program.parameters:  # nobody trains them: they are constants, and stored in 16 bit
-        parameter.persistable = parameter.trainable = False
-    if mode == "mixed":
-        rewrite_program(program, lists)
-    else:
-        cast_model_to_fp16(program, lists, use_fp16_guard=False)
-    return program
+    if isinstance(keep_io, str):
+        raise ArgumentTypeError(f"convert: keep_io is True, False or a list of names, got {keep_io!r}")
+    if calibration is not None and mode != "auto":
+        raise ArgumentError(f"convert: calibration data serves mode 'auto'; mode is {mode!r}, which would ignore it")
+    if tolerance is not None and calibration is None:
+        raise ArgumentError("convert: a tolerance is kept to on calibration data; give calibration, in mode 'auto'")
+    if tolerance is not None and not tolerance > 0:
+        raise ArgumentError(f"convert: tolerance is a relative error above 0, got {tolerance}")
+    for name, patterns in (("only", only), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise ArgumentTypeError(f"convert: {name} takes a list of patterns, got the string {patterns!r}")
+
+
+@dataclass
+class _Job:
+    """One conversion."""
+
+    model_or_path: Any
+    mode: str
+    lists: AutoMixedPrecisionLists
+    keep_io: bool | Sequence[str]
+    only: Sequence[str] | None
+    exclude: Sequence[str] | None
+    input_ranges: Mapping[str, tuple[float, float]]
+    numeric_guards: bool
+    progress: Callable[[str], None]
+
+    @property
+    def dtype(self) -> str:
+        """The 16-bit type."""
+        return self.lists.dtype
+
+    def run(self, calibration: Any, tolerance: float, record: bool) -> Program:
+        """The converted program."""
+        self.progress("reading")
+        original = Program.from_onnx(self.model_or_path)
+        before = record_program(original, _path(self.model_or_path)) if record else None
+        program, notes = self._prepared(original)
+        narrow = self._narrow_io(program)
+        batches = load_calibration(calibration, program) if calibration is not None else []
+        if batches:
+            steps = Steps(
+                lambda p: self.evidence(p, measured=True), lambda p, e: self.assign(p, e, narrow), self.progress
+            )
+            outcome = search(program, batches, self.dtype, tolerance, steps)
+        else:
+            evidence = self.evidence(program, measured=False)
+            outcome = Outcome(program, evidence, self.assign(program, evidence, narrow))
+        program, assignment = outcome.program, outcome.assignment
+        narrow_io(program, narrow, self.dtype)
+        cut = CutRecord(assignment.free, assignment.cut.value, assignment.all_half, assignment.all_full,
+                        assignment.cut.exact, assignment.cut.rounding)  # fmt: skip
+        program.conversion = Conversion(
+            source=str(_path(self.model_or_path) or ""),
+            mode=self.mode,
+            dtype=self.dtype,
+            before=before,
+            after=record_program(program) if record else None,
+            cut=cut,
+            constants=tuple(outcome.evidence.constants) if outcome.evidence else (),
+            ranges=outcome.ranges(),
+            outputs=outcome.outputs,
+            tolerance=tolerance if batches else None,
+            rounds=tuple(outcome.rounds),
+            notes=tuple(notes),
+        )
+        return program
+
+    def _prepared(self, program: Program) -> tuple[Program, list[str]]:
+        """The program without functions and parameters, at the opset that the type needs."""
+        for parameter in program.parameters:  # nobody trains them: they are constants, and stored in 16 bit
+            parameter.persistable = parameter.trainable = False
+        if program.info.functions:
+            program = inline_functions(program)
+        raised = raise_for(program, self.dtype)
+        check_variables(program, self.lists, "convert")
+        return program, [raised] if raised else []
+
+    def _narrow_io(self, program: Program) -> frozenset[str]:
+        """Names of the inputs and outputs that become 16 bit."""
+        every = {v.name: v for v in (*program.inputs, *program.outputs)}
+        if isinstance(self.keep_io, bool):
+            kept: Iterable[str] = every if self.keep_io else ()
+        else:
+            kept = self.keep_io
+            unknown = sorted(set(kept) - set(every))
+            if unknown:
+                raise ArgumentError(f"convert: keep_io names '{unknown[0]}', which is no input or output of the model; "
+                                    f"it has {', '.join(map(repr, every))}")  # fmt: skip
+        return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype == "float32")
+
+    def _outside(self, program: Program) -> Callable[[Operator], str]:
+        """Why patterns keep an operator as it is."""
+        ops = list(program.walk())
+        only = matching(ops, self.only, "only") if self.only else None
+        exclude = matching(ops, self.exclude, "except") if self.exclude else {}
+        both = [op for op in exclude if only and op in only]
+        if only is not None and len(both) == len(only):
+            raise ArgumentError(f"convert: every operator that {list(self.only or ())} selects is excepted by "
+                                f"{list(self.exclude or ())}; nothing is left to convert")  # fmt: skip
+
+        def outside(op: Operator) -> str:
+            inner: Operator | None = op
+            chosen = only is None
+            while inner is not None:
+                if inner in exclude:
+                    return f"matches --except {exclude[inner]!r}"
+                chosen = chosen or (only is not None and inner in only)
+                inner = inner.program.parent
+            return "" if chosen else "outside --only"
+
+        return outside
+
+    def evidence(self, program: Program, *, measured: bool) -> Evidence | None:
+        """What is known against 16 bit without running the program; ``measured``: it will be run."""
+        ranges = Ranges(program, self.input_ranges)
+        if not self.numeric_guards:
+            return Evidence() if self.mode == "auto" else None
+        evidence = Evidence()
+        self.progress("constants")
+        check_constants(program, self.dtype, evidence)
+        self.progress("positions and ranges")
+        keep_positions(program, evidence)
+        guard_numerics(program, self.dtype, ranges, evidence)
+        if self.mode == "auto" and not measured:
+            self._keep_unproved(program, ranges, evidence)
+        return evidence
+
+    def _keep_unproved(self, program: Program, ranges: Ranges, evidence: Evidence) -> None:
+        """Without data, an operator of the black list runs in 16 bit only where its range is proved."""
+        limit = LARGEST[self.dtype]
+        for op in program.walk():
+            if operator_name(op) not in self.lists.black_list:
+                continue
+            tensors = [v for v in (*op.inputs, *op.outputs) if v is not None and v.dtype in FLOATS]
+            unproved = next((v for v in tensors if not ranges.within(v, limit)), None)
+            if unproved is not None:
+                evidence.keep(op, f"black list, and nothing proves that '{unproved.name}' fits {self.dtype}")
+
+    def assign(self, program: Program, evidence: Evidence | None, narrow: frozenset[str]) -> Assignment:
+        """Decide every operator and insert the casts."""
+        self.progress("minimum cut and casts")
+        return assign(program, self.lists, self.mode, evidence, outside=self._outside(program), narrow_io=narrow)
+
+
+def _path(model_or_path: Any) -> Path | None:
+    return None if isinstance(model_or_path, onnx.ModelProto) else Path(model_or_path)

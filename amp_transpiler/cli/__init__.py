@@ -1,0 +1,5 @@
+"""The ``amp-transpile`` command."""
+
+from .main import main
+
+__all__ = ["main"]

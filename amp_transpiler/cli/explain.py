@@ -1,0 +1,90 @@
+"""``amp-transpile explain``: why each operator has its precision."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+
+from ..convert import convert
+from ..errors import ArgumentError
+from ..ir.patterns import matching
+from ..ir.program import Operator, Program, Variable
+from ..passes.precision import inserted, label
+
+_EXAMPLES = 3
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the reasons of all operators in groups, or all that is known of some."""
+    program = Program.from_onnx(options.model)
+    if not any(op.reason for op in program.walk()):
+        print(
+            f"{options.model} carries no reasons; convert --mode {options.mode} --dtype {options.dtype} would do this:"
+        )
+        program = convert(options.model, mode=options.mode, dtype=options.dtype)
+    ops = _chosen(program, options.nodes) if options.nodes else []
+    print("\n\n".join(_operator(op) for op in ops) if options.nodes else _groups(program))
+    return 0
+
+
+def _chosen(program: Program, nodes: list[str]) -> list[Operator]:
+    ops = list(program.walk())
+    made = {v.name: op for op in ops for v in op.outputs if v is not None}
+    labels = {label(op): op for op in ops}
+    found: dict[Operator, None] = {}
+    for node in nodes:
+        if node in made or node in labels:
+            found[made.get(node) or labels[node]] = None
+            continue
+        try:
+            found.update(dict.fromkeys(matching(ops, [node], "explain")))
+        except ArgumentError:
+            near = difflib.get_close_matches(node, [*made, *(op.name for op in ops if op.name)], 3)
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise ArgumentError(f"explain: the model has no operator or tensor {node!r}{hint}") from None
+    return list(found)
+
+
+def _groups(program: Program) -> str:
+    groups: dict[str, list[Operator]] = {}
+    casts = 0
+    for op in program.walk():
+        if inserted(op):
+            casts += 1
+        else:
+            groups.setdefault(_general(op), []).append(op)
+    lines = []
+    for reason, ops in sorted(groups.items(), key=lambda item: -len(item[1])):
+        some = ", ".join(label(op) for op in ops[:_EXAMPLES])
+        lines.append(f"{len(ops):>6}  {reason}\n        {some}{', ...' if len(ops) > _EXAMPLES else ''}")
+    return "\n".join([*lines, f"{casts:>6}  casts inserted"])
+
+
+def _general(op: Operator) -> str:
+    """The reason without the names in it, so that like goes to like."""
+    parts = (op.reason or "no reason recorded").split("'")
+    return "'...'".join(parts[::2]) if len(parts) > 2 else parts[0]
+
+
+def _operator(op: Operator) -> str:
+    lines = [label(op), f"  type       {op.full_type}", f"  precision  {op.precision or '-'}",
+             f"  reason     {op.reason or 'none recorded'}"]  # fmt: skip
+    if op.scope:
+        lines.append(f"  scope      {op.scope}")
+    if op.program.parent is not None:
+        lines.append(f"  inside     {label(op.program.parent)}")
+    lines += [f"  reads      {_tensor(v)}" for v in op.inputs if v is not None]
+    lines += [f"  makes      {_tensor(v)}" for v in op.outputs if v is not None]
+    return "\n".join(lines)
+
+
+def _tensor(variable: Variable) -> str:
+    shape = "[?]" if variable.shape is None else f"[{','.join('?' if s is None else str(s) for s in variable.shape)}]"
+    maker = variable.producer
+    if maker is not None:
+        origin = f"made by {label(maker)}"
+    else:
+        origin = "a constant" if variable.data is not None else "an input" if variable.is_input else "of an outer graph"
+    readers = [label(op) for op, _ in variable.readers]
+    read = f", read by {', '.join(readers[:_EXAMPLES])}{', ...' if len(readers) > _EXAMPLES else ''}" if readers else ""
+    return f"{variable.name}: {variable.dtype or '?'}{shape}, {origin}{read}"

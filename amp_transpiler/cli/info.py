@@ -1,0 +1,80 @@
+"""``amp-transpile info``: what a model holds."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from ..ir.program import Operator, Program
+from ..ir.types import FLOATS
+from ..lists import has_kernel, kernel_types, unsupported_reason
+from ..passes.precision import inserted
+from ..passes.typing import operator_name
+from .diff import sizes
+
+_CUDA = "CUDAExecutionProvider"
+#: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
+_NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print operators by precision, casts, weights, inputs and outputs, and what has no CUDA kernel."""
+    program = Program.from_onnx(options.model)
+    print(_operators(program))
+    casts = [op for op in program.walk() if op.type == "Cast"]
+    print(f"casts: {len(casts)}, of which inserted by a conversion: {sum(map(inserted, casts))}")
+    held = sizes(program)
+    print(f"weights: {', '.join(f'{size:,} bytes {dtype}' for dtype, size in sorted(held.items())) or 'none'}")
+    for kind, variables in (("input", program.inputs), ("output", program.outputs)):
+        for v in variables:
+            shape = "?" if v.shape is None else ",".join("?" if s is None else str(s) for s in v.shape)
+            print(f"{kind}: {v.name} {v.dtype or 'no tensor'}[{shape}]")
+    print(_placement(program))
+    return 0
+
+
+def _operators(program: Program) -> str:
+    """A table: how many operators of each type work on each floating-point type."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for op in program.walk():
+        counts[op.full_type, _float(op) or "no float"] += 1
+    kinds = sorted({kind for _, kind in counts})
+    types = sorted({type_ for type_, _ in counts})
+    width = max([len(t) for t in types], default=8)
+    lines = [f"{'operator':<{width}} " + " ".join(f"{kind:>9}" for kind in kinds)]
+    for type_ in types:
+        lines.append(f"{type_:<{width}} " + " ".join(f"{counts[type_, kind] or '':>9}" for kind in kinds))
+    total = " ".join(f"{sum(n for (_, k), n in counts.items() if k == kind):>9}" for kind in kinds)
+    lines.append(f"{'total':<{width}} {total}")
+    lines.append(f"opset {program.opset()}, {sum(counts.values())} operators")
+    return "\n".join(lines)
+
+
+def _float(op: Operator) -> str:
+    return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and v.dtype in FLOATS), "")
+
+
+def _placement(program: Program) -> str:
+    leaving: Counter[str] = Counter()
+    for op in program.walk():
+        reason = leaves_cuda(op)
+        if reason:
+            leaving[f"{op.full_type} ({reason})"] += 1
+    if not leaving:
+        return "CUDA: a kernel for every operator"
+    listed = ", ".join(f"{count} {what}" for what, count in sorted(leaving.items()))
+    return f"CUDA: {sum(leaving.values())} operators would leave it: {listed}"
+
+
+def leaves_cuda(op: Operator) -> str:
+    """Why onnxruntime's CUDA provider would not run the operator at its opset; "" where it would."""
+    opset = op.program.opset(op.domain)
+    if op.type in _NOT_RUN or (unsupported_reason(operator_name(op), "float16", opset) is None and not _float(op)):
+        return ""
+    if kernel_types(_CUDA, op.type, opset, op.domain) is None:
+        runs = unsupported_reason(operator_name(op), "float16", opset) is None
+        return "" if runs else "no kernel"
+    dtype = _float(op)
+    if dtype and not has_kernel(_CUDA, op.type, dtype, opset, op.domain):
+        return f"no kernel for {dtype} at opset {opset}"
+    return ""

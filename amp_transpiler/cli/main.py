@@ -1,0 +1,108 @@
+"""Arguments, dispatch and exit status of ``amp-transpile``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import AmpError, ArgumentError, ArgumentTypeError, ListError
+from ..passes.optimal import MODES
+from . import convert, diff, explain, info
+
+_EXAMPLES = """examples:
+  amp-transpile convert model.onnx model_fp16.onnx
+  amp-transpile convert model.onnx mixed.onnx --mode mixed --black-list Softmax LayerNormalization
+  amp-transpile convert model.onnx auto.onnx --mode auto --calibration samples/ --tolerance 0.01 --report why.html
+  amp-transpile convert model.onnx half.onnx --except 'decoder/*' 're:.*norm[0-9]+' --no-keep-io
+  amp-transpile convert model.onnx bf16.onnx --dtype bfloat16 --check
+  amp-transpile explain model_fp16.onnx Softmax_3
+  amp-transpile diff model.onnx model_fp16.onnx
+  amp-transpile info model_fp16.onnx
+
+exit status: 0 done, 1 the model or the file cannot be handled, 2 wrong usage, 3 a check failed or the tolerance
+was not met, 130 interrupted
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="amp-transpile",
+        description="Mixed and pure 16-bit precision for ONNX models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"amp-transpile {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _convert_options(commands.add_parser(
+        "convert", help="write a 16-bit copy of a model for inference", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter))  # fmt: skip
+    reasons = commands.add_parser("explain", help="why each operator, or one, has its precision")
+    reasons.add_argument("model", metavar="MODEL.onnx")
+    reasons.add_argument("nodes", metavar="NODE", nargs="*", help="operator or tensor names, globs, or re:EXPRESSION")
+    _precision_options(reasons)
+    changes = commands.add_parser("diff", help="what changed between two models")
+    changes.add_argument("before", metavar="A.onnx")
+    changes.add_argument("after", metavar="B.onnx")
+    changes.add_argument("--all", action="store_true", help="list every operator that changed, not the first few")
+    facts = commands.add_parser("info", help="operators, precisions, casts, sizes, and what would leave CUDA")
+    facts.add_argument("model", metavar="MODEL.onnx")
+    return parser
+
+
+def _precision_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=MODES, default="pure-fp16", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16", help="default: %(default)s")
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="IN.onnx")
+    parser.add_argument("output", metavar="OUT.onnx")
+    _precision_options(parser)
+
+    def many(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
+        group.add_argument(flag, nargs="+", action="extend", metavar=metavar, help=text)
+
+    where = parser.add_argument_group("what becomes 16 bit")
+    many(where, "--white-list", "OP", "operators to run in 16 bit")
+    many(where, "--black-list", "OP", "operators to keep in fp32")
+    many(where, "--black-varnames", "NAME", "tensors whose operators stay fp32")
+    many(where, "--only", "PATTERN", "operators that alone may change: name or scope, glob, or re:EXPRESSION")
+    many(where, "--except", "PATTERN", "operators that stay as they are")
+    where.add_argument("--no-numeric-guards", action="store_true", help="take mode and lists literally")
+    kept = parser.add_argument_group("inputs and outputs").add_mutually_exclusive_group()
+    kept.add_argument("--keep-io", nargs="*", metavar="NAME", help="keep the types of all (default), or of these only")
+    kept.add_argument("--no-keep-io", action="store_true", help="float32 inputs and outputs become 16 bit")
+    data = parser.add_argument_group("calibration")
+    many(data, "--calibration", "FILE", "for --mode auto and --check: npz files, or folders of npz or npy files")
+    data.add_argument("--tolerance", type=float, metavar="ERROR",
+                      help="relative L2 error of an output to keep to (default: 0.01, bfloat16 0.05)")  # fmt: skip
+    many(data, "--input-range", "NAME=LOW:HIGH", "what an input can hold, for the static range analysis")
+    written = parser.add_argument_group("what is written")
+    written.add_argument("--external-data", nargs="?", const=True, default=None, metavar="NAME",
+                         help="weights in a file beside the model (default: as before)")  # fmt: skip
+    written.add_argument("--report", metavar="OUT.html", help="a page that shows what was done and why")
+    written.add_argument("--json", metavar="OUT.json", help="the same as data")
+    written.add_argument("--check", action="store_true",
+                         help="check and load the file, and compare its outputs with the original's")  # fmt: skip
+    written.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+
+
+_COMMANDS = {"convert": convert.run, "explain": explain.run, "diff": diff.run, "info": info.run}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except AmpError as error:
+        print(f"amp-transpile: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ArgumentError | ArgumentTypeError | ListError) else 1
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("amp-transpile: interrupted; nothing was written", file=sys.stderr)
+        return 130

@@ -1,0 +1,83 @@
+"""Float arithmetic on shapes, lengths and positions is found, and nothing else is."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.passes.evidence import Evidence
+from amp_transpiler.passes.positions import keep_positions
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+
+
+def kept(text: str) -> dict[str, str]:
+    """Reasons by the name of what the operator makes."""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text))
+    for parameter in program.parameters:  # as in a conversion
+        parameter.persistable = parameter.trainable = False
+    evidence = Evidence()
+    keep_positions(program, evidence)
+    return {str(op.outputs[0] and op.outputs[0].name): reason for op, reason in evidence.operators.items()}
+
+
+CASES = {
+    "frame count": (
+        """m (float[1,N] audio) => (int64[1] frames) <float hop = {160}>
+        { s = Shape(audio)  f = Cast<to=1>(s)  q = Div(f, hop)  c = Ceil(q)  frames0 = Cast<to=7>(c)
+          ends = Constant<value_ints=[2]>() begins = Constant<value_ints=[1]>() frames = Slice(frames0, begins, ends) }""",
+        {"q": "counts", "c": "counts"},
+    ),
+    "rotary embedding": (
+        """m (int64[1,S] p, float[1,S,4] x) => (float[1,S,4] y) <float[4,1] inv = {1.0, 0.1, 0.01, 0.001}>
+        { f = Cast<to=1>(p)  a = MatMul(inv, f)  t = Transpose<perm=[1,0]>(a)  c = Cos(t)  y = Mul(x, c) }""",
+        {"a": "counts", "t": "counts", "c": "counts"},
+    ),
+    "length that becomes an index": (
+        """m (float[4] length) => (int64[4] y) <float two = {2}>
+        { h = Div(length, two)  f = Floor(h)  y = Cast<to=7>(f) }""",
+        {"h": "becomes an integer", "f": "becomes an integer"},
+    ),
+    "a duration that a network computes": (
+        """m (float[4,8] x) => (int64[4,8] y) <float[8,8] w = {WEIGHTS}>
+        { d = MatMul(x, w)  e = Exp(d)  r = Round(e)  y = Cast<to=7>(r) }""",
+        {"r": "becomes an integer"},
+    ),
+    "an image in bytes": (
+        """m (uint8[1,3,4,4] image) => (float[1,3,4,4] y) <float scale = {255}>
+        { f = Cast<to=1>(image)  y = Div(f, scale) }""",
+        {},
+    ),
+    "bytes of a file as data": (
+        """m (int32[4,8] bytes) => (float[4,8] y) <float[8,8] w = {WEIGHTS}>
+        { f = Cast<to=1>(bytes)  y = MatMul(f, w) }""",
+        {},
+    ),
+    "a network": (
+        """m (float[4,8] x, int64[4] i) => (float[4,8] y) <float[8,8] w = {WEIGHTS}>
+        { g = Gather(w, i)  h = MatMul(x, w)  a = Add(g, h)  y = Relu(a) }""",
+        {},
+    ),
+    "inside a loop": (
+        """m (int64 n, bool c, float[2] x) => (float[2] y)
+        { y = Loop(n, c, x) <body = b (int64 i, bool ci, float[2] s) => (bool co, float[2] so)
+            <float step = {0.1}> { co = Identity(ci)  f = Cast<to=1>(i)  t = Mul(f, step)  so = Add(s, t) }> }""",
+        {"t": "counts"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_counts(name: str) -> None:
+    text, expected = CASES[name]
+    found = kept(text.replace("WEIGHTS", ", ".join(["0.5"] * 64)))
+    assert {made: reason.split(" in ")[0].split(":")[0] for made, reason in found.items()} == expected
+
+
+def test_a_converted_program_counts_the_same() -> None:
+    text = HEAD + CASES["rotary embedding"][0]
+    once = amp.convert(onnx.parser.parse_model(text), numeric_guards=False)
+    evidence = Evidence()
+    keep_positions(once, evidence)
+    assert [op.type for op in evidence.operators] == ["MatMul", "Transpose", "Cos"]
