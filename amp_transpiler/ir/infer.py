@@ -44,10 +44,14 @@ def from_type_proto(proto: onnx.TypeProto) -> tuple[str | None, Shape | None]:
     dtype = NAMES.get(tensor.elem_type)
     if not tensor.HasField("shape"):
         return dtype, None
-    return dtype, tuple(
-        d.dim_value if d.HasField("dim_value") else (d.dim_param if d.HasField("dim_param") and d.dim_param else None)
-        for d in tensor.shape.dim
-    )
+    return dtype, tuple(_size(d) for d in tensor.shape.dim)
+
+
+def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    """A dimension; some exporters write -1 where they do not know it."""
+    if dim.HasField("dim_value"):
+        return dim.dim_value if dim.dim_value >= 0 else None
+    return dim.dim_param or None
 
 
 def constant_array(variable: Variable) -> np.ndarray | None:

@@ -176,7 +176,8 @@ class _Choices(Rules):
         """Gray operators that no chain of gray ones joins to a 16-bit operator stay as they are."""
         joined: set[Operator] = set()
         edges = _neighbours(found)
-        stack = [op for op, choice in found.items() if isinstance(choice, Decision) and choice.precision == self.dtype]
+        stack = [op for op, choice in found.items() if isinstance(choice, Decision) and choice.precision == self.dtype
+                 and not op.attrs.programs]  # fmt: skip
         while stack:
             for near in edges.get(stack.pop(), ()):
                 if near not in joined and isinstance(found[near], Free):
@@ -191,7 +192,7 @@ def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[O
     """Operators that share a floating-point tensor, constants left out."""
     edges: dict[Operator, list[Operator]] = {}
     for op in found:
-        for variable in op.inputs:
+        for variable in () if inserted(op) else op.inputs:
             if variable is None or not is_float(variable):
                 continue
             maker = source(variable).producer

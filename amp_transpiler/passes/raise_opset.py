@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import GraphError
+from ..ir.annotate import annotate
 from ..ir.program import Program
 from ..lists import has_kernel
 from .opset import TARGET, convert_opset
@@ -37,6 +38,7 @@ def raise_for(program: Program, dtype: str) -> str:
     if best == own:
         return ""
     convert_opset(program, best)
+    annotate(program)  # what the newer forms of operators say of shapes
     return f"opset {own} raised to {best}, at which {count} operators can run in {dtype}"
 
 
