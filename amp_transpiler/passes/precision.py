@@ -10,6 +10,7 @@ from ..ir.opdef import lookup
 from ..ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from ..ir.types import FLOATS, HALF
 from ..lists import AutoMixedPrecisionLists, unsupported_reason
+from .opset import TARGET
 from .typing import (
     SHORT,
     Obstacle,
@@ -57,6 +58,8 @@ class Rules:
         self.lists = lists
         self.dtype = lists.dtype
         self.decisions: dict[Operator, Decision] = {}
+        #: The opset whose kernels count: what a place is lowered to.
+        self.kernel_opset = TARGET
         self._gaps: dict[str, str | None] = {}
 
     def decide_all(self, rule: Callable[[Operator], Decision]) -> dict[Operator, Decision]:
@@ -155,7 +158,7 @@ class Rules:
         """Why no lowering runs the operator in 16 bit; None where one does."""
         name = operator_name(op)
         if name not in self._gaps:
-            self._gaps[name] = unsupported_reason(name, self.dtype)
+            self._gaps[name] = unsupported_reason(name, self.dtype, self.kernel_opset)
         found = lookup(op)
         return None if found is not None and found.body is not None else self._gaps[name]
 
