@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,10 +132,11 @@ class _Job:
     def run(self, calibration: Any, tolerance: float, record: bool) -> Program:
         """The converted program."""
         self.progress("reading")
-        original = Program.from_onnx(self.model_or_path)
-        before = record_program(original, _path(self.model_or_path)) if record else None
-        program, notes = self._prepared(original)
-        narrow = self._narrow_io(program)
+        with _collector_paused():
+            original = Program.from_onnx(self.model_or_path)
+            before = record_program(original, _path(self.model_or_path)) if record else None
+            program, notes = self._prepared(original)
+            narrow = self._narrow_io(program)
         batches = load_calibration(calibration, program) if calibration is not None else []
         if batches:
             steps = Steps(
@@ -141,8 +144,9 @@ class _Job:
             )
             outcome = search(program, batches, self.dtype, tolerance, steps)
         else:
-            evidence = self.evidence(program, measured=False)
-            outcome = Outcome(program, evidence, self.assign(program, evidence, narrow))
+            with _collector_paused():
+                evidence = self.evidence(program, measured=False)
+                outcome = Outcome(program, evidence, self.assign(program, evidence, narrow))
         program, assignment = outcome.program, outcome.assignment
         narrow_io(program, narrow, self.dtype)
         cut = CutRecord(assignment.free, assignment.cut.value, assignment.all_half, assignment.all_full,
@@ -238,6 +242,18 @@ class _Job:
         """Decide every operator and insert the casts."""
         self.progress("minimum cut and casts")
         return assign(program, self.lists, self.mode, evidence, outside=self._outside(program), narrow_io=narrow)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Reading and deciding makes many objects and no garbage; the collector would go through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _path(model_or_path: Any) -> Path | None:

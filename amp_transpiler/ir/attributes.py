@@ -93,6 +93,8 @@ class Attributes(MutableMapping[str, Any]):
     @property
     def programs(self) -> list[Program]:
         """Every nested program, in attribute order."""
+        if not self._graphs:
+            return []
         found: list[Program] = []
         for value in self.graphs.values():
             found.extend(value if isinstance(value, list) else [value])

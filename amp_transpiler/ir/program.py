@@ -220,8 +220,9 @@ class Program:
         """Every operator, nested programs included, each before those inside it."""
         for op in self.operators:
             yield op
-            for nested in op.attrs.programs:
-                yield from nested.walk()
+            if op.attrs.graphs:
+                for nested in op.attrs.programs:
+                    yield from nested.walk()
 
     # -- changing ------------------------------------------------------------------------------
     def _touch(self) -> None:
