@@ -20,6 +20,7 @@ from .ir.program import Operator, Program
 from .ir.types import FLOATS
 from .lists import AutoMixedPrecisionLists
 from .passes.evidence import Evidence
+from .passes.flow import Flow
 from .passes.guards import guard_numerics
 from .passes.io_types import narrow_io
 from .passes.optimal import MODES, Assignment, assign
@@ -217,12 +218,12 @@ class _Job:
         ranges = Ranges(program, self.input_ranges)
         if not self.numeric_guards:
             return Evidence() if self.mode == "auto" else None
-        evidence = Evidence()
+        evidence, flow = Evidence(), Flow(program)
         self.progress("constants")
-        check_constants(program, self.dtype, evidence)
+        check_constants(program, self.dtype, evidence, flow)
         self.progress("positions and ranges")
         keep_positions(program, evidence)
-        guard_numerics(program, self.dtype, ranges, evidence)
+        guard_numerics(program, self.dtype, ranges, evidence, flow)
         if self.mode == "auto" and not measured:
             self._keep_unproved(program, ranges, evidence)
         return evidence

@@ -18,10 +18,13 @@ from .program import Operator, Program, Shape, Variable
 _INVENTED = "unk__"
 
 
-def annotate(program: Program) -> None:
-    """Put the types that can be inferred on the variables of ``program`` and of its nested programs."""
+def annotate(program: Program, model: onnx.ModelProto | None = None) -> None:
+    """Put the types that can be inferred on the variables of ``program`` and of its nested programs.
+
+    ``model``: the program as a ModelProto without weights, nodes in the program's order, where there is one already.
+    """
     try:
-        inferred = onnx.shape_inference.infer_shapes(weightless(program), data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(model or weightless(program), data_prop=True)
     except onnx.shape_inference.InferenceError:
         inferred = None  # it gave up on the model as a whole; operator by operator it may not
     if inferred is not None:

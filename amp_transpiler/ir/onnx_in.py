@@ -19,9 +19,9 @@ from .attributes import Attributes
 from .infer import from_type_proto
 from .marks import INITIALIZER, read_marks, read_state
 from .program import FORWARD, OWN, ModelInfo, Program, Variable
-from .reading import DataFiles, ModelFile, copy_without, read_model
+from .reading import DataFiles, ModelFile, copy_without, read_model, without_weights
 from .source import Entry, Source, leftover, plain_domain, set_source, source_of
-from .tensors import tensor_array, tensor_type
+from .tensors import stripped, tensor_array, tensor_type
 from .types import FLOATS
 from .verify import operator_clashes
 
@@ -59,12 +59,25 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
     source.model = copy_without(model, ("graph", "functions"))
     _check_domain(program, read.label)
     _mark_parameters(program)
-    annotate(program)
+    annotate(program, _as_read(program, model))
     clashes = [clash for op in program.walk() for clash in operator_clashes(op)]
     if clashes:
         raise GraphError("; ".join(clashes[:3]))
     _settle(program)
     return program
+
+
+def _as_read(program: Program, model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """The model without its weights, for type inference; None where its nodes are not in order."""
+    keys = [op.key for op in program.operators]
+    if keys != sorted(keys):
+        return None
+    copy = without_weights(model)
+    copy.graph.initializer.extend(
+        stripped(v.data, v.name) for v in program.variables
+        if v.data is not None and v.producer is None and not isinstance(v.data, onnx.SparseTensorProto)
+    )  # fmt: skip
+    return copy
 
 
 def _check_domain(program: Program, label: str) -> None:

@@ -73,7 +73,7 @@ class Program:
         #: What ``amp.convert`` did to make this program, as a ``report.record.Conversion``; None for any other.
         self.conversion: Any = None
         self._version = 0
-        self._order: tuple[int, list[Operator]] | None = None
+        self._order: tuple[int, list[Operator], list[Operator]] | None = None
 
     # -- files and copies ----------------------------------------------------------------------
     @classmethod
@@ -179,9 +179,18 @@ class Program:
     @property
     def operators(self) -> list[Operator]:
         """Operators in stable topological order: as added, each after its producers. GraphError on a cycle."""
+        return list(self._ordered()[1])
+
+    @property
+    def nesting(self) -> list[Operator]:
+        """The operators that hold nested programs, in order."""
+        return self._ordered()[2]
+
+    def _ordered(self) -> tuple[int, list[Operator], list[Operator]]:
         if self._order is None or self._order[0] != self._version:
-            self._order = (self._version, self._sort())
-        return list(self._order[1])
+            order = self._sort()
+            self._order = (self._version, order, [op for op in order if op.attrs.programs])
+        return self._order
 
     def _sort(self) -> list[Operator]:
         done: set[int] = set()
@@ -218,11 +227,13 @@ class Program:
 
     def walk(self) -> Iterator[Operator]:
         """Every operator, nested programs included, each before those inside it."""
+        if not self.nesting:
+            yield from self.operators
+            return
         for op in self.operators:
             yield op
-            if op.attrs.graphs:
-                for nested in op.attrs.programs:
-                    yield from nested.walk()
+            for nested in op.attrs.programs:
+                yield from nested.walk()
 
     # -- changing ------------------------------------------------------------------------------
     def _touch(self) -> None:

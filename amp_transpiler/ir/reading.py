@@ -37,7 +37,7 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
     if isinstance(model_or_path, onnx.ModelProto):
         folder = None if external_data_dir is None else Path(external_data_dir)
         label = f"the given model '{model_or_path.graph.name}'"
-        read = ModelFile(_without_weights(model_or_path), label, folder, list(model_or_path.graph.initializer))
+        read = ModelFile(without_weights(model_or_path), label, folder, list(model_or_path.graph.initializer))
     elif isinstance(model_or_path, str | os.PathLike):
         path = Path(model_or_path)
         model = _parse(path)
@@ -70,7 +70,7 @@ def _parse(path: Path) -> onnx.ModelProto:
     return model
 
 
-def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy that shares nothing with ``model``, less the initializers of the main graph."""
     copy = copy_without(model, ("graph",))
     if model.HasField("graph"):

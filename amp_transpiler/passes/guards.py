@@ -53,13 +53,13 @@ class Bounds(Protocol):
         """Whether every element is proved to lie in ``[-limit, limit]``."""
 
 
-def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evidence) -> None:
+def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evidence, flow: Flow | None = None) -> None:
     """Add to ``evidence`` what patterns and intervals say against ``dtype`` ("float16" or "bfloat16").
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
-    conversion did to it makes no difference. Linear in its size.
+    conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
     """
-    flow, limit = Flow(program), LIMITS[dtype]
+    flow, limit = flow or Flow(program), LIMITS[dtype]
     binary = binary_tensors(flow)
     spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items():

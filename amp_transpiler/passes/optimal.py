@@ -8,12 +8,10 @@ cast at most once in each direction, however many operators read it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..ir.program import Operator, Program, Variable
-from ..ir.types import FLOATS, HALF
 from ..lists import AutoMixedPrecisionLists
 from . import constants
 from .boundaries import Boundary, boundaries
@@ -26,6 +24,8 @@ from .typing import SHORT, declared, is_float, operator_name, programs
 MODES = ("pure-fp16", "mixed", "auto")
 #: Size that an unknown dimension counts as in the traffic.
 NOMINAL = 64
+#: Bytes of an element.
+_WIDTH: dict[str | None, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Operators that hand their input on: a runtime gives the buffer another shape and moves nothing.
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 #: Operators that read of their first input no more than they write.
@@ -257,7 +257,7 @@ class _Problem:
                 if ends is not None and variable not in inner:
                     ends.fixed(self._io_type(variable), dtype)
         self.tensors = [
-            Tensor(e.producer, tuple(e.readers), e.half, e.full, 6 * count(v)) for v, e in self.ends.items()
+            Tensor(e.producer, tuple(e.readers), e.half, e.full, 6 * count(v.shape)) for v, e in self.ends.items()
         ]
 
     def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
@@ -299,28 +299,27 @@ class _Problem:
         return self.dtype if narrow and variable.dtype == "float32" else variable.dtype
 
 
-def count(variable: Variable) -> int:
+def count(shape: tuple[int | str | None, ...] | None) -> int:
     """Elements of a tensor; an unknown dimension counts as :data:`NOMINAL`, an unknown rank as a matrix of them."""
-    shape = variable.shape if variable.shape is not None else (None, None)
-    return math.prod(size if isinstance(size, int) else NOMINAL for size in shape)
+    if shape is None:
+        return NOMINAL * NOMINAL
+    elements = 1
+    for size in shape:
+        elements *= size if isinstance(size, int) else NOMINAL
+    return elements
 
 
 def _moved(op: Operator, decision: Decision) -> int:
     """Bytes of floating-point tensors that the operator reads and writes."""
-    name = operator_name(op)
-    if name in _VIEWS:
+    if op.type in _VIEWS:
         return 0
-    written = sum(count(v) for v in op.outputs if v is not None and is_float(v))
-    total = 0
-    for slot, (variable, dtype) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
-        if variable is not None and dtype in FLOATS:
-            size = count(variable)
-            total += (min(size, written) if slot == 0 and name in _SELECTS else size) * _width(dtype)
+    total = largest = 0
     for variable, dtype in zip(op.outputs, decision.slots.outputs, strict=True):
-        if variable is not None and dtype in FLOATS:
-            total += count(variable) * _width(dtype)
+        if variable is not None and dtype in _WIDTH:
+            size = count(variable.shape) * _WIDTH[dtype]
+            largest, total = max(largest, size), total + size
+    for slot, (variable, dtype) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
+        if variable is not None and dtype in _WIDTH:
+            size = count(variable.shape) * _WIDTH[dtype]
+            total += min(size, largest) if slot == 0 and op.type in _SELECTS else size
     return total
-
-
-def _width(dtype: str | None) -> int:
-    return 2 if dtype in HALF else 8 if dtype == "float64" else 4

@@ -44,13 +44,14 @@ _ADDING = frozenset({"Add", "Sub", "Sum", "Mean", "Max", "Min", "Equal", "Greate
                      "LessOrEqual"})  # fmt: skip
 
 
-def check_constants(program: Program, dtype: str, evidence: Evidence) -> None:
+def check_constants(program: Program, dtype: str, evidence: Evidence, flow: Flow | None = None) -> None:
     """Add to ``evidence`` the constants that do not survive in ``dtype`` ("float16" or "bfloat16"), and a note of each.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
     they are in any format. The program is not changed: see :func:`.constants.saturate` for ``evidence.replaced``.
+    ``flow``: that of the program, where the caller has it.
     """
-    _Survival(program, dtype, evidence).check()
+    _Survival(program, dtype, evidence, flow or Flow(program)).check()
 
 
 @dataclass
@@ -120,10 +121,10 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
 
 
 class _Survival:
-    def __init__(self, program: Program, dtype: str, evidence: Evidence) -> None:
+    def __init__(self, program: Program, dtype: str, evidence: Evidence, flow: Flow) -> None:
         self.program, self.dtype, self.evidence = program, dtype, evidence
         self.short, self.limit = SHORT[dtype], LIMITS[dtype]
-        self.flow = Flow(program)
+        self.flow = flow
         #: Constants that stay fp32, for :class:`.spread.Spread`.
         self.kept: dict[Variable, tuple[int, str]] = {}
 

@@ -285,7 +285,7 @@ def origin(variable: Variable) -> Variable:
 def programs(program: Program) -> Iterator[Program]:
     """The program and every nested one, each before those inside it."""
     yield program
-    for op in program.operators:
+    for op in program.nesting:
         for nested in op.attrs.programs:
             yield from programs(nested)
 
