@@ -193,11 +193,14 @@ class Program:
         return self._order
 
     def _sort(self) -> list[Operator]:
+        added = [self._operators[key] for key in sorted(self._operators)]
+        pred, nodes = self.graph._pred, self.graph._node
+        if all(p is None or p.key < op.key for op in added for v in pred[op.key] for p in (nodes[v]["item"].producer,)):
+            return added  # as a file is written, and a program is built
         done: set[int] = set()
         open_: set[int] = set()
         order: list[Operator] = []
-        pred, nodes = self.graph._pred, self.graph.nodes
-        for root in sorted(self._operators):
+        for root in (op.key for op in added):
             if root in done:
                 continue
             stack = [(root, False)]

@@ -66,6 +66,8 @@ def as_array(data: Any) -> np.ndarray:
         if data.data_location == onnx.TensorProto.EXTERNAL:
             raise ModelFileError(f"the content of tensor '{data.name}' lies in an external file that is not known "
                                  "here; load its model with Program.from_onnx")  # fmt: skip
+        if data.data_type == onnx.TensorProto.FLOAT and data.raw_data:  # most of them, and a third of the time
+            return np.frombuffer(data.raw_data, "<f4").reshape(tuple(data.dims))
         return onnx.numpy_helper.to_array(data)
     if isinstance(data, onnx.SparseTensorProto):
         return _dense(data)
