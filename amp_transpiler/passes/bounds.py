@@ -78,7 +78,7 @@ RULES |= {
     "Exp": _increasing(_exp, 0.0),
     "LogSoftmax": lambda op, ranges: (-_INF, 0.0),
     "Sqrt": _increasing(lambda x: math.sqrt(max(x, 0.0)), 0.0),
-    "Softplus": _increasing(lambda x: max(x, 0.0) + 0.6932, 0.0),
+    "Softplus": _increasing(lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))), 0.0),
 }
 
 
@@ -275,9 +275,9 @@ def _matmul(op: Operator, ranges: Ranges) -> Interval | None:
         return scaled and (product[0] + scaled[0], product[1] + scaled[1])
     if _is_softmax(left):  # weights that add up to 1: between the least and the largest row
         return ranges.bound(right)
-    return _weighted(ranges.bound(left), ranges, right, "second last") or _weighted(
-        ranges.bound(right), ranges, left, "last"
-    )
+    if left is not None and constants.content(source(left)) is not None:
+        return _weighted(ranges.bound(right), ranges, left, "last")
+    return _weighted(ranges.bound(left), ranges, right, "second last")
 
 
 def _is_softmax(variable: Variable | None) -> bool:
