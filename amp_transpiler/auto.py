@@ -113,7 +113,8 @@ def unsafe(found: Measurement, dtype: str) -> dict[str, str]:
     """Tensors that the data shows not to fit the format, with the reason."""
     reasons: dict[str, str] = {}
     for name, t in found.tensors.items():
-        if t.largest * MARGIN > LARGEST[dtype] and math.isfinite(t.largest):
+        mask = t.largest == LARGEST[dtype]  # saturated, and exactly there
+        if t.largest * MARGIN > LARGEST[dtype] and math.isfinite(t.largest) and not mask:
             reasons[name] = f"measured: '{name}' reaches {t.largest:.3g}, and {dtype} ends at {LARGEST[dtype]:.5g}"
         elif t.rounding > SINKS[dtype]:
             reasons[name] = (f"measured: '{name}' sinks below {dtype}, which loses {t.rounding:.0%} of it "

@@ -1,0 +1,195 @@
+"""Auto mode: calibration data read and checked, both precisions measured, the tolerance kept."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
+from amp_transpiler.runtime.calibration import load_calibration
+from amp_transpiler.runtime.measure import TensorStats, measure, outputs_of
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+W = ", ".join(f"{v:.4f}" for v in np.random.default_rng(0).standard_normal(64) / 3)
+NET = (
+    HEAD
+    + f"""net (float[N,8] x) => (float[N,8] y) <float[8,8] w = {{{W}}}, float big = {{3000}}, float small = {{0.001}}>
+{{ a = MatMul(x, w) b = Mul(a, big) c = Mul(b, small) d = MatMul(c, w) y = Tanh(d) }}"""
+)
+X = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
+
+
+def program_of(text: str) -> amp.Program:
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    for parameter in program.parameters:
+        parameter.persistable = parameter.trainable = False
+    return program
+
+
+def kept(program: amp.Program) -> list[str]:
+    return [op.type for op in program.walk() if op.reason.startswith("fp32: measured")]
+
+
+# -- what was measured -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])
+def test_statistics_of_a_tensor(dtype: np.dtype) -> None:
+    value = np.array([0.0, 1.0, -3.0, 1e-9, 7e4], np.float32)
+    stats = TensorStats()
+    for part in (value[:2], value[2:]):
+        stats.add(part, part.astype(dtype), dtype)
+    stored = value.astype(dtype).astype(np.float64)
+    fits = np.isfinite(stored)
+    assert (stats.largest, stats.smallest) == (7e4, np.float32(1e-9))
+    assert stats.rounding == pytest.approx(
+        np.linalg.norm((stored - value)[fits]) / np.linalg.norm(value[fits].astype(float)), rel=1e-6
+    )
+    assert stats.finite == (dtype != np.float16) and (stats.error == np.inf) == (dtype == np.float16)
+
+
+def test_measured_outputs_are_those_of_the_executor() -> None:
+    reference, converted = program_of(NET), amp.convert(onnx.parser.parse_model(NET), numeric_guards=False)
+    found = measure(reference, converted, [{"x": X}], "float16")
+    want, got = outputs_of(reference, [{"x": X}])[0][0], outputs_of(converted, [{"x": X}])[0][0]
+    assert found.outputs["y"] == pytest.approx(np.linalg.norm(got - want) / np.linalg.norm(want), rel=1e-6)
+    assert list(found.tensors) == ["x", "a", "b", "c", "d", "y"]
+    assert found.tensors["b"].largest == pytest.approx(np.abs(outputs(reference, "b")).max())
+    assert found.culprits(reference)[0] in ("a", "d")
+
+
+def outputs(program: amp.Program, name: str) -> np.ndarray:
+    return amp.Executor(amp.CPUPlace()).run(program, feed={"x": X}, fetch_list=[name])[0]
+
+
+# -- the outcome ------------------------------------------------------------------------------------------
+def test_what_overflows_on_the_data_stays_fp32_and_the_rest_does_not() -> None:
+    model = onnx.parser.parse_model(NET)
+    hot = X * 20  # b reaches 1e5
+    literal = amp.convert(model, numeric_guards=False)
+    assert not np.isfinite(outputs_of(literal, [{"x": hot}])[0][0]).all() or measure(
+        program_of(NET), literal, [{"x": hot}], "float16").outputs["y"] > 0.1  # fmt: skip
+    program = amp.convert(model, mode="auto", calibration={"x": hot})
+    assert program.conversion.outputs["y"] <= 0.01
+    assert kept(program) == ["Mul", "Mul"], "what makes and what reads the tensor"
+    assert {op.type for op in program.walk() if op.precision == "float16" and op.type != "Cast"} == {"MatMul", "Tanh"}
+    reason = next(op.reason for op in program.walk() if op.type == "Mul")
+    assert "reaches" in reason and "65504" in reason
+    assert len(program.conversion.rounds) == 2 and "within 0.01" in program.conversion.rounds[-1]
+
+
+def test_what_sinks_below_the_format_stays_fp32() -> None:
+    text = NET.replace("{3000}", "{2e-5}").replace("{0.001}", "{50000}").replace("Mul(a, big)", "Mul(a0, big)").replace("b =", "a0 = Mul(a, big) b =")
+    model = onnx.parser.parse_model(text)
+    program = amp.convert(model, mode="auto", calibration={"x": X}, numeric_guards=False)
+    assert program.conversion.outputs["y"] <= 0.01
+    assert any("sinks below float16" in op.reason for op in program.walk())
+
+
+def test_a_tight_tolerance_returns_operators_to_fp32() -> None:
+    model = onnx.parser.parse_model(NET.replace("{3000}", "{3}").replace("{0.001}", "{0.3}"))
+    loose = amp.convert(model, mode="auto", calibration={"x": X}, tolerance=0.1)
+    tight = amp.convert(model, mode="auto", calibration={"x": X}, tolerance=1e-5)
+    assert not kept(loose) and kept(tight)
+    assert tight.conversion.outputs["y"] <= 1e-5 and tight.conversion.tolerance == 1e-5
+    assert "return to float32" in tight.conversion.rounds[0]
+    assert len(tight.conversion.rounds) <= 9
+
+
+def test_a_tolerance_that_cannot_be_met_is_said_so() -> None:
+    model = onnx.parser.parse_model(NET.replace("{3000}", "{3}").replace("{0.001}", "{0.3}"))
+    program = amp.convert(model, mode="auto", calibration={"x": X}, tolerance=1e-12)
+    if program.conversion.outputs["y"] > 1e-12:
+        assert "cannot be met" in program.conversion.rounds[-1]
+    nan = {"x": np.full((2, 8), np.inf, np.float32)}
+    assert amp.convert(model, mode="auto", calibration=nan).conversion.rounds
+
+
+def test_bfloat16() -> None:
+    program = amp.convert(onnx.parser.parse_model(NET), mode="auto", dtype="bfloat16", calibration={"x": X * 20})
+    assert not kept(program) and program.conversion.outputs["y"] <= 0.05
+
+
+def test_a_saturated_mask_is_no_overflow() -> None:
+    text = (
+        HEAD
+        + f"""net (float[4,8] x, bool[4,8] c) => (float[4,8] y) <float[8,8] w = {{{W}}}, float low = {{-3.4e38}}>
+    {{ a = MatMul(x, w) m = Where(c, a, low) p = Softmax(m) y = MatMul(p, w) }}"""
+    )
+    mask = np.random.default_rng(0).random((4, 8)) > 0.5
+    mask[0] = False  # a row that is masked altogether
+    program = amp.convert(onnx.parser.parse_model(text), mode="auto", calibration={"x": X[:4], "c": mask})
+    assert program.conversion.outputs["y"] <= 0.01 and not kept(program)
+    assert [op.precision for op in program.walk() if op.type == "Softmax"] == ["float16"]
+    assert "-65504" in program.conversion.constants[0].action
+
+
+def test_without_data_only_what_is_proved_leaves_the_black_list() -> None:
+    text = (
+        HEAD
+        + f"""net (float[4,8] x) => (float[4,8] y, float[4,8] z) <float[8,8] w = {{{W}}}>
+    {{ a = MatMul(x, w) s = Sigmoid(a) p = Softmax(s) e = Exp(a) y = MatMul(p, w) z = MatMul(e, w) }}"""
+    )
+    program = amp.convert(onnx.parser.parse_model(text), mode="auto")
+    found = {op.type: (op.precision, op.reason) for op in program.walk()}
+    assert found["Softmax"][0] == "float16" and found["Exp"][0] == "float32"
+    known = amp.convert(onnx.parser.parse_model(text), mode="auto", input_ranges={"x": (-1, 1)})
+    assert {op.type: op.precision for op in known.walk()}["Exp"] == "float16"
+
+
+# -- the data ---------------------------------------------------------------------------------------------
+def test_every_form_of_calibration_data(tmp_path: Path) -> None:
+    program = program_of(NET)
+    np.savez(tmp_path / "one.npz", x=X)
+    (tmp_path / "many").mkdir()
+    (tmp_path / "arrays").mkdir()
+    for number in range(3):
+        np.savez(tmp_path / "many" / f"{number}.npz", x=X[number : number + 1])
+        np.save(tmp_path / "arrays" / f"x_{number}.npy", X[number : number + 1])
+    np.save(tmp_path / "x.npy", X.astype(np.float64))
+    for source, count in [({"x": X}, 1), ([{"x": X}, {"x": X[:1]}], 2), (tmp_path / "one.npz", 1), (str(tmp_path / "many"), 3),
+                          ([tmp_path / "one.npz", tmp_path / "many"], 4), (tmp_path / "arrays", 3)]:  # fmt: skip
+        samples = load_calibration(source, program)
+        assert len(samples) == count and all(s["x"].dtype == np.float32 for s in samples)
+    np.testing.assert_array_equal(load_calibration(tmp_path / "arrays", program)[2]["x"], X[2:3])
+
+
+@pytest.mark.parametrize(("source", "error", "complaint"), [
+    ({"y": X}, FeedError, "no input 'y'|computed by the program"),
+    ({"x": X, "extra": X}, FeedError, "extra"),
+    ({}, FeedError, "needs the input 'x'"),
+    ({"x": X[:, :4]}, FeedError, r"dimension 1 is declared as 8"),
+    ({"x": X[0]}, FeedError, "2 dimensions"),
+    ({"x": X.astype(np.int64)}, FeedTypeError, "int64"),
+    ([], ArgumentError, "empty"),
+    (3, ArgumentTypeError, "got int"),
+    ([3], ArgumentTypeError, "got int"),
+    ("nowhere.npz", ArgumentError, "no file or folder 'nowhere.npz'"),
+])  # fmt: skip
+def test_wrong_calibration_data_is_named(source: Any, error: type[AmpError], complaint: str) -> None:
+    with pytest.raises(error, match=complaint) as caught:
+        amp.convert(onnx.parser.parse_model(NET), mode="auto", calibration=source)
+    assert "calibration" in str(caught.value)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    program = program_of(NET)
+    np.savez(tmp_path / "good.npz", x=X)
+    whole = (tmp_path / "good.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.npz").write_text("not an archive")
+    (tmp_path / "data.csv").write_text("1,2")
+    with zipfile.ZipFile(tmp_path / "objects.npz", "w") as archive:
+        np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
+        archive.write(tmp_path / "o.npy", "x.npy")
+    (tmp_path / "empty").mkdir()
+    for name in ("cut.npz", "text.npz", "data.csv", "objects.npz", "empty"):
+        with pytest.raises(ArgumentError, match=name):
+            load_calibration(tmp_path / name, program)
+    with pytest.raises(ArgumentError, match="keep one kind"):
+        load_calibration(tmp_path, program)
