@@ -1,73 +1,105 @@
-"""Calibration data: feeds in memory, npz files, folders of npz or npy files; checked before anything runs."""
+"""Calibration data: feeds in memory, npz files, folders of arrays or ONNX test data; checked before anything runs."""
 
 from __future__ import annotations
 
 import os
 import re
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from ..errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
 from ..ir.program import Program
+from ..ir.tensors import as_array
 from ..ir.types import FLOATS, element_type, numpy_dtype
-from .feeds import Feeds
+from .feeds import Feeds, shape_of
 
 _WAYS = (
-    "feeds (a dict of arrays, or several), .npz files, or folders of .npz files or of .npy files named after the inputs"
+    "feeds (a dict of arrays, or several), .npz files, or folders of .npz files, of .npy files named after the inputs "
+    "or of ONNX test data (input_0.pb)"
 )
+_NUMBERED = re.compile(r"(.+)_(\d+)")
+
+Sample = dict[str, Any]
 
 
-def load_calibration(source: Any, program: Program) -> list[dict[str, np.ndarray]]:
-    """Samples for ``program``, each a dict of input name -> array as the program declares its inputs.
+def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
+    """Samples for ``program``, each a dict of input name -> array of the declared element type.
 
     Args:
         source: a dict of arrays; or a path; or a sequence of either. An ``.npz`` file is one sample. A folder
-            holds ``.npz`` files, or ``.npy`` files called ``<input>.npy`` (one sample) or ``<input>_<number>.npy``
-            (one sample a number).
-        program: whose inputs the samples are for. Floating-point arrays are brought to the declared type.
+            holds ``.npz`` files, each a sample; or ``.npy`` files called ``<input>.npy`` (one sample) or
+            ``<input>_<number>.npy`` (one sample a number); or ``input_<number>.pb`` files, numbered as the inputs
+            are ordered (one sample), or folders ``test_data_set_<number>`` of such.
+        program: whose inputs the samples are for. Floating-point arrays are brought to the declared
+            floating-point type; every other element type must be the declared one.
 
     Raises:
-        ArgumentError: no sample, a file that is missing, broken or of another kind. FeedError, FeedTypeError: a
-        sample with missing or unknown names, other element types or other shapes; the message names the sample.
+        ArgumentError: no sample, a file that is missing, broken or of another kind, one of pickled objects.
+        FeedError, FeedTypeError: a sample with missing or unknown names, other element types, other shapes, or
+        numbers beyond the declared type; the message names the sample. ArgumentTypeError: no source at all.
     """
     if isinstance(source, Mapping | str | os.PathLike):
         source = [source]
-    if not isinstance(source, Sequence):
+    if not isinstance(source, Sequence) or isinstance(source, bytes):
         raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(source).__name__}")
+    feeds = Feeds(program, program.outputs)
+    inputs = [name for name, feed in feeds.feeds.items() if not feed.fixed]
     samples: list[tuple[str, Mapping[str, Any]]] = []
     for number, item in enumerate(source, 1):
         if isinstance(item, Mapping):
             samples.append((f"sample {number}", item))
         elif isinstance(item, str | os.PathLike):
-            samples += _read(Path(item))
+            samples += _read(Path(item), inputs)
         else:
             raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(item).__name__}")
     if not samples:
         raise ArgumentError(f"calibration is empty; give {_WAYS}")
-    feeds = Feeds(program, program.outputs)
     return [_checked(feeds, sample, where) for where, sample in samples]
 
 
-def _checked(feeds: Feeds, sample: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
-    declared = {name: feed.dtype for name, feed in feeds.feeds.items()}
-    typed = {}
-    for name, value in sample.items():
-        wanted = declared.get(name)
-        if isinstance(value, np.ndarray) and wanted in FLOATS and _is_float(value):
-            value = value.astype(numpy_dtype(wanted))
-        typed[name] = value
+# -- one sample ------------------------------------------------------------------------------------------
+def _checked(feeds: Feeds, sample: Mapping[str, Any], where: str) -> Sample:
     try:
-        checked = feeds.check(typed)
+        _check_names(feeds, sample)
+        checked = feeds.check({name: _typed(feeds, name, value) for name, value in sample.items()})
         feeds.check_shapes(checked)
     except FeedTypeError as error:
         raise FeedTypeError(f"calibration, {where}: {error}") from None
     except FeedError as error:
         raise FeedError(f"calibration, {where}: {error}") from None
+    arrays = [value for value in checked.values() if isinstance(value, np.ndarray)]
+    if arrays and not any(array.size for array in arrays):
+        shapes = ", ".join(f"'{name}' {list(shape_of(value))}" for name, value in checked.items())
+        raise FeedError(f"calibration, {where}: every input is empty ({shapes}); nothing can be measured on it")
     return checked
+
+
+def _check_names(feeds: Feeds, sample: Mapping[str, Any]) -> None:
+    """FeedError that lists every name that is wrong, where more than one is."""
+    missing = [feed.name for feed in feeds.required if feed.name not in sample]
+    unknown = [name for name in sample if isinstance(name, str) and name not in feeds.feeds]
+    if len(missing) + len(unknown) > 1:
+        wrong = [f"{_quoted(names)} {'are' if len(names) > 1 else 'is'} {what}"
+                 for names, what in ((unknown, "no input"), (missing, "missing")) if names]  # fmt: skip
+        known = [name for name, feed in feeds.feeds.items() if not feed.fixed]
+        raise FeedError(f"{' and '.join(wrong)}; the inputs of program '{feeds.program}' are {_quoted(known)}")
+
+
+def _typed(feeds: Feeds, name: str, value: Any) -> Any:
+    """Floating-point arrays in the declared floating-point type; FeedError where that cannot hold a number."""
+    declared = feeds.feeds.get(name)
+    if declared is None or declared.dtype not in FLOATS or not isinstance(value, np.ndarray) or not _is_float(value):
+        return value
+    with np.errstate(over="ignore"):
+        typed = value.astype(numpy_dtype(declared.dtype))
+    beyond = np.isfinite(value) & ~np.isfinite(typed)
+    if beyond.any():
+        raise FeedError(f"feed '{name}' holds {value[beyond].flat[0]:g}, beyond the range of {declared.dtype}")
+    return typed
 
 
 def _is_float(value: np.ndarray) -> bool:
@@ -77,48 +109,121 @@ def _is_float(value: np.ndarray) -> bool:
         return False
 
 
-def _read(path: Path) -> list[tuple[str, dict[str, np.ndarray]]]:
+# -- files -------------------------------------------------------------------------------------------------
+def _read(path: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]]:
     if path.is_dir():
-        return _read_folder(path)
+        return _read_folder(path, inputs)
     if not path.exists():
         raise ArgumentError(f"calibration: there is no file or folder '{path}'")
     if path.suffix == ".npz":
-        return [(f"'{path}'", _npz(path))]
-    raise ArgumentError(f"calibration: '{path}' is neither an .npz file nor a folder of .npz or .npy files")
+        return [(f"'{path}'", _load(path, _npz))]
+    alone = f"; give the folder '{path.parent}'" if path.suffix in (".npy", ".pb") else ""
+    raise ArgumentError(f"calibration: '{path}' is neither an .npz file nor a folder of .npz, .npy or .pb files{alone}")
 
 
-def _read_folder(folder: Path) -> list[tuple[str, dict[str, np.ndarray]]]:
-    archives, arrays = sorted(folder.glob("*.npz")), sorted(folder.glob("*.npy"))
-    if archives and arrays:
-        raise ArgumentError(f"calibration: folder '{folder}' holds .npz and .npy files; keep one kind in it")
-    if archives:
-        return [(f"'{path}'", _npz(path)) for path in archives]
-    if not arrays:
-        raise ArgumentError(f"calibration: folder '{folder}' holds no .npz and no .npy files")
-    samples: dict[int, dict[str, np.ndarray]] = {}
-    for path in arrays:
-        numbered = re.fullmatch(r"(.+)_(\d+)", path.stem)
-        name, number = (numbered[1], int(numbered[2])) if numbered else (path.stem, 0)
-        samples.setdefault(number, {})[name] = _npy(path)
-    return [(f"sample {number} of folder '{folder}'", samples[number]) for number in sorted(samples)]
+def _read_folder(folder: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]]:
+    found = {kind: paths for kind in ("npz", "npy", "pb") if (paths := _in_order(folder.glob(f"*.{kind}")))}
+    if len(found) > 1:
+        kinds = " and ".join(f".{kind}" for kind in found)
+        raise ArgumentError(f"calibration: folder '{folder}' holds {kinds} files; keep one kind in it")
+    if "npz" in found:
+        return [(f"'{path}'", _load(path, _npz)) for path in found["npz"]]
+    if "npy" in found:
+        return _arrays(folder, found["npy"], inputs)
+    if "pb" in found:
+        return [(f"folder '{folder}'", _test_data(folder, found["pb"], inputs))]
+    sets = _in_order(path for path in folder.glob("test_data_set_*") if path.is_dir())
+    if not sets:
+        raise ArgumentError(f"calibration: folder '{folder}' holds no .npz, .npy or .pb files")
+    return [sample for path in sets for sample in _read_folder(path, inputs)]
 
 
-def _npz(path: Path) -> dict[str, np.ndarray]:
+def _arrays(folder: Path, paths: Iterable[Path], inputs: Sequence[str]) -> list[tuple[str, Sample]]:
+    """Samples of ``<input>.npy`` or ``<input>_<number>.npy`` files; an input's own name may end in a number."""
+    samples: dict[int | None, Sample] = {}
+    for path in paths:
+        numbered = None if path.stem in inputs else _NUMBERED.fullmatch(path.stem)
+        name, number = (numbered[1], int(numbered[2])) if numbered else (path.stem, None)
+        sample = samples.setdefault(number, {})
+        if name in sample:
+            raise ArgumentError(f"calibration: folder '{folder}' holds two arrays numbered {number} for '{name}'")
+        sample[name] = _load(path, _npy)
+    if None in samples and len(samples) > 1:
+        raise ArgumentError(f"calibration: in folder '{folder}' some arrays are numbered and {_quoted(samples[None])} "
+                            "not; give each sample its own of every input (<input>_<number>.npy)")  # fmt: skip
+    return [
+        (f"folder '{folder}'" if number is None else f"sample {number} of folder '{folder}'", sample)
+        for number, sample in sorted(samples.items(), key=lambda item: item[0] or 0)
+    ]
+
+
+def _test_data(folder: Path, paths: Iterable[Path], inputs: Sequence[str]) -> Sample:
+    """The sample of ``input_<number>.pb`` files; the outputs that lie beside them are not read."""
+    sample: Sample = {}
+    for path in paths:
+        numbered = _NUMBERED.fullmatch(path.stem)
+        if numbered is None or numbered[1] != "input":
+            continue
+        name, array = _load(path, _tensor)
+        place = int(numbered[2])
+        if name not in inputs and place >= len(inputs):
+            raise ArgumentError(f"calibration: '{path}' is for input {place}, counted from 0, and the model has "
+                                f"{len(inputs)}: {_quoted(inputs)}")  # fmt: skip
+        sample[name if name in inputs else inputs[place]] = array
+    if not sample:
+        raise ArgumentError(f"calibration: folder '{folder}' holds .pb files, but no input_0.pb")
+    return sample
+
+
+def _in_order(paths: Iterable[Path]) -> list[Path]:
+    """By name, numbers by value."""
+
+    def key(path: Path) -> list[Any]:
+        return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", path.name))]
+
+    return sorted(paths, key=key)
+
+
+def _load(path: Path, read: Callable[[Path], Any]) -> Any:
+    """What ``read`` gives; ArgumentError for a file that it cannot read."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ArgumentError(f"calibration: '{path}' cannot be read as an .npz file: {_said(error)}") from None
+        return read(path)
+    except Exception as error:  # numpy, zipfile, zlib, tokenize and protobuf raise a dozen classes for broken files
+        raise ArgumentError(f"calibration: '{path}' cannot be read as {_KINDS[path.suffix]}: {_said(error)}") from None
+
+
+_KINDS = {".npz": "an .npz file", ".npy": "an .npy file", ".pb": "a tensor of ONNX test data"}
+
+
+def _npz(path: Path) -> Sample:
+    archive = np.load(path, allow_pickle=False)
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError("it is a single array; an .npz file holds one for each input")
+    with archive:
+        return {name: archive[name] for name in archive.files}
 
 
 def _npy(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ArgumentError(f"calibration: '{path}' cannot be read as an .npy file: {_said(error)}") from None
+    array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError("it is an archive of arrays; call it .npz")
+    return array
+
+
+def _tensor(path: Path) -> tuple[str, np.ndarray]:
+    tensor = onnx.TensorProto.FromString(path.read_bytes())
+    if tensor.data_type == onnx.TensorProto.UNDEFINED:
+        raise ValueError("it holds no tensor")
+    return tensor.name, as_array(tensor)
 
 
 def _said(error: Exception) -> str:
-    if "pickle" in str(error).lower():
+    text = " ".join(str(error).split())
+    if "pickle" in text.lower():
         return "it holds Python objects, or is no array file at all"
-    return str(error).strip() or type(error).__name__
+    return text or type(error).__name__
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none"

@@ -3,93 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
+from ..ir.infer import Shapes
+from ..ir.opdef import body_of
 from ..ir.program import Program, Variable
-from ..ir.types import FLOATS, numpy_dtype
-from .executor import Executor
+from ..ir.tensors import as_array, byte_size, tensor_type
+from ..ir.types import BYTES, FLOATS, HALF, numpy_dtype
+from ..passes.lowering import lower
+from . import tensors as values
+from .binding import PlainStep, Step, needs_plain
+from .feeds import Feeds
 from .place import CPUPlace
+from .scope import Scope, global_scope
+from .session import Settings, create_session
+from .statistics import Difference, TensorStats
 
-#: Bytes of activations that one run may hand out; a model with more is run several times, a part at a time.
-_GROUP = 1 << 30
+#: Bytes of activations that one run of the fp32 program hands out; a model with more is run a part at a time.
+GROUP = 1 << 28
+#: What a dimension that depends on data is taken to be, where bytes are counted.
+_UNKNOWN = 256
+#: Bytes of constants that go into a session's model, which protobuf ends at 2 GB; what is more is fed.
+EMBEDDED = 1 << 30
+#: A constant is fed from this size on; operators want small ones to be known when a session is made.
+_LARGE = 1 << 20
 
-Batch = dict[str, np.ndarray]
+_CPU = CPUPlace()
+# above "basic" onnxruntime may rearrange fp32 arithmetic between two roundings
+_SETTINGS = Settings(optimization_level="basic")
 
-
-@dataclass
-class TensorStats:
-    """A tensor over all batches.
-
-    ``largest``, ``smallest``: magnitude of the largest, and of the smallest number that is not zero, in fp32.
-    ``rounding``: relative L2 error of storing the fp32 values in 16 bit, those that overflow left out.
-    ``error``: relative L2 error of the value in the converted program. ``finite``: whether that is finite where
-    the fp32 value is.
-    """
-
-    largest: float = 0.0
-    smallest: float = math.inf
-    finite: bool = True
-    _square: float = 0.0
-    _rounding: float = 0.0
-    _error: float = 0.0
-
-    @property
-    def rounding(self) -> float:
-        """Relative L2 error of storing the tensor."""
-        return _relative(self._rounding, self._square)
-
-    @property
-    def error(self) -> float:
-        """Relative L2 error of the converted program's value."""
-        return _relative(self._error, self._square) if self.finite else math.inf
-
-    def add(self, value: np.ndarray, converted: np.ndarray, dtype: np.dtype) -> None:
-        """Take another batch in."""
-        value = value.astype(np.float32, copy=False).reshape(-1)
-        size = np.abs(value)
-        self.largest = max(self.largest, float(size.max(initial=0.0)))
-        self.smallest = min(self.smallest, float(size.min(initial=np.inf, where=size > 0)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            stored = value.astype(dtype).astype(np.float32)
-            known = np.isfinite(value)
-            kept = known & np.isfinite(stored)
-            other = converted.astype(np.float32, copy=False).reshape(-1)
-            self.finite = self.finite and bool(np.isfinite(other[known]).all())
-            self._square += _square(value[known])
-            self._rounding += _square((stored - value)[kept])
-            self._error += _square((other - value)[known])
+Batch = Mapping[str, np.ndarray]
 
 
 @dataclass
 class Measurement:
-    """``tensors``: statistics by the tensor's name in the fp32 program. ``outputs``: of each output its relative L2
-    error, for integers, booleans and strings the share of elements that differ."""
+    """``tensors``: statistics by the tensor's name in the fp32 program, in its order. ``outputs``: of each output its
+    relative L2 error; for integers, booleans and strings the share of elements that differ."""
 
     tensors: dict[str, TensorStats] = field(default_factory=dict)
     outputs: dict[str, float] = field(default_factory=dict)
 
-    def culprits(self, program: Program) -> list[str]:
-        """What the operators of ``program`` make, in the order in which the error grows at them, most first."""
+    def growth(self, program: Program) -> dict[str, float]:
+        """By how much the error of each floating-point tensor that an operator of ``program``, the fp32 one, makes
+        exceeds the largest that it reads; 0 where it reads one that is not finite. A tensor that was not measured (a
+        sequence, integers) has the error of what it comes from."""
+        errors = {v.key: self.tensors[v.name].error for v in program.inputs if v.name in self.tensors}
         growth: dict[str, float] = {}
         for op in program.operators:
-            came = [self.tensors[v.name].error for v in op.inputs if v is not None and v.name in self.tensors]
+            came = max((errors.get(v.key, 0.0) for v in (*op.inputs, *op.captures) if v is not None), default=0.0)
             for variable in op.outputs:
-                if variable is not None and variable.name in self.tensors:
-                    error = self.tensors[variable.name].error
-                    worst = max(came, default=0.0)
-                    growth[variable.name] = error - worst if math.isfinite(worst) else 0.0
+                if variable is None:
+                    continue
+                found = self.tensors.get(variable.name)
+                errors[variable.key] = came if found is None else found.error
+                if found is not None:
+                    growth[variable.name] = found.error - came if math.isfinite(came) else 0.0
+        return growth
+
+    def culprits(self, program: Program) -> list[str]:
+        """What the operators of ``program`` make, where the error grows most first; equals in program order."""
+        growth = self.growth(program)
         return sorted(growth, key=lambda name: -growth[name])
 
 
 def outputs_of(program: Program, batches: Sequence[Batch]) -> list[list[Any]]:
-    """The outputs of ``program`` on each batch, computed on CPU (16-bit operators faithfully)."""
-    executor = _executor()
-    fetched = [v.name for v in program.outputs]
-    return [executor.run(program, feed=_fed(program, batch), fetch_list=fetched) for batch in batches]
+    """The outputs of ``program`` on each batch, computed on CPU (16-bit operators faithfully).
+
+    Raises: FeedError, FeedTypeError for feeds that the program does not take, GraphError where it cannot be lowered,
+    PlaceError, ExecutionError from onnxruntime.
+    """
+    runner = _Runner(program, [v.name for v in program.outputs])
+    return [runner.run(batch) for batch in batches]
 
 
 def measure(reference: Program, converted: Program, batches: Sequence[Batch], dtype: str, *,
@@ -104,87 +93,55 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
         expected: what the outputs should be, where that is not what ``reference`` gives.
         tensors: whether to compare inner tensors as well; those of nested graphs are never seen.
 
-    Raises: what :meth:`.executor.Executor.run` raises for feeds that the model does not take.
+    Raises: ArgumentError for another type than float16 or bfloat16; what :func:`outputs_of` raises.
     """
+    if dtype not in HALF:
+        raise ArgumentError(f"measure: dtype is one of {', '.join(sorted(HALF))}, got {dtype!r}")
     found = Measurement()
-    expected = outputs_of(reference, batches) if expected is None else expected
-    names = [v.name for v in reference.outputs]
-    differences = [_Difference() for _ in names]
-    for wanted, got in zip(expected, outputs_of(converted, batches), strict=True):
-        for difference, one, other in zip(differences, wanted, got, strict=True):
+    wanted = _Runner(reference, [v.name for v in reference.outputs]) if expected is None else None
+    runner = _Runner(converted, [v.name for v in reference.outputs])
+    differences = {v.name: Difference() for v in reference.outputs}
+    for number, batch in enumerate(batches):
+        exact = wanted.run(batch) if wanted is not None else (expected or ())[number]
+        for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
             difference.add(one, other)
-    found.outputs = {name: d.error for name, d in zip(names, differences, strict=True)}
-    if tensors:
-        for group in _groups(_comparable(reference, converted)):
+    found.outputs = {name: difference.error for name, difference in differences.items()}
+    del wanted, runner
+    if tensors and batches:
+        largest = max(batches, key=lambda batch: sum(np.size(value) for value in batch.values()))
+        for group in _groups(reference, _comparable(reference, converted), largest):
             _compare(reference, converted, batches, group, numpy_dtype(dtype), found)
     return found
 
 
 def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: np.dtype,
              found: Measurement) -> None:  # fmt: skip
-    one, other = _executor(), _executor()
+    one, other = _Runner(reference, names), _Runner(converted, names)
     for batch in batches:
-        values = one.run(reference, feed=_fed(reference, batch), fetch_list=names)
-        others = other.run(converted, feed=_fed(converted, batch), fetch_list=names)
-        for name, value, converted_value in zip(names, values, others, strict=True):
-            found.tensors.setdefault(name, TensorStats()).add(value, converted_value, dtype)
-
-
-class _Difference:
-    """How far an output is off, over all batches."""
-
-    def __init__(self) -> None:
-        self.square = self.off = 0.0
-        self.count = self.different = 0
-
-    def add(self, wanted: Any, got: Any) -> None:
-        if not isinstance(wanted, np.ndarray) or not isinstance(got, np.ndarray):  # a sequence, or an absent optional
-            pairs = zip(wanted, got, strict=False) if isinstance(wanted, list) and isinstance(got, list) else ()
-            if isinstance(wanted, list) and isinstance(got, list) and len(wanted) == len(got):
-                for one, other in pairs:
-                    self.add(one, other)
-            elif wanted is not got:
-                self.count, self.different = self.count + 1, self.different + 1
-        elif wanted.shape != got.shape:
-            self.count, self.different = self.count + wanted.size, self.different + wanted.size
-        elif wanted.dtype.kind in "fV" or wanted.dtype.name == "bfloat16":
-            one, other = wanted.astype(np.float64), got.astype(np.float64)
-            same = (one == other) | (np.isnan(one) & np.isnan(other))
-            with np.errstate(invalid="ignore"):
-                self.off += _square((other - one)[~same])
-            self.square += _square(one[np.isfinite(one)])
-        else:
-            self.count += wanted.size
-            self.different += int((wanted != got).sum())
-
-    @property
-    def error(self) -> float:
-        share = self.different / self.count if self.count else 0.0
-        return max(_relative(self.off, self.square), share) if not math.isnan(self.off) else math.nan
-
-
-def _square(values: np.ndarray) -> float:
-    return float(np.dot(values.reshape(-1).astype(np.float64), values.reshape(-1).astype(np.float64)))
-
-
-def _relative(off: float, square: float) -> float:
-    """Root of a ratio of sums of squares; what should be zero and is not counts as 1."""
-    return math.sqrt(off / square) if square > 0 else float(off > 0)
+        for name, exact, rounded in zip(names, one.run(batch), other.run(batch), strict=True):
+            found.tensors.setdefault(name, TensorStats()).add(exact, rounded, dtype)
 
 
 def _comparable(reference: Program, converted: Program) -> list[Variable]:
     """Floating-point tensors that both programs compute or are fed, in the order of the reference."""
-    made = {v for op in reference.operators for v in op.outputs if v is not None}
-    seen = [v for v in reference.variables if v.dtype in FLOATS and v.data is None and converted.has_var(v.name)]
-    return [v for v in seen if v in made or v in reference.inputs]
+    made = {v.key for op in reference.operators for v in op.outputs if v is not None}
+    made |= {v.key for v in reference.inputs if v.data is None and not v.persistable}
+    seen = [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
+    return [v for v in seen if converted.var(v.name).dtype in FLOATS]
 
 
-def _groups(variables: Iterable[Variable]) -> Iterator[list[str]]:
+def _groups(program: Program, variables: Iterable[Variable], batch: Batch) -> Iterator[list[str]]:
+    """The names in parts of at most GROUP bytes, or one tensor, for the shapes of this batch."""
+    variables = list(variables)
+    known = all(v.shape is not None and all(isinstance(d, int) for d in v.shape) for v in variables)
+    shapes = None if known else Shapes(program, {name: np.shape(value) for name, value in batch.items()})
     group: list[str] = []
     held = 0
     for variable in variables:
-        size = 4 * math.prod(d if isinstance(d, int) else 64 for d in variable.shape or (64, 64))
-        if group and held + size > _GROUP:
+        shape = variable.shape if shapes is None else shapes[variable][1]
+        sizes = (_UNKNOWN, _UNKNOWN) if shape is None else shape
+        size = BYTES[variable.dtype or ""] * math.prod(d if isinstance(d, int) else _UNKNOWN for d in sizes)
+        if group and held + size > GROUP:
             yield group
             group, held = [], 0
         group.append(variable.name)
@@ -193,13 +150,54 @@ def _groups(variables: Iterable[Variable]) -> Iterator[list[str]]:
         yield group
 
 
-def _fed(program: Program, batch: Batch) -> Batch:
-    """The feeds with the element types that the program declares: an input may have become 16 bit."""
-    declared = {v.name: numpy_dtype(v.dtype) for v in program.inputs if v.dtype in FLOATS}
-    return {name: value.astype(declared[name], copy=False) if name in declared else value
-            for name, value in batch.items()}  # fmt: skip
+class _Runner:
+    """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the bodies of
+    operators depend on shapes; then one serves until the shapes change."""
+
+    def __init__(self, program: Program, fetches: Sequence[str]) -> None:
+        self.program, self.scope = _fed_weights(program)
+        self.fetches = [self.program.var(name) for name in fetches]
+        self.feeds = Feeds(self.program, self.fetches)
+        self.declared = {v.name: numpy_dtype(v.dtype) for v in self.program.inputs if v.dtype in FLOATS}
+        self.shaped = bool(program.info.functions) or any(body_of(op) is not None for op in self.program.walk())
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.step: Step | PlainStep | None = None
+
+    def run(self, batch: Batch) -> list[Any]:
+        """The fetches as arrays (ml_dtypes for bfloat16), sequences and maps as onnxruntime gives them."""
+        if not self.fetches:
+            return []
+        feeds = self.feeds.check({name: self._typed(name, value) for name, value in batch.items()})
+        self.feeds.check_shapes(feeds)
+        shapes = {n: np.shape(v) for n, v in feeds.items() if self.program.var(n).dtype} if self.shaped else {}
+        if self.step is None or shapes != self.shapes:
+            self.step, self.shapes = self._compiled(shapes), shapes
+        return self.step.run(self.scope, feeds, True)
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """The feed with the type that the program declares: an input may have become 16 bit."""
+        with np.errstate(over="ignore"):
+            return value.astype(self.declared[name], copy=False) if name in self.declared else value
+
+    def _compiled(self, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
+        lowered = lower(self.program, "cpu", shapes, self.fetches, updates=False)
+        session, graph = create_session(lowered.model, _CPU, _SETTINGS, self.program.name)
+        if needs_plain(lowered):
+            return PlainStep(session, lowered, _CPU, self.program.name, "")
+        return Step(session, graph, lowered, _CPU, self.program.name, "")
 
 
-def _executor() -> Executor:
-    # above "basic" onnxruntime may rearrange fp32 arithmetic between two roundings
-    return Executor(CPUPlace(), optimization_level="basic")
+def _fed_weights(program: Program) -> tuple[Program, Scope]:
+    """The program and its state. Where the constants exceed what one session's model holds, a copy of the program of
+    which the large ones are state."""
+    sizes = {v.name: byte_size(*tensor_type(v.data)) for v in program.variables if v.is_constant}
+    if sum(sizes.values()) <= EMBEDDED:
+        return program, global_scope()
+    program, scope = program.clone(), Scope()
+    scope._values.update(global_scope()._values)
+    for name, size in sizes.items():
+        if size >= _LARGE:
+            variable = program.var(name)
+            scope._values[name] = values.from_array(as_array(variable.data), _CPU, variable.dtype)
+            variable.data, variable.persistable = None, True
+    return program, scope
