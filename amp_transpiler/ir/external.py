@@ -115,7 +115,8 @@ class Layout:
     def _write_data(self, stream: BinaryIO) -> None:
         for variable, (offset, _) in self.places.items():
             stream.write(b"\0" * (offset - stream.tell()))
-            stream.write(raw_bytes(self.values.get(variable, variable.data)))
+            for piece in raw_bytes(self.values.get(variable, variable.data)):
+                stream.write(piece)
 
 
 def _contents(program: Program, values: dict[Variable, Any]) -> list[Variable]:

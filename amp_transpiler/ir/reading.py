@@ -160,7 +160,7 @@ class DataFiles:
         if offset + length > mapped.size:
             raise ModelFileError(f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} "
                                  f"bytes, tensor '{tensor.name}' ends at byte {offset + length}")  # fmt: skip
-        return ExternalTensor(tensor, file, mapped[offset : offset + length])
+        return ExternalTensor(tensor, file, mapped, offset, length)
 
     def _file(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
         if location not in self._mapped:
@@ -185,4 +185,4 @@ class DataFiles:
         except OSError as error:
             raise ModelFileError(f"the external data file '{file}' of {self.label} cannot be read: "
                                  f"{error.strerror}") from None  # fmt: skip
-        return file, mapped.view(np.ndarray)
+        return file, mapped

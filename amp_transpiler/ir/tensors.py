@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from .types import NAMES, ONNX_TYPES, element_type, numpy_dtype
 
 #: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.
 SMALL = 1024
+#: Elements of the pieces in which large content is read and converted.
+CHUNK = 1 << 22
 
 Tensor = onnx.TensorProto | onnx.SparseTensorProto
 
@@ -29,12 +32,14 @@ class ExternalTensor:
     ``proto`` is the TensorProto of the model, ``file`` the data file, ``raw`` the mapped bytes.
     """
 
-    __slots__ = ("dtype", "file", "proto", "raw", "shape")
+    __slots__ = ("_mapping", "_offset", "dtype", "file", "proto", "raw", "shape")
 
-    def __init__(self, proto: onnx.TensorProto, file: Path, raw: np.ndarray) -> None:
+    def __init__(self, proto: onnx.TensorProto, file: Path, mapped: np.ndarray, offset: int, length: int) -> None:
         self.proto = proto
         self.file = file
-        self.raw = raw
+        self.raw = mapped.view(np.ndarray)[offset : offset + length]
+        self._mapping: mmap.mmap | None = getattr(mapped, "_mmap", None)
+        self._offset = offset
         self.dtype = numpy_dtype(NAMES[proto.data_type])
         self.shape = tuple(proto.dims)
 
@@ -52,8 +57,60 @@ class ExternalTensor:
             array = array.copy() if copy else array
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def release(self) -> None:
+        """Let the system take back the memory of what was read; it is read anew when it is used."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            start = self._offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._mapping.madvise(mmap.MADV_DONTNEED, start, self._offset + self.raw.size - start)
+
     def __repr__(self) -> str:
         return f"<{self.proto.name}: {self.dtype}{list(self.shape)} in {self.file}>"
+
+
+class CastTensor:
+    """Constant content in another floating type, which is converted when it is used and not kept.
+
+    ``source`` is the content as it was. ``np.asarray`` gives the converted content.
+    """
+
+    __slots__ = ("dtype", "element_type", "shape", "source")
+
+    def __init__(self, source: Any, element_type: str) -> None:
+        self.source = source
+        self.element_type = element_type
+        self.dtype = numpy_dtype(element_type)
+        self.shape = tensor_type(source)[1]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.concatenate([*chunks(self), np.zeros(0, self.dtype)]).reshape(self.shape)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype}{list(self.shape)} of {self.source!r}>"
+
+
+def chunks(data: Any) -> Iterator[np.ndarray]:
+    """Constant content in flat pieces of at most :data:`CHUNK` elements; a mapped tensor is released at the end."""
+    if isinstance(data, CastTensor):
+        with np.errstate(over="ignore", invalid="ignore"):
+            for piece in chunks(data.source):
+                yield piece.astype(data.dtype)
+        return
+    flat = as_array(data).reshape(-1)
+    for start in range(0, flat.size, CHUNK):
+        yield flat[start : start + CHUNK]
+    release(data)
+
+
+def release(data: Any) -> None:
+    """Let go of the memory of mapped content that was read."""
+    if isinstance(data, ExternalTensor):
+        data.release()
 
 
 def as_array(data: Any) -> np.ndarray:
@@ -103,6 +160,8 @@ def tensor_type(data: Any) -> tuple[str, tuple[int, ...]]:
         return NAMES[data.values.data_type], tuple(data.dims)
     if isinstance(data, ExternalTensor):
         return NAMES[data.proto.data_type], data.shape
+    if isinstance(data, CastTensor):
+        return data.element_type, data.shape
     array = np.asarray(data)
     return _type_of(array.dtype), array.shape
 
@@ -146,17 +205,26 @@ def to_proto(data: Any, name: str) -> onnx.TensorProto:
         embedded = _header(data.proto, name)
         embedded.raw_data = data.raw.tobytes()
         return embedded
+    if isinstance(data, CastTensor):
+        cast = onnx.numpy_helper.from_array(np.asarray(data), name)
+        return annotated(cast, data.source)
     array = np.asarray(data)
     return onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
 
 
-def raw_bytes(data: Any) -> memoryview:
-    """The little-endian bytes of constant content as they stand in an external data file."""
-    if isinstance(data, ExternalTensor):
-        return memoryview(data.raw.data)
-    if not isinstance(data, onnx.TensorProto) or not data.HasField("raw_data"):
-        data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(data)))
-    return memoryview(data.raw_data)
+def raw_bytes(data: Any) -> Iterator[memoryview]:
+    """The little-endian bytes of constant content as they stand in an external data file, piece by piece."""
+    if isinstance(data, CastTensor):
+        for piece in chunks(data):
+            yield memoryview(piece.view(np.uint8).data)
+    elif isinstance(data, ExternalTensor):
+        for start in range(0, data.raw.size, 4 * CHUNK):
+            yield memoryview(data.raw[start : start + 4 * CHUNK].data)
+        data.release()
+    else:
+        if not isinstance(data, onnx.TensorProto) or not data.HasField("raw_data"):
+            data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(data)))
+        yield memoryview(data.raw_data)
 
 
 def _header(proto: onnx.TensorProto, name: str) -> onnx.TensorProto:
@@ -168,9 +236,16 @@ def _header(proto: onnx.TensorProto, name: str) -> onnx.TensorProto:
     return header
 
 
+def _proto(data: Any) -> Any:
+    """The TensorProto that constant content came as; the content itself where it came otherwise."""
+    while isinstance(data, CastTensor):
+        data = data.source
+    return data.proto if isinstance(data, ExternalTensor) else data
+
+
 def annotated(proto: Any, old: Any) -> Any:
     """``proto`` with the doc string and metadata of the content ``old`` that it replaces."""
-    source = old.proto if isinstance(old, ExternalTensor) else old
+    source = _proto(old)
     if isinstance(source, onnx.TensorProto) and (source.doc_string or source.metadata_props):
         proto.doc_string = source.doc_string
         proto.metadata_props.extend(source.metadata_props)
@@ -179,12 +254,10 @@ def annotated(proto: Any, old: Any) -> Any:
 
 def external_proto(data: Any, name: str, location: str, offset: int, length: int) -> onnx.TensorProto:
     """A TensorProto called ``name`` whose content lies in the file ``location``."""
-    source = data.proto if isinstance(data, ExternalTensor) else data
-    if isinstance(source, onnx.TensorProto):
-        proto = _header(source, name)
-    else:
-        dtype, shape = tensor_type(source)
-        proto = onnx.TensorProto(name=name, data_type=ONNX_TYPES[dtype], dims=shape)
+    dtype, shape = tensor_type(data)
+    source = _proto(data)
+    proto = _header(source, name) if isinstance(source, onnx.TensorProto) else onnx.TensorProto(name=name, dims=shape)
+    proto.data_type = ONNX_TYPES[dtype]
     proto.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
         proto.external_data.add(key=key, value=value)

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from ..ir.program import FORWARD, Operator, Program, Variable
+from ..ir.tensors import CastTensor
 from ..ir.types import HALF, ONNX_TYPES
 from ..lists import AutoMixedPrecisionLists
 from . import constants
@@ -185,7 +186,7 @@ def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
 class _Inserter:
     """Inserts casts and remembers them."""
 
-    def __init__(self, program: Program, contents: dict[Variable, np.ndarray]) -> None:
+    def __init__(self, program: Program, contents: dict[Variable, np.ndarray | CastTensor]) -> None:
         self.program = program
         self.contents = contents
         self.made: dict[tuple[Variable, str], Variable] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import onnx
 
 from ..errors import PrecisionError
 from ..ir.program import Operator, Variable
-from ..ir.tensors import annotated, as_array, to_proto
+from ..ir.tensors import CastTensor, annotated, as_array, chunks, tensor_type, to_proto
 from ..ir.types import FLOATS, numpy_dtype
 
 _LIMITS = {"float16": "65504", "bfloat16": "3.3895e38", "float32": "3.4028e38"}
+#: Elements from which on a converted constant is not kept.
+_LARGE = 1 << 16
 _ATTRIBUTES = ("value", "value_float", "value_floats")
 
 
@@ -42,11 +45,27 @@ def has_content(variable: Variable) -> bool:
     return content(variable) is not None
 
 
-def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray:
-    """The content in ``dtype``; PrecisionError where a finite number leaves its range."""
-    array = as_array(content(variable))
+def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastTensor:
+    """The content in ``dtype``, a large one when it is used; PrecisionError where a finite number leaves its range."""
+    data = content(variable)
+    if math.prod(tensor_type(data)[1]) >= _LARGE:
+        limit = float(_LIMITS[dtype])
+        for piece in chunks(data):
+            if not (-limit <= piece.min() and piece.max() <= limit):  # NaN as well
+                _check_range(variable, piece, _cast(piece, dtype), dtype, reader)
+        return CastTensor(data, dtype)
+    array = as_array(data)
+    result = _cast(array, dtype)
+    _check_range(variable, array, result, dtype, reader)
+    return result
+
+
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        result = array.astype(numpy_dtype(dtype))
+        return array.astype(numpy_dtype(dtype))
+
+
+def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtype: str, reader: str) -> None:
     lost = np.isfinite(array) & ~np.isfinite(result)
     if lost.any():
         worst, kind = float(np.abs(array[lost]).max()), "parameter" if variable.persistable else "constant"
@@ -55,12 +74,15 @@ def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray:
             f"{dtype} (±{_LIMITS[dtype]}), and '{reader}' reads it in {dtype}. Put '{variable.name}' on "
             "custom_black_varnames to keep its readers fp32, or change its value"
         )
-    return result
 
 
-def replace(variable: Variable, array: np.ndarray) -> None:
+def replace(variable: Variable, array: np.ndarray | CastTensor) -> None:
     """Let the variable carry ``array``. What a scope holds of it is left alone."""
     producer = variable.producer
+    if isinstance(array, CastTensor) and producer is None:
+        variable.data = array
+        return
+    array = np.asarray(array)
     if producer is None:
         variable.data = annotated(to_proto(array, variable.name), variable.data)
         return

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..ir.program import Operator, Variable
-from ..ir.tensors import as_array, tensor_type
+from ..ir.tensors import as_array, release, tensor_type
 from . import constants
 
 #: Norm (L2) of the weights of one result from which on ordinary inputs (some tens) leave float16. Trained networks
@@ -39,6 +39,8 @@ def gain(variable: Variable, axes: tuple[int, ...] | int) -> float:
     if array.dtype != np.float32:  # stored in 16 bit: whoever did so took the product into 16 bit
         return 0.0
     summed = math.prod(array.shape[axis] for axis in ((axes,) if isinstance(axes, int) else axes))
-    if max(float(array.max()), -float(array.min())) * math.sqrt(summed) < LARGE:
+    largest = max(float(array.max()), -float(array.min()))
+    release(data)
+    if largest * math.sqrt(summed) < LARGE:
         return 0.0
     return math.sqrt(float(np.square(array, dtype=np.float64).sum(axis=axes).max()))

@@ -60,5 +60,3 @@ def _lost(program: Program, before: Program, after: Program) -> bool:
     return any(
         has_kernel(_CUDA, kind, "float32", old) and not has_kernel(_CUDA, kind, "float32", new) for kind in kinds
     )
-
-

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..ir.program import Program, Variable
-from ..ir.tensors import as_array
+from ..ir.tensors import CHUNK, as_array, release
 from ..ir.types import FLOATS
 from . import constants
 from .bounds import RULES, Interval
@@ -114,6 +114,7 @@ def _content(variable: Variable) -> Interval | None:
     if array.size == 0:
         return 0.0, 0.0
     low, high = float(array.min()), float(array.max())
+    release(data)
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
@@ -129,6 +130,13 @@ def _row_sums(weight: Variable, axis: str) -> tuple[np.ndarray, np.ndarray] | No
     else:
         kept = 0 if axis == "first" else 1
         axes = tuple(i for i in range(array.ndim) if i != kept)
-    total = array.sum(axes, dtype=np.float64).reshape(-1)
-    size = np.abs(array).sum(axes, dtype=np.float64).reshape(-1)
+    totals, sizes = [], []
+    rows = max(CHUNK * array.shape[0] // max(array.size, 1), 1)
+    for start in range(0, array.shape[0], rows):
+        block = array[start : start + rows]
+        totals.append(block.sum(axes, dtype=np.float64))
+        sizes.append(np.abs(block).sum(axes, dtype=np.float64))
+    release(data)
+    join = sum if any(axis % array.ndim == 0 for axis in axes) else np.concatenate
+    total, size = (np.asarray(join(parts)).reshape(-1) for parts in (totals, sizes))
     return ((size + total) / 2, (size - total) / 2) if np.isfinite(size).all() else None

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..ir.program import Operator, Program, Variable
-from ..ir.tensors import as_array
+from ..ir.tensors import as_array, release
 from ..ir.types import numpy_dtype
 from . import constants
 from .evidence import ConstantNote, Evidence
@@ -148,6 +148,7 @@ class _Survival:
                 if found.beyond:
                     self._overflow(variable, found)
                 self._underflow(variable, array, found)
+            release(constants.content(variable))
         if self.kept:
             spread = Spread(self.flow, self.dtype, self.evidence, self.binary, lambda v: False)
             for variable, (bits, why) in self.kept.items():
