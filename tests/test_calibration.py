@@ -105,6 +105,14 @@ def test_one_sample_alone(tmp_path: Path) -> None:
     assert same(load_calibration(save_pb(tmp_path / "pb", batch), program()), [batch])
 
 
+def test_onnx_test_data_may_name_its_tensors(tmp_path: Path) -> None:
+    batch = feeds()
+    turned = {name: batch[name] for name in reversed(batch)}
+    assert same(load_calibration(save_pb(tmp_path / "named", turned), program()), [batch])
+    with pytest.raises(FeedTypeError, match="'image' .* is int64"):
+        load_calibration(save_pb(tmp_path / "counted", turned, named=False), program())
+
+
 def test_an_inputs_own_name_may_end_in_a_number(tmp_path: Path) -> None:
     p = program("m (float[2] input_0, float[2] input_1) => (float[2] y) { y = Add(input_0, input_1) }")
     batch = {"input_0": np.ones(2, np.float32), "input_1": np.zeros(2, np.float32)}

@@ -129,6 +129,9 @@ def test_tensors_of_other_shapes_have_nothing_in_common() -> None:
     found = TensorStats()
     found.add(np.ones(4, np.float32), np.ones(3, np.float16), TYPES["float16"])
     assert found.error == 1 and found.finite
+    found = TensorStats()
+    found.add(np.zeros((0, 3), np.float32), np.ones((2, 3), np.float16), TYPES["float16"])
+    assert found.error == 1
 
 
 def test_infinity_in_fp32_is_no_overflow_and_hides_none() -> None:
@@ -159,6 +162,21 @@ def test_outputs_are_those_of_the_executor(dtype: str, keep_io: bool) -> None:
     found = run_measure(reference(proto), half, batches, dtype, tensors=False)
     norm = math.sqrt(sum((e.astype(np.float64) ** 2).sum() for e in exact))
     assert found.outputs["y"] == pytest.approx(off / norm) and found.tensors == {}
+
+
+def test_arithmetic_is_not_rearranged() -> None:
+    """The runtime would compute these seven operators as one LayerNormalization."""
+    text = """m (float[N,8] x) => (float[N,8] y) <float two = {2.0}, float eps = {0.00001}, float[8] w, float[8] b>
+    { m = ReduceMean<axes=[-1]>(x)  d = Sub(x, m)  p = Pow(d, two)  v = ReduceMean<axes=[-1]>(p)  e = Add(v, eps)
+      s = Sqrt(e)  n = Div(d, s)  g = Mul(n, w)  y = Add(g, b) }"""
+    ones = ",".join(["1.1"] * 8)
+    text = text.replace("[8] w", f"[8] w = {{{ones}}}").replace("[8] b", f"[8] b = {{{ones}}}")
+    fp32, batches = reference(onnx.parser.parse_model(HEAD.replace("21", "17") + text)), samples(64)
+    bits = {
+        level: Executor(CPUPlace(), optimization_level=level).run(fp32, batches[0], ["y"], Scope())[0].tobytes()
+        for level in ("basic", "all")
+    }
+    assert bits["basic"] != bits["all"] and outputs_of(fp32, batches)[0][0].tobytes() == bits["basic"]
 
 
 def test_expected_outputs_stand_for_those_of_the_reference() -> None:
@@ -344,10 +362,13 @@ def test_tensors_of_branches_are_covered_by_what_the_branch_gives() -> None:
       z = If<then_branch = t () => (float[2,8] p) { q = MatMul(h, w)  p = Relu(q) },
              else_branch = e () => (float[2,8] n) { n = Neg(h) }>(c)
       y = Add(z, x) }"""
+    proto = model(text)
     for c in (True, False):
         found = measured(text, {**samples(2)[0], "c": np.array(c)})
         assert list(found.tensors) == ["x", "h", "z", "y"]
         assert 0 < found.tensors["z"].error < 1e-2 and found.tensors["z"].finite
+        grown = found.tensors["z"].error - found.tensors["h"].error
+        assert found.growth(reference(proto))["z"] == grown and (grown != 0) == c
 
 
 def test_rounding_may_change_a_shape() -> None:

@@ -126,8 +126,7 @@ def _comparable(reference: Program, converted: Program) -> list[Variable]:
     """Floating-point tensors that both programs compute or are fed, in the order of the reference."""
     made = {v.key for op in reference.operators for v in op.outputs if v is not None}
     made |= {v.key for v in reference.inputs if v.data is None and not v.persistable}
-    seen = [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
-    return [v for v in seen if converted.var(v.name).dtype in FLOATS]
+    return [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
 
 
 def _groups(program: Program, variables: Iterable[Variable], batch: Batch) -> Iterator[list[str]]:
