@@ -123,7 +123,7 @@ def binary_tensors(flow: Flow) -> frozenset[Variable]:
             first = op.inputs[0]
             yes = first is not None and (first.dtype in _INTEGERS or source(first) in found)
         elif name == "Sub":
-            yes = flow.number(read[0]) == 1 and read[0] is not read[-1]
+            yes = bool(read) and flow.number(read[0]) == 1 and read[0] is not read[-1]
         else:
             yes = bool(read) and all(v in found or flow.number(v) in (0, 1) for v in read)
         if yes:

@@ -18,6 +18,8 @@ from .typing import is_float, operator_name
 
 #: Integers that images do not come in.
 _COUNTS = frozenset({"int16", "uint16", "int32", "uint32", "int64", "uint64"})
+#: What a float may become: an index, a size, or a number that is quantised by hand.
+_TARGETS = _COUNTS | {"int8", "uint8"}
 _MOVES = frozenset(
     """
     Concat Expand Flatten Gather GatherElements GatherND Identity Reshape Slice Split Squeeze Tile Transpose Unsqueeze
@@ -91,7 +93,7 @@ def _backwards(ops: list[Operator], evidence: Evidence) -> None:
         name = operator_name(op)
         if name == "Cast":
             read, made = op.input(0), op.output(0)
-            if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _COUNTS:
+            if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:
                 becomes.setdefault(source(read), made.name)
             continue
         target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
