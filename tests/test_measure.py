@@ -102,36 +102,52 @@ def test_numbers_of_every_kind(dtype: str, chunk: int, monkeypatch: pytest.Monke
         x = (rng.standard_normal((5, 9)) * scale).astype(np.float32)
         x[0, :4] = 0, -np.inf, np.nan, 3.4e38 if scale > 1 else 0
         y = x * np.float32(0.999)
-        found.add(x, y, TYPES[dtype])
+        found.add(x, y, dtype)
         values, others = [*values, x], [*others, y]
     check_equal(found, by_numpy(values, others, dtype))
     assert found.finite and found.overflow > 0 and found.largest < math.inf
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_is_that_of_the_type(dtype: str) -> None:
+    """Every number of the type, the ties between them, and the neighbours of the ties."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(TYPES[dtype]).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    ties = ((every[:-1].astype(np.float64) + every[1:]) / 2).astype(np.float32)
+    ties = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+    for numbers in (every, ties, np.geomspace(1e-45, 3.4e38, 100000).astype(np.float32)):
+        with np.errstate(over="ignore"):
+            wanted = numbers.astype(TYPES[dtype]).astype(np.float64)
+        found = statistics.rounded(numbers.astype(np.float64), dtype)
+        fits = np.isfinite(wanted)
+        assert np.array_equal(found[fits], wanted[fits])
+        assert (np.abs(found[~fits]) > float(ml_dtypes.finfo(TYPES[dtype]).max)).all()
+
+
 def test_nothing_and_zeros() -> None:
     found = TensorStats()
-    found.add(np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float16), TYPES["float16"])
+    found.add(np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float16), "float16")
     assert (found.largest, found.smallest, found.overflow, found.rounding, found.error) == (0, math.inf, 0, 0, 0)
-    found.add(np.zeros(4, np.float32), np.zeros(4, np.float16), TYPES["float16"])
+    found.add(np.zeros(4, np.float32), np.zeros(4, np.float16), "float16")
     assert (found.rounding, found.error) == (0, 0)
-    found.add(np.zeros(4, np.float32), np.full(4, 0.5, np.float16), TYPES["float16"])
+    found.add(np.zeros(4, np.float32), np.full(4, 0.5, np.float16), "float16")
     assert found.error == 1
 
 
 def test_a_number_that_is_lost_is_lost_for_good() -> None:
     """Not a number in one batch, and right ones in the next."""
     found, one = TensorStats(), np.ones(4, np.float32)
-    found.add(one, np.array([1, np.nan, 1, 1], np.float16), TYPES["float16"])
-    found.add(one, one.astype(np.float16), TYPES["float16"])
+    found.add(one, np.array([1, np.nan, 1, 1], np.float16), "float16")
+    found.add(one, one.astype(np.float16), "float16")
     assert not found.finite and found.error == math.inf
 
 
 def test_tensors_of_other_shapes_have_nothing_in_common() -> None:
     found = TensorStats()
-    found.add(np.ones(4, np.float32), np.ones(3, np.float16), TYPES["float16"])
+    found.add(np.ones(4, np.float32), np.ones(3, np.float16), "float16")
     assert found.error == 1 and found.finite
     found = TensorStats()
-    found.add(np.zeros((0, 3), np.float32), np.ones((2, 3), np.float16), TYPES["float16"])
+    found.add(np.zeros((0, 3), np.float32), np.ones((2, 3), np.float16), "float16")
     assert found.error == 1
 
 

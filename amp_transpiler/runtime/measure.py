@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..ir.infer import Shapes
 from ..ir.opdef import body_of
 from ..ir.program import Program, Variable
 from ..ir.tensors import as_array, byte_size, tensor_type
@@ -26,7 +25,7 @@ from .statistics import Difference, TensorStats
 
 #: Bytes of activations that one run of the fp32 program hands out; a model with more is run a part at a time.
 GROUP = 1 << 28
-#: What a dimension that depends on data is taken to be, where bytes are counted.
+#: What a dimension that no input names is taken to be, where bytes are counted.
 _UNKNOWN = 256
 #: Bytes of constants that go into a session's model, which protobuf ends at 2 GB; what is more is fed.
 EMBEDDED = 1 << 30
@@ -110,11 +109,11 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
     if tensors and batches:
         largest = max(batches, key=lambda batch: sum(np.size(value) for value in batch.values()))
         for group in _groups(reference, _comparable(reference, converted), largest):
-            _compare(reference, converted, batches, group, numpy_dtype(dtype), found)
+            _compare(reference, converted, batches, group, dtype, found)
     return found
 
 
-def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: np.dtype,
+def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: str,
              found: Measurement) -> None:  # fmt: skip
     one, other = _Runner(reference, names), _Runner(converted, names)
     for batch in batches:
@@ -131,15 +130,14 @@ def _comparable(reference: Program, converted: Program) -> list[Variable]:
 
 def _groups(program: Program, variables: Iterable[Variable], batch: Batch) -> Iterator[list[str]]:
     """The names in parts of at most GROUP bytes, or one tensor, for the shapes of this batch."""
-    variables = list(variables)
-    known = all(v.shape is not None and all(isinstance(d, int) for d in v.shape) for v in variables)
-    shapes = None if known else Shapes(program, {name: np.shape(value) for name, value in batch.items()})
+    fed = ((v.shape or (), np.shape(batch[v.name])) for v in program.inputs if v.name in batch)
+    named = {d: size for shape, sizes in fed for d, size in zip(shape, sizes, strict=False) if isinstance(d, str)}
     group: list[str] = []
     held = 0
     for variable in variables:
-        shape = variable.shape if shapes is None else shapes[variable][1]
-        sizes = (_UNKNOWN, _UNKNOWN) if shape is None else shape
-        size = BYTES[variable.dtype or ""] * math.prod(d if isinstance(d, int) else _UNKNOWN for d in sizes)
+        shape = (None, None) if variable.shape is None else variable.shape
+        sizes = [d if isinstance(d, int) else named.get(d or "", _UNKNOWN) for d in shape]
+        size = BYTES[variable.dtype or ""] * math.prod(sizes)
         if group and held + size > GROUP:
             yield group
             group, held = [], 0
