@@ -68,7 +68,8 @@ def search(
 ) -> Outcome:
     """The conversion of ``program``, which is left as it is, that keeps to ``tolerance`` on the batches.
 
-    The last round of the outcome says so where no conversion does.
+    The last round of the outcome says so where no conversion does. An infinite tolerance is always kept to, so that
+    two runs are enough.
     """
     expected, reference = outputs_of(program, batches), _saturated(program, steps)
     kept: dict[str, str] = {}
@@ -86,8 +87,8 @@ def search(
             if kept:
                 rounds.append(f"{line}; {len(kept)} tensors do not fit {dtype}")
                 continue
-        if error <= tolerance:
-            rounds.append(f"{line}, within {tolerance:g}")
+        if _key(error) <= tolerance:
+            rounds.append(line if math.isinf(tolerance) else f"{line}, within {tolerance:g}")
             return outcome
         if share == 0:
             rounds.append(f"{line}: nothing is left to return to float32, so that {tolerance:g} cannot be met"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,10 +70,11 @@ def convert(
         black_varnames: variables whose readers and writers stay fp32.
         only, exclude: patterns (globs, or regular expressions after "re:") of operator names or scopes that alone
             may become 16 bit, that stay as they are.
-        calibration: for auto mode: feeds (a dict, or several), or ``.npz`` files, or folders of them or of
-            ``.npy`` files; see :func:`.runtime.calibration.load_calibration`.
-        tolerance: relative L2 error of each output that auto mode keeps to on the calibration data; 0.01 for
-            float16, 0.05 for bfloat16.
+        calibration: feeds (a dict, or several), or ``.npz`` files, or folders of them or of ``.npy`` files; see
+            :func:`.runtime.calibration.load_calibration`. Tensors that leave the format or sink below it on
+            this data stay fp32, in every mode.
+        tolerance: relative L2 error of each output that auto mode, and it alone, keeps to on the calibration
+            data; 0.01 for float16, 0.05 for bfloat16.
         input_ranges: the least and the largest value of inputs, for the static range analysis.
         numeric_guards: keep fp32 what is known to leave the format (sums of squares, powers, constants that do
             not survive, positions). False takes mode and lists literally.
@@ -100,10 +102,9 @@ def _check(mode: str, keep_io: Any, calibration: Any, tolerance: float | None, o
         raise ArgumentError(f"convert: mode is one of {', '.join(MODES)}, got {mode!r}")
     if isinstance(keep_io, str):
         raise ArgumentTypeError(f"convert: keep_io is True, False or a list of names, got {keep_io!r}")
-    if calibration is not None and mode != "auto":
-        raise ArgumentError(f"convert: calibration data serves mode 'auto'; mode is {mode!r}, which would ignore it")
-    if tolerance is not None and calibration is None:
-        raise ArgumentError("convert: a tolerance is kept to on calibration data; give calibration, in mode 'auto'")
+    if tolerance is not None and (calibration is None or mode != "auto"):
+        raise ArgumentError("convert: a tolerance is kept to in mode 'auto', on calibration data; "
+                            f"mode is {mode!r}, and calibration is {'' if calibration is None else 'not '}None")  # fmt: skip
     if tolerance is not None and not tolerance > 0:
         raise ArgumentError(f"convert: tolerance is a relative error above 0, got {tolerance}")
     for name, patterns in (("only", only), ("exclude", exclude)):
@@ -143,7 +144,7 @@ class _Job:
             steps = Steps(
                 lambda p: self.evidence(p, measured=True), lambda p, e: self.assign(p, e, narrow), self.progress
             )
-            outcome = search(program, batches, self.dtype, tolerance, steps)
+            outcome = search(program, batches, self.dtype, tolerance if self.mode == "auto" else math.inf, steps)
         else:
             with _collector_paused():
                 evidence = self.evidence(program, measured=False)
@@ -162,7 +163,7 @@ class _Job:
             constants=tuple(outcome.evidence.constants) if outcome.evidence else (),
             ranges=outcome.ranges(),
             outputs=outcome.outputs,
-            tolerance=tolerance if batches else None,
+            tolerance=tolerance if batches and self.mode == "auto" else None,
             rounds=tuple(outcome.rounds),
             notes=tuple(notes),
         )

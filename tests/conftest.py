@@ -12,6 +12,11 @@ from amp_transpiler.runtime import (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exports", metavar="FOLDER", help="exported models to convert: NAME.onnx beside NAME.npz")
+    parser.addoption("--examples", type=int, default=200, metavar="N", help="random models to convert (default: 200)")
+
+
 @pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)
 def exe(request: pytest.FixtureRequest) -> Executor:
     return Executor(request.param, threads=1)

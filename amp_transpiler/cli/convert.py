@@ -27,8 +27,8 @@ _LARGE = 100_000_000
 def run(options: argparse.Namespace) -> int:
     """Convert, write, report; 3 where the tolerance or the check was not met."""
     _check_paths(options)
-    if options.calibration and options.mode != "auto" and not options.check:
-        raise ArgumentError(f"--calibration serves --mode auto and --check; the mode is {options.mode}")
+    if options.tolerance is not None and not (options.calibration or options.check):
+        raise ArgumentError("--tolerance is kept to on data: give --calibration as well, or --check")
     tolerance = options.tolerance
     bar = _Bar(options)
     with bar:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             black_varnames=options.black_varnames,
             only=options.only,
             exclude=getattr(options, "except"),
-            calibration=options.calibration if options.mode == "auto" else None,
+            calibration=options.calibration,
             tolerance=tolerance if options.mode == "auto" and options.calibration else None,
             input_ranges=_ranges(options.input_range or []),
             numeric_guards=not options.no_numeric_guards,

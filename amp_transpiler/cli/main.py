@@ -75,7 +75,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--keep-io", nargs="*", metavar="NAME", help="keep the types of all (default), or of these only")
     kept.add_argument("--no-keep-io", action="store_true", help="float32 inputs and outputs become 16 bit")
     data = parser.add_argument_group("calibration")
-    many(data, "--calibration", "FILE", "for --mode auto and --check: npz files, or folders of npz or npy files")
+    many(data, "--calibration", "FILE", "samples of the inputs: npz files, or folders of npz or npy files")
     data.add_argument("--tolerance", type=float, metavar="ERROR",
                       help="relative L2 error of an output to keep to (default: 0.01, bfloat16 0.05)")  # fmt: skip
     many(data, "--input-range", "NAME=LOW:HIGH", "what an input can hold, for the static range analysis")
