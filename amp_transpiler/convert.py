@@ -103,8 +103,9 @@ def _check(mode: str, keep_io: Any, calibration: Any, tolerance: float | None, o
     if isinstance(keep_io, str):
         raise ArgumentTypeError(f"convert: keep_io is True, False or a list of names, got {keep_io!r}")
     if tolerance is not None and (calibration is None or mode != "auto"):
-        raise ArgumentError("convert: a tolerance is kept to in mode 'auto', on calibration data; "
-                            f"mode is {mode!r}, and calibration is {'' if calibration is None else 'not '}None")  # fmt: skip
+        given = "none" if calibration is None else "given"
+        raise ArgumentError(f"convert: a tolerance is kept to in mode 'auto', on calibration data; mode is {mode!r}, "
+                            f"calibration data {given}")  # fmt: skip
     if tolerance is not None and not tolerance > 0:
         raise ArgumentError(f"convert: tolerance is a relative error above 0, got {tolerance}")
     for name, patterns in (("only", only), ("exclude", exclude)):

@@ -147,7 +147,7 @@ def test_faces_are_sought_in_the_same_places(mode: str, dtype: str) -> None:
             full.run(None, {"input": image}),
             faithful(program, {"input": image}),
         )
-        clear = np.abs(scores[0, :, 1] - 0.5) > {"float16": 0.0, "bfloat16": 0.02}[dtype]
+        clear = np.abs(scores[0, :, 1] - 0.5) > {"float16": 0.0, "bfloat16": 0.1}[dtype]
         assert np.array_equal(scores[0, clear, 1] > 0.5, half_scores[0, clear, 1] > 0.5)
         assert off(half_boxes, boxes) <= TOLERANCE[dtype] and off(half_scores, scores) <= TOLERANCE[dtype]
 

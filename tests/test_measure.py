@@ -330,6 +330,7 @@ def test_activations_that_do_not_fit_come_a_part_at_a_time(
     whole = run_measure(reference(proto), literal(proto), batches, "float16")
     sessions.clear()
     monkeypatch.setattr(measure, "GROUP", 3 * 4 * 8 * 4)  # three tensors of the larger batch
+    monkeypatch.setattr(measure, "_FIRST", 3)
     parts = run_measure(reference(proto), literal(proto), batches, "float16")
     assert sessions == [1, 1, 3, 3, 3, 3, 2, 2] and equal(whole, parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..ir.opdef import body_of
 from ..ir.program import Program, Variable
 from ..ir.tensors import as_array, byte_size, tensor_type
-from ..ir.types import BYTES, FLOATS, HALF, numpy_dtype
+from ..ir.types import FLOATS, HALF, numpy_dtype
 from ..passes.lowering import lower
 from . import tensors as values
 from .binding import PlainStep, Step, needs_plain
@@ -25,11 +25,12 @@ from .statistics import Difference, TensorStats
 
 #: Bytes of activations that one run of the fp32 program hands out; a model with more is run a part at a time.
 GROUP = 1 << 28
-#: What a dimension that no input names is taken to be, where bytes are counted.
-_UNKNOWN = 256
-#: Bytes of constants that go into a session's model, which protobuf ends at 2 GB; what is more is fed.
-EMBEDDED = 1 << 30
-#: A constant is fed from this size on; operators want small ones to be known when a session is made.
+#: Tensors in the first part.
+_FIRST = 32
+#: Bytes of constants that a session's model may hold. Making one copies them four times, and protobuf ends at 2 GB;
+#: where they are more, the large ones are bound to the session from where they lie.
+EMBEDDED = 1 << 28
+#: A constant is bound from this size on; operators want small ones to be known when a session is made.
 _LARGE = 1 << 20
 
 _CPU = CPUPlace()
@@ -97,28 +98,34 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
     if dtype not in HALF:
         raise ArgumentError(f"measure: dtype is one of {', '.join(sorted(HALF))}, got {dtype!r}")
     found = Measurement()
-    wanted = _Runner(reference, [v.name for v in reference.outputs]) if expected is None else None
+    expected = outputs_of(reference, batches) if expected is None else expected
     runner = _Runner(converted, [v.name for v in reference.outputs])
     differences = {v.name: Difference() for v in reference.outputs}
-    for number, batch in enumerate(batches):
-        exact = wanted.run(batch) if wanted is not None else (expected or ())[number]
+    for exact, batch in zip(expected, batches, strict=True):
         for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
             difference.add(one, other)
     found.outputs = {name: difference.error for name, difference in differences.items()}
-    del wanted, runner
-    if tensors and batches:
-        largest = max(batches, key=lambda batch: sum(np.size(value) for value in batch.values()))
-        for group in _groups(reference, _comparable(reference, converted), largest):
-            _compare(reference, converted, batches, group, dtype, found)
+    del runner
+    names = [v.name for v in _comparable(reference, converted)] if tensors and batches else []
+    count = _FIRST
+    while names:  # as many at a time as the last part's sizes let expect
+        part, names = names[:count], names[count:]
+        held = _compare(reference, converted, batches, part, dtype, found)
+        count = max(1, min(count * GROUP // max(held, 1), 16 * count))
     return found
 
 
 def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: str,
-             found: Measurement) -> None:  # fmt: skip
+             found: Measurement) -> int:  # fmt: skip
+    """Take these tensors in; the bytes that the largest batch of them took."""
     one, other = _Runner(reference, names), _Runner(converted, names)
+    held = 0
     for batch in batches:
-        for name, exact, rounded in zip(names, one.run(batch), other.run(batch), strict=True):
+        values = one.run(batch)
+        held = max(held, sum(value.nbytes for value in values))
+        for name, exact, rounded in zip(names, values, other.run(batch), strict=True):
             found.tensors.setdefault(name, TensorStats()).add(exact, rounded, dtype)
+    return held
 
 
 def _comparable(reference: Program, converted: Program) -> list[Variable]:
@@ -128,31 +135,12 @@ def _comparable(reference: Program, converted: Program) -> list[Variable]:
     return [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
 
 
-def _groups(program: Program, variables: Iterable[Variable], batch: Batch) -> Iterator[list[str]]:
-    """The names in parts of at most GROUP bytes, or one tensor, for the shapes of this batch."""
-    fed = ((v.shape or (), np.shape(batch[v.name])) for v in program.inputs if v.name in batch)
-    named = {d: size for shape, sizes in fed for d, size in zip(shape, sizes, strict=False) if isinstance(d, str)}
-    group: list[str] = []
-    held = 0
-    for variable in variables:
-        shape = (None, None) if variable.shape is None else variable.shape
-        sizes = [d if isinstance(d, int) else named.get(d or "", _UNKNOWN) for d in shape]
-        size = BYTES[variable.dtype or ""] * math.prod(sizes)
-        if group and held + size > GROUP:
-            yield group
-            group, held = [], 0
-        group.append(variable.name)
-        held += size
-    if group:
-        yield group
-
-
 class _Runner:
     """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the bodies of
     operators depend on shapes; then one serves until the shapes change."""
 
     def __init__(self, program: Program, fetches: Sequence[str]) -> None:
-        self.program, self.scope = _fed_weights(program)
+        self.program, self.scope, self.weights = _bound_weights(program)
         self.fetches = [self.program.var(name) for name in fetches]
         self.feeds = Feeds(self.program, self.fetches)
         self.declared = {v.name: numpy_dtype(v.dtype) for v in self.program.inputs if v.dtype in FLOATS}
@@ -184,17 +172,19 @@ class _Runner:
         return Step(session, graph, lowered, _CPU, self.program.name, "")
 
 
-def _fed_weights(program: Program) -> tuple[Program, Scope]:
-    """The program and its state. Where the constants exceed what one session's model holds, a copy of the program of
-    which the large ones are state."""
+def _bound_weights(program: Program) -> tuple[Program, Scope, list[np.ndarray]]:
+    """The program and its state. Where the constants exceed EMBEDDED, a copy of the program of which the large ones
+    are state, and the arrays whose memory that is."""
     sizes = {v.name: byte_size(*tensor_type(v.data)) for v in program.variables if v.is_constant}
     if sum(sizes.values()) <= EMBEDDED:
-        return program, global_scope()
+        return program, global_scope(), []
     program, scope = program.clone(), Scope()
     scope._values.update(global_scope()._values)
+    weights = []
     for name, size in sizes.items():
         if size >= _LARGE:
             variable = program.var(name)
-            scope._values[name] = values.from_array(as_array(variable.data), _CPU, variable.dtype)
+            weights.append(np.require(as_array(variable.data), requirements=["C", "A"]))
+            scope._values[name] = values.alias(weights[-1], variable.dtype or "")
             variable.data, variable.persistable = None, True
-    return program, scope
+    return program, scope, weights
