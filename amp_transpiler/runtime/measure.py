@@ -27,8 +27,9 @@ from .statistics import Difference, TensorStats
 GROUP = 1 << 28
 #: Tensors in the first part.
 _FIRST = 32
-#: Bytes of constants that a session's model may hold. Making one copies them four times, and protobuf ends at 2 GB;
-#: where they are more, the large ones are bound to the session from where they lie.
+#: Bytes of constants, 16-bit ones as the fp32 that carries them, that a session's model may hold. Making a session
+#: copies them four times, and protobuf ends at 2 GB; where they are more, the large ones are bound to it from where
+#: they lie. The runtime then adds the terms of a sum in another order, and the last bits of fp32 may differ.
 EMBEDDED = 1 << 28
 #: A constant is bound from this size on; operators want small ones to be known when a session is made.
 _LARGE = 1 << 20
@@ -175,7 +176,8 @@ class _Runner:
 def _bound_weights(program: Program) -> tuple[Program, Scope, list[np.ndarray]]:
     """The program and its state. Where the constants exceed EMBEDDED, a copy of the program of which the large ones
     are state, and the arrays whose memory that is."""
-    sizes = {v.name: byte_size(*tensor_type(v.data)) for v in program.variables if v.is_constant}
+    types = {v.name: tensor_type(v.data) for v in program.variables if v.is_constant}
+    sizes = {name: byte_size("float32" if dtype in HALF else dtype, shape) for name, (dtype, shape) in types.items()}
     if sum(sizes.values()) <= EMBEDDED:
         return program, global_scope(), []
     program, scope = program.clone(), Scope()
