@@ -6,24 +6,22 @@ import math
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from evidence_of import without_parameters
+from statistics_of import TYPES, by_numpy, check_equal
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, FeedError, FeedTypeError
 from amp_transpiler.ir.program import Program
-from amp_transpiler.runtime import CPUPlace, Executor, Scope, measure, statistics
+from amp_transpiler.runtime import CPUPlace, Executor, Scope, measure
 from amp_transpiler.runtime.measure import Measurement, outputs_of
 from amp_transpiler.runtime.measure import measure as run_measure
 from amp_transpiler.runtime.session import Settings
-from amp_transpiler.runtime.statistics import Difference, TensorStats
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 TRAPS = Path(__file__).parents[2] / "shared" / "oracle" / "traps"
-TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 NETWORK = """m (float[N,8] x) => (float[N,8] y) <float[8,8] w = {WEIGHTS}, float[8] b = {0.1, -0.2, 0.3, 0, 0, 1, 2, 3}>
 { h = MatMul(x, w)  a = Add(h, b)  r = Relu(a)  s = Softmax(r)  g = Sigmoid(h)  t = Mul(s, g)  y = Add(t, x) }"""
@@ -54,30 +52,6 @@ def samples(*rows: int, scale: float = 1.0) -> list[dict[str, np.ndarray]]:
 
 
 # -- statistics against numpy ------------------------------------------------------------------------------
-def by_numpy(values: list[np.ndarray], others: list[np.ndarray], dtype: str) -> dict[str, Any]:
-    x = np.concatenate([v.ravel() for v in values]).astype(np.float64)
-    y = np.concatenate([v.ravel() for v in others]).astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        stored = np.concatenate([v.ravel() for v in values]).astype(TYPES[dtype]).astype(np.float64)
-        lost, off = stored - x, y - x
-    known = np.isfinite(x)
-    kept = known & np.isfinite(stored)
-    finite = bool(np.isfinite(y[known]).all())
-    return {
-        "largest": np.abs(x[known]).max(),
-        "smallest": np.abs(x[known & (x != 0)]).min(),
-        "overflow": (known & ~kept).sum() / known.sum(),
-        "rounding": np.linalg.norm(lost[kept]) / np.linalg.norm(x[kept]),
-        "error": np.linalg.norm(off[known]) / np.linalg.norm(x[known]) if finite else np.inf,
-        "finite": finite,
-    }
-
-
-def check_equal(found: TensorStats, wanted: dict[str, Any]) -> None:
-    for name, value in wanted.items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_statistics_are_those_of_the_fetched_tensors(dtype: str) -> None:
     proto, batches = model(NETWORK), samples(3, 5, 3, scale=3)
@@ -90,65 +64,6 @@ def test_statistics_are_those_of_the_fetched_tensors(dtype: str) -> None:
     for i, name in enumerate(names):
         check_equal(found.tensors[name], by_numpy([r[i] for r in runs[fp32]], [r[i] for r in runs[half]], dtype))
     assert half.var("h").dtype == dtype and found.tensors["h"].error > 0
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("chunk", [7, 1 << 16])
-def test_numbers_of_every_kind(dtype: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_CHUNK", chunk)
-    rng = np.random.default_rng(2)
-    found, values, others = TensorStats(), [], []
-    for scale in (1e-9, 1.0, 1e6):
-        x = (rng.standard_normal((5, 9)) * scale).astype(np.float32)
-        x[0, :4] = 0, -np.inf, np.nan, 3.4e38 if scale > 1 else 0
-        y = x * np.float32(0.999)
-        found.add(x, y, dtype)
-        values, others = [*values, x], [*others, y]
-    check_equal(found, by_numpy(values, others, dtype))
-    assert found.finite and found.overflow > 0 and found.largest < math.inf
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rounding_is_that_of_the_type(dtype: str) -> None:
-    """Every number of the type, the ties between them, and the neighbours of the ties."""
-    every = np.arange(1 << 16, dtype=np.uint16).view(TYPES[dtype]).astype(np.float32)
-    every = np.unique(every[np.isfinite(every)])
-    ties = ((every[:-1].astype(np.float64) + every[1:]) / 2).astype(np.float32)
-    ties = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
-    for numbers in (every, ties, np.geomspace(1e-45, 3.4e38, 100000).astype(np.float32)):
-        with np.errstate(over="ignore"):
-            wanted = numbers.astype(TYPES[dtype]).astype(np.float64)
-        found = statistics.rounded(numbers.astype(np.float64), dtype)
-        fits = np.isfinite(wanted)
-        assert np.array_equal(found[fits], wanted[fits])
-        assert (np.abs(found[~fits]) > float(ml_dtypes.finfo(TYPES[dtype]).max)).all()
-
-
-def test_nothing_and_zeros() -> None:
-    found = TensorStats()
-    found.add(np.zeros((0, 4), np.float32), np.zeros((0, 4), np.float16), "float16")
-    assert (found.largest, found.smallest, found.overflow, found.rounding, found.error) == (0, math.inf, 0, 0, 0)
-    found.add(np.zeros(4, np.float32), np.zeros(4, np.float16), "float16")
-    assert (found.rounding, found.error) == (0, 0)
-    found.add(np.zeros(4, np.float32), np.full(4, 0.5, np.float16), "float16")
-    assert found.error == 1
-
-
-def test_a_number_that_is_lost_is_lost_for_good() -> None:
-    """Not a number in one batch, and right ones in the next."""
-    found, one = TensorStats(), np.ones(4, np.float32)
-    found.add(one, np.array([1, np.nan, 1, 1], np.float16), "float16")
-    found.add(one, one.astype(np.float16), "float16")
-    assert not found.finite and found.error == math.inf
-
-
-def test_tensors_of_other_shapes_have_nothing_in_common() -> None:
-    found = TensorStats()
-    found.add(np.ones(4, np.float32), np.ones(3, np.float16), "float16")
-    assert found.error == 1 and found.finite
-    found = TensorStats()
-    found.add(np.zeros((0, 3), np.float32), np.ones((2, 3), np.float16), "float16")
-    assert found.error == 1
 
 
 def test_infinity_in_fp32_is_no_overflow_and_hides_none() -> None:
@@ -200,42 +115,6 @@ def test_outputs_of_every_kind() -> None:
     assert found.outputs["up"] == (np.floor(x32) != np.floor(x16)).mean() > 0
     assert found.outputs["high"] == ((x32 > 1000.5) != (x16 > half)).mean() > 0
     assert 0 < found.outputs["both"] < 1e-3
-
-
-DIFFERENCES: dict[str, tuple[Any, Any, float]] = {
-    "the same": (np.ones(4, np.float32), np.ones(4, np.float16), 0),
-    "not a number in both": (np.array([1, np.nan]), np.array([1, np.nan]), 0),
-    "infinite in both": (np.array([1, np.inf]), np.array([1, np.inf]), 0),
-    "a tenth": (np.full(4, 10.0), np.full(4, 11.0), 0.1),
-    "infinite in one": (np.zeros(2), np.array([0, np.inf]), math.inf),
-    "other infinity": (np.array([1, np.inf]), np.array([1, -np.inf]), math.inf),
-    "other shape": (np.ones(4), np.ones(3), 1),
-    "another shape of nothing": (np.ones((0, 3)), np.ones(2), 1),
-    "a quarter of integers": (np.arange(4), np.array([0, 1, 2, 4]), 0.25),
-    "strings": (np.array(["a", "b"], object), np.array(["a", "c"], object), 0.5),
-    "maps": ([{"cat": 0.5, "dog": 0.5}], [{"cat": 0.5, "dog": 0.5}], 0),
-    "maps of other values": ([{1: 3.0, 2: 4.0}], [{1: 3.0, 2: 9.0}], 1),
-    "maps of other keys": ([{1: 3.0}], [{2: 3.0}], 1),
-    "shorter sequence": ([np.ones(2), np.ones(2)], [np.ones(2)], 1),
-    "a sequence": ([np.ones(2), np.arange(4)], [np.ones(2), np.array([0, 1, 0, 0])], 0.5),
-    "absent in both": (None, None, 0),
-    "absent in one": (None, np.ones(2), 1),
-}
-
-
-@pytest.mark.parametrize("case", DIFFERENCES)
-def test_differences(case: str) -> None:
-    wanted, got, error = DIFFERENCES[case]
-    found = Difference()
-    found.add(wanted, got)
-    assert found.error == pytest.approx(error)
-
-
-def test_what_becomes_not_a_number_is_neither_small_nor_large() -> None:
-    found = Difference()
-    found.add(np.ones(2), np.array([1, np.nan]))
-    found.add(np.ones(2), np.ones(2))
-    assert math.isnan(found.error)
 
 
 # -- what goes wrong in 16 bit shows ----------------------------------------------------------------------------
@@ -345,6 +224,26 @@ def test_weights_that_fit_no_session_are_fed(dtype: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "_LARGE", 100)
     assert equal(plain, run_measure(fp32, half, batches, dtype))
     assert half.to_onnx().SerializeToString() == before
+
+
+def test_fixed_shapes_that_fit_come_at_once(sessions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_FIRST", 1)
+    monkeypatch.setattr(measure, "GROUP", 8 * 4 * 8 * 4)
+    measured(NETWORK.replace("N,8", "4,8"), *samples(4))
+    assert sessions == [1, 1, 8, 8]
+    sessions.clear()
+    monkeypatch.setattr(measure, "GROUP", 8 * 4 * 8 * 4 - 1)
+    measured(NETWORK.replace("N,8", "4,8"), *samples(4))
+    assert sessions == [1, 1, 1, 1, 7, 7]
+
+
+def test_weights_in_16_bit_count_as_the_fp32_that_carries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = literal(model(NETWORK))
+    assert [v.dtype for v in half.variables if v.is_constant] == ["float16", "float16"]
+    monkeypatch.setattr(measure, "_LARGE", 100)
+    for limit, bound in ((4 * 72, 0), (4 * 72 - 1, 1)):
+        monkeypatch.setattr(measure, "EMBEDDED", limit)
+        assert len(measure._bound_weights(half)[2]) == bound
 
 
 def test_feeds_are_checked() -> None:

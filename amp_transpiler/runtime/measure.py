@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..ir.opdef import body_of
 from ..ir.program import Program, Variable
 from ..ir.tensors import as_array, byte_size, tensor_type
 from ..ir.types import FLOATS, HALF, numpy_dtype
+from ..passes.lowered import static
 from ..passes.lowering import lower
 from . import tensors as values
 from .binding import PlainStep, Step, needs_plain
@@ -25,7 +26,7 @@ from .statistics import Difference, TensorStats
 
 #: Bytes of activations that one run of the fp32 program hands out; a model with more is run a part at a time.
 GROUP = 1 << 28
-#: Tensors in the first part.
+#: Tensors in the first part, where the sizes of all are not known.
 _FIRST = 32
 #: Bytes of constants, 16-bit ones as the fp32 that carries them, that a session's model may hold. Making a session
 #: copies them four times, and protobuf ends at 2 GB; where they are more, the large ones are bound to it from where
@@ -107,8 +108,9 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
             difference.add(one, other)
     found.outputs = {name: difference.error for name, difference in differences.items()}
     del runner
-    names = [v.name for v in _comparable(reference, converted)] if tensors and batches else []
-    count = _FIRST
+    variables = _comparable(reference, converted) if tensors and batches else []
+    names = [v.name for v in variables]
+    count = len(names) if all(static(v.shape) is not None for v in variables) and _bytes(variables) <= GROUP else _FIRST
     while names:  # as many at a time as the last part's sizes let expect
         part, names = names[:count], names[count:]
         held = _compare(reference, converted, batches, part, dtype, found)
@@ -134,6 +136,11 @@ def _comparable(reference: Program, converted: Program) -> list[Variable]:
     made = {v.key for op in reference.operators for v in op.outputs if v is not None}
     made |= {v.key for v in reference.inputs if v.data is None and not v.persistable}
     return [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
+
+
+def _bytes(variables: Iterable[Variable]) -> int:
+    """What variables of fixed shapes hold."""
+    return sum(byte_size(v.dtype or "", static(v.shape) or ()) for v in variables)
 
 
 class _Runner:
