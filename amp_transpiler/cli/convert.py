@@ -115,9 +115,12 @@ def _summary(program: Program, options: argparse.Namespace) -> str:
     done = program.conversion
     lines = [f"{options.output}: {halves} of {len(operators) - casts} operators in {options.dtype}, {casts} casts, "
              f"{_size(options.input):,} -> {_size(options.output):,} bytes"]  # fmt: skip
-    lines += [f"  {note.name}: {note.action}" for note in done.constants[:5]]
-    if len(done.constants) > 5:
-        lines.append(f"  ... and {len(done.constants) - 5} more constants, see --json")
+    actions: dict[str, list[str]] = {}
+    for note in done.constants:
+        actions.setdefault(note.action, []).append(note.name)
+    for action, names in actions.items():
+        some = f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}"
+        lines.append(f"  constant{'s' * (len(names) > 1)} {some}: {action}")
     lines += [f"  {line}" for line in (*done.notes, *done.rounds)]
     lines += [f"  output '{name}': relative error {error:.3g}" for name, error in done.outputs.items()]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from ..errors import ArgumentError
 from ..ir.patterns import matching
 from ..ir.program import Operator, Program, Variable
 from ..passes.precision import inserted, label
+from ..report.summary import group
 
 _EXAMPLES = 3
 
@@ -52,18 +53,12 @@ def _groups(program: Program) -> str:
         if inserted(op):
             casts += 1
         else:
-            groups.setdefault(_general(op), []).append(op)
+            groups.setdefault(group(op.reason) or "no reason recorded", []).append(op)
     lines = []
     for reason, ops in sorted(groups.items(), key=lambda item: -len(item[1])):
         some = ", ".join(label(op) for op in ops[:_EXAMPLES])
         lines.append(f"{len(ops):>6}  {reason}\n        {some}{', ...' if len(ops) > _EXAMPLES else ''}")
     return "\n".join([*lines, f"{casts:>6}  casts inserted"])
-
-
-def _general(op: Operator) -> str:
-    """The reason without the names in it, so that like goes to like."""
-    parts = (op.reason or "no reason recorded").split("'")
-    return "'...'".join(parts[::2]) if len(parts) > 2 else parts[0]
 
 
 def _operator(op: Operator) -> str:
