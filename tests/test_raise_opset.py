@@ -1,0 +1,61 @@
+"""bfloat16 came to ONNX an operator at a time: the opset is raised where that pays, and never at a kernel's cost."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.lists import has_kernel
+from amp_transpiler.passes.raise_opset import raise_for
+
+K = ", ".join(["0.1"] * 9)
+CONV = (
+    f"m (float[1,1,8,8] x) => (float[1,1,B,B] y) <float[1,1,3,3] k = {{{K}}}> {{ a = Conv(x, k) b = Relu(a) y = TAIL }}"
+)
+CUDA = "CUDAExecutionProvider"
+
+
+def program_of(text: str, opset: int) -> amp.Program:
+    program = amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{text}'))
+    for parameter in program.parameters:
+        parameter.persistable = parameter.trainable = False
+    return program
+
+
+@pytest.mark.parametrize(("tail", "opset", "expected"), [
+    ("Neg(b)", 9, 22),  # Conv takes bfloat16 from 22 on, and nothing loses its kernel
+    ("Neg(b)", 17, 22),
+    ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 9, 21),  # at 22 MaxPool would leave CUDA; Relu gains at 14
+    ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 17, 17),  # nothing to gain below 22
+    ("Neg(b)", 22, 22),
+])  # fmt: skip
+def test_the_opset_at_which_most_can_run(tail: str, opset: int, expected: int) -> None:
+    program = program_of(CONV.replace("TAIL", tail), opset)
+    told = raise_for(program, "bfloat16")
+    assert program.opset() == expected and bool(told) == (expected != opset)
+    for op in program.operators:
+        assert has_kernel(CUDA, op.type, "float32", program.opset())
+    onnx.checker.check_model(program.to_onnx(), full_check=True)
+
+
+def test_float16_stays_where_it_is() -> None:
+    program = program_of(CONV.replace("TAIL", "Neg(b)"), 9)
+    assert raise_for(program, "float16") == "" and program.opset() == 9
+
+
+def test_what_cannot_be_expressed_later_stays() -> None:
+    text = 'm (float[1,4] x) => (float[1,4] y) { a = Upsample<mode="nearest", scales=[1.0, 1.0]>(x) y = Tanh(a) }'
+    program = program_of(text, 7)
+    told = raise_for(program, "bfloat16")
+    assert (program.opset() == 7) == (told == "")
+    onnx.checker.check_model(program.to_onnx(), full_check=True)
+
+
+def test_the_note_says_so() -> None:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]>\n{CONV.replace("TAIL", "Neg(b)")}')
+    program = amp.convert(model, dtype="bfloat16")
+    assert program.conversion.notes == ("opset 17 raised to 22, at which 3 operators can run in bfloat16",)
+    assert {op.type: op.precision for op in program.operators if op.type != "Cast"} == dict.fromkeys(
+        ("Conv", "Relu", "Neg"), "bfloat16")  # fmt: skip
+    assert amp.convert(program.to_onnx(), dtype="bfloat16").conversion.notes == ()
