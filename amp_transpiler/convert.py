@@ -26,7 +26,7 @@ from .passes.guards import guard_numerics
 from .passes.io_types import narrow_io
 from .passes.optimal import MODES, Assignment, assign
 from .passes.positions import keep_positions
-from .passes.precision import check_variables
+from .passes.precision import check_variables, written_name
 from .passes.raise_opset import raise_for
 from .passes.ranges import Ranges
 from .passes.survival import check_constants
@@ -239,7 +239,8 @@ class _Job:
             tensors = [v for v in (*op.inputs, *op.outputs) if v is not None and v.dtype in FLOATS]
             unproved = next((v for v in tensors if not ranges.within(v, limit)), None)
             if unproved is not None:
-                evidence.keep(op, f"black list, and nothing proves that '{unproved.name}' fits {self.dtype}")
+                name = written_name(unproved)
+                evidence.keep(op, f"black list, and nothing proves that '{name}' fits {self.dtype}")
 
     def assign(self, program: Program, evidence: Evidence | None, narrow: frozenset[str]) -> Assignment:
         """Decide every operator and insert the casts."""

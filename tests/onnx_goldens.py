@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 ort.set_default_logger_severity(4)
 
+
 def canonical(model):
     """The bytes of a model whose nodes are put into an order of their own."""
     model = copy.deepcopy(model)

@@ -68,7 +68,12 @@ def test_what_overflows_on_the_data_stays_fp32_and_the_rest_does_not() -> None:
 
 
 def test_what_sinks_below_the_format_stays_fp32() -> None:
-    text = NET.replace("{3000}", "{2e-5}").replace("{0.001}", "{50000}").replace("Mul(a, big)", "Mul(a0, big)").replace("b =", "a0 = Mul(a, big) b =")
+    text = (
+        NET.replace("{3000}", "{2e-5}")
+        .replace("{0.001}", "{50000}")
+        .replace("Mul(a, big)", "Mul(a0, big)")
+        .replace("b =", "a0 = Mul(a, big) b =")
+    )
     model = onnx.parser.parse_model(text)
     program = amp.convert(model, mode="auto", calibration={"x": X}, numeric_guards=False)
     assert program.conversion.outputs["y"] <= 0.01

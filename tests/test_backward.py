@@ -92,7 +92,9 @@ def test_whole_programs_against_central_differences(name: str) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    values = {p.tensor: scope.find_var(p.variable) for p in lowered.states} | {p.tensor: feeds[p.variable] for p in lowered.feeds}
+    values = {p.tensor: scope.find_var(p.variable) for p in lowered.states} | {
+        p.tensor: feeds[p.variable] for p in lowered.feeds
+    }
     values |= {s: np.zeros((), np.float32) for s in lowered.scalars}
     _, *gradients = session.run([p.tensor for p in lowered.fetches], values)
 

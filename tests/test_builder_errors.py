@@ -151,6 +151,7 @@ def test_variable_of_another_program() -> None:
     with building():
         for call in (lambda: x + 1, lambda: F.relu(x), lambda: nn.fc(x, 2)):
             with pytest.raises(
-                ArgumentError, match=r"variable 'x' belongs to another program called 'main', which is not the current one"
+                ArgumentError,
+                match=r"variable 'x' belongs to another program called 'main', which is not the current one",
             ):
                 call()

@@ -25,7 +25,10 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("mode", "halves"), [("pure-fp16", "3 of 3 operators in float16, 2 casts"), ("mixed", "1 of 3 operators in float16, 2 casts")])
+@pytest.mark.parametrize(
+    ("mode", "halves"),
+    [("pure-fp16", "3 of 3 operators in float16, 2 casts"), ("mixed", "1 of 3 operators in float16, 2 casts")],
+)
 def test_converted_models_load_and_agree(model: Path, tmp_path: Path, mode: str, halves: str,
                                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     before, out = model.read_bytes(), tmp_path / "half.onnx"
@@ -36,7 +39,9 @@ def test_converted_models_load_and_agree(model: Path, tmp_path: Path, mode: str,
     onnx.checker.check_model(half, full_check=True)
     assert half.graph.initializer[0].data_type == onnx.TensorProto.FLOAT16
     feed = {"x": np.random.default_rng(1).standard_normal((2, 8)).astype(np.float32)}
-    want, got = (ort.InferenceSession(str(p), providers=["CPUExecutionProvider"]).run(None, feed)[0] for p in (model, out))
+    want, got = (
+        ort.InferenceSession(str(p), providers=["CPUExecutionProvider"]).run(None, feed)[0] for p in (model, out)
+    )
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, atol=2e-3)
     assert main(["convert", str(out), str(tmp_path / "again.onnx"), "--mode", mode]) == 0

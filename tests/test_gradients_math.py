@@ -197,6 +197,7 @@ def test_softmax(type_: str, shape: Shape, seed: int, data: st.DataObject) -> No
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     check_gradient(type_, [smooth(np.random.default_rng(seed), shape)], attrs={"axis": axis})
 
+
 # -- matrix products ----------------------------------------------------------------------------------
 @st.composite
 def factors(draw: st.DrawFn) -> tuple[Shape, Shape]:

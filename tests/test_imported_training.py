@@ -61,7 +61,9 @@ def test_trains_and_leaves_as_onnx(mode: str, tmp_path: Path) -> None:
         optimizer.amp_init(amp.CPUPlace(), scope=scope)
     rng = np.random.default_rng(1)
     feed = {"x": rng.standard_normal((4, 8)).astype(np.float32), "label": rng.integers(0, 3, (4, 1))}
-    losses = [float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(40)]
+    losses = [
+        float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(40)
+    ]
     assert losses[-1] < 0.2 * losses[0]
     if mode == "pure-fp16":
         assert scope.find_var("w1").dtype == np.float16 and "w1_fp32_master_0" in scope.var_names()
@@ -110,5 +112,7 @@ def test_a_trained_model_is_fine_tuned(mode: str) -> None:
         optimizer.amp_init(amp.CPUPlace(), scope=scope)
     image = np.random.default_rng(0).random((1, 1, 28, 28)).astype(np.float32)
     feed = {program.inputs[0].name: image, "label": np.array([[3]])}
-    losses = [float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(20)]
+    losses = [
+        float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(20)
+    ]
     assert losses[-1] < 0.1 * losses[0]

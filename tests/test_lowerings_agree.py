@@ -57,7 +57,9 @@ def test_the_lowerings_agree(name: str, mode: str) -> None:
         else:
             options = ort.SessionOptions()
             options.log_severity_level = 4
-            session = ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(
+                lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
             names = [o.name for o in session.get_outputs()]
             known = dict(zip(names, session.run(names, values), strict=True)) | values
         results.append({p.variable: known[p.tensor] for p in [*lowered.fetches, *lowered.updates]})

@@ -36,7 +36,9 @@ def test_guard_and_custom_black_list() -> None:
     assert p.mark_fp16("head_*") == 6
     names = cast_model_to_fp16(p, AutoMixedPrecisionLists(custom_black_list=["pool2d"]))
     assert names == {"c", "p", "fc_w", "fc_b"}
-    assert_becomes(p, """main (float[1,1,6,6] image) => (float[1,4] prediction)
+    assert_becomes(
+        p,
+        """main (float[1,1,6,6] image) => (float[1,4] prediction)
     <float[1,1,3,3] conv_w = {1, 2, 3, 4, 5, 6, 7, 8, 9},
      float16[4,4] fc_w = {15360, 16384, 16896, 17408, 17664, 17920, 18176, 18432, 18560, 18688, 18816, 18944, 19072,
                           19200, 19328, 19456},
@@ -53,7 +55,8 @@ def test_guard_and_custom_black_list() -> None:
       a = Add(m, fc_b)
       "prediction.fp16" = Softmax(a)
       prediction = Cast<to = 1>("prediction.fp16")
-    }""")
+    }""",
+    )
     found = reasons(p)
     assert found["c"] == "fp32: outside fp16_guard"
     assert found["p"] == "fp32: custom black list"
@@ -69,7 +72,9 @@ def test_without_guard_the_feed_keeps_its_type() -> None:
       z = Sub(x, y)
     }""")
     assert cast_model_to_fp16(p, use_fp16_guard=False) == {"x", "w"}
-    assert_becomes(p, """main (float[2,2] x) => (float[2,2] y, float[2,2] z)
+    assert_becomes(
+        p,
+        """main (float[2,2] x) => (float[2,2] y, float[2,2] z)
     <float16[2,2] w = {15360, 16384, 16896, 17408}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -78,7 +83,8 @@ def test_without_guard_the_feed_keeps_its_type() -> None:
       "z.fp16" = Sub("x.cast_fp16", "y.fp16")
       y = Cast<to = 1>("y.fp16")
       z = Cast<to = 1>("z.fp16")
-    }""")
+    }""",
+    )
 
 
 def test_a_parameter_of_both_precisions_is_stored_16_bit() -> None:
@@ -90,7 +96,9 @@ def test_a_parameter_of_both_precisions_is_stored_16_bit() -> None:
     }""")
     p.mark_fp16("in")
     assert cast_model_to_fp16(p) == {"x", "w"}
-    assert_becomes(p, """main (float[2,2] x) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (float[2,2] x) => (float[2,2] y)
     <float16[2,2] w = {15360, 16384, 16896, 17408}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -98,7 +106,8 @@ def test_a_parameter_of_both_precisions_is_stored_16_bit() -> None:
       "m.cast_fp32" = Cast<to = 1>(m)
       "w.cast_fp32" = Cast<to = 1>(w)
       y = MatMul("m.cast_fp32", "w.cast_fp32")
-    }""")
+    }""",
+    )
 
 
 def test_norm_parameters_stay_fp32_even_where_a_16_bit_operator_reads_them_too() -> None:
@@ -110,7 +119,9 @@ def test_norm_parameters_stay_fp32_even_where_a_16_bit_operator_reads_them_too()
       y = Mul(n, scale)
     }""")
     assert cast_model_to_fp16(p, use_fp16_guard=False) == {"x", "scale"}
-    assert_becomes(p, """main (float[2,2] x) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (float[2,2] x) => (float[2,2] y)
     <float[2] scale = {1, 1}, float[2] bias = {0, 0}, float[2] mean = {0, 0}, float[2] var = {1, 1}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -120,7 +131,8 @@ def test_norm_parameters_stay_fp32_even_where_a_16_bit_operator_reads_them_too()
       n = BatchNormalization(l, scale, bias, mean, var)
       "y.fp16" = Mul(n, "scale.cast_fp16")
       y = Cast<to = 1>("y.fp16")
-    }""")
+    }""",
+    )
 
 
 def test_gather_on_a_trainable_table_is_fp32() -> None:
@@ -145,7 +157,9 @@ def test_gather_on_a_tied_table_moves_16_bit_rows_and_then_casts() -> None:
     }""")
     p.mark_fp16("low")
     assert cast_model_to_fp16(p) == {"table"}
-    assert_becomes(p, """main (int64[2] ids, float[2,2] x) => (float[2,2] y, float[2,2] z)
+    assert_becomes(
+        p,
+        """main (int64[2] ids, float[2,2] x) => (float[2,2] y, float[2,2] z)
     <float16[2,2] table = {15360, 16384, 16896, 17408}>
     {
       g = Gather(table, ids)
@@ -153,7 +167,8 @@ def test_gather_on_a_tied_table_moves_16_bit_rows_and_then_casts() -> None:
       "g.cast_fp32" = Cast<to = 1>(g)
       z = Exp("g.cast_fp32")
       y = Cast<to = 1>("y.fp16")
-    }""")
+    }""",
+    )
     assert reasons(p)["g"] == "fp16: moves rows of the 16-bit table 'table'"
 
 
@@ -183,7 +198,9 @@ def test_a_parameter_that_only_a_nested_graph_reads() -> None:
     }""")
     p.mark_fp16("gate")  # marks what is inside as well
     assert cast_model_to_fp16(p) == {"x", "w"}
-    assert_becomes(p, """main (bool c, float[2,2] x) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (bool c, float[2,2] x) => (float[2,2] y)
     <float16[2,2] w = {15360, 16384, 16896, 17408}, float[2,2] v = {1, 2, 3, 4}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -193,7 +210,8 @@ def test_a_parameter_that_only_a_nested_graph_reads() -> None:
           k = Constant<value = float16 {16384}>() "e.fp16" = Mul("x.cast_fp16", k) e = Cast<to = 1>("e.fp16") }
       >
       u = Exp(v)
-    }""")
+    }""",
+    )
 
 
 def test_a_branch_that_gives_an_outer_variable_gives_its_declared_type() -> None:

@@ -23,7 +23,9 @@ def test_training_example() -> None:
         assert amp.global_scope().find_var("fc_0.w_0").dtype == np.float16
 
 
-def test_conversion_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversion_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = """<ir_version: 10, opset_import: ["" : 21]> net (float[2,4] x) => (float[2,4] y) { h = Relu(x) y = Softmax(h) }"""
     onnx.save(onnx.parser.parse_model(text), "model.onnx")

@@ -24,7 +24,9 @@ def test_white_black_gray() -> None:
       y = MatMul(s, w)
     }""")
     rewrite_program(p)
-    assert_becomes(p, """main (float[2,2] x) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (float[2,2] x) => (float[2,2] y)
     <float[2,2] w = {1, 2, 3, 4}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -36,7 +38,8 @@ def test_white_black_gray() -> None:
       "s.cast_fp16" = Cast<to = 10>(s)
       "y.fp16" = MatMul("s.cast_fp16", "w.cast_fp16")
       y = Cast<to = 1>("y.fp16")
-    }""")
+    }""",
+    )
     assert reasons(p) == {
         "m": "fp16: white list", "r": "fp16: follows MatMul -> m", "s": "fp32: black list",
         "y.fp16": "fp16: white list",
@@ -52,7 +55,9 @@ def test_black_wins_over_white_in_either_slot(add: str) -> None:
       y = {add}
     }}""")
     rewrite_program(p)
-    assert_becomes(p, f"""main (float[2,2] x, float[2,2] w) => (float[2,2] y)
+    assert_becomes(
+        p,
+        f"""main (float[2,2] x, float[2,2] w) => (float[2,2] y)
     {{
       "x.cast_fp16" = Cast<to = 10>(x)
       "w.cast_fp16" = Cast<to = 10>(w)
@@ -60,7 +65,8 @@ def test_black_wins_over_white_in_either_slot(add: str) -> None:
       e = Exp(x)
       "m.cast_fp32" = Cast<to = 1>(m)
       y = {add.replace("m", '"m.cast_fp32"')}
-    }}""")
+    }}""",
+    )
     assert reasons(p)["y"] == "fp32: follows Exp -> e"
 
 
@@ -87,7 +93,9 @@ def test_layer_norm_shares_one_type_and_batch_norm_does_not() -> None:
       y = BatchNormalization(l, scale, bias, mean, var)
     }""")
     rewrite_program(p)
-    assert_becomes(p, """main (float[2,2] x, float[2,2] w) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (float[2,2] x, float[2,2] w) => (float[2,2] y)
     <float[2] scale = {1, 1}, float[2] bias = {0, 0}, float[2] mean = {0, 0}, float[2] var = {1, 1}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -98,7 +106,8 @@ def test_layer_norm_shares_one_type_and_batch_norm_does_not() -> None:
       l = LayerNormalization(m, "scale.cast_fp16", "bias.cast_fp16")
       "y.fp16" = BatchNormalization(l, scale, bias, mean, var)
       y = Cast<to = 1>("y.fp16")
-    }""")
+    }""",
+    )
 
 
 def test_a_constant_is_converted_and_becomes_two_only_where_both_precisions_read_it() -> None:
@@ -114,7 +123,9 @@ def test_a_constant_is_converted_and_becomes_two_only_where_both_precisions_read
       z = Mul(e, both)
     }""")
     rewrite_program(p)
-    assert_becomes(p, """main (float[2,2] x, float[2,2] w) => (float[2,2] y, float[2,2] z)
+    assert_becomes(
+        p,
+        """main (float[2,2] x, float[2,2] w) => (float[2,2] y, float[2,2] z)
     <float16 half = {14336}, float both = {0.1}, float16 "both.cast_fp16" = {11878}>
     {
       node = Constant<value = float16 {16896}>()
@@ -127,7 +138,8 @@ def test_a_constant_is_converted_and_becomes_two_only_where_both_precisions_read
       e = Exp(x)
       z = Mul(e, both)
       y = Cast<to = 1>("y.fp16")
-    }""")
+    }""",
+    )
 
 
 def test_the_users_casts_keep_their_type_and_widening_pairs_are_bypassed() -> None:
@@ -142,7 +154,9 @@ def test_the_users_casts_keep_their_type_and_widening_pairs_are_bypassed() -> No
     }""")
     rewrite_program(p)
     # up says "in fp32 from here on"; up2 would only be rounded again, which loses nothing of a 16-bit value
-    assert_becomes(p, """main (float[2,2] x, float[2,2] w) => (float[2,2] y, float[2,2] z)
+    assert_becomes(
+        p,
+        """main (float[2,2] x, float[2,2] w) => (float[2,2] y, float[2,2] z)
     {
       "x.cast_fp16" = Cast<to = 10>(x)
       "w.cast_fp16" = Cast<to = 10>(w)
@@ -152,7 +166,8 @@ def test_the_users_casts_keep_their_type_and_widening_pairs_are_bypassed() -> No
       y = Add(r, up)
       "z.fp16" = MatMul(m, "w.cast_fp16")
       z = Cast<to = 1>("z.fp16")
-    }""")
+    }""",
+    )
 
 
 def test_a_narrowing_pair_stays_for_its_rounding_is_meant() -> None:
@@ -189,7 +204,9 @@ def test_nested_graphs_share_the_casts_of_the_outer_one() -> None:
       >
     }""")
     rewrite_program(p)
-    assert_becomes(p, """main (bool c, float[2,2] x) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (bool c, float[2,2] x) => (float[2,2] y)
     <float[2,2] w = {1, 2, 3, 4}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -201,7 +218,8 @@ def test_nested_graphs_share_the_casts_of_the_outer_one() -> None:
           a = MatMul("x.cast_fp16", "w.cast_fp16") "t.fp16" = Relu(a) t = Cast<to = 1>("t.fp16") },
         else_branch = no () => (float[2,2] e) { e = Softmax("m.cast_fp32") }
       >
-    }""")
+    }""",
+    )
     assert reasons(p)["y"] == "untouched: its nested graphs are rewritten inside"
 
 
@@ -219,7 +237,9 @@ def test_a_loop_casts_its_weight_outside_and_carries_its_declared_type() -> None
       >
     }""")
     rewrite_program(p)
-    assert_becomes(p, """main (int64 n, bool go, float[2,2] x) => (float[2,2] y)
+    assert_becomes(
+        p,
+        """main (int64 n, bool go, float[2,2] x) => (float[2,2] y)
     <float[2,2] w = {1, 2, 3, 4}>
     {
       "x.cast_fp16" = Cast<to = 10>(x)
@@ -235,7 +255,8 @@ def test_a_loop_casts_its_weight_outside_and_carries_its_declared_type() -> None
           next = Cast<to = 1>("next.fp16")
         }
       >
-    }""")
+    }""",
+    )
 
 
 def test_a_black_control_flow_operator_keeps_what_is_inside() -> None:
@@ -256,8 +277,6 @@ def test_a_black_control_flow_operator_keeps_what_is_inside() -> None:
 # ---------------------------------------------------------------- the same model, run before and after
 
 
-
-
 def test_numbers_before_and_after() -> None:
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal((2, 2)).astype(np.float32) for name in "xwu"} | {"ids": np.array([1, 0])}
@@ -268,8 +287,6 @@ def test_numbers_before_and_after() -> None:
         assert old.dtype == new.dtype
         np.testing.assert_allclose(new, old, rtol=1e-2, atol=1e-2)
     assert any(not np.array_equal(old, new) for old, new in zip(before, after, strict=True))
-
-
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

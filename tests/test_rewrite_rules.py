@@ -14,9 +14,6 @@ from amp_transpiler.passes.rewrite import rewrite_program
 # ---------------------------------------------------------------- rules
 
 
-
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_the_result_does_not_depend_on_the_order_of_insertion(seed: int) -> None:
     straight, mixed = program(DEEP), shuffled(program(DEEP), seed)
@@ -143,14 +140,17 @@ def test_a_program_that_is_16_bit_already() -> None:
       z = Exp(r)
     }""")
     rewrite_program(p)
-    assert_becomes(p, """main (float16[2,2] x) => (float16[2,2] y, float[2,2] z)
+    assert_becomes(
+        p,
+        """main (float16[2,2] x) => (float16[2,2] y, float[2,2] z)
     {
       m = MatMul(x, x)
       r = Cast<to = 1>(m)
       "y.fp32" = Softmax(r)
       z = Exp(r)
       y = Cast<to = 10>("y.fp32")
-    }""")
+    }""",
+    )
 
 
 def test_state_updates_keep_their_type() -> None:

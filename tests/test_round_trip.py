@@ -33,6 +33,7 @@ BACKEND = Path(onnx.__file__).parent / "backend" / "test" / "data"
 MODELS = sorted(BACKEND.rglob("*.onnx"))
 TRAPS = sorted((SHARED / "oracle" / "traps").glob("*.onnx"))
 
+
 # -- the models of the onnx package -----------------------------------------------------------------
 def test_onnx_ships_its_models():
     assert len(MODELS) > 100

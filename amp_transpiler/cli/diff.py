@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program
 from ..ir.tensors import byte_size, tensor_type
-from ..passes.precision import inserted, label
+from ..passes.precision import label
 from ..passes.typing import is_float, programs
 
 _FEW = 5

@@ -7,9 +7,10 @@ import difflib
 
 from ..convert import convert
 from ..errors import ArgumentError
+from ..ir.marks import inserted
 from ..ir.patterns import matching
 from ..ir.program import Operator, Program, Variable
-from ..passes.precision import inserted, label
+from ..passes.precision import label
 from ..report.summary import group
 
 _EXAMPLES = 3

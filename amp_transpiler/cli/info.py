@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program
 from ..ir.types import FLOATS
 from ..lists import has_kernel, kernel_types, unsupported_reason
-from ..passes.precision import inserted
 from ..passes.typing import operator_name
 from .diff import sizes
 

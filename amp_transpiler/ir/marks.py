@@ -10,10 +10,17 @@ from ..errors import GraphError
 from .program import FORWARD, ROLES, Operator, Program
 
 PREFIX = "amp_transpiler."
+#: The reason on casts that a pass inserted. Passes look through those casts, so that running twice changes nothing.
+INSERTED = "cast: "
 #: Operator, of the own domain, that sets a variable to the content that it carries.
 INITIALIZER = "ArrayInitializer"
 _STATE = PREFIX + "state"
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def inserted(op: Operator | None) -> bool:
+    """Whether a pass inserted this cast."""
+    return op is not None and op.type == "Cast" and op.reason.startswith(INSERTED)
 
 
 def read_marks(op: Operator, metadata: dict[str, str]) -> None:

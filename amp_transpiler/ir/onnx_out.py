@@ -12,7 +12,7 @@ import onnx
 
 from ..errors import GraphError, ScopeError
 from .external import Layout
-from .marks import INITIALIZER, written_marks, written_state
+from .marks import INITIALIZER, inserted, written_marks, written_state
 from .program import OWN, Operator, Program, Variable
 from .source import plain_domain, source_of, value_info
 from .tensors import Tensor, embedded, stripped, tensor_type
@@ -182,18 +182,26 @@ class _Writer:
             graph.output[-1].name = exported_name(variable)
 
     def _value_info(self, program: Program, graph: onnx.GraphProto) -> None:
-        """The file's entries, then the outputs of own operators, whose types nobody else can infer."""
+        """The file's entries; the outputs of own operators, whose types nobody else can infer; and what a cast was put
+        behind to keep an output's type: the file may say of that output what nobody can infer either."""
         source = source_of(program)
         told = {info.name for info in graph.output}
         for entry in source.value_info if source else []:
             if entry.alive:
                 graph.value_info.append(entry.written())
                 told.add(entry.proto.name)
+        outputs = {v.key for v in program.outputs}
         for op in program.operators:
             if op.domain == OWN:
-                graph.value_info.extend(
-                    value_info(v) for v in op.outputs if v is not None and v.dtype is not None and v.name not in told
-                )
+                made = list(op.outputs)
+            elif inserted(op) and op.outputs[0] is not None and op.outputs[0].key in outputs:
+                made = [v for v in op.inputs if v is not None and v.producer is not None]
+            else:
+                continue
+            graph.value_info.extend(
+                value_info(v) for v in made if v is not None and v.dtype is not None and v.name not in told
+            )
+            told.update(v.name for v in made if v is not None)
 
     # -- node ------------------------------------------------------------------------------------
     def node(self, op: Operator, node: onnx.NodeProto) -> None:

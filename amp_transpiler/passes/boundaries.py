@@ -13,6 +13,7 @@ from ..ir.program import Operator, Variable
 from ..ir.types import FLOATS
 from .constants import is_constant
 from .precision import Decision
+from .typing import signature_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,12 @@ def _boundaries(op: Operator) -> Iterator[Boundary]:
 
 def _free(boundary: Boundary, dtype: str) -> bool:
     sides = (boundary.outer(), *boundary.inner())
+    sig = signature_of(boundary.op)
+    slot = sig and (
+        sig.input(boundary.read[0]) if boundary.read else sig.output(boundary.made[0] if boundary.made else 0)
+    )
+    if sig is None or dtype not in sig.admits[str(slot)]:
+        return False
     if len({v.dtype for v in sides}) != 1 or sides[0].dtype not in (dtype, "float32") or sides[0].dtype not in FLOATS:
         return False
     if boundary.read:

@@ -10,27 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import onnx
 
+from ..ir.marks import INSERTED
 from ..ir.program import FORWARD, Operator, Program, Variable
 from ..ir.tensors import CastTensor
 from ..ir.types import HALF, ONNX_TYPES
 from ..lists import AutoMixedPrecisionLists
 from . import constants
-from .precision import INSERTED, Decision, constant_reason, source
+from .precision import Decision, constant_reason, source
 from .typing import SHORT, is_float, kept_slots, operator_name, origin, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 
 
 def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists, *,
-          narrow_parameters: bool) -> set[str]:  # fmt: skip
+          narrow_parameters: bool, fetchable: bool = True) -> set[str]:  # fmt: skip
     """Give operators and variables the decided types and insert the casts; the names that enter the 16-bit part.
 
     ``narrow_parameters``: a persistable variable that 16-bit operators read becomes 16 bit itself, unless
-    the schema or the norm rule keeps it fp32; otherwise it is cast at its readers.
+    the schema or the norm rule keeps it fp32; otherwise it is cast at its readers. ``fetchable``: what nothing
+    reads may be fetched, and keeps its type; otherwise only the outputs that the program names are asked for.
     """
     dtype = lists.dtype
     uses = _uses(program, decisions, dtype)
@@ -48,7 +51,10 @@ def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists
         variable.dtype = dtype
         _constant_decision(variable, decisions, dtype)
     inserter = _Inserter(program, contents)
-    _retype(program, decisions, inserter, _protected(program, lists))
+    protected = _protected(program, lists)
+    if fetchable:
+        protected |= {v for op in decisions for slot, v in enumerate(op.outputs) if _only_fetched(op, slot, v)}
+    _retype(program, decisions, inserter, protected)
     return entering
 
 
@@ -165,19 +171,21 @@ def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protec
     """Retype what the operator writes; where the variable has to keep its type, write another one and cast it."""
     _, kept = kept_slots(op)
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
-        if variable is None or made is None or variable.dtype == made:
+        if variable is None or made is None:
             continue
-        if operator_name(op) == "Cast":
+        if operator_name(op) == "Cast" and op.attrs.get("to") != _cast_target(op.program, made):
             op.attrs["to"] = _cast_target(op.program, made)
-        if slot in kept or variable in protected or _only_fetched(op, slot, variable):
+        if variable.dtype == made:
+            continue
+        if slot in kept or variable in protected:
             inserter.cast_output(op, slot, variable, made)
         else:
             variable.dtype = made
 
 
-def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
+def _only_fetched(op: Operator, slot: int, variable: Variable | None) -> TypeGuard[Variable]:
     """Whether nothing but a fetch can be the use of the variable: nothing reads it, and it was not optional."""
-    if op.program.parent is not None or variable.readers:
+    if variable is None or op.program.parent is not None or variable.readers:
         return False
     sig = signature_of(op)
     return sig is None or slot not in sig.optional_outputs

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import as_array, tensor_type
 from ..ir.types import FLOATS
 from . import constants
-from .precision import inserted, source
+from .precision import source
 from .typing import is_float, operator_name, programs
 
 #: Operators whose output holds elements of an input and nothing else: the slots of those inputs, None for all.

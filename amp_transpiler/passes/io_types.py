@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program, Variable
 from .casts import add_cast
-from .precision import inserted
 
 
 def narrow_io(program: Program, names: Iterable[str], dtype: str) -> None:

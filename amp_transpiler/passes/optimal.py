@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program, Variable
 from ..lists import AutoMixedPrecisionLists
 from . import constants
@@ -18,7 +19,7 @@ from .boundaries import Boundary, boundaries
 from .casts import apply
 from .cut import Cut, Tensor, solve, traffic
 from .evidence import Evidence
-from .precision import BLACK, Decision, Rules, check_program, inserted, source
+from .precision import BLACK, Decision, Rules, check_program, source
 from .typing import SHORT, declared, is_float, operator_name, programs
 
 MODES = ("pure-fp16", "mixed", "auto")
@@ -93,7 +94,7 @@ def assign(
     for boundary in choices.boundaries:
         boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
     sides = [traffic(problem.costs, problem.tensors, [side] * len(free)) for side in (True, False)]
-    apply(program, final, lists, narrow_parameters=False)
+    apply(program, final, lists, narrow_parameters=False, fetchable=False)
     return Assignment(len(free), cut, *sides)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import FLOATS
 from .constants import is_constant
 from .evidence import Evidence
-from .precision import inserted, source
+from .precision import source
 from .typing import is_float, operator_name
 
 #: Integers that images do not come in.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
+from ..ir.marks import inserted
 from ..ir.opdef import lookup
 from ..ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from ..ir.types import FLOATS, HALF
@@ -27,8 +28,6 @@ from .typing import (
     widened,
 )
 
-#: The reason on casts that a pass inserted. Passes look through those casts, so that running twice changes nothing.
-INSERTED = "cast: "
 WHITE, BLACK = "white", "black"
 #: Operators that read of a tensor only its shape: they take any precision as it comes.
 _SHAPE_ONLY = frozenset({"Shape", "Size"})
@@ -178,20 +177,20 @@ def constant_reason(dtype: str) -> str:
     return f"{SHORT.get(dtype, 'untouched')}: a constant"
 
 
-def inserted(op: Operator | None) -> bool:
-    """Whether a pass inserted this cast."""
-    return op is not None and op.type == "Cast" and op.reason.startswith(INSERTED)
-
-
 def label(op: Operator) -> str:
     """The operator's label, by the variable that it was written to make: not by one that a cast was put behind."""
     first = next((v for v in op.outputs if v is not None), None)
-    if not op.name and first is not None:
-        for reader, _ in first.readers:
-            made = reader.output(0)
-            if inserted(reader) and made is not None and first.name.startswith(f"{made.name}."):
-                return f"{op.type} -> {made.name}"
-    return op.label
+    return op.label if op.name or first is None else f"{op.type} -> {written_name(first)}"
+
+
+def written_name(variable: Variable) -> str:
+    """The name of the variable as the program was written: not of one that a pass put before or behind it."""
+    variable = source(variable)
+    for reader, _ in variable.readers:
+        made = reader.output(0)
+        if inserted(reader) and made is not None and variable.name.startswith(f"{made.name}."):
+            return made.name
+    return variable.name
 
 
 def source(variable: Variable) -> Variable:

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import ArgumentError
+from ..ir.marks import inserted
 from ..ir.program import Program, Variable
 from ..ir.tensors import CHUNK, as_array, release
 from ..ir.types import FLOATS
 from . import constants
 from .bounds import RULES, Interval
-from .precision import inserted, source
+from .precision import source
 from .typing import operator_name
 
 _INF = math.inf

@@ -6,11 +6,12 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..ir.marks import inserted
 from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import byte_size, tensor_type
 from ..ir.types import FLOATS
 from ..passes.evidence import ConstantNote
-from ..passes.precision import inserted, label
+from ..passes.precision import label
 from ..passes.typing import origin, programs
 
 

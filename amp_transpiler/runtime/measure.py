@@ -14,7 +14,7 @@ from ..ir.opdef import body_of
 from ..ir.program import Program, Variable
 from ..ir.tensors import as_array, byte_size, tensor_type
 from ..ir.types import FLOATS, HALF, numpy_dtype
-from ..passes.lowered import static
+from ..passes.lowered import needed, static
 from ..passes.lowering import lower
 from . import tensors as values
 from .binding import PlainStep, Step, needs_plain
@@ -132,9 +132,11 @@ def _compare(reference: Program, converted: Program, batches: Sequence[Batch], n
 
 
 def _comparable(reference: Program, converted: Program) -> list[Variable]:
-    """Floating-point tensors that both programs compute or are fed, in the order of the reference."""
-    made = {v.key for op in reference.operators for v in op.outputs if v is not None}
-    made |= {v.key for v in reference.inputs if v.data is None and not v.persistable}
+    """Floating-point tensors that outputs depend on and both programs have, in the order of the reference."""
+    operators = needed(reference, reference.outputs)
+    made = {v.key for op in operators for v in op.outputs if v is not None}
+    read = {v.key for op in operators for v in (*op.inputs, *op.captures) if v is not None}
+    made |= {v.key for v in reference.inputs if v.key in read and v.data is None and not v.persistable}
     return [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
 
 
