@@ -74,7 +74,8 @@ def search(
     expected, reference = outputs_of(program, batches), _saturated(program, steps)
     kept: dict[str, str] = {}
     ranking: list[str] = []
-    share, rounds = SHARE, []
+    share = SHARE
+    rounds: list[str] = []
     while True:
         outcome = _converted(program, kept, steps)
         steps.progress(f"run {len(rounds) + 1} on {len(batches)} sample{'s' * (len(batches) != 1)}")

@@ -58,10 +58,10 @@ def _compared(source: str, program: Program, calibration: Any, tolerance: float)
             raise
         return [f"the model does not run on {told}; give --calibration ({_first_line(error)})"]
     failures = []
-    for name, error in found.outputs.items():
-        print(f"  check: output '{name}' is off by {error:.3g} on {told}")
-        if not error <= tolerance:
-            failures.append(f"output '{name}' is off by {error:.3g}, above {tolerance:g}")
+    for name, off in found.outputs.items():
+        print(f"  check: output '{name}' is off by {off:.3g} on {told}")
+        if not off <= tolerance:
+            failures.append(f"output '{name}' is off by {off:.3g}, above {tolerance:g}")
     return failures
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import numpy as np
 import onnx
@@ -53,7 +52,8 @@ def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists
     inserter = _Inserter(program, contents)
     protected = _protected(program, lists)
     if fetchable:
-        protected |= {v for op in decisions for slot, v in enumerate(op.outputs) if _only_fetched(op, slot, v)}
+        every = ((op, slot, v) for op in decisions for slot, v in enumerate(op.outputs) if v is not None)
+        protected |= {v for op, slot, v in every if _only_fetched(op, slot, v)}
     _retype(program, decisions, inserter, protected)
     return entering
 
@@ -183,9 +183,9 @@ def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protec
             variable.dtype = made
 
 
-def _only_fetched(op: Operator, slot: int, variable: Variable | None) -> TypeGuard[Variable]:
+def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
     """Whether nothing but a fetch can be the use of the variable: nothing reads it, and it was not optional."""
-    if variable is None or op.program.parent is not None or variable.readers:
+    if op.program.parent is not None or variable.readers:
         return False
     sig = signature_of(op)
     return sig is None or slot not in sig.optional_outputs
