@@ -20,9 +20,10 @@ from typing import Protocol
 from ..ir.program import Operator, Program, Variable
 from . import constants
 from .evidence import Evidence
-from .flow import Flow, moves
+from .flow import MOVES, Flow, moves
 from .gains import LARGE, gain, weights
 from .masks import HIGH, LOW, binary_tensors, maskable, masking
+from .precision import label
 from .spread import INVERSE, LIMITS, PRODUCTS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
 from .typing import SHORT, operator_name
 
@@ -39,6 +40,8 @@ _GROWS = {
 }  # fmt: skip
 _SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
 
+#: What may lie between a sum and the square of the mean.
+_MEANS = frozenset(MOVES) | _SUMMING | {"Mul", "Div", "Pow"}
 #: What may lie between a square and the sum.
 _TERMS = frozenset({"Add", "Sub", "Sum", "Mul"})
 
@@ -70,6 +73,7 @@ def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evide
         if why:
             spread.mark(variable, WIDE, (None, f"'{variable.name}': {why}"))
     spread.sweep(guards.seed)
+    guards.keep_subtracted_squares(evidence)
 
 
 class _Guards:
@@ -99,6 +103,22 @@ class _Guards:
             if why and not self.ranges.within(made, self.limit):
                 found = INVERSE if why == _NEGATIVE else WIDE, why
         return found or self._proved(op, made)
+
+    def keep_subtracted_squares(self, evidence: Evidence) -> None:
+        """A variance as the mean of squares less the square of the mean: what is left are the digits that both
+        share least, so that the mean, back to its sum, stays fp32 as the squares do."""
+        for op, name, read in self.flow.steps:
+            if name != "Sub" or not evidence.against(op):
+                continue
+            for squared in read:
+                maker = squared.producer if squared is not None and squared in self.squares else None
+                why = f"the square that {label(op)} takes off a mean of squares"
+                while maker is not None and operator_name(maker) in _MEANS:
+                    evidence.keep(maker, why)
+                    if operator_name(maker) in _SUMMING:
+                        break
+                    operands = (v for v in self.flow.inputs[maker] if v is not None and not constants.is_constant(v))
+                    maker = next((v.producer for v in operands), None)
 
     def beyond(self, variable: Variable) -> str:
         """Which sound interval puts the tensor wholly beyond the format; "" where none does."""

@@ -65,6 +65,7 @@ def elements(tensor: TensorRecord) -> int:
     return math.prod(size if isinstance(size, int) else NOMINAL for size in shape)
 
 
+_AFTER = re.compile(r"\bafter .+?: ")
 _FOLLOWS = re.compile(r"\b(follows) .+$")
 _CASTS = re.compile(r"^(cast:) .+ (to \w+)$")
 _QUOTED = re.compile(r"'[^']*'")
@@ -74,7 +75,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+|\d{3,}
 def group(reason: str) -> str:
     """A reason without the names and the measured numbers in it, so that reasons of one sort are equal."""
     text = _CASTS.sub(r"\1 … \2", reason)
-    text = _FOLLOWS.sub(r"\1 …", _QUOTED.sub("'…'", text))
+    text = _AFTER.sub("after …: ", _FOLLOWS.sub(r"\1 …", _QUOTED.sub("'…'", text)))
     return _NUMBER.sub("…", text)
 
 
