@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import onnx
 
 from .auto import LARGEST, Outcome, Steps, search
 from .errors import ArgumentError, ArgumentTypeError
+from .ir.collector import collector_paused
 from .ir.inline import inline_functions
 from .ir.patterns import matching
 from .ir.program import Operator, Program
@@ -135,7 +134,7 @@ class _Job:
     def run(self, calibration: Any, tolerance: float, record: bool) -> Program:
         """The converted program."""
         self.progress("reading")
-        with _collector_paused():
+        with collector_paused():
             original = Program.from_onnx(self.model_or_path)
             before = record_program(original, _path(self.model_or_path)) if record else None
             program, notes = self._prepared(original)
@@ -147,7 +146,7 @@ class _Job:
             )
             outcome = search(program, batches, self.dtype, tolerance if self.mode == "auto" else math.inf, steps)
         else:
-            with _collector_paused():
+            with collector_paused():
                 evidence = self.evidence(program, measured=False)
                 outcome = Outcome(program, evidence, self.assign(program, evidence, narrow))
         program, assignment = outcome.program, outcome.assignment
@@ -246,18 +245,6 @@ class _Job:
         """Decide every operator and insert the casts."""
         self.progress("minimum cut and casts")
         return assign(program, self.lists, self.mode, evidence, outside=self._outside(program), narrow_io=narrow)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Reading and deciding makes many objects and no garbage; the collector would go through them again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _path(model_or_path: Any) -> Path | None:

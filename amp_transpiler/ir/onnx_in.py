@@ -18,7 +18,7 @@ from .annotate import annotate
 from .attributes import Attributes
 from .infer import from_type_proto
 from .marks import INITIALIZER, read_marks, read_state
-from .program import FORWARD, OWN, ModelInfo, Program, Variable
+from .program import FORWARD, OWN, ModelInfo, Program, Shape, Variable
 from .reading import DataFiles, ModelFile, copy_without, read_model, without_weights
 from .source import Entry, Source, leftover, plain_domain, set_source, source_of
 from .tensors import stripped, tensor_array, tensor_type
@@ -102,16 +102,18 @@ def _mark_parameters(program: Program) -> None:
             if data is not None and not isinstance(data, onnx.SparseTensorProto) and variable.producer is None:
                 dtype, shape = tensor_type(data)
                 variable.persistable = variable.trainable = dtype in FLOATS and math.prod(shape) > 1
-    program.startup = Program(f"{program.name}_startup")
-    for variable in program.variables:
-        if variable.persistable and variable.producer is None and variable.data is not None:
-            add_array_initializer(program.startup, variable)
+    contents = [(v.name, v.dtype, v.shape, v.data) for v in program.variables
+                if v.persistable and v.producer is None and v.data is not None]  # fmt: skip
+    program.defer_startup(lambda: _startup(program.name, contents))
 
 
-def add_array_initializer(startup: Program, variable: Variable) -> None:
-    """Let ``startup`` set ``variable`` to the content that it carries (shared, not copied)."""
-    out = startup.add_variable(variable.name, variable.dtype, variable.shape, persistable=True, data=variable.data)
-    startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)
+def _startup(name: str, contents: list[tuple[str, str | None, Shape | None, Any]]) -> Program:
+    """The program that sets each variable to the content that it carried (shared, not copied)."""
+    startup = Program(f"{name}_startup")
+    for variable, dtype, shape, data in contents:
+        out = startup.add_variable(variable, dtype, shape, persistable=True, data=data)
+        startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)
+    return startup
 
 
 def _settle(program: Program) -> None:

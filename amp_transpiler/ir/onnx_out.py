@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from ..errors import GraphError, ScopeError
+from .collector import collector_paused
 from .external import Layout
 from .marks import INITIALIZER, inserted, written_marks, written_state
 from .program import OWN, Operator, Program, Variable
@@ -49,11 +50,12 @@ def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope:
          external_data: bool | str | None = None) -> onnx.ModelProto:  # fmt: skip
     """The program as a ModelProto, written to ``path`` where one is given; see ``Program.to_onnx``."""
     target = None if path is None else Path(path)
-    values = {} if scope is None else _scope_values(program, scope)
-    layout = Layout(program, values, target, external_data)
-    model = model_of(program, layout.content, values)
-    if target is not None:
-        layout.write(model)
+    with collector_paused():
+        values = {} if scope is None else _scope_values(program, scope)
+        layout = Layout(program, values, target, external_data)
+        model = model_of(program, layout.content, values)
+        if target is not None:
+            layout.write(model)
     return model
 
 

@@ -63,7 +63,8 @@ class Program:
         self.inputs: list[Variable] = []
         self.outputs: list[Variable] = []
         self.updates: dict[Variable, Variable] = {}
-        self.startup = startup
+        self._startup = startup
+        self._make_startup: Callable[[], Program] | None = None
         #: The operator that holds this program as an attribute, for a nested graph.
         self.parent: Operator | None = None
         self._seed = 0
@@ -74,6 +75,21 @@ class Program:
         self.conversion: Any = None
         self._version = 0
         self._order: tuple[int, list[Operator], list[Operator]] | None = None
+
+    @property
+    def startup(self) -> Program | None:
+        """The program that initialises the persistable variables."""
+        if self._make_startup is not None:
+            self._startup, self._make_startup = self._make_startup(), None
+        return self._startup
+
+    @startup.setter
+    def startup(self, startup: Program | None) -> None:
+        self._startup, self._make_startup = startup, None
+
+    def defer_startup(self, make: Callable[[], Program]) -> None:
+        """Let ``make`` give the startup program when it is asked for; a conversion never asks."""
+        self._make_startup = make
 
     # -- files and copies ----------------------------------------------------------------------
     @classmethod

@@ -190,7 +190,8 @@ class _Survival:
         elif off > TOLERANCE:
             action = self._keep(variable, VANISHING, f"is {off:.2g} off in {self.short} (relative error)")
         elif found.vanishing:
-            action = "its smallest elements become 0, the tensor as a whole keeps its values" if not entire else "becomes 0 beside a sum"
+            some = "its smallest elements become 0, the tensor as a whole keeps its values"
+            action = "becomes 0 beside a sum" if entire else some
         if action:
             smallest = found.smallest if found.vanishing else found.largest
             self._note(variable, "underflow", found.vanishing, found.size, smallest, action)
