@@ -30,6 +30,7 @@ from .nodes import (
     Shape,
     Variable,
 )
+from .order import topological_order
 from .patterns import matching
 from .types import element_type
 
@@ -204,45 +205,9 @@ class Program:
 
     def _ordered(self) -> tuple[int, list[Operator], list[Operator]]:
         if self._order is None or self._order[0] != self._version:
-            order = self._sort()
+            order = topological_order(self)
             self._order = (self._version, order, [op for op in order if op.attrs.programs])
         return self._order
-
-    def _sort(self) -> list[Operator]:
-        added = [self._operators[key] for key in sorted(self._operators)]
-        pred, nodes = self.graph._pred, self.graph._node
-        if all(p is None or p.key < op.key for op in added for v in pred[op.key] for p in (nodes[v]["item"].producer,)):
-            return added  # as a file is written, and a program is built
-        done: set[int] = set()
-        open_: set[int] = set()
-        order: list[Operator] = []
-        for root in (op.key for op in added):
-            if root in done:
-                continue
-            stack = [(root, False)]
-            while stack:
-                key, leave = stack.pop()
-                if leave:
-                    open_.discard(key)
-                    done.add(key)
-                    order.append(self._operators[key])
-                    continue
-                if key in done:
-                    continue
-                if key in open_:
-                    label = self._operators[key].label
-                    raise GraphError(f"program '{self.name}' has a cycle through operator '{label}'")
-                open_.add(key)
-                stack.append((key, True))
-                producers = {p.key for v in pred[key] if (p := nodes[v]["item"].producer) is not None}
-                for producer in sorted(producers - done, reverse=True):
-                    if producer in open_:
-                        raise GraphError(
-                            f"program '{self.name}' has a cycle through operators '{self._operators[producer].label}' "
-                            f"and '{self._operators[key].label}'"
-                        )
-                    stack.append((producer, False))
-        return order
 
     def walk(self) -> Iterator[Operator]:
         """Every operator, nested programs included, each before those inside it."""

@@ -43,10 +43,8 @@ def lower(
     Only operators that the fetches and (with ``updates``) the state updates need are emitted; with
     neither, the program's outputs are fetched. GraphError where a body needs a shape that is not fixed.
     """
-    names = [v.name for v in fetches]
-    original = program
-    if program.info.functions:
-        program = inline_functions(program)
+    names, original = [v.name for v in fetches], program
+    program = inline_functions(program)
     version = program.opset()
     # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
     stays = version > TARGET and any(v.dtype == "bfloat16" for v in program.variables)
