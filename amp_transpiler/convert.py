@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 
 from .auto import LARGEST, Outcome, Steps, search
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, GraphError
 from .ir.collector import collector_paused
 from .ir.inline import inline_functions
 from .ir.patterns import matching
@@ -173,11 +173,14 @@ class _Job:
         """The program without functions and parameters, at the opset that the type needs."""
         for parameter in program.parameters:  # nobody trains them: they are constants, and stored in 16 bit
             parameter.persistable = parameter.trainable = False
-        if program.info.functions:
+        notes = []
+        try:
             program = inline_functions(program)
-        raised = raise_for(program, self.dtype)
+        except GraphError as error:
+            notes.append(f"the model's functions stay as they are, in float32: {error}")
+        notes.append(raise_for(program, self.dtype))
         check_variables(program, self.lists, "convert")
-        return program, [raised] if raised else []
+        return program, [note for note in notes if note]
 
     def _narrow_io(self, program: Program) -> frozenset[str]:
         """Names of the inputs and outputs that become 16 bit."""

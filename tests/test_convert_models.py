@@ -13,6 +13,7 @@ import onnx
 import onnx.backend.test
 import pytest
 from converting import faithful, off, session, well_formed
+from onnx_goldens import FUNCTIONS, text
 
 import amp_transpiler as amp
 
@@ -223,6 +224,28 @@ def test_activations_beyond_the_format_on_the_data_stay_fp32(name: str, mode: st
     assert worst(faithful(program, feed), full.run(None, feed)) <= TOLERANCE["float16"]
     kept = [op for op in program.walk() if op.reason.startswith("fp32: measured")]
     assert bool(kept) == (name != "light_shufflenet")
+
+
+# -- model functions -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("mode", "dtype"), MODES)
+def test_functions_are_inlined(mode: str, dtype: str) -> None:
+    model = text(FUNCTIONS)
+    program = converts(model, mode, dtype)
+    assert not program.to_onnx().functions
+    rng, feed = np.random.default_rng(0), {}
+    for given in session(model).get_inputs():
+        value = rng.standard_normal([d if isinstance(d, int) else 3 for d in given.shape])
+        feed[given.name] = np.asarray(value > 0 if given.type == "tensor(bool)" else np.float32(value))
+    assert worst(faithful(program, feed), session(model).run(None, feed)) <= TOLERANCE[dtype]
+
+
+def test_functions_that_cannot_be_inlined_stay_and_are_noted() -> None:
+    model = text(FUNCTIONS)
+    model.functions[0].opset_import[0].version = 13
+    program = amp.convert(model)
+    assert list(program.to_onnx().functions) == list(model.functions)
+    assert "functions stay as they are" in program.conversion.notes[0]
+    assert {op.precision for op in program.operators if op.domain == "local"} == {"float32"}
 
 
 # -- exports -----------------------------------------------------------------------------------------------------

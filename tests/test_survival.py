@@ -268,7 +268,9 @@ def test_single_elements_of_a_weight_may_vanish() -> None:
     assert kept(p, evidence) == {}
     smallest = float(np.float32(1e-12))
     assert evidence.constants == [
-        ConstantNote("w", "underflow", 2, 4, smallest, "its smallest elements become 0, the tensor as a whole keeps its values")
+        ConstantNote(
+            "w", "underflow", 2, 4, smallest, "its smallest elements become 0, the tensor as a whole keeps its values"
+        )
     ]
 
 
