@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ from .runtime.calibration import load_calibration
 
 #: Relative L2 error of an output that auto mode allows where the caller names none.
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
+
+#: In the reasons of operators that cannot run in 16 bit whatever the mode.
+_GAPS = ("no CUDA kernel", "does not take", "does not know")
 
 
 def convert(
@@ -150,6 +154,11 @@ class _Job:
                 evidence = self.evidence(program, measured=False)
                 outcome = Outcome(program, evidence, self.assign(program, evidence, narrow))
         program, assignment = outcome.program, outcome.assignment
+        notes += _gaps(program, self.dtype)
+        if self.mode == "auto" and not batches:
+            proved, tensors = Ranges(program, self.input_ranges).proved(self.dtype)
+            notes.append(f"static ranges prove that {proved} of {tensors} tensors fit {self.dtype}; of the others only "
+                         "calibration data would tell")  # fmt: skip
         narrow_io(program, narrow, self.dtype)
         cut = CutRecord(assignment.free, assignment.cut.value, assignment.all_half, assignment.all_full,
                         assignment.cut.exact, assignment.cut.rounding)  # fmt: skip
@@ -248,6 +257,17 @@ class _Job:
         """Decide every operator and insert the casts."""
         self.progress("minimum cut and casts")
         return assign(program, self.lists, self.mode, evidence, outside=self._outside(program), narrow_io=narrow)
+
+
+def _gaps(program: Program, dtype: str) -> list[str]:
+    """What stays fp32 for want of a kernel or a schema, in one line."""
+    types = Counter(op.full_type for op in program.walk() if any(gap in op.reason for gap in _GAPS))
+    listed = ", ".join(f"{name} ({count})" for name, count in sorted(types.items()))
+    return (
+        [f"without a {dtype} kernel on CUDA, or {dtype} in their schema at opset {program.opset()}: {listed}"]
+        if listed
+        else []
+    )
 
 
 def _path(model_or_path: Any) -> Path | None:

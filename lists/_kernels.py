@@ -191,7 +191,7 @@ def register_own_body(op_type: str, *dtypes: str) -> None:
     _gap.cache_clear()
 
 
-def unsupported_reason(op_type: str, dtype: str, opset: int = LOWERED_OPSET) -> str | None:
+def unsupported_reason(op_type: str, dtype: str, opset: int = LOWERED_OPSET, *, own_bodies: bool = True) -> str | None:
     """Why an operator cannot run at a 16-bit element type on CUDA, or None if it can.
 
     It can with a body of ours, with a kernel at this opset, or with a function body in its onnx schema each part of
@@ -202,11 +202,12 @@ def unsupported_reason(op_type: str, dtype: str, opset: int = LOWERED_OPSET) -> 
             cannot be judged, and gives None.
         dtype: ``float16`` or ``bfloat16``.
         opset: the opset that programs are lowered to.
+        own_bodies: whether a body of ours helps; it does not where a file is run as it stands.
     """
     domain, name = split_name(op_type)
     if domain != "com.microsoft" and (domain, name) not in schemas():
         return None
-    return _gap(name, domain, dtype, opset)
+    return _gap(name, domain, dtype, opset, own_bodies)
 
 
 def unsupported_operators(dtype: str, opset: int = LOWERED_OPSET) -> frozenset[str]:
@@ -219,9 +220,9 @@ def unsupported_operators(dtype: str, opset: int = LOWERED_OPSET) -> frozenset[s
 
 
 @cache
-def _gap(op_type: str, domain: str, dtype: str, opset: int) -> str | None:
+def _gap(op_type: str, domain: str, dtype: str, opset: int, own_bodies: bool) -> str | None:
     """:func:`unsupported_reason`; a new body of our own clears this cache."""
-    if dtype in OWN_BODIES.get(f"{domain}::{op_type}" if domain else op_type, ()):
+    if own_bodies and dtype in OWN_BODIES.get(f"{domain}::{op_type}" if domain else op_type, ()):
         return None
     if (not domain and op_type in _NO_KERNEL_NEEDED) or has_kernel(_CUDA, op_type, dtype, opset, domain):
         return None
@@ -235,16 +236,16 @@ def _gap(op_type: str, domain: str, dtype: str, opset: int) -> str | None:
     if not nodes:
         return f"{lacking}, and no function body"
     for part, elements in nodes:
-        gap = _part_gap(part, elements, opset)
+        gap = _part_gap(part, elements, opset, own_bodies)
         if gap:
             return f"{lacking}, and its function body has no lowering: {gap}"
     return None
 
 
-def _part_gap(op_type: str, elements: frozenset[str], opset: int) -> str | None:
+def _part_gap(op_type: str, elements: frozenset[str], opset: int, own_bodies: bool) -> str | None:
     names = {element: name for name, element in _DTYPES.items()}
     for element in sorted(elements & _FLOATS):
-        gap = _gap(op_type, "", names[element], opset)
+        gap = _gap(op_type, "", names[element], opset, own_bodies)
         if gap:
             return gap
     return None

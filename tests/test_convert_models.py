@@ -16,6 +16,8 @@ from converting import faithful, off, session, well_formed
 from onnx_goldens import FUNCTIONS, text
 
 import amp_transpiler as amp
+from amp_transpiler.cli.info import leaves_cuda
+from amp_transpiler.lists import has_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -85,6 +87,19 @@ def test_trained_models_keep_their_golden_values(name: str, mode: str, dtype: st
     for index, got in enumerate(faithful(program, golden_input(name))):
         step = spec["outputs"][index][2]
         assert off(got.reshape(-1)[::step], golden[f"{name}|{index}"]) <= TOLERANCE[dtype]
+
+
+@needs_models
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_16_bit_has_a_cuda_kernel_and_nothing_leaves_cuda(name: str, dtype: str) -> None:
+    before = amp.Program.from_onnx(trained(name))
+    after = amp.convert(trained(name), dtype=dtype)
+    for op in after.walk():
+        if op.precision == dtype and op.type not in ("Constant", "If"):
+            assert has_kernel("CUDAExecutionProvider", op.type, dtype, after.opset()), op.label
+    leaving = [{op.type for op in program.walk() if leaves_cuda(op)} for program in (before, after)]
+    assert leaving[1] <= leaving[0]
 
 
 @needs_models

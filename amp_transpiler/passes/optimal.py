@@ -105,7 +105,7 @@ class _Choices(Rules):
                  outside: Callable[[Operator], str]) -> None:  # fmt: skip
         super().__init__(program, lists)
         self.mode, self.evidence, self.outside = mode, evidence, outside
-        self.kernel_opset = max(self.kernel_opset, program.opset())  # the file is run as it is written
+        self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
         self.because = {"pure-fp16": "pure 16 bit", "auto": "nothing measured or known speaks against it"}.get(mode, "")

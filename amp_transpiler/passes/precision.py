@@ -59,6 +59,8 @@ class Rules:
         self.decisions: dict[Operator, Decision] = {}
         #: The opset whose kernels count: what a place is lowered to.
         self.kernel_opset = TARGET
+        #: Whether an operator with a body of ours needs no kernel.
+        self.own_bodies = True
         self._gaps: dict[str, str | None] = {}
 
     def decide_all(self, rule: Callable[[Operator], Decision]) -> dict[Operator, Decision]:
@@ -157,9 +159,9 @@ class Rules:
         """Why no lowering runs the operator in 16 bit; None where one does."""
         name = operator_name(op)
         if name not in self._gaps:
-            self._gaps[name] = unsupported_reason(name, self.dtype, self.kernel_opset)
+            self._gaps[name] = unsupported_reason(name, self.dtype, self.kernel_opset, own_bodies=self.own_bodies)
         found = lookup(op)
-        return None if found is not None and found.body is not None else self._gaps[name]
+        return None if self.own_bodies and found is not None and found.body is not None else self._gaps[name]
 
     def data_inputs(self, op: Operator) -> list[Variable]:
         """Floating-point inputs that carry data: those that no rule keeps fp32."""

@@ -15,7 +15,8 @@ _LATER = 22
 
 
 def raise_for(program: Program, dtype: str) -> str:
-    """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence if it was.
+    """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
+    done, or on what would have been gained and was not worth it.
 
     That is 21, or 22 where even more can and no operator loses its CUDA kernel. A program that cannot be expressed
     there stays as it is.
@@ -23,7 +24,7 @@ def raise_for(program: Program, dtype: str) -> str:
     own = program.opset()
     if dtype != "bfloat16" or own >= _LATER:
         return ""
-    best, count, trial = own, _able(program, dtype), program
+    best, count, trial, refused = own, _able(program, dtype), program, ""
     for target in (TARGET, _LATER):
         if target <= own:
             continue
@@ -33,13 +34,18 @@ def raise_for(program: Program, dtype: str) -> str:
         except GraphError:
             continue
         found = _able(copy, dtype)
-        if found > count and (target <= TARGET or not _lost(program, trial, copy)):
+        lost = _lost(program, trial, copy) if target > TARGET else []
+        if found > count and not lost:
             best, count, trial = target, found, copy
+        elif found > count:
+            gain = f"opset {target}, at which {found} operators could run in {dtype}"
+            refused = f"{gain}, is not taken: CUDA has no kernel for {', '.join(lost)} there"
     if best == own:
-        return ""
+        return refused
     convert_opset(program, best)
     annotate(program)  # what the newer forms of operators say of shapes
-    return f"opset {own} raised to {best}, at which {count} operators can run in {dtype}"
+    raised = f"opset {own} raised to {best}, at which {count} operators can run in {dtype}"
+    return f"{raised}; {refused}" if refused else raised
 
 
 def _able(program: Program, dtype: str) -> int:
@@ -53,10 +59,12 @@ def _able(program: Program, dtype: str) -> int:
     )  # fmt: skip
 
 
-def _lost(program: Program, before: Program, after: Program) -> bool:
-    """Whether an operator with a CUDA kernel at the opset of ``before`` has none at that of ``after``."""
+def _lost(program: Program, before: Program, after: Program) -> list[str]:
+    """Operators with a CUDA kernel at the opset of ``before`` that have none at that of ``after``."""
     old, new = before.opset(), after.opset()
     kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
-    return any(
-        has_kernel(_CUDA, kind, "float32", old) and not has_kernel(_CUDA, kind, "float32", new) for kind in kinds
+    return sorted(
+        kind
+        for kind in kinds
+        if has_kernel(_CUDA, kind, "float32", old) and not has_kernel(_CUDA, kind, "float32", new)
     )
