@@ -97,7 +97,8 @@ def test_what_is_16_bit_has_a_cuda_kernel_and_nothing_leaves_cuda(name: str, dty
     after = amp.convert(trained(name), dtype=dtype)
     for op in after.walk():
         if op.precision == dtype and op.type not in ("Constant", "If"):
-            assert has_kernel("CUDAExecutionProvider", op.type, dtype, after.opset()), op.label
+            body = op.type == "Clip" and dtype == "bfloat16"  # a function in its schema, which onnxruntime inlines
+            assert body or has_kernel("CUDAExecutionProvider", op.type, dtype, after.opset()), op.label
     leaving = [{op.type for op in program.walk() if leaves_cuda(op)} for program in (before, after)]
     assert leaving[1] <= leaving[0]
 
