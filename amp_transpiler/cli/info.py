@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..ir.marks import inserted
 from ..ir.program import Operator, Program
-from ..ir.types import FLOATS
+from ..ir.types import FLOATS, HALF
 from ..lists import has_kernel, kernel_types, unsupported_reason
 from ..passes.typing import operator_name
 from .diff import sizes
@@ -68,13 +68,14 @@ def _placement(program: Program) -> str:
 
 def leaves_cuda(op: Operator) -> str:
     """Why onnxruntime's CUDA provider would not run the operator at its opset; "" where it would."""
-    opset = op.program.opset(op.domain)
-    if op.type in _NOT_RUN or (unsupported_reason(operator_name(op), "float16", opset) is None and not _float(op)):
+    opset, dtype = op.program.opset(op.domain), _float(op)
+    if op.type in _NOT_RUN:
         return ""
+    if dtype in HALF:
+        return unsupported_reason(operator_name(op), dtype, opset, own_bodies=False) or ""
     if kernel_types(_CUDA, op.type, opset, op.domain) is None:
-        runs = unsupported_reason(operator_name(op), "float16", opset) is None
+        runs = unsupported_reason(operator_name(op), "float16", opset, own_bodies=False) is None
         return "" if runs else "no kernel"
-    dtype = _float(op)
     if dtype and not has_kernel(_CUDA, op.type, dtype, opset, op.domain):
         return f"no kernel for {dtype} at opset {opset}"
     return ""
