@@ -14,6 +14,7 @@ from . import (
     pool,
     random,
     reduce,
+    resize,
     scaling,
     update,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "pool",
     "random",
     "reduce",
+    "resize",
     "scaling",
     "update",
     "clip",
