@@ -19,6 +19,7 @@ from .ir.inline import inline_functions
 from .ir.patterns import matching
 from .ir.program import Operator, Program
 from .ir.types import FLOATS
+from .ir.weights import become_constants
 from .lists import AutoMixedPrecisionLists
 from .passes.evidence import Evidence
 from .passes.flow import Flow
@@ -180,8 +181,7 @@ class _Job:
 
     def _prepared(self, program: Program) -> tuple[Program, list[str]]:
         """The program without functions and parameters, at the opset that the type needs."""
-        for parameter in program.parameters:  # nobody trains them: they are constants, and stored in 16 bit
-            parameter.persistable = parameter.trainable = False
+        become_constants(program)  # and are stored in 16 bit
         notes = []
         try:
             program = inline_functions(program)

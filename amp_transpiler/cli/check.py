@@ -12,6 +12,7 @@ import onnxruntime as ort
 from ..errors import AmpError, ModelFileError
 from ..ir.program import Program
 from ..ir.types import FLOATS, numpy_dtype
+from ..ir.weights import become_constants
 from ..runtime.calibration import load_calibration
 from ..runtime.measure import measure
 
@@ -45,8 +46,7 @@ def check(source: str, output: str, program: Program, calibration: Any, toleranc
 
 def _compared(source: str, program: Program, calibration: Any, tolerance: float) -> list[str]:
     reference = Program.from_onnx(source)
-    for parameter in reference.parameters:
-        parameter.persistable = parameter.trainable = False
+    become_constants(reference)
     if calibration:
         batches, told = load_calibration(calibration, reference), "the calibration data"
     else:

@@ -8,6 +8,7 @@ import json
 
 from ..errors import GraphError
 from .program import FORWARD, ROLES, Operator, Program
+from .weights import not_a_weight
 
 PREFIX = "amp_transpiler."
 #: The reason on casts that a pass inserted. Passes look through those casts, so that running twice changes nothing.
@@ -87,10 +88,11 @@ def _joined(listed: str) -> str:
 def written_state(program: Program) -> dict[str, str]:
     """The metadata entry that says which variables are persistable and trainable, and the updates.
 
-    None is needed, and none written, where importing would find the same: all are trainable, nothing is updated.
+    None is needed, and none written, where importing would find the same: all weights are trainable, nothing is
+    updated.
     """
     kept = [v for v in program.variables if v.persistable]
-    if not program.updates and all(v.trainable and v.data is not None for v in kept):
+    if not program.updates and all(v.data is not None and v.trainable == (not not_a_weight(v)) for v in kept):
         return {}
     state = {
         "trainable": [v.name for v in kept if v.trainable],

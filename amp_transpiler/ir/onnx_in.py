@@ -6,7 +6,6 @@ not matter; nested graphs are read when their operator is. Element types are fou
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -22,8 +21,8 @@ from .program import FORWARD, OWN, ModelInfo, Program, Shape, Variable
 from .reading import DataFiles, ModelFile, copy_without, read_model, without_weights
 from .source import Entry, Source, leftover, plain_domain, set_source, source_of
 from .tensors import stripped, tensor_array, tensor_type
-from .types import FLOATS
 from .verify import operator_clashes
+from .weights import STATISTICS, not_a_weight
 
 __all__ = ["load", "program_of", "tensor_array"]
 
@@ -93,15 +92,15 @@ def _check_domain(program: Program, label: str) -> None:
 def _mark_parameters(program: Program) -> None:
     """Find the persistable variables, and make the startup program that sets them.
 
-    A program that was written by this package says which they are; in any other file, float initializers
-    of more than one element are trainable.
+    A program that was written by this package says which they are. In any other file weights are (trainable ones)
+    and running statistics; other float initializers are constants.
     """
     if not read_state(program):
         for variable in program.variables:
             data = variable.data
             if data is not None and not isinstance(data, onnx.SparseTensorProto) and variable.producer is None:
-                dtype, shape = tensor_type(data)
-                variable.persistable = variable.trainable = dtype in FLOATS and math.prod(shape) > 1
+                why_not = not_a_weight(variable)
+                variable.persistable, variable.trainable = why_not in ("", STATISTICS), not why_not
     contents = [(v.name, v.dtype, v.shape, v.data) for v in program.variables
                 if v.persistable and v.producer is None and v.data is not None]  # fmt: skip
     program.defer_startup(lambda: _startup(program.name, contents))

@@ -99,8 +99,9 @@ class Program:
         """The program of an ONNX model, with its startup program in ``startup``; nothing of the model is lost.
 
         A ModelProto is not changed; its weights are shared, not copied. External data is mapped from disk (from the
-        model's folder, or ``external_data_dir``). Float initializers of more than one element are trainable
-        parameters, the others constants; both carry their content in ``data``. Element types and shapes come from the
+        model's folder, or ``external_data_dir``). Float initializers that are weights are trainable parameters, running
+        statistics are state, and the others (masks, bounds, single numbers) constants; all carry their content in
+        ``data``. Element types and shapes come from the
         file and from ONNX's inference; :meth:`untyped` names what stays without. ModelFileError (or
         ModelFileNotFoundError) for what is no usable model file, GraphError for a malformed graph, both naming the
         file and the node.

@@ -1,0 +1,97 @@
+"""Which float tensors of a model file are weights, and which are only numbers that it computes with.
+
+A file says of an initializer neither that it was trained nor that it is a running statistic, an attention mask or
+the frequencies of rotary positions. What reads it does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+
+from .program import Operator, Program, Variable
+from .tensors import as_array, tensor_type
+from .types import FLOATS
+
+#: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
+STATISTICS = "statistics"
+#: Slots that hold no weights, by operator: statistics, bounds, sizes, fill values.
+_NUMBERS: dict[str, tuple[int, ...]] = {
+    "BatchNormalization": (3, 4), "Clip": (1, 2), "Dropout": (1,), "OneHot": (2,), "Pad": (2,), "Range": (0, 1, 2),
+    "Resize": (1, 2), "Upsample": (1,), "ConstantOfShape": (0,), "QuantizeLinear": (1,), "DequantizeLinear": (1,),
+    "DynamicQuantizeLinear": (0,), "STFT": (2,), "MelWeightMatrix": (3, 4), "NonMaxSuppression": (0, 1, 3, 4),
+}  # fmt: skip
+_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"})
+#: What passes the elements of its first input on.
+_MOVES = frozenset({"Identity", "Reshape", "Transpose", "Cast", "CastLike", "Squeeze", "Unsqueeze", "Expand", "Tile",
+                    "Slice", "Flatten", "Concat"})  # fmt: skip
+_ANGLES = frozenset({"Sin", "Cos"})
+#: Where an attention mask meets the scores, perhaps combined with another before.
+_MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul"})
+#: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
+_MASK = -1e4
+#: Elements up to which a tensor is looked through for a mask.
+_LARGE = 1 << 24
+_HOPS = 6
+
+
+def not_a_weight(variable: Variable) -> str:
+    """Why a float tensor with content is no trainable weight: "statistics", "a mask", …; "" where it is one."""
+    data = variable.data
+    if data is None or isinstance(data, onnx.SparseTensorProto):
+        return "without dense content"
+    dtype, shape = tensor_type(data)
+    if dtype not in FLOATS:
+        return f"of type {dtype}"
+    if math.prod(shape) <= 1:
+        return "one number"
+    uses = _uses(variable, _HOPS)
+    if uses and all(slot in _NUMBERS.get(op.type, ()) for op, slot in uses):
+        return STATISTICS if uses[0][0].type == "BatchNormalization" else f"a number of {uses[0][0].type}"
+    if uses and all(op.type in _COMPARES for op, _ in uses):
+        return "only compared with"
+    if _feeds_angles(uses):
+        return "the frequencies of an angle"
+    if uses and all(op.type in _MASKED for op, _ in uses) and _is_mask(variable, shape):
+        return "a mask"
+    return ""
+
+
+def become_constants(program: Program) -> None:
+    """Let what carries its content be a constant, no parameter: nobody trains the program."""
+    for variable in program.variables:
+        if variable.persistable and variable.data is not None and variable not in program.updates:
+            variable.persistable = variable.trainable = False
+
+
+def _uses(variable: Variable, hops: int) -> list[tuple[Operator, int]]:
+    """The operators that compute with the tensor, past those that only move it."""
+    found: list[tuple[Operator, int]] = []
+    for op, slot in variable.readers:
+        if isinstance(slot, str):
+            found += [use for nested in op.attrs.programs for inner in nested.variables if inner.outer is variable
+                      for use in _uses(inner, hops)]  # fmt: skip
+        elif op.type in _MOVES and (slot == 0 or op.type == "Concat") and hops and op.output(0) is not None:
+            out = op.output(0)
+            assert out is not None
+            found += _uses(out, hops - 1)
+        else:
+            found.append((op, slot))
+    return found
+
+
+def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
+    """Whether all that is made of the tensor is sines and cosines of its product with something."""
+    if not uses or any(op.type not in ("Mul", "MatMul", "Einsum", "Gemm", "Div") for op, _ in uses):
+        return False
+    made = [use for op, _ in uses for out in op.outputs[:1] if out is not None for use in _uses(out, _HOPS)]
+    return bool(made) and all(op.type in _ANGLES for op, _ in made)
+
+
+def _is_mask(variable: Variable, shape: tuple[int, ...]) -> bool:
+    if len(shape) < 2 or math.prod(shape) > _LARGE:
+        return False
+    array = np.asarray(as_array(variable.data), np.float32)
+    return bool((array <= _MASK).any()) and bool(((array <= _MASK) | (array == 0)).all())
