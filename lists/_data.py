@@ -74,7 +74,7 @@ def parse_lists(text: str, file: str) -> OpLists:
             raise ListError(f"{file}: there is no list '{colour}'; the lists are white, black and gray.")
         for group in groups:
             for name in group["operators"]:
-                _check_operator(name, f"{file}, list {colour}")
+                check_operator(name, f"{file}, list {colour}")
                 here = next((each for each, operators in sets.items() if name in operators), None)
                 if here is not None:
                     raise ListError(f"{file}: '{name}' stands in list {here} and again in {colour}; keep one of them.")
@@ -93,7 +93,7 @@ def parse_slots(text: str, file: str) -> Mapping[str, tuple[frozenset[int], froz
     """
     table: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
     for name, entry in tomllib.loads(text).items():
-        _check_operator(name, file)
+        check_operator(name, file)
         schema = schemas().get(split_name(name))
         for kind in ("inputs", "outputs"):
             slots = entry[kind]
@@ -122,11 +122,12 @@ def parse_aliases(text: str, file: str) -> tuple[Mapping[str, tuple[str, ...]], 
                 f"{file}: alias '{name}' needs either operators or a place in no_counterpart, and not both."
             )
         for target in targets:
-            _check_operator(target, f"{file}, alias {name}")
+            check_operator(target, f"{file}, alias {name}")
     return MappingProxyType(aliases), MappingProxyType(missing)
 
 
-def _check_operator(name: str, where: str) -> None:
+def check_operator(name: str, where: str) -> None:
+    """ListError, with near matches, where onnx has no operator ``name``; a domain that onnx does not define passes."""
     domain, op_type = split_name(name)
     if (domain, op_type) in schemas() or domain not in {known for known, _ in schemas()}:
         return

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._data import default_lists, resolve
 from amp_transpiler.lists._kernels import unsupported_operators, unsupported_reason
+from amp_transpiler.lists._presets import Preset, find_preset
+
+_NO_PRESET = Preset("", frozenset(), (), {})
 
 
 class AutoMixedPrecisionLists:
@@ -18,18 +21,23 @@ class AutoMixedPrecisionLists:
         custom_white_list: operators to run in 16 bit: ONNX operator types (``MatMul``), ``domain::Type``, or Paddle's
             names (``pool2d``), of which one may stand for several types.
         custom_black_list: operators to run in fp32.
-        custom_black_varnames: names of variables; an operator that reads or writes one of them runs fp32.
+        custom_black_varnames: names of variables; an operator that reads or writes one of them runs fp32. A name
+            that no variable has and that is a glob (``encoder/*``) or, after ``re:``, a regular expression stands for
+            operators instead: by name or scope, by what they make, or by a parameter that they read.
         dtype: ``float16`` or ``bfloat16``, in any letter case.
+        preset: a recipe of ``presets.toml`` that the custom lists change further: ``"bert"`` for transformer encoders
+            in mixed precision (layer norm, softmax, GELU, embeddings, logits in fp32), ``"bert_pure"`` for pure 16 bit.
 
     Attributes:
         white_list, black_list, gray_list: sets of operators, copies of this instance's own.
-        black_varnames: set of variable names.
+        black_varnames: set of variable names and patterns.
+        black_patterns: patterns of the preset, which need not fit anything.
         dtype: ``float16`` or ``bfloat16``.
 
     Raises:
         ListTypeError: something other than a list of strings was given (a single string, most often).
-        ListError: the custom lists overlap, a name is unknown, a custom white operator has no lowering at this element
-            type, or ``dtype`` is neither of the two.
+        ListError: the custom lists overlap, a name or preset is unknown, a custom white operator has no lowering at
+            this element type, or ``dtype`` is neither of the two.
     """
 
     def __init__(
@@ -38,6 +46,8 @@ class AutoMixedPrecisionLists:
         custom_black_list: Iterable[str] | None = None,
         custom_black_varnames: Iterable[str] | None = None,
         dtype: str = "float16",
+        *,
+        preset: str | None = None,
     ) -> None:
         if not isinstance(dtype, str) or dtype.lower() not in ("float16", "bfloat16"):
             raise ListError(f"AutoMixedPrecisionLists: dtype is {dtype!r}; expected 'float16' or 'bfloat16'.")
@@ -58,12 +68,15 @@ class AutoMixedPrecisionLists:
                     f"AutoMixedPrecisionLists: custom_white_list names '{white[operator]}', but {operator} cannot run "
                     f"in {self.dtype}: {reason}. Take it out of custom_white_list."
                 )
+        recipe = _NO_PRESET if preset is None else find_preset(preset)
+        blackened = (recipe.black - white.keys()) | black.keys()
         defaults = default_lists()
-        self.white_list: set[str] = (set(defaults.white) | white.keys()) - black.keys()
-        self.black_list: set[str] = (set(defaults.black) - white.keys()) | black.keys()
-        self.gray_list: set[str] = set(defaults.gray) - white.keys() - black.keys()
+        self.white_list: set[str] = (set(defaults.white) | white.keys()) - blackened
+        self.black_list: set[str] = (set(defaults.black) - white.keys()) | blackened
+        self.gray_list: set[str] = set(defaults.gray) - white.keys() - blackened
         self.black_varnames: set[str] = set(_strings(custom_black_varnames, "custom_black_varnames"))
-        self._custom_black, self._custom_white = frozenset(black), frozenset(white)
+        self.black_patterns: tuple[str, ...] = recipe.names
+        self._custom_black, self._custom_white = frozenset(blackened), frozenset(white)
 
     @property
     def unsupported_list(self) -> frozenset[str]:
@@ -75,7 +88,7 @@ class AutoMixedPrecisionLists:
 
     @property
     def custom_black_list(self) -> frozenset[str]:
-        """The ONNX operators that ``custom_black_list`` named."""
+        """The ONNX operators that ``custom_black_list`` or the preset named."""
         return self._custom_black
 
     @property

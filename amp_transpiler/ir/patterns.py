@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .nodes import Operator
 
 
-def matching(operators: Iterable[Operator], patterns: Sequence[str], what: str) -> dict[Operator, str]:
+def is_pattern(name: str) -> bool:
+    """Whether ``name`` can stand for more than itself."""
+    return name.startswith("re:") or any(sign in name for sign in "*?[")
+
+
+def matching(operators: Iterable[Operator], patterns: Sequence[str], what: str, *,
+             names: Callable[[Operator], list[str]] | None = None, required: bool = True) -> dict[Operator, str]:  # fmt: skip
     """The operators whose name or scope fits a pattern, each with the first pattern that it fits.
 
     A pattern is a glob (``encoder/*``, letter case counts) or, after ``re:``, a regular expression that the whole
-    name or scope fits. An operator without a name is found by the names of what it makes. ``what`` names the
-    caller in errors: ArgumentTypeError for what is no list of strings, ArgumentError for a broken expression and
-    for a pattern that fits nothing.
+    name or scope fits. An operator without a name is found by the names of what it makes; ``names`` gives other
+    names to go by. ``what`` names the caller in errors: ArgumentTypeError for what is no list of strings,
+    ArgumentError for a broken expression and, where ``required``, for a pattern that fits nothing.
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")
@@ -24,8 +30,8 @@ def matching(operators: Iterable[Operator], patterns: Sequence[str], what: str) 
     found: dict[Operator, str] = {}
     for pattern in patterns:
         expression = _expression(pattern, what)
-        hits = [op for op in operators if any(expression.fullmatch(name) for name in _names(op))]
-        if not hits:
+        hits = [op for op in operators if any(expression.fullmatch(name) for name in (names or _names)(op))]
+        if not hits and required:
             known = list(dict.fromkeys(repr(name) for op in operators if (name := op.scope or op.name)))
             some = f"it has, for example, {', '.join(known[:3])}" if known else "its operators have neither"
             program = f" of program '{operators[0].program.name}'" if operators else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir.marks import inserted
 from ..ir.opdef import lookup
+from ..ir.patterns import is_pattern, matching
 from ..ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from ..ir.types import FLOATS, HALF
 from ..lists import AutoMixedPrecisionLists, unsupported_reason
@@ -62,6 +63,7 @@ class Rules:
         #: Whether an operator with a body of ours needs no kernel.
         self.own_bodies = True
         self._gaps: dict[str, str | None] = {}
+        self._named = black_operators(program, lists)
 
     def decide_all(self, rule: Callable[[Operator], Decision]) -> dict[Operator, Decision]:
         """Decide every operator, producers and enclosing operators first; ``rule`` decides what is not settled."""
@@ -146,7 +148,7 @@ class Rules:
                 return f"'{name}' is in custom_black_varnames"
             if "learning_rate" in name:
                 return f"'{name}' is a learning rate"
-        return ""
+        return self._named.get(op, "")
 
     def trainable_table(self, op: Operator) -> str:
         """Why a Gather stays fp32: its gradient rows must not be rounded; "" for any other operator."""
@@ -227,13 +229,46 @@ def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, n
 
 
 def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str) -> None:
-    """ArgumentError where ``custom_black_varnames`` names a variable that the program does not have."""
-    known = {v.name for each in programs(program) for v in each.variables}
+    """ArgumentError where ``custom_black_varnames`` names a variable, or a pattern, that the program does not have."""
+    known = _variable_names(program)
     missing = sorted(lists.black_varnames - known)
-    if missing:
+    patterns = [name for name in missing if is_pattern(name)]
+    if len(patterns) < len(missing):
         import difflib
 
-        near = difflib.get_close_matches(missing[0], sorted(known), 3)
+        name = next(each for each in missing if not is_pattern(each))
+        near = difflib.get_close_matches(name, sorted(known), 3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-        raise ArgumentError(f"{what}: program '{program.name}' has no variable '{missing[0]}', which "
+        raise ArgumentError(f"{what}: program '{program.name}' has no variable '{name}', which "
                             f"custom_black_varnames names{hint}")  # fmt: skip
+    matching(_written(program), patterns, f"{what}: custom_black_varnames", names=_called)
+
+
+def black_operators(program: Program, lists: AutoMixedPrecisionLists) -> dict[Operator, str]:
+    """Operators that a pattern of ``custom_black_varnames`` or of the preset keeps fp32, each with the reason."""
+    found: dict[Operator, str] = {}
+    chosen = sorted(filter(is_pattern, lists.black_varnames))
+    if not chosen and not lists.black_patterns:
+        return found
+    known, operators = _variable_names(program), _written(program)
+    chosen = [name for name in chosen if name not in known]
+    for patterns, where in ((chosen, "custom_black_varnames"), (lists.black_patterns, "the preset")):
+        for op, pattern in matching(operators, patterns, where, names=_called, required=False).items():
+            found.setdefault(op, f"'{pattern}' is in {where}")
+    return found
+
+
+def _variable_names(program: Program) -> set[str]:
+    return {v.name for each in programs(program) for v in each.variables}
+
+
+def _written(program: Program) -> list[Operator]:
+    """The operators of the program as it was written."""
+    return [op for op in program.walk() if not inserted(op)]
+
+
+def _called(op: Operator) -> list[str]:
+    """What an operator goes by: name, scope, what it makes, and the parameters that it reads."""
+    made = [written_name(v) for v in op.outputs if v is not None]
+    read = [source(v) for v in op.inputs if v is not None]
+    return [op.name, op.scope, *made, *(v.name for v in read if v.persistable)]

@@ -3,7 +3,7 @@
 What stays fp32: operators outside ``fp16_guard`` (where the guard is used), operators without a lowering
 to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
 and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
-stay fp32.
+stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ..errors import PrecisionError
 from ..ir.program import Operator, Program
 from ..lists import AutoMixedPrecisionLists
 from .casts import apply
+from .mask_constants import saturate_masks
 from .precision import BLACK, Decision, Rules, check_program
 from .typing import operator_name
 
@@ -53,6 +54,7 @@ def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | No
             "them under fp16_guard(), mark the operators of an imported program with program.mark_fp16('encoder/*'), "
             "or pass use_fp16_guard=False to cast the whole program"
         )
+    saturate_masks(program, lists.dtype)
     pure = _Pure(program, lists, use_fp16_guard)
     return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
 

@@ -3,7 +3,8 @@
 A white operator runs in 16 bit, a black one in fp32. A gray one follows the operators that made its
 floating-point inputs: fp32 where one of them is black, else 16 bit where one is white, else it stays
 as it is. The colour depends on the graph alone, never on the order in which operators were added.
-Parameters stay fp32 and are cast where 16-bit operators read them.
+Parameters stay fp32 and are cast where 16-bit operators read them. Constants that only mask (-3.4e38 before a
+softmax) are brought into the range of the type.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from ..ir.program import Operator, Program
 from ..ir.types import HALF
 from ..lists import AutoMixedPrecisionLists
 from .casts import apply
+from .mask_constants import saturate_masks
 from .precision import BLACK, WHITE, Decision, Rules, check_program, label, source
 from .typing import operator_name
 
@@ -40,6 +42,7 @@ def rewrite_program(program: Program, amp_lists: AutoMixedPrecisionLists | None 
     """
     lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "rewrite_program", names_must_exist)
+    saturate_masks(program, lists.dtype)
     colours = _Colours(program, lists)
     apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
 

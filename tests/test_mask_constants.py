@@ -1,0 +1,111 @@
+"""Mask constants of exported models (-3.4e38) train in 16 bit without infinities or NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.nn import functional as F
+
+HEAD = """<ir_version: 8, opset_import: ["" : 17]>
+net (float[3,6,4] x, int64[3,6] mask) => (float[3,6,4] y)
+  <float[4,4] w = {W}, float lowest = {-3.4028235e38}, float zero = {0}, float one = {1}, int64[1] axis = {1}>
+{
+  q = MatMul(x, w)
+  k = Transpose <perm = [0, 2, 1]> (q)
+  scores = MatMul(q, k)
+  places = Unsqueeze(mask, axis)
+"""
+TAIL = """
+  weights = Softmax <axis = -1> (masked)
+  y = MatMul(weights, q)
+}"""
+#: The ways in which exporters write a mask.
+MASKS = {
+    "where": "seen = Cast <to = 9> (places)  added = Where(seen, zero, lowest)  masked = Add(scores, added)",
+    "product": """f = Cast <to = 1> (places)  off = Sub(one, f)  added = Mul(off, lowest)
+                  masked = Add(scores, added)""",
+    "filled": "seen = Cast <to = 9> (places)  masked = Where(seen, scores, lowest)",
+    "twice": """seen = Cast <to = 9> (places)  added = Where(seen, zero, lowest)  once = Add(scores, added)
+                masked = Add(once, added)""",
+}
+
+
+def exported(mask: str) -> amp.Program:
+    weights = ", ".join(f"{v:.3f}" for v in np.random.default_rng(0).standard_normal(16))
+    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD.replace("{W}", "{" + weights + "}") + MASKS[mask] + TAIL))
+
+
+def trained(program: amp.Program, mode: str, dtype: str, padded: bool) -> tuple[np.ndarray, int, np.ndarray]:
+    """Losses of twelve steps, the number of skipped ones, and the trained weight; ``padded``: a row all masked."""
+    y, pure = program.outputs[0], mode == "pure-fp16"
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mse_loss(y, amp.data("target", [3, 6, 4], "float32"))
+        optimizer = amp.optimizer.Adam(0.05, multi_precision=pure)
+        if mode != "fp32":
+            optimizer = amp.decorate(
+                optimizer, amp.AutoMixedPrecisionLists(preset="bert_pure" if pure else "bert", dtype=dtype),
+                use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype, init_loss_scaling=64.0,
+            )  # fmt: skip
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    fetches = [loss]
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+        fetches.append(optimizer.get_found_inf())
+    rng = np.random.default_rng(1)
+    mask = np.ones((3, 6), np.int64)
+    mask[1, 3:] = mask[2, 0 if padded else 1 :] = 0
+    feed = {"x": rng.standard_normal((3, 6, 4)).astype(np.float32), "mask": mask}
+    feed["target"] = rng.standard_normal((3, 6, 4)).astype(np.float32)
+    values = [executor.run(program, feed=feed, fetch_list=fetches, scope=scope) for _ in range(12)]
+    losses = np.array([float(np.ravel(v[0])[0]) for v in values])
+    skipped = sum(bool(np.ravel(v[1])[0]) for v in values if len(v) > 1)
+    return losses, skipped, scope.find_var("w_fp32_master_0" if pure else "w")
+
+
+IN_16_BIT = pytest.mark.parametrize(
+    "mode, dtype", [("amp", "float16"), ("pure-fp16", "float16"), ("pure-fp16", "bfloat16")]
+)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@IN_16_BIT
+def test_a_mask_of_fp32_trains_as_in_fp32(mask: str, mode: str, dtype: str) -> None:
+    reference, _, weight = trained(exported(mask), "fp32", dtype, padded=False)
+    losses, skipped, rounded = trained(exported(mask), mode, dtype, padded=False)
+    assert skipped == 0 and losses[-1] < losses[0]
+    tolerance = 0.003 if dtype == "float16" else 0.02
+    np.testing.assert_allclose(losses, reference, rtol=tolerance)
+    np.testing.assert_allclose(rounded, weight, atol=tolerance)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@IN_16_BIT
+def test_a_row_of_padding_costs_no_step(mask: str, mode: str, dtype: str) -> None:
+    losses, skipped, _ = trained(exported(mask), mode, dtype, padded=True)
+    assert skipped == 0 and np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
+def test_only_masks_are_changed() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    net (float[2,4] x, bool[2,4] seen) => (float[2,4] p, float[2,4] y)
+      <float mask = {-3.4e38}, float low = {-1e5}, float[4] minus = {-inf, 0, -2, -3}>
+    {
+      s = Where(seen, x, mask)
+      t = Add(s, minus)
+      p = Softmax(t)
+      y = Where(seen, x, low)
+    }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    amp.rewrite_program(program)
+    read = {name: np.ravel(as_array(program.var(name).data)) for name in ("mask", "low", "minus")}
+    assert read["mask"] == [-32752] and read["low"] == np.float32(-1e5)
+    assert read["minus"].tolist() == [-np.inf, 0, -2, -3]
+    before = program.to_onnx().SerializeToString()
+    amp.rewrite_program(program)
+    assert program.to_onnx().SerializeToString() == before
