@@ -119,6 +119,78 @@ def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Neg(e.Mul(dy, e.Sin(x)))]
 
 
+@gradient("Tan", reads="y0 dy0")
+def tan(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Add(e.Mul(y, y), e.like(1, y)))]
+
+
+def _arc(e: Emitter, x: Value) -> Value:
+    """The square root of 1 - x²."""
+    one = e.like(1, x)
+    root: Value = e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
+    return root
+
+
+@gradient("Asin", reads="x0 dy0")
+def asin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, _arc(e, x))]
+
+
+@gradient("Acos", reads="x0 dy0")
+def acos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Neg(e.Div(dy, _arc(e, x)))]
+
+
+@gradient("Atan", reads="x0 dy0")
+def atan(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, e.Add(e.Mul(x, x), e.like(1, x)))]
+
+
+def _cosh(e: Emitter, x: Value) -> Value:
+    """CUDA has no kernel of Cosh."""
+    cosh: Value = e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), e.like(0.5, x))
+    return cosh
+
+
+@gradient("Sinh", reads="x0 dy0")
+def sinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, _cosh(e, x))]
+
+
+@gradient("Cosh", reads="x0 dy0")
+def cosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    # sinh as tanh * cosh: the difference of two exponentials cancels near 0.
+    return [e.Mul(dy, e.Mul(e.Tanh(x), _cosh(e, x)))]
+
+
+@gradient("Asinh", reads="x0 dy0")
+def asinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, e.Sqrt(e.Add(e.Mul(x, x), e.like(1, x))))]
+
+
+@gradient("Acosh", reads="x0 dy0")
+def acosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    one = e.like(1, x)
+    return [e.Div(dy, e.Sqrt(e.Mul(e.Sub(x, one), e.Add(x, one))))]
+
+
+@gradient("Atanh", reads="x0 dy0")
+def atanh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    one = e.like(1, x)
+    return [e.Div(dy, e.Mul(e.Sub(one, x), e.Add(one, x)))]
+
+
+@gradient("Mod", reads="x0 x1 y0 dy0")
+def mod(e: Emitter, op: Operator, x0: Value, x1: Value, y: Value, dy: Value) -> Grads:
+    """y = x0 - q x1 with an integer q, which has no slope. Read from y: x0 / x1 itself may round up to it."""
+    dx0 = summed(e, dy, dy, 0) if e.wants(0) else None
+    dx1 = None
+    if e.wants(1):
+        q = e.Round(e.Div(e.Sub(x0, y), x1), shape=dy.shape)
+        dx1 = summed(e, e.Neg(e.Mul(dy, q)), dy, 1)
+    return [dx0, dx1]
+
+
 @gradient("Erf", reads="x0 dy0")
 def erf(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Mul(dy, e.Mul(e.Exp(e.Neg(e.Mul(x, x))), e.like(2 / math.sqrt(math.pi), x)))]

@@ -7,9 +7,11 @@ these dimensions are folded into the contracted one: one product, never a sum of
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Sequence
 
-from ..errors import GradientError
+import numpy as np
+
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import gradient
 from ..ir.program import Operator
@@ -105,47 +107,70 @@ def _product(e: Emitter, a: Value, trans_a: bool, b: Value, trans_b: bool, alpha
 
 @gradient("Einsum", reads="x* dy0", native=True)
 def einsum(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
-    """The gradient of one operand is the Einsum of dy with the others, expanded over labels that only it has."""
-    terms, result, sizes = _equation(op, xs)
+    """The gradient of one operand is the Einsum of dy with the others, expanded over labels that only it has.
+
+    An operand that was broadcast along a label has size 1 there: it is read without that label.
+    """
+    terms, result = _equation(op, [len(size_of(x)) for x in xs])
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, xs, strict=True):
+        for label, size in zip(term, size_of(x), strict=True):
+            sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
+    read = [_labels(term, x, sizes) for term, x in zip(terms, xs, strict=True)]
+    values = [e.reshape(x, [sizes[label] for label in term]) for term, x in zip(read, xs, strict=True)]
     grads: list[Value | None] = []
-    for i, term in enumerate(terms):
+    for i, term in enumerate(read):
         if not e.wants(i):
             grads.append(None)
             continue
         others = [j for j in range(len(xs)) if j != i]
-        labels = [result, *(terms[j] for j in others)]
-        kept = "".join(label for label in term if any(label in other for other in labels))
-        grads.append(_einsum_grad(e, i, labels, kept, [dy, *(xs[j] for j in others)], sizes, term))
+        labels = [result, *(read[j] for j in others)]
+        kept = "".join(dict.fromkeys(label for label in term if any(label in other for other in labels)))
+        value = _einsum_grad(e, labels, kept, [dy, *(values[j] for j in others)], sizes)
+        grads.append(_spread(e, value, kept, term, sizes, shape_of(e, i)))
     return grads
 
 
-def _einsum_grad(e: Emitter, index: int, labels: list[str], kept: str, values: list[Value], sizes: dict[str, int],
-                 term: str) -> Value:  # fmt: skip
+def _einsum_grad(e: Emitter, labels: list[str], kept: str, values: list[Value], sizes: dict[str, int]) -> Value:
     alone = any(sum(label in other for other in labels) == 1 and label not in kept for label in "".join(labels))
     if len(values) > 2 or alone or values[0].dtype == "bfloat16":
         # More than one product, or a sum over one operand, rounds in between; CUDA has no bfloat16 Einsum.
         values = [e.f32(v) for v in values]
-    value = e.Einsum(*values, equation=f"{','.join(labels)}->{kept}", shape=[sizes[label] for label in kept])
-    if kept == term:
-        return value
-    value = e.reshape(value, [sizes[label] if label in kept else 1 for label in term])
-    shape = shape_of(e, index)
-    return e.Expand(value, e.ints(*shape), shape=shape)
+    value: Value = e.Einsum(*values, equation=f"{','.join(labels)}->{kept}", shape=[sizes[label] for label in kept])
+    return value
 
 
-def _equation(op: Operator, xs: list[Value]) -> tuple[list[str], str, dict[str, int]]:
-    """Labels of each operand and of the result, and the size of each label."""
+def _spread(e: Emitter, value: Value, kept: str, term: str, sizes: dict[str, int], shape: tuple[int, ...]) -> Value:
+    """A value over the labels ``kept``, in the shape of an operand with the labels ``term``: repeated over the labels
+    that are missing, on the diagonal of a label that the operand has twice, 0 beside it."""
+    full = [sizes[label] for label in term]
+    first = [term.index(label) == i for i, label in enumerate(term)]
+    value = e.reshape(value, [sizes[k] if k in kept and f else 1 for k, f in zip(term, first, strict=True)])
+    if tuple(full) != value.shape and all(first):
+        value = e.Expand(value, e.ints(*full), shape=full)
+    for i, label in enumerate(term):
+        if not first[i]:
+            along = [sizes[label] if j in (i, term.index(label)) else 1 for j in range(len(term))]
+            value = e.Mul(value, e.const(np.eye(sizes[label]).reshape(along), value.dtype))
+    if tuple(full) != value.shape:
+        value = e.Expand(value, e.ints(*full), shape=full)
+    return e.reshape(value, shape)
+
+
+def _labels(term: str, x: Value, sizes: dict[str, int]) -> str:
+    return "".join(k for k, size in zip(term, size_of(x), strict=True) if size == sizes[k])
+
+
+def _equation(op: Operator, ranks: list[int]) -> tuple[list[str], str]:
+    """The labels of each operand and of the result; the axes of an ellipsis get labels of their own."""
     equation = str(op.attrs["equation"]).replace(" ", "")
     left, arrow, result = equation.partition("->")
     terms = left.split(",")
-    if not arrow:
-        result = "".join(sorted(label for label in set(left) - {","} if left.count(label) == 1))
-    sizes: dict[str, int] = {}
-    for term, x in zip(terms, xs, strict=True):
-        repeated = len(set(term)) != len(term)
-        if "." in term or repeated or any(sizes.setdefault(k, d) != d for k, d in zip(term, size_of(x), strict=True)):
-            raise GradientError(
-                f"'{op.label}': Einsum '{equation}' has an ellipsis, a label twice in one operand, or a label of two "
-                "sizes, which its gradient cannot express. Write it with MatMul, Transpose and Expand"
-            )
-    return terms, result, sizes
+    hidden = [rank - len(term) + 3 if "..." in term else 0 for term, rank in zip(terms, ranks, strict=True)]
+    free = [label for label in string.ascii_letters if label not in equation]
+    dots = free[: max(hidden)]
+    terms = [term.replace("...", "".join(dots[len(dots) - n :])) for term, n in zip(terms, hidden, strict=True)]
+    if arrow:
+        return terms, result.replace("...", "".join(dots))
+    letters = left.replace(".", "").replace(",", "")
+    return terms, "".join([*dots, *sorted(label for label in set(letters) if letters.count(label) == 1)])

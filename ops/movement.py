@@ -127,8 +127,6 @@ def _spread_out(e: Emitter, value: Value, axis: int, step: int) -> Value:
 @gradient("Pad", reads="x1 x3 dy0", inputs=[0], native=True)
 def pad(e: Emitter, op: Operator, pads: Value, axes: Value | None, dy: Value) -> Grads:
     mode = op.attrs.get("mode", "constant")
-    if mode != "constant":
-        raise GradientError(f"'{op.label}': the gradient of Pad exists for mode 'constant' only, not for '{mode}'")
     shape = shape_of(e, 0)
     widths = integers(e, op, 0, "pads of Pad") or []
     along = integers(e, op, 1, "axes of Pad") or list(range(len(shape)))
@@ -136,9 +134,59 @@ def pad(e: Emitter, op: Operator, pads: Value, axes: Value | None, dy: Value) ->
     before = [0] * len(shape)
     for axis, low, high in zip(along, widths[: len(along)], widths[len(along) :], strict=True):
         axis %= len(shape)
-        dy = _slice(e, dy, axis, max(low, 0), size_of(dy)[axis] - max(high, 0))
         before[axis], after[axis] = max(-low, 0), max(-high, 0)
+        if mode == "constant":
+            dy = _slice(e, dy, axis, max(low, 0), size_of(dy)[axis] - max(high, 0))
+        elif low > 0 or high > 0:
+            kept = shape[axis] - before[axis] - after[axis]
+            dy = _copies_added(e, dy, axis, _copied(mode, kept, max(low, 0), max(high, 0)), kept)
     return [_pad(e, dy, before, after)]
+
+
+def _copied(mode: str, size: int, low: int, high: int) -> list[int]:
+    """Which element of an axis each element of the padded axis is a copy of."""
+    at = np.arange(-low, size + high)
+    if mode == "edge":
+        return [int(i) for i in np.clip(at, 0, size - 1)]
+    if mode == "wrap":
+        return [int(i) for i in at % size]
+    period = max(2 * size - 2, 1)  # reflected at the elements of the edge, which are not repeated
+    at = at % period
+    return [int(i) for i in np.minimum(at, period - at)] if size > 1 else [0] * len(at)
+
+
+def _copies_added(e: Emitter, dy: Value, axis: int, copied: list[int], size: int) -> Value:
+    """Each element of ``dy`` added, in fp32, to the one of ``size`` that it is the gradient of a copy of.
+
+    In pieces in which the source rises, falls or stays: each is a slice, turned round or summed, with zeros around.
+    """
+    dy = e.f32(dy)
+    parts = []
+    for start, stop, step in _runs(copied, size):
+        piece = _slice(e, dy, axis, start, stop)
+        first, last = copied[start], copied[stop - 1]
+        if step == 0:
+            shape = [1 if i == axis else d for i, d in enumerate(size_of(piece))]
+            piece = e.reshape(e.reduce_sum(piece, [axis], keepdims=True), shape)
+        elif step < 0:
+            piece, first, last = _reversed(e, piece, axis), last, first
+        parts.append(_pad_axis(e, piece, axis, first, size - 1 - last))
+    return e.Sum(*parts) if len(parts) > 1 else parts[0]
+
+
+def _runs(copied: list[int], size: int) -> list[tuple[int, int, int]]:
+    """[start, stop) and step of the longest pieces of ``copied`` with one step of -1, 0 or 1."""
+    runs = []
+    start = 0
+    while start < len(copied):
+        step = copied[start + 1] - copied[start] if start + 1 < len(copied) else 1
+        step = step if step in (-1, 0, 1) else 1
+        stop = start + 1
+        while stop < len(copied) and copied[stop] - copied[stop - 1] == step:
+            stop += 1
+        runs.append((start, stop, step))
+        start = stop
+    return runs
 
 
 # -- repeats ------------------------------------------------------------------------------------------
@@ -204,6 +252,46 @@ def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
 
 
+@gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True)
+def scatter_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    """Added, the updates and the data share dy; written, dy goes to the one that the result holds."""
+    axis, adds = op.attrs.get("axis", 0), _adds(op)
+    d_data = d_updates = None
+    if e.wants(0):
+        zeros = e.zeros(size_of(indices), dy.dtype)
+        d_data = dy if adds else e.ScatterElements(dy, indices, zeros, axis=axis, shape=dy.shape)
+    if e.wants(2):
+        for i, size in enumerate(size_of(indices)):
+            if i != axis % len(size_of(dy)):
+                dy = _slice(e, dy, i, 0, size)
+        d_updates = e.GatherElements(dy, indices, axis=axis, shape=indices.shape)
+    return [d_data, None, d_updates]
+
+
+@gradient("ScatterND", reads="x1 dy0", inputs=[0, 2], native=True)
+def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    """As for ScatterElements; each index names a slice."""
+    adds, shape = _adds(op), size_of(dy)
+    at = e.cast(indices, "int64")
+    rows = [*size_of(indices)[:-1], *shape[size_of(indices)[-1] :]]
+    d_data = d_updates = None
+    if e.wants(0):
+        d_data = dy if adds else e.ScatterND(dy, at, e.zeros(rows, dy.dtype), shape=shape)
+    if e.wants(2):
+        d_updates = e.GatherND(dy, at, shape=rows)
+    return [d_data, None, d_updates]
+
+
+def _adds(op: Operator) -> bool:
+    reduction = op.attrs.get("reduction", "none")
+    if reduction not in ("none", "add"):
+        raise GradientError(
+            f"'{op.label}': the gradient of {op.type.removesuffix('Grad')} exists for reduction 'none' and 'add', "
+            f"not for '{reduction}'. Gather the elements, combine them with Mul, Max or Min, and scatter the result with 'none'"
+        )
+    return bool(reduction == "add")
+
+
 @gradient("TopK", reads="y1 dy0", inputs=[0], native=True)
 def top_k(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     zeros = e.zeros(shape_of(e, 0), dy.dtype)
@@ -239,7 +327,7 @@ _MOVES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "
 # Not the scatters: with reduction="add" they add.
 exact(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "ReverseSequence", "Compress", "TopK",
       "Unique")  # fmt: skip
-exact(*(own(f"{_type}Grad") for _type in (*_MOVES, "Pad", "TopK")))
+exact(*(own(f"{_type}Grad") for _type in (*_MOVES, "TopK", "ScatterElements", "ScatterND")))
 
 no_gradient("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",
             "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Normalisations: Batch-, Layer-, Instance- and GroupNormalization, forward bodies where a place needs them, gradients.
+"""Batch-, Layer-, Instance-, Group- and LpNormalization and LRN: gradients, and bodies where a place needs them.
 
 Statistics are computed in fp32 from the input; gradients recompute them. Variances are means of squared
 deviations (never mean of squares minus squared mean, which cancels).
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import body, gradient
@@ -240,3 +242,47 @@ def _channels_of_groups(e: Emitter, value: Value, split: Value) -> Value:
     """A vector over channels, broadcastable to ``split``."""
     assert split.shape is not None
     return e.reshape(value, (1, split.shape[1], split.shape[2], 1))
+
+
+# -- LpNormalization and LRN -----------------------------------------------------------------------------
+@gradient("LpNormalization", "x0 y0 dy0")
+def lp_normalization_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
+    """y = x / |x| along an axis. For p = 2, dX = (dy - y * sum(dy * y)) / |x|; for p = 1 the sign of x in place of the
+    last y. Where |x| is 0, y is 0 by definition, and so is dX."""
+    axis = [int(op.attrs.get("axis", -1)) % _rank(x)]
+    dot = e.reduce_sum(e.Mul(dy, y), axis, keepdims=True)
+    if int(op.attrs.get("p", 2)) == 1:
+        size, direction = e.reduce_sum(e.Abs(x), axis, keepdims=True), e.Sign(x)
+    else:
+        size, direction = e.Sqrt(e.reduce_sum(e.Mul(x, x), axis, keepdims=True)), y
+    zero = e.like(0, x)
+    nothing = e.Equal(size, zero)
+    dx = e.Div(e.Sub(dy, e.Mul(direction, dot)), e.Where(nothing, e.like(1, x), size))
+    return [e.Where(nothing, zero, dx)]
+
+
+@gradient("LRN", "x0 dy0")
+def lrn_gradient(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[Any]:
+    """y = x * s**-beta with s = bias + alpha / size * (sum of x² over ``size`` neighbouring channels).
+
+    dX = dy * s**-beta - 2 alpha beta / size * x * t, with t the sum of dy * x * s**(-beta - 1) over the channels whose
+    neighbour this one is.
+    """
+    assert x.shape is not None
+    size, alpha = int(op.attrs["size"]), float(op.attrs.get("alpha", 1e-4))
+    beta, bias = float(op.attrs.get("beta", 0.75)), float(op.attrs.get("bias", 1.0))
+    neighbours = _band(x.shape[1], (size - 1) // 2, size // 2)
+    flat = (x.shape[0], x.shape[1], prod(x.shape[2:]))
+    x3, dy3 = e.reshape(x, flat), e.reshape(dy, flat)
+    squares = e.MatMul(e.const(neighbours, x.dtype), e.Mul(x3, x3))
+    s = e.Add(e.Mul(squares, e.like(alpha / size, x)), e.like(bias, x))
+    scaled = e.Mul(dy3, e.Pow(s, e.like(-beta, x)))
+    around = e.MatMul(e.const(neighbours.T, x.dtype), e.Div(e.Mul(scaled, x3), s))
+    dx = e.Sub(scaled, e.Mul(e.Mul(x3, around), e.like(2 * alpha * beta / size, x)))
+    return [e.reshape(dx, x.shape)]
+
+
+def _band(size: int, before: int, after: int) -> np.ndarray[Any, Any]:
+    """[size, size]: 1 where the column is at most ``before`` below the row or ``after`` above it."""
+    distance = np.arange(size)[None, :] - np.arange(size)[:, None]
+    return ((distance >= -before) & (distance <= after)).astype(np.float64)

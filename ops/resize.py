@@ -26,8 +26,8 @@ def resize(e: Emitter, op: Operator, roi: Value | None, scales: Value | None, si
     shape, resized = shape_of(e, 0), size_of(dy)
     maps: dict[int, Array] = {}
     for axis, scale in _scales(e, op, shape, resized).items():
-        region = _region(e, op, axis, len(shape))
-        if region is not None or shape[axis] != resized[axis] or scale != 1:
+        if scale != 1:  # onnxruntime leaves such an axis as it is, whatever its region
+            region = _region(e, op, axis, len(shape))
             maps[axis] = _matrix(op, shape[axis], resized[axis], scale, region)
     return [through_maps(e, dy, maps)]
 

@@ -90,10 +90,14 @@ def run_reference(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array
     return [np.asarray(y) for y in ReferenceEvaluator(model, new_ops=CORRECTED).run(None, feeds)]
 
 
-def run_cpu(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
-    """Every output, by onnxruntime on CPU with one thread."""
+def cpu_session(model: onnx.ModelProto) -> ort.InferenceSession:
+    """A session on CPU with one thread."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run_cpu(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
+    """Every output, by onnxruntime on CPU with one thread."""
+    return cpu_session(model).run(None, feeds)

@@ -54,6 +54,7 @@ class Case:
     keep_fp32: Sequence[int] = ()
     domain: str = ""
     forward: Callable[..., Sequence[Array]] | None = None
+    fixed: Sequence[int] = ()
 
     def run(self, inputs: Sequence[Array | None]) -> list[Array]:
         """The forward operator in float64."""
@@ -105,7 +106,7 @@ class Gradient:
     def _variable(self, program: Program, name: str, array: Array | None, case: Case, slot: int) -> Variable | None:
         if array is None:
             return None
-        if array.dtype.kind != "f":
+        if array.dtype.kind != "f" or slot in case.fixed:
             if slot not in case.feeds:
                 self.constants[name] = array
                 return program.add_constant(name, array)
@@ -191,7 +192,8 @@ def check_gradient(type_: str, inputs: Sequence[Any], *, attrs: dict[str, Any] |
                    through: Sequence[int] = (0,), wrt: Sequence[int] | None = None, feeds: Sequence[int] = (),
                    keep_fp32: Sequence[int] = (), domain: str = "", half: Sequence[str] = ("float16", "bfloat16"),
                    tolerance: dict[str, float] | None = None, step: float = 1e-5, seed: int = 0,
-                   forward: Callable[..., Sequence[Array]] | None = None) -> None:  # fmt: skip
+                   forward: Callable[..., Sequence[Array]] | None = None,
+                   fixed: Sequence[int] = ()) -> None:  # fmt: skip
     """Prove the gradient rule of one operator on these inputs (see the module's text).
 
     ``inputs``: float arrays (any float type; taken as float64), integer and bool arrays, None where left
@@ -199,13 +201,16 @@ def check_gradient(type_: str, inputs: Sequence[Any], *, attrs: dict[str, Any] |
     a gradient. ``outputs``: how many the forward operator has, those that the rule reads included.
     ``feeds``: integer slots whose value is not known before the run. ``keep_fp32``: float slots that stay
     fp32 in 16 bit. ``forward``: a float64 oracle ``f(*inputs) -> outputs``, where the reference evaluator
-    has none. ``tolerance``: overrides by "float64", "float32", "float16", "bfloat16".
+    has none. ``fixed``: float slots whose value is known before the run. ``tolerance``: overrides by "float64", "float32", "float16", "bfloat16".
     """
     arrays = [None if a is None else np.asarray(a) for a in inputs]
-    arrays = [a.astype(np.float32).astype(np.float64) if a is not None and a.dtype.kind == "f" else a for a in arrays]
+    arrays = [
+        a.astype(np.float32).astype(np.float64) if a is not None and a.dtype.kind == "f" and i not in fixed else a
+        for i, a in enumerate(arrays)
+    ]
     if wrt is None:
-        wrt = [i for i, a in enumerate(arrays) if a is not None and a.dtype.kind == "f"]
-    case = Case(type_, arrays, dict(attrs or {}), outputs, through, wrt, feeds, keep_fp32, domain, forward)
+        wrt = [i for i, a in enumerate(arrays) if a is not None and a.dtype.kind == "f" and i not in fixed]
+    case = Case(type_, arrays, dict(attrs or {}), outputs, through, wrt, feeds, keep_fp32, domain, forward, fixed)
     limits = {"float64": 1e-5, "float32": 1e-4} | (tolerance or {})
     rng = np.random.default_rng(seed)
     values, dys = _values(case, arrays, rng)
@@ -252,7 +257,8 @@ def _rounded(case: Case, dtype: str, rng: np.random.Generator) -> dict[str, Arra
         return a.astype(kind).astype(np.float64)
 
     inputs = [
-        a if a is None or a.dtype.kind != "f" or i in case.keep_fp32 else rounds(a) for i, a in enumerate(case.inputs)
+        a if a is None or a.dtype.kind != "f" or i in (*case.keep_fp32, *case.fixed) else rounds(a)
+        for i, a in enumerate(case.inputs)
     ]
     values, _ = _values(case, inputs, rng)
     held = {v.name: v.dtype for v in Gradient(case, dtype, values, case.wrt).forward.outputs if v is not None}

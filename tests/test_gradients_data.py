@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_transpiler.errors import GradientError
-from tests.gradcheck import check_forward, check_gradient, few, gradient_model, gradient_values
+from tests.gradcheck import check_forward, check_gradient, few, gradient_values
 
 Shape = tuple[int, ...]
 seeds = st.integers(0, 2**32 - 1)
@@ -123,11 +123,6 @@ def test_pad(shape: Shape, seed: int, data: st.DataObject) -> None:
 def test_pad_that_crops() -> None:
     x = normal(0, (4, 3))
     check_gradient("Pad", [x, ints(-1, 2, 0, -1)], forward=lambda x, *_: [np.pad(x, ((0, 0), (2, 0)))[1:, :-1]])
-
-
-def test_pad_by_reflection_is_refused() -> None:
-    with pytest.raises(GradientError, match="reflect"):
-        gradient_model("Pad", [normal(0, (4,)), ints(1, 1)], "float32", "cpu", mode="reflect")
 
 
 # -- repeats ------------------------------------------------------------------------------------------
