@@ -11,7 +11,7 @@ from .opdef import lookup
 from .program import FORWARD, Operator, Program, Variable
 from .source import set_source, source_of
 
-__all__ = ["clone"]
+__all__ = ["clone", "clone_graph", "insert_graph"]
 
 
 def clone(program: Program, for_test: bool = False) -> Program:
@@ -19,6 +19,40 @@ def clone(program: Program, for_test: bool = False) -> Program:
     new = _Cloner(for_test).program(program, {})
     new.startup = program.startup
     return new
+
+
+def clone_graph(nested: Program) -> Program:
+    """A copy of a nested program that stands in the same place: it reads the same outer variables."""
+    new = _Cloner(False).program(nested, {v.outer: v.outer for v in nested.variables if v.outer is not None})
+    new.parent = nested.parent
+    return new
+
+
+def insert_graph(nested: Program, program: Program, given: dict[Variable, Variable], prefix: str,
+                 taken: set[str]) -> list[Variable]:  # fmt: skip
+    """Copy the operators of a nested program into the program around it.
+
+    ``given`` maps inputs of the nested program, and whatever else is to be shared, to variables of ``program``; what
+    the nested one captures is read where it is. Copies keep their names where these are free, else they are called
+    ``<prefix>/<name>``; ``taken`` holds the names of operators, and gets those of the copies. Returns what the nested
+    program's outputs are there; operators stay with the marks that they have in the nested one.
+    """
+    cloner, copies = _Cloner(False), dict(given)
+    for variable in nested.variables:
+        if variable in copies:
+            continue
+        if variable.outer is not None:
+            copies[variable] = variable.outer
+        else:
+            name = variable.name if not program.has_var(variable.name) else program.unique(f"{prefix}/{variable.name}")
+            copies[variable] = cloner.variable(variable, program, {}, name)
+            copies[variable].is_input = False
+    for op in nested.operators:
+        copy = cloner.operator(op, program, copies)
+        if copy.name in taken:
+            copy.name = f"{prefix}/{copy.name}"
+        taken.update([copy.name] if copy.name else [])
+    return [copies[variable] for variable in nested.outputs]
 
 
 class _Cloner:
@@ -29,13 +63,13 @@ class _Cloner:
         """Copy one program. ``outer`` maps the variables around a nested one to their copies."""
         new = Program(old.name)
         new.seed = old.seed
-        copies = {variable: self._variable(variable, new, outer) for variable in old.variables}
+        copies = {variable: self.variable(variable, new, outer, variable.name) for variable in old.variables}
         for variable, made in copies.items():
             if variable.grad_of is not None:
                 made.grad_of = copies[variable.grad_of]
         for op in old._operators.values():
             if not self.for_test or op.role == FORWARD:
-                self._operator(op, new, copies)
+                self.operator(op, new, copies)
         new.inputs = [copies[v] for v in old.inputs]
         new.outputs = [copies[v] for v in old.outputs]
         if self.for_test:
@@ -45,8 +79,9 @@ class _Cloner:
         _copy_info(old, new, copies)
         return new
 
-    def _variable(self, old: Variable, new: Program, outer: dict[Variable, Variable]) -> Variable:
-        made = new.add_variable(old.name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable,
+    def variable(self, old: Variable, new: Program, outer: dict[Variable, Variable], name: str) -> Variable:
+        """A copy of one variable, without its producer."""
+        made = new.add_variable(name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable,
                                 data=old.data)  # fmt: skip
         made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
         made.metadata = dict(old.metadata)
@@ -57,7 +92,8 @@ class _Cloner:
             made.type_proto.CopyFrom(old.type_proto)
         return made
 
-    def _operator(self, old: Operator, new: Program, copies: dict[Variable, Variable]) -> None:
+    def operator(self, old: Operator, new: Program, copies: dict[Variable, Variable]) -> Operator:
+        """A copy of one operator, nested programs included."""
         attrs = old.attrs.copy_with(lambda nested: self.program(nested, copies))
         op = new.add_operator(old.type, _mapped(old.inputs, copies), _mapped(old.outputs, copies), attrs=attrs,
                               domain=old.domain, name=old.name, role=old.role)  # fmt: skip
@@ -67,6 +103,7 @@ class _Cloner:
         for variable in old.captures:
             if copies[variable] in read:
                 op.add_capture(copies[variable])
+        return op
 
 
 def _mapped(variables: Iterable[Variable | None], copies: dict[Variable, Variable]) -> list[Variable | None]:

@@ -74,16 +74,23 @@ def constant_array(variable: Variable) -> np.ndarray | None:
 class Shapes:
     """Concrete types of every variable of a program for given feed shapes: ``shapes[variable]``.
 
-    ``values`` holds the arrays of small integer tensors that are known already (shape arithmetic).
+    ``values`` holds the arrays of small integer tensors that are known already (shape arithmetic). ``around``: the
+    shapes of the program around a nested one.
     """
 
-    def __init__(self, program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+    def __init__(self, program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None,
+                 around: Shapes | None = None) -> None:  # fmt: skip
         self.program = program
         self.types: dict[int, tuple[str | None, Shape | None]] = {}
         self.values: dict[int, np.ndarray] = {}
         feed_shapes = feed_shapes or {}
         for variable in program.variables:
-            if variable.producer is None:
+            if variable.outer is not None and around is not None:
+                self.types[variable.key] = around[variable.outer]
+                known = around.value(variable.outer)
+                if known is not None:
+                    self.values[variable.key] = known
+            elif variable.producer is None:
                 self.types[variable.key] = (variable.dtype, feed_shapes.get(variable.name, variable.shape))
         for op in program.operators:
             infer_operator(op, self)
@@ -164,9 +171,12 @@ def _with_env(rule: Any, op: Operator, env: Shapes) -> Any:
 def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | None]:
     opset = op.program.opset(op.domain)
     try:
-        schema = onnx.defs.get_schema(op.type, opset, op.domain)
+        schema: Any = onnx.defs.get_schema(op.type, opset, op.domain)
     except onnx.defs.SchemaError:
-        return [(v.dtype, v.shape) if v is not None else None for v in op.outputs]
+        schema = None
+    if schema is None or op.attrs.programs:
+        declared = [(v.dtype, v.shape) if v is not None else None for v in op.outputs]
+        return _of_branches(op, env, declared) if op.type == "If" and isinstance(env, Shapes) else declared
     node = onnx.NodeProto()
     node.op_type, node.domain = op.type, op.domain
     types: dict[str, onnx.TypeProto] = {}
@@ -209,6 +219,21 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
         dtype, shape = from_type_proto(proto)
         results.append((dtype or v.dtype, shape if shape is not None else v.shape))
     return results
+
+
+Types = list[tuple[str | None, Shape | None] | None]
+
+
+def _of_branches(op: Operator, env: Shapes, declared: Types) -> Types:
+    """What both branches of an If give, where its outputs do not say their sizes themselves."""
+    if all(t is None or (t[1] is not None and all(isinstance(d, int) for d in t[1])) for t in declared):
+        return declared
+    try:
+        inner = [[Shapes(branch, around=env)[v] for v in branch.outputs] for branch in op.attrs.programs]
+    except GraphError:  # a branch that is not taken need not fit
+        return declared
+    return [one if told is not None and one == other else told
+            for told, one, other in zip(declared, *inner, strict=True)]  # fmt: skip
 
 
 def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env: Shapes) -> None:

@@ -234,13 +234,16 @@ class Program:
             )
 
     def unique(self, name: str) -> str:
-        """``name``, or ``name_1``, ``name_2``, … where it is taken in this program."""
-        if name not in self._variables:
+        """``name``, or ``name_1``, ``name_2``, … where it is taken in this program or in one around it."""
+        if not self._takes(name):
             return name
         number = 1
-        while f"{name}_{number}" in self._variables:
+        while self._takes(f"{name}_{number}"):
             number += 1
         return f"{name}_{number}"
+
+    def _takes(self, name: str) -> bool:
+        return name in self._variables or (self.parent is not None and self.parent.program._takes(name))
 
     def add_variable(self, name: str, dtype: Any = None, shape: Iterable[Any] | None = None, *,
                      persistable: bool = False, trainable: bool = False, data: Any = None) -> Variable:  # fmt: skip

@@ -15,6 +15,8 @@ from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, numpy_dtype
 from ..ops.random import rng_state
+from .control_flow import expand_control_flow, why_not_known
+from .if_gradient import append_if_gradient, captured_floats
 from .opset import convert_opset
 
 
@@ -38,6 +40,7 @@ def append_backward(
     program = check_loss(loss, parameter_list, no_grad_set)
     with unchanged_on_error(program):
         convert_opset(program)
+        expand_control_flow(program)
         if any(op.type == "Dropout" and body_of(op) is not None for op in program.operators):
             rng_state(program)  # an imported dropout brings no randomness with it
         return _append(program, loss, parameter_list, no_grad_set)
@@ -51,17 +54,12 @@ def _append(
 ) -> list[tuple[Variable, Variable]]:
     order = program.operators
     wanted, needs = _wanted(program, order, parameter_list, no_grad_set)
-    plan, contributions = _plan(order, loss, needs)
-    pending: dict[int, list[Variable]] = defaultdict(list)
-    done: dict[int, Variable] = {}
     with context.operator_role(BACKWARD):
-        pending[loss.key].append(_seed(loss))
-        for op, rule, slots in plan:
-            _append_gradient(op, rule, slots, pending, done, contributions)
+        sweep = _Sweep(order, [(loss, _seed(loss))], needs)
         pairs = []
         for parameter in wanted:
-            if parameter.key in pending or parameter.key in done:
-                pairs.append((parameter, _total(parameter, pending, done)))
+            if sweep.reaches(parameter):
+                pairs.append((parameter, sweep.total(parameter)))
             elif parameter_list is not None:
                 raise GradientError(
                     f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
@@ -133,12 +131,15 @@ def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: set
     return needs
 
 
-Plan = list[tuple[Operator, Gradient, list[int]]]
+Plan = list[tuple[Operator, Gradient | None, list[int]]]
 
 
-def _plan(order: list[Operator], loss: Variable, needs: set[int]) -> tuple[Plan, dict[int, int]]:
-    """Operators to differentiate in reverse order with their wanted input slots, and uses per variable."""
-    reached = {loss.key}
+def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> tuple[Plan, dict[int, int]]:
+    """Operators to differentiate in reverse order with their wanted input slots, and uses per variable.
+
+    An If on the way has no rule: its gradient is an If (see :mod:`.if_gradient`).
+    """
+    reached = {v.key for v in ends}
     plan: Plan = []
     contributions: dict[int, int] = defaultdict(int)
     for op in reversed(order):
@@ -146,29 +147,33 @@ def _plan(order: list[Operator], loss: Variable, needs: set[int]) -> tuple[Plan,
         if not outs:
             continue
         slots = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
-        captured = [v for v in op.captures if v.key in needs and v.dtype in FLOATS]
+        captured = captured_floats(op, needs)
         if not slots and not captured:
             continue
         found = lookup(op)
         rule = found.gradient if found else None
         if rule is not None and rule.zero:
             continue
-        _check_rule(op, rule, slots, captured)
-        assert rule is not None
-        unread = [v for v in outs if f"dy{v.producer_slot}" not in rule.reads and "dy*" not in rule.reads]
-        if unread:
-            raise GradientError(
-                f"the gradient of '{op.label}' ({op.full_type}) cannot pass through its output '{unread[0].name}'. "
-                f"Add '{unread[0].name}' to no_grad_set, or register a rule with "
-                f"@amp.register_gradient('{op.full_type}', ...)"
-            )
+        if op.type != "If" or op.domain:
+            _check_rule(op, rule, slots, captured)
+            _check_outputs(op, rule, outs)
         plan.append((op, rule, slots))
-        for slot in slots:
-            variable = op.inputs[slot]
+        for variable in (*(op.inputs[slot] for slot in slots), *captured):
             assert variable is not None
             reached.add(variable.key)
             contributions[variable.key] += 1
     return plan, contributions
+
+
+def _check_outputs(op: Operator, rule: Gradient | None, outs: list[Variable]) -> None:
+    assert rule is not None
+    unread = [v for v in outs if f"dy{v.producer_slot}" not in rule.reads and "dy*" not in rule.reads]
+    if unread:
+        raise GradientError(
+            f"the gradient of '{op.label}' ({op.full_type}) cannot pass through its output '{unread[0].name}'. "
+            f"Add '{unread[0].name}' to no_grad_set, or register a rule with "
+            f"@amp.register_gradient('{op.full_type}', ...)"
+        )
 
 
 def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
@@ -176,10 +181,11 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
         f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
         f"@amp.register_gradient('{op.full_type}', ...)"
     )
-    if captured:
+    if op.attrs.programs:
+        source = op.inputs[slots[0]] if slots else captured[0]
         raise GradientError(
-            f"'{op.label}' ({op.full_type}) reads '{captured[0].name}' inside a nested graph, which has no "
-            f"gradient. {way_out}"
+            f"the loss depends on '{source.name if source else ''}' through '{op.label}' ({op.full_type}), which has "
+            f"no gradient: {why_not_known(op)}"
         )
     if rule is None:
         source = op.inputs[slots[0]]
@@ -206,25 +212,11 @@ def _seed(loss: Variable) -> Variable:
     return seed
 
 
-def _new_gradient(variable: Variable, name: str) -> Variable:
+def new_gradient(variable: Variable, name: str) -> Variable:
+    """A variable for a gradient of ``variable``, like it."""
     new = variable.program.add_variable(variable.program.unique(name), variable.dtype, variable.shape)
     new.grad_of = variable
     return new
-
-
-def _total(variable: Variable, pending: dict[int, list[Variable]], done: dict[int, Variable]) -> Variable:
-    """The gradient of a variable whose readers have all contributed."""
-    if variable.key in done:
-        return done[variable.key]
-    parts = pending.pop(variable.key)
-    if len(parts) == 1:
-        total = parts[0]
-    else:
-        total = _new_gradient(variable, f"{variable.name}@GRAD")
-        op = variable.program.add_operator("GradSum", parts, [total], domain=OWN)
-        _place_beside(op, variable.producer)
-    done[variable.key] = total
-    return total
 
 
 def _place_beside(op: Operator, forward: Operator | None) -> None:
@@ -232,48 +224,82 @@ def _place_beside(op: Operator, forward: Operator | None) -> None:
         op.scope, op.guard = forward.scope, forward.guard
 
 
-def _append_gradient(
-    op: Operator,
-    rule: Gradient,
-    slots: list[int],
-    pending: dict[int, list[Variable]],
-    done: dict[int, Variable],
-    contributions: dict[int, int],
-) -> None:
-    program = op.program
-    inputs: list[Variable | None] = []
-    for read in rule.reads:
-        kind, which = (read[:2], read[2:]) if read.startswith("dy") else (read[:1], read[1:])
-        if which == "*":
-            source = list(op.inputs if kind == "x" else op.outputs)
-        elif kind == "x":
-            source = [op.input(int(which))]
+class _Sweep:
+    """One reverse sweep over ``order``: appends gradient operators from ``seeds``, [(variable, its gradient)], back
+    to whatever of ``needs`` (keys of variables) they reach."""
+
+    def __init__(self, order: list[Operator], seeds: list[tuple[Variable, Variable]], needs: set[int]) -> None:
+        self.needs = needs
+        self._pending: dict[int, list[Variable]] = defaultdict(list)
+        self._done: dict[int, Variable] = {}
+        for variable, gradient in seeds:
+            self._pending[variable.key].append(gradient)
+        plan, self._contributions = _plan(order, [v for v, _ in seeds], needs)
+        for op, rule, slots in plan:
+            if rule is None:
+                append_if_gradient(op, self)
+            else:
+                self._append(op, rule, slots)
+
+    def nested(self, order: list[Operator], seeds: list[tuple[Variable, Variable]],
+               wanted: Iterable[Variable]) -> _Sweep:  # fmt: skip
+        """A sweep over the operators of a nested program."""
+        return _Sweep(order, seeds, _dependents(order, wanted, set()))
+
+    def reaches(self, variable: Variable) -> bool:
+        """Whether the variable has a gradient."""
+        return variable.key in self._pending or variable.key in self._done
+
+    def total(self, variable: Variable) -> Variable:
+        """The gradient of a variable whose readers have all contributed."""
+        if variable.key in self._done:
+            return self._done[variable.key]
+        parts = self._pending.pop(variable.key)
+        if len(parts) == 1:
+            total = parts[0]
         else:
-            source = [op.output(int(which))]
-            if kind == "y" and source[0] is None:
-                source = [_add_output(op, int(which))]
-        if kind == "dy":
-            source = [
-                _total(v, pending, done) if v is not None and (v.key in pending or v.key in done) else None
-                for v in source
-            ]
-        inputs.extend(source)
-    outputs: list[Variable | None] = [None] * len(op.inputs)
-    for slot in slots:
-        variable = op.inputs[slot]
-        assert variable is not None
+            total = new_gradient(variable, f"{variable.name}@GRAD")
+            op = variable.program.add_operator("GradSum", parts, [total], domain=OWN)
+            _place_beside(op, variable.producer)
+        self._done[variable.key] = total
+        return total
+
+    def contribution(self, variable: Variable) -> Variable:
+        """A new variable for one reader's part of the gradient of ``variable``."""
         name = f"{variable.name}@GRAD"
-        if contributions[variable.key] > 1:
-            name += f"@{len(pending[variable.key])}"
-        outputs[slot] = _new_gradient(variable, name)
-        pending[variable.key].append(outputs[slot])  # type: ignore[arg-type]
-    attrs = op.attrs.copy()
-    if "x*" in rule.reads:
-        attrs["n_inputs"] = len(op.inputs)
-    grad = program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
-    grad.metadata.update(op.metadata)
-    _place_beside(grad, op)
-    grad.precision, grad.reason = op.precision, f"gradient of {op.label}"
+        if self._contributions[variable.key] > 1:
+            name += f"@{len(self._pending[variable.key])}"
+        new = new_gradient(variable, name)
+        self._pending[variable.key].append(new)
+        return new
+
+    def _append(self, op: Operator, rule: Gradient, slots: list[int]) -> None:
+        inputs: list[Variable | None] = []
+        for read in rule.reads:
+            kind, which = (read[:2], read[2:]) if read.startswith("dy") else (read[:1], read[1:])
+            if which == "*":
+                source = list(op.inputs if kind == "x" else op.outputs)
+            elif kind == "x":
+                source = [op.input(int(which))]
+            else:
+                source = [op.output(int(which))]
+                if kind == "y" and source[0] is None:
+                    source = [_add_output(op, int(which))]
+            if kind == "dy":
+                source = [self.total(v) if v is not None and self.reaches(v) else None for v in source]
+            inputs.extend(source)
+        outputs: list[Variable | None] = [None] * len(op.inputs)
+        for slot in slots:
+            variable = op.inputs[slot]
+            assert variable is not None
+            outputs[slot] = self.contribution(variable)
+        attrs = op.attrs.copy()
+        if "x*" in rule.reads:
+            attrs["n_inputs"] = len(op.inputs)
+        grad = op.program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
+        grad.metadata.update(op.metadata)
+        _place_beside(grad, op)
+        grad.precision, grad.reason = op.precision, f"gradient of {op.label}"
 
 
 def _add_output(op: Operator, slot: int) -> Variable:

@@ -99,7 +99,7 @@ class _Lowering:
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
         self.opset = program.opset()
-        bodied = any(body_of(op) for op in self.order)
+        bodied = any(_bodied(op) for op in self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not bodied else feed_shapes
@@ -327,7 +327,9 @@ class _Lowering:
 
     def _graph(self, nested: Program) -> onnx.GraphProto:
         e = self.e
-        saved, widened, narrow, env = e.nodes, dict(e._widened), dict(e.narrow), self.env
+        saved, widened, narrow, env, shapes = e.nodes, dict(e._widened), dict(e.narrow), self.env, self.shapes
+        if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
+            self.shapes = Shapes(nested, around=shapes) if any(_bodied(op) for op in nested.operators) else None
         e.reserve(v.name for v in nested.variables)
         graph = onnx.GraphProto(name=nested.name or "body")
         e.nodes, inner = [], dict[int, Value]()
@@ -342,7 +344,7 @@ class _Lowering:
                 inner[v.key] = Value(v.name, kind, static(v.shape))
             elif v.producer is None and v.data is not None:
                 inner[v.key] = self._constant(v)
-        for op in nested.operators:
+        for op in needed(nested, nested.outputs):
             self.operator(op)
         for v in nested.outputs:
             value = inner[v.key]
@@ -350,7 +352,7 @@ class _Lowering:
             info = graph.output.add(name=out.name)
             info.type.CopyFrom(self._nested_type(v))
         graph.node.extend(e.nodes)
-        e.nodes, e._widened, e.narrow, self.env = saved, widened, narrow, env
+        e.nodes, e._widened, e.narrow, self.env, self.shapes = saved, widened, narrow, env, shapes
         return graph
 
     def _nested_type(self, variable: Variable) -> onnx.TypeProto:
@@ -399,3 +401,8 @@ class _Lowering:
         if self.cpu and variable.dtype in HALF:
             return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or "")
         return value
+
+
+def _bodied(op: Operator) -> bool:
+    """Whether a body is written for the operator, or for one in its nested graphs."""
+    return body_of(op) is not None or any(body_of(inner) for nested in op.attrs.programs for inner in nested.walk())
