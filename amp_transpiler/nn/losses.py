@@ -76,6 +76,33 @@ def _unknown(value: Variable) -> int:
     return len([d for d in value.shape or () if not isinstance(d, int)])
 
 
+def span_loss(start_logits: Variable, end_logits: Variable, start: Variable, end: Variable) -> Variable:
+    """Mean of two cross entropies over places: where a span starts, and where it ends (Devlin et al. 2019).
+
+    ``start_logits``, ``end_logits``: float [N, length]. ``start``, ``end``: int64 or int32 places [N] or [N, 1]; one
+    below 0 or from ``length`` on lies outside the window and does not count. Result: a scalar of shape [], the
+    mean over the places that count; 0 where none does.
+    """
+    first, last = (_place_loss(*pair) for pair in ((start_logits, start), (end_logits, end)))
+    both = append("span_loss", "Add", [first, last])
+    return append("span_loss", "Mul", [both, np.array(0.5, numpy_dtype(str(first.dtype)))])
+
+
+def _place_loss(logits: Variable, place: Variable) -> Variable:
+    """Cross entropy of ``place`` [N] under ``logits`` [N, length], over the places that lie inside."""
+    call = "span_loss"
+    variable(call, "logits", logits, dtypes=FLOATING, rank=2)
+    prefix = names.generate(call)
+    target = cast(_labels(call, logits, place, prefix), "int64")
+    length = append(call, "Shape", [logits], attrs={"start": 1}, prefix=prefix)
+    above = append(call, "GreaterOrEqual", [target, np.array(0, np.int64)], prefix=prefix)
+    inside = append(call, "And", [above, append(call, "Less", [target, length], prefix=prefix)], prefix=prefix)
+    target = append(call, "Where", [inside, target, np.array(-100, np.int64)], prefix=prefix)
+    total = cross_entropy(logits, target, reduction="sum")
+    count = sum(cast(inside, str(total.dtype)))
+    return append(call, "Div", [total, append(call, "Max", [count, np.array(1, numpy_dtype(str(total.dtype)))])])
+
+
 def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
     """(input - label)**2, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
     call = "mse_loss"
