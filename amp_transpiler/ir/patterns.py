@@ -15,8 +15,14 @@ def is_pattern(name: str) -> bool:
     return name.startswith("re:") or any(sign in name for sign in "*?[")
 
 
-def matching(operators: Iterable[Operator], patterns: Sequence[str], what: str, *,
-             names: Callable[[Operator], list[str]] | None = None, required: bool = True) -> dict[Operator, str]:  # fmt: skip
+def matching(
+    operators: Iterable[Operator],
+    patterns: Sequence[str],
+    what: str,
+    *,
+    names: Callable[[Operator], list[str]] | None = None,
+    required: bool = True,
+) -> dict[Operator, str]:
     """The operators whose name or scope fits a pattern, each with the first pattern that it fits.
 
     A pattern is a glob (``encoder/*``, letter case counts) or, after ``re:``, a regular expression that the whole
