@@ -182,6 +182,22 @@ class Emitter:
             return self.runtime_scalar(what)
         return self.const(np.zeros((), np.float32 if what == "zero" else np.uint32))
 
+    def graph(
+        self, name: str, inputs: Sequence[Value], write: Callable[..., Sequence[Value]]
+    ) -> tuple[onnx.GraphProto, list[Value]]:
+        """A nested graph and its outputs: ``write(*inputs)`` emits its nodes; it may read values from outside."""
+        saved = self.nodes, dict(self._widened), dict(self.narrow), dict(self.shared)
+        self.nodes = []
+        within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
+        results = [self.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in write(*within)]
+        infos = [
+            [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in values]
+            for values in (within, results)
+        ]
+        graph = onnx.helper.make_graph(self.nodes, name, *infos)
+        self.nodes, self._widened, self.narrow, self.shared = saved  # what is made within is not known outside
+        return graph, results
+
     # -- pieces that several bodies share ----------------------------------------------------------
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Reshape to a fixed shape."""
