@@ -2,6 +2,7 @@
 
 from . import (
     activation,
+    attention,
     clip,
     conv,
     elementwise,
@@ -22,6 +23,7 @@ from . import (
 
 __all__ = [
     "activation",
+    "attention",
     "conv",
     "elementwise",
     "evaluation",

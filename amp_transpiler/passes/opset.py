@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from ..errors import GraphError
+from ..ir.decompose import has_decomposition, take_apart
 from ..ir.program import Operator, Program, Variable
 
 #: The operator set of training programs: from 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
@@ -53,14 +54,19 @@ def _convert(op: Operator, version: int, target: int) -> None:
         deprecated = onnx.defs.get_schema(op.type, target, "").deprecated
     except onnx.defs.SchemaError:
         new, deprecated = None, False
-    old = onnx.defs.get_schema(op.type, version, "").since_version
     if new is None:
+        if has_decomposition(op):
+            return take_apart(op)
         raise GraphError(
             f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
             "place or the training of this program needs"
         )
+    try:
+        old = onnx.defs.get_schema(op.type, version, "").since_version
+    except onnx.defs.SchemaError:
+        return None  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
     if old == new and not deprecated:
-        return
+        return None
     for upto, adapter in _ADAPTERS.get(op.type, []):
         if old < upto <= target:
             adapter(op)
@@ -72,6 +78,7 @@ def _convert(op: Operator, version: int, target: int) -> None:
                 f"operator '{op.label}' ({op.type}) uses attribute '{unknown[0]}' of opset {old}, which opset "
                 f"{target} cannot express"
             )
+    return None
 
 
 def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:

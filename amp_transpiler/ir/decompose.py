@@ -1,0 +1,182 @@
+"""Operators taken apart into those of ai.onnx that gradient rules, bodies and precision lists are written for.
+
+An entry is one decorated function that writes operators and returns the values of the outputs::
+
+    @decomposition("com.microsoft::BiasGelu")
+    def bias_gelu(d, op, x, bias):
+        return [d.Gelu(d.Add(x, bias))]
+
+``d`` is a :class:`Parts`; the entry gets the operator's input variables by slot, None where one is left out. What it
+writes has the form of opset 21 and takes over name, scope, marks and reason of the operator. It raises
+:class:`~amp_transpiler.errors.GraphError` for what it cannot express, which names the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import GraphError
+from .infer import Declared, constant_array, infer_operator
+from .program import Operator, Program, Variable
+from .types import ONNX_TYPES, numpy_dtype
+
+Entry = Callable[..., Sequence[Variable | None]]
+_ENTRIES: dict[tuple[str, str], Entry] = {}
+
+
+def decomposition(*full_types: str) -> Callable[[Entry], Entry]:
+    """Register the decorated function for operators ``Type`` or ``domain::Type``."""
+
+    def register(function: Entry) -> Entry:
+        for full_type in full_types:
+            domain, _, type_ = full_type.rpartition("::")
+            _ENTRIES[domain, type_] = function
+        return function
+
+    return register
+
+
+def has_decomposition(op: Operator) -> bool:
+    """Whether there is an entry for this operator."""
+    return (op.domain, op.type) in _ENTRIES
+
+
+class Parts:
+    """Writes operators in the place of one: ``d.Mul(a, b)`` adds a Mul to its program and gives its output.
+
+    Inputs are variables, None, numbers (a scalar of the element type of the first variable) or lists of integers
+    (int64). Operators with several outputs give a tuple: ``outputs=``.
+    """
+
+    def __init__(self, op: Operator) -> None:
+        self.op = op
+        self.program = op.program
+        first = next(v for v in op.outputs if v is not None)
+        self.prefix = first.name
+        self.made: set[int] = set()
+        self._count = 0
+
+    def __getattr__(self, type_: str) -> Callable[..., Any]:
+        if not type_[:1].isupper():
+            raise AttributeError(type_)
+        return lambda *inputs, **attrs: self.add(type_, *inputs, **attrs)
+
+    def add(self, type_: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Any:
+        """Add one operator; attributes that are None are left out."""
+        kind = next((v.dtype for v in inputs if isinstance(v, Variable)), None)
+        read = [self._variable(v, kind) for v in inputs]
+        written = [self.program.add_variable(self._name(type_)) for _ in range(outputs)]
+        op = self.program.add_operator(type_, read, written, attrs={k: v for k, v in attrs.items() if v is not None})
+        self._mark(op)
+        env = Declared()
+        infer_operator(op, env)
+        for variable in written:
+            self.made.add(variable.key)
+            variable.dtype, variable.shape = env.types.get(variable.key, (kind, None))
+        return written[0] if outputs == 1 else tuple(written)
+
+    def cast(self, value: Variable, dtype: str | None) -> Variable:
+        """``value`` in another element type; itself where it has it."""
+        if value.dtype == dtype or dtype is None:
+            return value
+        result: Variable = self.add("Cast", value, to=ONNX_TYPES[dtype])
+        return result
+
+    def const(self, array: Any, dtype: str | None = None) -> Variable:
+        """A constant of the program."""
+        array = np.asarray(array)
+        typed = array if dtype is None else array.astype(numpy_dtype(dtype))
+        return self.program.add_constant(self._name("const"), typed)
+
+    def float(self, name: str, default: float) -> float:
+        """A float attribute."""
+        return float(self.op.attrs.get(name, default))
+
+    def int(self, name: str, default: int) -> int:
+        """An integer attribute."""
+        return int(self.op.attrs.get(name, default))
+
+    def known(self, variable: Variable | None) -> np.ndarray | None:
+        """The content of a small constant."""
+        return None if variable is None else constant_array(variable)
+
+    def size(self, variable: Variable, axis: int) -> int | None:
+        """The size of one axis where it is fixed."""
+        if variable.shape is None:
+            return None
+        size = variable.shape[axis]
+        return size if isinstance(size, int) else None
+
+    def rank(self, variable: Variable) -> int:
+        """The number of axes. GraphError where it is not known."""
+        if variable.shape is None:
+            raise self.error(f"the rank of '{variable.name}' is not known")
+        return len(variable.shape)
+
+    def error(self, reason: str) -> GraphError:
+        """What to raise for a form that the entry does not know."""
+        return GraphError(
+            f"operator '{self.op.label}' ({self.op.full_type}) cannot be taken apart for training: {reason}. Export the "
+            "model again without this operator, or freeze it with what lies before it"
+        )
+
+    def _name(self, hint: str) -> str:
+        self._count += 1
+        return self.program.unique(f"{self.prefix}/{hint}_{self._count}")
+
+    def _variable(self, value: Any, kind: str | None) -> Variable | None:
+        if value is None or isinstance(value, Variable):
+            return value
+        if isinstance(value, list):
+            return self.const(np.array(value, np.int64))
+        return self.const(value, kind)
+
+    def _mark(self, new: Operator) -> None:
+        op = self.op
+        new.scope, new.guard, new.role, new.precision, new.reason = op.scope, op.guard, op.role, op.precision, op.reason
+        new.metadata.update(op.metadata)
+        if op.name:
+            new.name = f"{op.name}/{new.type}_{self._count}"
+
+
+def take_apart(op: Operator) -> None:
+    """Replace an operator by what its entry writes. GraphError where the entry cannot express it."""
+    parts = Parts(op)
+    values = list(_ENTRIES[op.domain, op.type](parts, op, *op.inputs))
+    outputs = list(op.outputs)
+    for slot, target in enumerate(outputs):
+        if target is not None and (slot >= len(values) or values[slot] is None):
+            raise parts.error(f"its output {slot} ('{target.name}') has no equivalent")
+    op.program.remove_operator(op)
+    for target, value in zip(outputs, values, strict=False):
+        if target is not None and value is not None:
+            _hand_over(parts, value, target)
+
+
+def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
+    """Let the producer of ``value`` write ``target`` instead."""
+    producer, slot = value.producer, value.producer_slot
+    if producer is None or value.key not in parts.made:
+        parts._mark(parts.program.add_operator("Identity", [value], [target]))
+        return
+    if target.shape is None:
+        target.shape = value.shape
+    target.dtype = target.dtype or value.dtype
+    producer.set_output(slot, None)
+    producer.set_output(slot, target)
+    parts.program.replace_uses(value, target)
+    parts.program.remove_variable(value)
+
+
+def decompose(program: Program, domains: Sequence[str] | None = None) -> int:
+    """Take apart every operator with an entry, nested programs too; the number of them.
+
+    GraphError names an operator whose form its entry cannot express.
+    """
+    found = [op for op in program.walk() if has_decomposition(op) and (domains is None or op.domain in domains)]
+    for op in found:
+        take_apart(op)
+    return len(found)

@@ -1,0 +1,232 @@
+"""Attention and what belongs to it, taken apart: scaled products, masks, Softmax, grouped heads, rotary positions.
+
+Definitions: https://onnx.ai/onnx/operators/ (Attention, RotaryEmbedding, RMSNormalization, Swish); the forms of
+onnxruntime's own operators are brought to these in ``ops/contrib.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+import numpy as np
+
+from ..ir.decompose import Parts, decomposition
+from ..ir.program import Operator, Variable
+
+#: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
+MASKED = -30000.0
+
+Optional = Variable | None
+
+
+@decomposition("RMSNormalization")
+def rms_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
+    """Y = x / sqrt(mean(x²) + epsilon) * scale, the quotient in the type ``stash_type`` (fp32)."""
+    axis = d.int("axis", -1)
+    axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
+    normal = rms(d, x, axes, d.float("epsilon", 1e-5))[0]
+    return [d.Mul(d.cast(normal, x.dtype), d.cast(scale, x.dtype))]
+
+
+def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variable, Variable]:
+    """x over the root of its mean square, and the inverse of that root, in fp32."""
+    wide = d.cast(x, "float32") if x.dtype != "float64" else x
+    square = d.Add(d.ReduceMean(d.Mul(wide, wide), axes), epsilon)
+    inverse = d.Reciprocal(d.Sqrt(square))
+    return d.Mul(wide, inverse), inverse
+
+
+@decomposition("Swish")
+def swish(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    alpha = d.float("alpha", 1.0)
+    return [d.Mul(x, d.Sigmoid(x if alpha == 1 else d.Mul(x, alpha)))]
+
+
+# -- rotary positions ----------------------------------------------------------------------------------
+@decomposition("RotaryEmbedding")
+def rotary_embedding(d: Parts, op: Operator, x: Variable, cos: Variable, sin: Variable,
+                     positions: Optional = None) -> list[Variable]:  # fmt: skip
+    """X is [B, heads, S, D], or [B, S, heads * D] with ``num_heads``; the caches are [B, S, D/2] or looked up."""
+    if positions is not None:
+        cos, sin = d.Gather(cos, positions), d.Gather(sin, positions)
+    heads = d.int("num_heads", 0)
+    split = heads_apart(d, x, heads) if d.rank(x) == 3 else x
+    turned = rotate(d, split, d.Unsqueeze(cos, [1]), d.Unsqueeze(sin, [1]))
+    return [heads_together(d, turned) if d.rank(x) == 3 else turned]
+
+
+def rotate(d: Parts, x: Variable, cos: Variable, sin: Variable) -> Variable:
+    """Pairs of the first elements of the last axis of X [B, heads, S, D], turned by angles that broadcast."""
+    size = d.size(x, -1)
+    if size is None:
+        raise d.error(f"the head size of '{x.name}' is not fixed")
+    turning = d.int("rotary_embedding_dim", 0) or size
+    rest = None
+    if turning != size:
+        x, rest = d.Split(x, [turning, size - turning], axis=-1, outputs=2)
+        cos, sin = (d.Slice(c, [0], [turning // 2], [-1]) for c in (cos, sin))
+    interleaved = d.int("interleaved", 0)
+    if interleaved:
+        pairs = d.Reshape(x, [0, 0, -1, turning // 2, 2])
+        first, second = (d.Squeeze(v, [-1]) for v in d.Split(pairs, axis=-1, num_outputs=2, outputs=2))
+    else:
+        first, second = d.Split(x, axis=-1, num_outputs=2, outputs=2)
+    real = d.Sub(d.Mul(first, cos), d.Mul(second, sin))
+    imaginary = d.Add(d.Mul(first, sin), d.Mul(second, cos))
+    if interleaved:
+        pairs = d.Concat(d.Unsqueeze(real, [-1]), d.Unsqueeze(imaginary, [-1]), axis=-1)
+        turned = d.Reshape(pairs, [0, 0, -1, turning])
+    else:
+        turned = d.Concat(real, imaginary, axis=-1)
+    return turned if rest is None else d.Concat(turned, rest, axis=-1)
+
+
+def heads_apart(d: Parts, x: Variable, heads: int) -> Variable:
+    """[B, S, heads * D] as [B, heads, S, D]."""
+    width = d.size(x, 2)
+    apart = d.Reshape(x, [0, 0, heads, -1 if width is None else width // heads])
+    result: Variable = d.Transpose(apart, perm=[0, 2, 1, 3])
+    return result
+
+
+def heads_together(d: Parts, x: Variable) -> Variable:
+    """[B, heads, S, D] as [B, S, heads * D]."""
+    heads, size = d.size(x, 1), d.size(x, 3)
+    width = -1 if heads is None or size is None else heads * size
+    result: Variable = d.Reshape(d.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, width])
+    return result
+
+
+# -- attention -----------------------------------------------------------------------------------------
+@decomposition("Attention")
+def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mask: Optional = None,
+              past_key: Optional = None, past_value: Optional = None, nonpad: Optional = None) -> list[Optional]:  # fmt: skip
+    """Q [B, heads, S, D] (or [B, S, heads * D]), K and V with as many heads or a divisor of them."""
+    flat = d.rank(q) == 3
+    if flat:
+        q = heads_apart(d, q, d.int("q_num_heads", 0))
+        k, v = (heads_apart(d, x, d.int("kv_num_heads", 0)) for x in (k, v))
+    if past_key is not None and past_value is not None:
+        k, v = d.Concat(past_key, k, axis=2), d.Concat(past_value, v, axis=2)
+    scores = _scores(d, q, k, _scale(d, q))
+    seen = [scores]
+    softcap = d.float("softcap", 0.0)
+    if softcap:
+        scores = d.Mul(d.Tanh(d.Div(scores, softcap)), softcap)
+    seen.append(scores)
+    shown = scores
+    allowed = _window(d, q, k, past_key, nonpad)
+    if mask is not None and mask.dtype == "bool":
+        allowed = _both(d, _padded(d, mask, k), allowed)
+    elif mask is not None:
+        mask = d.cast(_padded(d, mask, k), scores.dtype)
+        shown, scores = d.Add(scores, mask), d.Add(scores, d.Clip(mask, MASKED))
+    result, probabilities = weigh(d, scores, v, allowed)
+    wanted = None
+    if op.output(3) is not None:
+        if allowed is not None:
+            shown = d.Where(allowed, shown, d.const(-np.inf, shown.dtype))
+        wanted = [*seen, shown, probabilities][d.int("qk_matmul_output_mode", 0)]
+    return [heads_together(d, result) if flat else result, k, v, wanted]
+
+
+def _scale(d: Parts, q: Variable) -> float:
+    size = d.size(q, -1)
+    if "scale" in d.op.attrs and d.float("scale", 0.0):
+        return d.float("scale", 0.0)
+    if size is None:
+        raise d.error(f"the head size of '{q.name}' is not fixed, and no scale is given")
+    return 1 / math.sqrt(size)
+
+
+def _scores(d: Parts, q: Variable, k: Variable, scale: float) -> Variable:
+    """scale * Q K'. The factor goes to Q first: the product of large heads would leave fp16."""
+    q = d.Mul(q, scale) if scale != 1 else q
+    result: Variable = d.MatMul(q, d.Transpose(_grouped(d, q, k), perm=[0, 1, 3, 2]))
+    return result
+
+
+def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
+    """K or V with each head repeated for the query heads that share it."""
+    heads, shared = d.size(q, 1), d.size(k, 1)
+    if heads == shared:
+        return k
+    if not heads or not shared or heads % shared:
+        raise d.error(f"{heads} query heads cannot share {shared} key heads")
+    wide = d.Expand(d.Unsqueeze(k, [2]), [1, 1, heads // shared, 1, 1])
+    size = d.size(k, 3)
+    if size is None:
+        raise d.error(f"the head size of '{k.name}' is not fixed")
+    result: Variable = d.Reshape(wide, [0, heads, -1, size])
+    return result
+
+
+def weigh(d: Parts, scores: Variable, v: Variable, allowed: Optional) -> tuple[Variable, Variable]:
+    """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0."""
+    if allowed is not None:
+        scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
+    probabilities = d.Softmax(scores, axis=-1)
+    if allowed is not None:
+        probabilities = d.Where(allowed, probabilities, d.const(0, scores.dtype))
+    return d.MatMul(probabilities, _grouped(d, scores, v)), probabilities
+
+
+def _both(d: Parts, one: Variable, other: Optional) -> Variable:
+    return one if other is None else d.And(one, other)
+
+
+def _padded(d: Parts, mask: Variable, k: Variable) -> Variable:
+    """A mask that is shorter than the keys masks the rest."""
+    have, want = d.size(mask, -1), d.size(k, 2)
+    if have is None or want is None or have == want or have == 1:
+        return mask
+    end = [0] * (2 * d.rank(mask) - 1) + [want - have]
+    if mask.dtype == "bool":
+        return d.cast(d.Pad(d.cast(mask, "float32"), end, 0.0), "bool")
+    result: Variable = d.Pad(mask, end, d.const(MASKED, mask.dtype))
+    return result
+
+
+def _window(d: Parts, q: Variable, k: Variable, past: Optional, nonpad: Optional) -> Optional:
+    """Which of the keys each query may look at by position; None where all.
+
+    A query stands behind the past, or at the end of the ``nonpad`` [B] keys that are valid.
+    """
+    left, right = d.int("left_window_size", -1), d.int("right_window_size", -1)
+    causal = bool(d.int("is_causal", 0))
+    allowed = None
+    column = positions_of(d, k, 2)
+    if nonpad is not None:
+        nonpad = d.Reshape(nonpad, [-1, 1, 1, 1])
+        allowed = d.Less(column, nonpad)
+    if not causal and left < 0 and right < 0:
+        return allowed
+    row = d.Unsqueeze(positions_of(d, q, 2), [1])
+    if past is not None:
+        row = d.Add(row, _length(d, past))
+    elif nonpad is not None:
+        row = d.Add(row, d.Sub(nonpad, _length(d, q)))
+    if causal or right >= 0:
+        last = row if causal or right == 0 else d.Add(row, d.const(right, "int64"))
+        allowed = _both(d, d.GreaterOrEqual(last, column), allowed)
+    if left >= 0:
+        allowed = _both(d, d.GreaterOrEqual(column, d.Sub(row, d.const(left, "int64"))), allowed)
+    return allowed
+
+
+def _length(d: Parts, x: Variable) -> Variable:
+    """The size of axis 2 (int64)."""
+    size = d.size(x, 2)
+    result: Variable = d.Shape(x, start=2, end=3) if size is None else d.const(np.array([size]))
+    return result
+
+
+def positions_of(d: Parts, x: Variable, axis: int) -> Variable:
+    """0, 1, 2, … along an axis (int64)."""
+    size = d.size(x, axis)
+    if size is not None:
+        return d.const(np.arange(size))
+    end = d.Squeeze(d.Shape(x, start=axis, end=axis + 1), [0])
+    result: Variable = d.Range(d.const(0, "int64"), end, d.const(1, "int64"))
+    return result
