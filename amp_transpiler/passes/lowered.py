@@ -12,6 +12,8 @@ from ..ir.files import write_model
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import HALF, NAMES
 
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
+
 
 @dataclass(frozen=True)
 class Port:
@@ -28,7 +30,9 @@ class Lowered:
     """What a place runs. ``feeds`` and ``states`` are graph inputs, ``fetches`` and ``updates`` outputs.
 
     ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
-    of constant zeros (a run-time zero cannot be folded into megabytes of constants).
+    of constant zeros (a run-time zero cannot be folded into megabytes of constants). ``tensors`` says which tensor is
+    which variable of the program, ``origins`` which operator a node comes from (None: none; nodes at the end are left
+    out).
     """
 
     model: onnx.ModelProto
@@ -38,6 +42,8 @@ class Lowered:
     fetches: list[Port] = field(default_factory=list)
     updates: list[Port] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
+    tensors: dict[str, str] = field(default_factory=dict)
+    origins: list[Operator | None] = field(default_factory=list)
 
     def to_onnx(self, path: str) -> None:
         """Write the model; it appears whole or not at all."""
@@ -72,6 +78,16 @@ def carrier_type(proto: onnx.TypeProto) -> None:
             tensor.elem_type = onnx.TensorProto.FLOAT
     elif kind in ("sequence_type", "optional_type"):
         carrier_type(getattr(proto, kind).elem_type)
+
+
+def carrier_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:
+    """An attribute as it is emitted on CPU: one that asks for a 16-bit type asks for the carrier's."""
+    if proto.name in _TYPE_ATTRIBUTES and NAMES.get(proto.i) in HALF:
+        return onnx.helper.make_attribute(proto.name, onnx.TensorProto.FLOAT)
+    if proto.type == onnx.AttributeProto.TENSOR and NAMES.get(proto.t.data_type) in HALF:
+        array = onnx.numpy_helper.to_array(proto.t).astype(np.float32)
+        return onnx.helper.make_attribute(proto.name, onnx.numpy_helper.from_array(array, proto.t.name))
+    return proto
 
 
 def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> None:

@@ -19,15 +19,14 @@ from ..ir.emitter import Emitter, Value
 from ..ir.infer import Shapes, constant_array, type_proto
 from ..ir.inline import inline_functions
 from ..ir.opdef import body_of, group_inputs, lookup
-from ..ir.program import OWN, Operator, Program, Variable
+from ..ir.program import OWN, Operator, Program, Shape, Variable
 from ..ir.tensors import as_array, tensor_type, to_proto
-from ..ir.types import HALF, NAMES, ONNX_TYPES
-from .lowered import Lowered, Port, carrier_type, needed, rename_tensors, static, used_tensors
+from ..ir.types import HALF, ONNX_TYPES
+from .lowered import Lowered, Port, carrier_attribute, carrier_type, needed, rename_tensors, static, used_tensors
 from .opset import TARGET, convert_opset
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
-_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _RUNTIME = {"seed": "@rng_seed", "step": "@rng_step"}
 
 
@@ -117,8 +116,10 @@ class _Lowering:
     def run(self) -> Lowered:
         for variable in self._sources():
             self._source(variable)
+        self.result.origins = [None] * len(self.e.nodes)
         for op in self.order:
             self.operator(op)
+            self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
         outputs = self._ports()
         graph = onnx.GraphProto(name=self.program.name)
         graph.node.extend(self.e.nodes)
@@ -305,19 +306,8 @@ class _Lowering:
         return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
-        """Attributes as emitted: on CPU those that ask for a 16-bit type ask for the carrier's."""
         protos = op.attrs.protos()
-        if not self.cpu or real:
-            return protos
-        result = []
-        for proto in protos:
-            if proto.name in _TYPE_ATTRIBUTES and NAMES.get(proto.i) in HALF:
-                proto = onnx.helper.make_attribute(proto.name, onnx.TensorProto.FLOAT)
-            elif proto.type == onnx.AttributeProto.TENSOR and NAMES.get(proto.t.data_type) in HALF:
-                array = onnx.numpy_helper.to_array(proto.t).astype(np.float32)
-                proto = onnx.helper.make_attribute(proto.name, onnx.numpy_helper.from_array(array, proto.t.name))
-            result.append(proto)
-        return result
+        return protos if not self.cpu or real else [carrier_attribute(proto) for proto in protos]
 
     # -- nested graphs ----------------------------------------------------------------------------------
     def _nested(self, name: str, nested: Program | list[Program]) -> onnx.AttributeProto:
@@ -383,18 +373,18 @@ class _Lowering:
                 rename[value.name] = name
                 taken.add(name)
                 ports[variable.key] = name
+                proto = variable.type_proto if variable.dtype is None else None
                 info = onnx.ValueInfoProto(name=name)
-                shape = self.shapes[variable][1] if self.shapes is not None else variable.shape
-                info.type.CopyFrom(
-                    variable.type_proto
-                    if variable.dtype is None and variable.type_proto is not None
-                    else type_proto(variable.dtype, shape)
-                )
+                info.type.CopyFrom(type_proto(variable.dtype, self._shape(variable)) if proto is None else proto)
                 outputs.append(info)
-            shape = self.shapes[variable][1] if self.shapes is not None else variable.shape
-            ports_list.append(Port(target.name, ports[variable.key], variable.dtype or "", shape))
+            ports_list.append(Port(target.name, ports[variable.key], variable.dtype or "", self._shape(variable)))
         rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
+        held = {v.name: self.env[v.key].name for v in self.program.variables if v.key in self.env}
+        self.result.tensors = {name: rename.get(tensor, tensor) for name, tensor in held.items()}
         return outputs
+
+    def _shape(self, variable: Variable) -> Shape | None:
+        return self.shapes[variable][1] if self.shapes is not None else variable.shape
 
     def _output_value(self, variable: Variable) -> Value:
         value = self.env[variable.key]

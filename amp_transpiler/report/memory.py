@@ -1,0 +1,266 @@
+"""How much memory a program takes on a place: a forecast from its lowered model. Nothing runs, no GPU is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.program import OWN, Operator, Program, Variable
+from ..ops.clip import CLIPS
+from ..ops.scaling import CHECK
+from ..ops.update import LAYOUTS
+from ..passes.liveness import Buffer, Liveness, plan, tensor_bytes
+from ..passes.lowered import Lowered
+from ..passes.lowering import lower
+from ..runtime.in_place import refusals
+from ..runtime.place import CPUPlace, Place, check_place
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor that is alive at the peak: the program's variable or the lowered model's tensor, and its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What :meth:`Program.memory_estimate` forecasts, in bytes.
+
+    parameters, master_weights, moments, other_state: state in the scope, as it is stored: trainable parameters, their
+        fp32 masters, the optimizer's accumulators, and the rest (statistics, loss scale, counters, frozen weights).
+    second_buffers: updates that cannot be bound in place and alternate between two buffers.
+    feeds, constants: fed arrays, and content of the model itself.
+    activations: tensors computed before the backward pass starts that it still reads. On CPU a 16-bit tensor is
+        carried as fp32, a 16-bit weight's fp32 copy included.
+    gradients: the most that gradients of parameters (raw, unscaled and clipped ones) take at one time.
+    peak: the most that all of it and every temporary take at one time; at ``peak_node`` (a node of the lowered
+        model), which belongs to the operator ``peak_operator`` of the program. ``largest`` are the five largest
+        tensors that live there.
+    """
+
+    program: str
+    place: str
+    feed_shapes: dict[str, tuple[int, ...]]
+    parameters: int
+    master_weights: int
+    moments: int
+    other_state: int
+    second_buffers: int
+    feeds: int
+    constants: int
+    activations: int
+    gradients: int
+    peak: int
+    peak_node: str
+    peak_operator: str
+    largest: tuple[LiveTensor, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as numbers, strings, lists and dictionaries, for JSON."""
+        record = asdict(self)
+        record["feed_shapes"] = {name: list(shape) for name, shape in self.feed_shapes.items()}
+        record["largest"] = [{**item, "shape": list(item["shape"])} for item in record["largest"]]
+        return record
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.feed_shapes.items())
+        lines = [f"program '{self.program}' on {self.place}" + (f", {shapes}" if shapes else "")]
+        for label, size in (
+            ("parameters", self.parameters), ("master weights", self.master_weights), ("moments", self.moments),
+            ("other state", self.other_state), ("second buffers", self.second_buffers), ("feeds", self.feeds),
+            ("constants", self.constants), ("activations kept for backward", self.activations),
+            ("gradients", self.gradients), ("peak", self.peak),
+        ):  # fmt: skip
+            lines.append(f"  {label:<30} {size / _MIB:10.2f} MiB")
+        lines.append(f"  peak at {self.peak_node}" + (f" of {self.peak_operator}" if self.peak_operator else ""))
+        for tensor in self.largest:
+            what = f"{tensor.dtype}{list(tensor.shape)} {tensor.name}"
+            lines.append(f"  {tensor.bytes / _MIB:12.2f} MiB  {what}")
+        return "\n".join(lines)
+
+
+def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | None = None, place: Place | None = None,
+                    fetch_list: Sequence[Variable | str] = ()) -> MemoryEstimate:  # fmt: skip
+    """Forecast what running this program takes on ``place`` (default ``CPUPlace()``), by following the lowered model.
+
+    ``feed_shapes`` maps the names of feeds whose declared shape is not fixed to their shapes; sizes under one symbolic
+    name need to be given once. ``fetch_list`` is the run's. Liveness follows onnxruntime: its order of nodes, kernels
+    that write over an input, views, tensors that take a dead one's buffer, and updates in place. The runtime may still
+    fuse operators, which changes single temporaries; its own code and thread pools (tens of MiB), and what CUDA
+    libraries take, are not counted.
+
+    ArgumentError names a feed whose shape is missing or does not fit, GraphError a fetch that is unknown or a tensor
+    whose shape depends on data.
+    """
+    place = CPUPlace() if place is None else check_place(place, "memory_estimate")
+    shapes = complete_shapes(self, feed_shapes)
+    lowered = lower(self, place.kind, shapes, [self.var(v) if isinstance(v, str) else v for v in fetch_list])
+    return _Estimate(self, lowered, place, shapes).record()
+
+
+setattr(Program, "memory_estimate", memory_estimate)  # noqa: B010 - mypy refuses the plain assignment
+
+
+def complete_shapes(program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    """The fixed shape of every feed that an operator reads; ArgumentError for one that is missing or does not fit."""
+    shapes = _given(program, given)
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        declared = program.var(name).shape
+        sizes |= {d: n for d, n in zip(declared or (), shape, strict=False) if isinstance(d, str)}
+    for feed in program.inputs:
+        if feed.name in shapes or not feed.readers or feed.dtype is None:
+            continue
+        known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in feed.shape or (None,))
+        if not all(isinstance(d, int) for d in known):
+            shape = "an unknown shape" if feed.shape is None else f"shape {list(feed.shape)}"
+            raise ArgumentError(f"memory_estimate: feed '{feed.name}' of program '{program.name}' has {shape}; give "
+                                f"its size, as in feed_shapes={{'{feed.name}': (...)}}")  # fmt: skip
+        shapes[feed.name] = known  # type: ignore[assignment]
+    return shapes
+
+
+def _given(program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    if not isinstance(given, (Mapping, type(None))):
+        raise ArgumentTypeError(f"memory_estimate: feed_shapes is {given!r}; expected a mapping of names to shapes")
+    feeds = {feed.name: feed for feed in program.inputs}
+    shapes = {}
+    for name, shape in (given or {}).items():
+        if name not in feeds:
+            known = ", ".join(feeds) or "none"
+            raise ArgumentError(f"memory_estimate: '{name}' is no feed of program '{program.name}'; its feeds are "
+                                f"{known}")  # fmt: skip
+        sizes, declared = tuple(shape), feeds[name].shape
+        fits = declared is None or (
+            len(declared) == len(sizes)
+            and all(not isinstance(d, int) or d == n for d, n in zip(declared, sizes, strict=True))
+        )
+        if not fits or not all(isinstance(n, int) and n >= 0 for n in sizes):
+            raise ArgumentError(f"memory_estimate: feed_shapes gives '{name}' the shape {list(sizes)}; it is declared "
+                                f"as {list(declared or ())}")  # fmt: skip
+        shapes[name] = sizes
+    return shapes
+
+
+class _Estimate:
+    def __init__(self, program: Program, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.program, self.lowered, self.place, self.shapes = program, lowered, place, shapes
+        bound = {port.tensor for port in lowered.updates}
+        self.live: Liveness = plan(lowered.model, bound, cpu=place.kind == "cpu")
+        self.steps = {node.index: step for step, node in enumerate(self.live.order)}
+        self.variable = {tensor: name for name, tensor in reversed(lowered.tensors.items())}
+
+    def record(self) -> MemoryEstimate:
+        held = self._states()
+        feeds = sum(self._size(port.tensor) for port in self.lowered.feeds)
+        constants = sum(self._size(name) for name in self.live.constants)
+        totals = self.live.totals() or [0]
+        peak = max(totals)
+        step = totals.index(peak)
+        node, operator, buffers = self._at(step)
+        return MemoryEstimate(
+            program=self.program.name, place=repr(self.place), feed_shapes=self.shapes, **held, feeds=feeds,
+            constants=constants, activations=self._activations(), gradients=self._gradients(),
+            peak=peak + sum(held.values()) + feeds + constants, peak_node=node, peak_operator=operator,
+            largest=tuple(self._tensor(buffer, step) for buffer in buffers[:5]),
+        )  # fmt: skip
+
+    # -- state -----------------------------------------------------------------------------------------
+    def _states(self) -> dict[str, int]:
+        kinds = _kinds(self.program)
+        held = dict.fromkeys(("parameters", "master_weights", "moments", "other_state", "second_buffers"), 0)
+        for port in self.lowered.states:
+            variable = self.program.var(port.variable)
+            kind = "parameters" if variable.is_parameter else kinds.get(variable.key, "other_state")
+            held[kind] += self._size(port.tensor)
+        inputs = {port.variable: port.tensor for port in self.lowered.states}
+        outputs = {port.tensor: inputs.get(port.variable) for port in reversed(self.lowered.updates)}
+        pairs = [(state, output) for output, state in outputs.items() if state is not None]
+        refused = {output for (_, output), why in zip(pairs, refusals(self.lowered.model.graph, pairs), strict=True)
+                   if why}  # fmt: skip
+        refused |= {output for output, state in outputs.items() if state is None}
+        held["second_buffers"] = sum(self._size(output) for output in sorted(refused))
+        return held
+
+    def _size(self, tensor: str) -> int:
+        return tensor_bytes(self.live.tensors[tensor]) if tensor in self.live.tensors else 0
+
+    # -- over time -------------------------------------------------------------------------------------
+    def _activations(self) -> int:
+        """Buffers that a tensor made before the first gradient holds until a later step reads it."""
+        gradients = (v for v in self.program.variables if v.grad_of is not None and v.name in self.lowered.tensors)
+        # The gradient of a scalar loss is the loss scale, known before anything runs.
+        start = min((self._made(v) for v in gradients if v.producer is not None and self._size_of(v) > 1), default=-1)
+        kept = 0
+        for buffer in self.live.buffers:
+            spans = [self.live.spans[name] for name in buffer.tensors]
+            first, last = min(s[0] for s in spans), max((s[1] for s in spans if s[0] < start), default=-1)
+            kept += buffer.size if first < start <= last else 0
+        return kept
+
+    def _made(self, variable: Variable) -> int:
+        tensor = self.lowered.tensors[variable.name]
+        return self.live.spans.get(self.live.merged.get(tensor, tensor), (len(self.live.order),))[0]
+
+    def _size_of(self, variable: Variable) -> int:
+        tensor = self.lowered.tensors[variable.name]
+        return math.prod(self.live.tensors.get(self.live.merged.get(tensor, tensor), ("", ()))[1])
+
+    def _gradients(self) -> int:
+        tensors = {self.lowered.tensors.get(v.name) for v in self.program.variables
+                   if (v.grad_of is not None and v.grad_of.is_parameter) or _processed(v.producer)}  # fmt: skip
+        change = [0] * (len(self.live.order) + 1)
+        for buffer in self.live.buffers:
+            spans = [self.live.spans[name] for name in buffer.tensors if name in tensors]
+            if spans:
+                change[min(s[0] for s in spans)] += buffer.size
+                change[max(s[1] for s in spans) + 1] -= buffer.size
+        most = total = 0
+        for step in change:
+            total += step
+            most = max(most, total)
+        return most
+
+    def _at(self, step: int) -> tuple[str, str, list[Buffer]]:
+        if not self.live.order:
+            return "nothing", "", []
+        node = self.live.order[step]
+        origins = self.lowered.origins
+        operator = origins[node.index] if node.index < len(origins) else None
+        return f"{node.proto.op_type} '{node.proto.name}'", operator.label if operator else "", self.live.live_at(step)
+
+    def _tensor(self, buffer: Buffer, step: int) -> LiveTensor:
+        alive = [name for name in buffer.tensors if self.live.spans[name][0] <= step <= self.live.spans[name][1]]
+        tensor = (alive or buffer.tensors)[-1]
+        return LiveTensor(self.variable.get(tensor, tensor), *self.live.tensors[tensor], buffer.size)
+
+
+def _kinds(program: Program) -> dict[int, str]:
+    """What the update operators keep beside parameters: variable key -> field of the estimate."""
+    kinds: dict[int, str] = {}
+    for op in program.operators:
+        if op.domain == OWN and op.type in LAYOUTS:
+            layout = LAYOUTS[op.type]
+            for variable in op.inputs[2 : layout.head]:
+                kinds |= {} if variable is None else {variable.key: "moments"}
+            for row in layout.read(op.inputs):
+                kinds |= {v.key: "moments" for v in row.accumulators if v is not None}
+                kinds |= {row.master.key: "master_weights"} if row.master is not None else {}
+    return kinds
+
+
+def _processed(op: Operator | None) -> bool:
+    """Whether an operator unscales or clips gradients."""
+    return op is not None and op.domain == OWN and (op.type == CHECK or op.type in CLIPS)
+
+
+__all__ = ["LiveTensor", "MemoryEstimate", "complete_shapes", "memory_estimate"]
