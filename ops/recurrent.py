@@ -13,7 +13,7 @@ With sequence lengths, a state passes unchanged through the steps behind a seque
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import gradient
@@ -128,8 +128,14 @@ def lstm(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None
          h0: Value | None, c0: Value | None, p: Value | None, y: Value, dy: Value | None, dlast: Value | None,
          dcell: Value | None) -> Grads:  # fmt: skip
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = activations(op, ("Sigmoid", "Tanh", "Tanh"), layer.directions)
+    kinds = lstm_activations(op, layer.directions)
     return assembled(layer, [_lstm(_Cells.of(d, kinds[d.index], h0, c0, p, y), dy, dlast, dcell) for d in layer.each()])
+
+
+def lstm_activations(op: Operator, directions: int) -> list[list[Activation]]:
+    """f, g, h of each direction; onnxruntime does not clip what goes into h."""
+    found = activations(op, ("Sigmoid", "Tanh", "Tanh"), directions)
+    return [[f, g, replace(h, clip=0.0)] for f, g, h in found]
 
 
 @dataclass(frozen=True)
