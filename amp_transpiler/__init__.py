@@ -21,6 +21,8 @@ from .passes.backward import append_backward
 from .passes.check_step import check_step
 from .passes.pure import cast_model_to_fp16
 from .passes.rewrite import rewrite_program
+from .prepare import prepare_training
+from .report.memory import MemoryEstimate
 from .runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
 from .runtime.inference import load_inference_model, save_inference_model
 from .runtime.parameters import cast_parameters_to_fp16
@@ -28,10 +30,10 @@ from .runtime.parameters import cast_parameters_to_fp16
 __version__ = "0.1.0"
 
 __all__ = [
-    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Executor", "Operator", "Program", "Scope",
-    "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale",
-    "check_step", "convert", "create_parameter", "data", "decorate", "default_main_program", "default_startup_program",
-    "fp16_guard", "global_scope", "load_inference_model", "name_scope", "nn", "ops", "optimizer", "program_guard",
-    "register_gradient", "rewrite_program", "save_inference_model", "scope_guard", "seed", "unique_name",
-    "update_loss_scaling",
+    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Executor", "MemoryEstimate", "Operator",
+    "Program", "Scope", "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16",
+    "check_finite_and_unscale", "check_step", "convert", "create_parameter", "data", "decorate",
+    "default_main_program", "default_startup_program", "fp16_guard", "global_scope", "load_inference_model",
+    "name_scope", "nn", "ops", "optimizer", "prepare_training", "program_guard", "register_gradient",
+    "rewrite_program", "save_inference_model", "scope_guard", "seed", "unique_name", "update_loss_scaling",
 ]  # fmt: skip

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .nodes import Operator
+
+Item = TypeVar("Item")
 
 
 def is_pattern(name: str) -> bool:
@@ -58,3 +62,26 @@ def _expression(pattern: str, what: str) -> re.Pattern[str]:
 
 def _names(op: Operator) -> list[str]:
     return [op.name, op.scope] if op.name else [op.scope, *(v.name for v in op.outputs if v is not None)]
+
+
+def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, names: Callable[[Item], list[str]],
+                   kind: str) -> dict[Item, str]:  # fmt: skip
+    """The items with a name that fits a pattern, each with the first pattern that it fits; errors as above.
+
+    ``names`` gives the names of an item, its own first; ``kind`` says in errors what is looked for.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")
+    called = [(item, names(item)) for item in items]
+    found: dict[Item, str] = {}
+    for pattern in patterns:
+        expression = _expression(pattern, what)
+        hits = [item for item, own in called if any(expression.fullmatch(name) for name in own)]
+        if not hits:
+            known = [own[0] for _, own in called]
+            near = difflib.get_close_matches(pattern, known, 3, 0.3) or known[:3]
+            some = f"; there are, for example, {', '.join(map(repr, near))}" if near else "; there is none"
+            raise ArgumentError(f"{what}: pattern {pattern!r} matches no {kind}{some}")
+        for item in hits:
+            found.setdefault(item, pattern)
+    return found

@@ -1,0 +1,177 @@
+"""From an exported inference model to a program that can be trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, OrderError
+from .ir.marks import INITIALIZER
+from .ir.patterns import matching_names
+from .ir.program import BACKWARD, FORWARD, OWN, Program, Variable
+from .ir.rollback import unchanged_on_error
+from .ir.types import numpy_dtype
+from .passes.control_flow import expand_control_flow
+from .passes.import_weights import restore_names, retie, untie, weights_from_constants
+from .passes.opset import convert_opset
+from .passes.train_mode import insert_dropout, train_batch_norm, train_dropout
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What :func:`prepare_training` did: the names of trained and frozen parameters, and notes on each change."""
+
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        head = f"{len(self.trainable)} parameters are trained, {len(self.frozen)} are frozen"
+        return "\n".join([head, *self.notes])
+
+
+def prepare_training(program: Program, *, trainable: Sequence[str] | None = None, freeze: Sequence[str] = (),
+                     batch_norm: str = "train", dropout: Mapping[str, float] | None = None,
+                     values: Mapping[str, Any] | None = None, feed_shapes: Mapping[str, Sequence[int]] | None = None,
+                     keep_tied: Sequence[str] = (), restore: bool = True) -> Preparation:  # fmt: skip
+    """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
+
+    Weights become what they were before the export: those in Constant operators and nested graphs become parameters;
+    untrained vectors that the exporter merged are copied apart; a matrix and its (transposed) copy are tied again;
+    anonymous parameters get the name of their module, and linear layers their layout [out, in] (``restore``).
+    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled.
+
+    Args:
+        program: of ``Program.from_onnx``, without a backward pass.
+        trainable: patterns (globs, or ``re:`` and a regular expression) of the parameters to train, by their own name
+            or by the name or scope of an operator that reads them; all where None.
+        freeze: patterns of parameters that are not trained; wins over ``trainable``.
+        batch_norm: "train" (batch statistics; running ones are updated) or "frozen" (running ones are used).
+        dropout: {pattern: rate}: a Dropout behind each operator whose name or scope matches. Those that the model
+            still has are switched on in any case.
+        values: {input: value}: inputs that get one value for good, such as a sampling rate or a number of turns.
+        feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
+        keep_tied: patterns of vectors that stay one parameter for all their readers.
+        restore: name anonymous parameters after their layers and turn linear weights back.
+
+    Returns:
+        A :class:`Preparation`; its notes are logged too.
+
+    Raises:
+        ArgumentError: a pattern that matches no parameter, an unknown input, a value or shape that does not fit.
+        OrderError: the program has a backward pass already. Where anything raises, the program is as before.
+    """
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"prepare_training takes a Program (Program.from_onnx), not {type(program).__name__}")
+    if any(op.role == BACKWARD for op in program.operators):
+        raise OrderError(f"prepare_training: program '{program.name}' has a backward pass already; prepare it before "
+                         "minimize")  # fmt: skip
+    if batch_norm not in ("train", "frozen"):
+        raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected 'train' or 'frozen'")
+    with unchanged_on_error(program, program.startup):
+        notes = _fix(program, values or {}, feed_shapes or {})
+        convert_opset(program)
+        notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
+        notes += weights_from_constants(program)
+        notes += retie(program)
+        notes += untie(program, _matched(program, keep_tied, "keep_tied"))
+        notes += restore_names(program) if restore else []
+        notes += train_batch_norm(program) if batch_norm == "train" else []
+        notes += train_dropout(program)
+        notes += insert_dropout(program, dropout or {})
+        _select(program, trainable, freeze)
+        _settle_startup(program)
+    kept = [v for v in program.variables if v.persistable and v.data is not None]
+    done = Preparation(tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable),
+                       tuple(notes))  # fmt: skip
+    _log.info("program '%s': %s", program.name, done)
+    return done
+
+
+def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Give inputs their value or shape for good."""
+    notes = []
+    for name, shape in feed_shapes.items():
+        variable = _input(program, name, "feed_shapes")
+        sizes = tuple(shape)
+        declared = variable.shape
+        if declared is not None and (len(declared) != len(sizes) or any(
+                isinstance(d, int) and d != s for d, s in zip(declared, sizes, strict=False))):  # fmt: skip
+            raise ArgumentError(f"feed_shapes: {list(sizes)} does not fit input '{name}' of shape {list(declared)}")
+        variable.shape = sizes
+    for name, value in values.items():
+        variable = _input(program, name, "values")
+        array = np.asarray(value, numpy_dtype(variable.dtype or "float32"))
+        if variable.shape is not None and len(variable.shape) != array.ndim:
+            raise ArgumentError(f"values: {value!r} does not fit input '{name}' of shape {list(variable.shape)}")
+        program.inputs = [v for v in program.inputs if v is not variable]
+        variable.is_input, variable.data, variable.shape = False, array, array.shape
+        notes.append(f"input '{name}' is {value} for good")
+    program._touch()
+    return notes
+
+
+def _input(program: Program, name: str, what: str) -> Variable:
+    found = next((v for v in program.inputs if v.name == name), None)
+    if found is None:
+        known = ", ".join(v.name for v in program.inputs) or "none"
+        raise ArgumentError(f"{what}: program '{program.name}' has no input '{name}'; its inputs are {known}")
+    return found
+
+
+def _matched(program: Program, patterns: Sequence[str], what: str) -> Collection[Variable]:
+    """Persistable variables with content whose name, or a reader's name or scope, fits a pattern."""
+    if not patterns:
+        return ()
+    candidates = [v for v in program.variables if v.persistable and v.data is not None]
+    return matching_names(candidates, patterns, what, names_of_parameter, f"parameter of program '{program.name}'")
+
+
+def names_of_parameter(variable: Variable) -> list[str]:
+    """What a parameter is found by: its name, and names and scopes of the operators that read it."""
+    names = [variable.name]
+    for op, _ in variable.readers:
+        out = op.output(0)
+        names += [name for name in (op.name, op.scope) if name]
+        if op.type in ("Identity", "Transpose", "Reshape", "Cast") and out is not None:
+            names += [name for reader, _ in out.readers for name in (reader.name, reader.scope) if name]
+    return names
+
+
+def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[str]) -> None:
+    chosen = None if trainable is None else _matched(program, trainable, "trainable")
+    frozen = _matched(program, freeze, "freeze")
+    for variable in program.parameters:
+        if (chosen is not None and variable not in chosen) or variable in frozen:
+            variable.trainable = False
+    program._touch()
+    if not program.parameters:
+        raise ArgumentError(f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
+                            f"{trainable!r}, freeze={freeze!r})")  # fmt: skip
+
+
+def _settle_startup(program: Program) -> None:
+    """Let the startup program set what the program keeps now, and nothing that it no longer has."""
+    startup = program.startup
+    if startup is None:
+        startup = program.startup = Program(f"{program.name}_startup")
+    kept = {v.name: v for v in program.variables if v.persistable and v.producer is None and v.data is not None}
+    for op in startup.operators:
+        out = op.output(0)
+        if op.type == INITIALIZER and op.domain == OWN and out is not None and _differs(out, kept.get(out.name)):
+            startup.remove_operator(op)
+            startup.remove_variable(out)
+    for name, variable in kept.items():
+        if not startup.has_var(name):
+            out = startup.add_variable(name, variable.dtype, variable.shape, persistable=True, data=variable.data)
+            startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)
+
+
+def _differs(out: Variable, kept: Variable | None) -> bool:
+    return kept is None or kept.data is not out.data
