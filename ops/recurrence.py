@@ -37,8 +37,8 @@ def recur(e: Emitter, op: Operator, step: Step, states: Sequence[Value], sequenc
         return _scanned(e, step, states, sequences, reverse)
     if steps > LIMIT and e.place == "cuda":
         raise GraphError(
-            f"'{op.label}' ({op.full_type}) runs over {steps} time steps; for CUDA at most {LIMIT} are unrolled. Cut the "
-            "sequences into shorter ones, or run on CPU"
+            f"'{op.label}' ({op.full_type}) runs over {steps} time steps; for CUDA at most {LIMIT} are unrolled. Cut "
+            "the sequences into shorter ones, or run on CPU"
         )
     return _unrolled(e, step, states, sequences, reverse)
 

@@ -4,6 +4,7 @@ All raise ArgumentError (a ValueError) for element types and shapes that do not 
 TypeError) for what is no variable.
 """
 
+from .ctc import ctc_loss
 from .elementwise import (
     cast,
     dropout,
@@ -27,7 +28,7 @@ from .manipulation import concat, flatten, gather, reshape, slice, split, squeez
 from .pooling import adaptive_avg_pool2d, avg_pool2d, global_avg_pool2d, global_max_pool2d, max_pool2d
 
 __all__ = [
-    "accuracy", "adaptive_avg_pool2d", "avg_pool2d", "cast", "concat", "cross_entropy", "dropout", "exp", "flatten",
+    "accuracy", "adaptive_avg_pool2d", "avg_pool2d", "cast", "concat", "cross_entropy", "ctc_loss", "dropout", "exp", "flatten",
     "gather", "gelu", "global_avg_pool2d", "global_max_pool2d", "log", "log_softmax", "matmul", "max_pool2d", "mean",
     "mse_loss", "pow", "relu", "reshape", "sigmoid", "slice", "softmax", "span_loss", "split", "sqrt", "squeeze", "sum",
     "tanh", "transpose", "unsqueeze", "where",

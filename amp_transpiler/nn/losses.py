@@ -14,7 +14,8 @@ from .elementwise import cast, mean, sum
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def _check_reduction(call: str, reduction: str) -> None:
+def check_reduction(call: str, reduction: str) -> None:
+    """ArgumentError where ``reduction`` is no way to reduce a loss."""
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"{call}: reduction={reduction!r}; known are {', '.join(_REDUCTIONS)}")
 
@@ -45,7 +46,7 @@ def cross_entropy(input: Variable, label: Variable, reduction: str = "mean", ign
     """
     call = "cross_entropy"
     variable(call, "input", input, dtypes=FLOATING, min_rank=2)
-    _check_reduction(call, reduction)
+    check_reduction(call, reduction)
     ignore = whole(call, "ignore_index", ignore_index, -(1 << 62))
     variable(call, "label", label, dtypes=INTEGER, min_rank=1)
     assert input.shape is not None
@@ -108,7 +109,7 @@ def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Varia
     call = "mse_loss"
     variable(call, "input", input, dtypes=FLOATING)
     variable(call, "label", label, dtypes=FLOATING)
-    _check_reduction(call, reduction)
+    check_reduction(call, reduction)
     a, b = input.shape, label.shape
     if a is not None and b is not None:
         sizes = zip(a, b, strict=False)
