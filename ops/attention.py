@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-
 import numpy as np
 
 from ..ir.decompose import Parts, decomposition
@@ -101,7 +100,8 @@ def heads_together(d: Parts, x: Variable) -> Variable:
 # -- attention -----------------------------------------------------------------------------------------
 @decomposition("Attention")
 def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mask: Optional = None,
-              past_key: Optional = None, past_value: Optional = None, nonpad: Optional = None) -> list[Optional]:  # fmt: skip
+              past_key: Optional = None, past_value: Optional = None,
+              nonpad: Optional = None) -> list[Optional]:  # fmt: skip
     """Q [B, heads, S, D] (or [B, S, heads * D]), K and V with as many heads or a divisor of them."""
     flat = d.rank(q) == 3
     if flat:

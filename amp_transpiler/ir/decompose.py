@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import GraphError
 from .infer import Declared, constant_array, infer_operator
+from .opdef import lookup
 from .program import Operator, Program, Variable
 from .types import ONNX_TYPES, numpy_dtype
 
@@ -56,7 +57,8 @@ class Parts:
         self.program = op.program
         first = next(v for v in op.outputs if v is not None)
         self.prefix = first.name
-        self.made: set[int] = set()
+        #: What was written: operators, and their variables and constants.
+        self.made: dict[Operator | Variable, None] = {}
         self._count = 0
 
     def __getattr__(self, type_: str) -> Callable[..., Any]:
@@ -70,11 +72,12 @@ class Parts:
         read = [self._variable(v, kind) for v in inputs]
         written = [self.program.add_variable(self._name(type_)) for _ in range(outputs)]
         op = self.program.add_operator(type_, read, written, attrs={k: v for k, v in attrs.items() if v is not None})
+        self.made[op] = None
         self._mark(op)
         env = Declared()
         infer_operator(op, env)
         for variable in written:
-            self.made.add(variable.key)
+            self.made[variable] = None
             variable.dtype, variable.shape = env.types.get(variable.key, (kind, None))
         return written[0] if outputs == 1 else tuple(written)
 
@@ -89,7 +92,18 @@ class Parts:
         """A constant of the program."""
         array = np.asarray(array)
         typed = array if dtype is None else array.astype(numpy_dtype(dtype))
-        return self.program.add_constant(self._name("const"), typed)
+        constant = self.program.add_constant(self._name("const"), typed)
+        self.made[constant] = None
+        return constant
+
+    def take_back(self) -> None:
+        """Remove everything that was written."""
+        for item in reversed(self.made):
+            if isinstance(item, Operator):
+                self.program.remove_operator(item)
+        for item in self.made:
+            if isinstance(item, Variable):
+                self.program.remove_variable(item)
 
     def float(self, name: str, default: float) -> float:
         """A float attribute."""
@@ -119,8 +133,8 @@ class Parts:
     def error(self, reason: str) -> GraphError:
         """What to raise for a form that the entry does not know."""
         return GraphError(
-            f"operator '{self.op.label}' ({self.op.full_type}) cannot be taken apart for training: {reason}. Export the "
-            "model again without this operator, or freeze it with what lies before it"
+            f"operator '{self.op.label}' ({self.op.full_type}) cannot be taken apart for training: {reason}. "
+            "Export the model again without this operator, or freeze what lies before it"
         )
 
     def _name(self, hint: str) -> str:
@@ -143,13 +157,17 @@ class Parts:
 
 
 def take_apart(op: Operator) -> None:
-    """Replace an operator by what its entry writes. GraphError where the entry cannot express it."""
+    """Replace an operator by what its entry writes. GraphError where the entry cannot express it; then it stays."""
     parts = Parts(op)
-    values = list(_ENTRIES[op.domain, op.type](parts, op, *op.inputs))
+    try:
+        values = list(_ENTRIES[op.domain, op.type](parts, op, *op.inputs))
+        for slot, target in enumerate(op.outputs):
+            if target is not None and (slot >= len(values) or values[slot] is None):
+                raise parts.error(f"its output {slot} ('{target.name}') has no equivalent")
+    except GraphError:
+        parts.take_back()
+        raise
     outputs = list(op.outputs)
-    for slot, target in enumerate(outputs):
-        if target is not None and (slot >= len(values) or values[slot] is None):
-            raise parts.error(f"its output {slot} ('{target.name}') has no equivalent")
     op.program.remove_operator(op)
     for target, value in zip(outputs, values, strict=False):
         if target is not None and value is not None:
@@ -159,7 +177,7 @@ def take_apart(op: Operator) -> None:
 def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
     """Let the producer of ``value`` write ``target`` instead."""
     producer, slot = value.producer, value.producer_slot
-    if producer is None or value.key not in parts.made:
+    if producer is None or value not in parts.made:
         parts._mark(parts.program.add_operator("Identity", [value], [target]))
         return
     if target.shape is None:
@@ -171,12 +189,18 @@ def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
     parts.program.remove_variable(value)
 
 
-def decompose(program: Program, domains: Sequence[str] | None = None) -> int:
-    """Take apart every operator with an entry, nested programs too; the number of them.
+def decompose(program: Program) -> int:
+    """Take apart every operator that has an entry and no gradient rule, nested programs too; the number of them.
 
-    GraphError names an operator whose form its entry cannot express.
+    One whose form its entry cannot express stays; :func:`take_apart` says why.
     """
-    found = [op for op in program.walk() if has_decomposition(op) and (domains is None or op.domain in domains)]
-    for op in found:
-        take_apart(op)
-    return len(found)
+    count = 0
+    for op in list(program.walk()):
+        found = lookup(op)
+        if has_decomposition(op) and (found is None or found.gradient is None):
+            try:
+                take_apart(op)
+            except GraphError:
+                continue
+            count += 1
+    return count

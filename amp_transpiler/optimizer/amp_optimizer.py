@@ -7,12 +7,13 @@ from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir import context
+from ..ir.decompose import has_decomposition
 from ..ir.program import BACKWARD, OWN, SCALING, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..ir.types import HALF, ONNX_TYPES
 from ..lists import AutoMixedPrecisionLists
 from ..ops.scaling import GATE
-from ..passes.backward import append_backward, check_loss
+from ..passes.backward import append_backward, check_loss, standardize
 from ..passes.check_step import UNGATED, check_step
 from ..passes.pure import cast_model_to_fp16
 from ..passes.rewrite import rewrite_program
@@ -147,6 +148,8 @@ class OptimizerWithMixedPrecision:
             raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
                              "a program once, or build it anew")  # fmt: skip
         with appending(program, startup_program, self) as startup:
+            if any(has_decomposition(op) for op in program.walk()):
+                standardize(program)  # before the lists decide
             if self._use_pure_fp16:
                 self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
             else:

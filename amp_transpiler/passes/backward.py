@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, GradientError
+from ..errors import ArgumentTypeError, GradientError, GraphError
 from ..ir import context
+from ..ir.decompose import decompose, has_decomposition, take_apart
 from ..ir.infer import Declared, infer_operator
 from ..ir.opdef import Gradient, body_of, gradient_type, lookup
 from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
@@ -18,6 +19,7 @@ from ..ops.random import rng_state
 from .control_flow import expand_control_flow, why_not_known
 from .if_gradient import append_if_gradient, captured_floats
 from .opset import convert_opset
+from .segments import recompute_activations
 
 
 def append_backward(
@@ -39,11 +41,21 @@ def append_backward(
     """
     program = check_loss(loss, parameter_list, no_grad_set)
     with unchanged_on_error(program):
-        convert_opset(program)
+        standardize(program)
         expand_control_flow(program)
         if any(op.type == "Dropout" and body_of(op) is not None for op in program.operators):
             rng_state(program)  # an imported dropout brings no randomness with it
         return _append(program, loss, parameter_list, no_grad_set)
+
+
+def standardize(program: Program) -> None:
+    """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
+
+    That is opset 21 of ai.onnx; later operators, and those that onnxruntime's optimisers write, are taken apart.
+    GraphError names an operator that cannot be.
+    """
+    convert_opset(program)
+    decompose(program)
 
 
 def _append(
@@ -64,6 +76,8 @@ def _append(
                 raise GradientError(
                     f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
                 )
+        if program.recompute is not None:
+            recompute_activations(program, loss, sweep.made, [gradient for _, gradient in pairs])
     return pairs
 
 
@@ -187,6 +201,12 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
             f"the loss depends on '{source.name if source else ''}' through '{op.label}' ({op.full_type}), which has "
             f"no gradient: {why_not_known(op)}"
         )
+    if rule is None and has_decomposition(op):
+        try:
+            take_apart(op)
+        except GraphError as error:
+            rule_of_yours = f"register a rule with @amp.register_gradient('{op.full_type}', ...)"
+            raise GradientError(f"{error}, or {rule_of_yours}") from None
     if rule is None:
         source = op.inputs[slots[0]]
         raise GradientError(
@@ -232,6 +252,8 @@ class _Sweep:
         self.needs = needs
         self._pending: dict[int, list[Variable]] = defaultdict(list)
         self._done: dict[int, Variable] = {}
+        #: (gradient operator, the operator that it differentiates), as appended.
+        self.made: list[tuple[Operator, Operator]] = []
         for variable, gradient in seeds:
             self._pending[variable.key].append(gradient)
         plan, self._contributions = _plan(order, [v for v, _ in seeds], needs)
@@ -300,6 +322,7 @@ class _Sweep:
         grad.metadata.update(op.metadata)
         _place_beside(grad, op)
         grad.precision, grad.reason = op.precision, f"gradient of {op.label}"
+        self.made.append((grad, op))
 
 
 def _add_output(op: Operator, slot: int) -> Variable:
