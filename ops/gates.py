@@ -114,15 +114,19 @@ class Activation:
 
     def __call__(self, e: Emitter, x: Value) -> tuple[Value, Value]:
         """Its value and its slope at ``x``; the slope is 0 where ``x`` is clipped."""
+        bounded = self._bounded(e, x)
+        y = self.kind.value(e, bounded, self.alpha, self.beta)
+        slope = self.kind.slope(e, bounded, y, self.alpha, self.beta)
         if not self.clip:
-            return self._at(e, x)
-        bound = e.like(self.clip, x)
-        y, slope = self._at(e, e.Max(e.Min(x, bound), e.Neg(bound)))
-        return y, e.Where(e.Greater(e.Abs(x), bound), e.like(0, x), slope)
+            return y, slope
+        return y, e.Where(e.Greater(e.Abs(x), e.like(self.clip, x)), e.like(0, x), slope, shape=x.shape)
 
-    def _at(self, e: Emitter, x: Value) -> tuple[Value, Value]:
-        y = self.kind.value(e, x, self.alpha, self.beta)
-        return y, self.kind.slope(e, x, y, self.alpha, self.beta)
+    def value(self, e: Emitter, x: Value) -> Value:
+        """Its value at ``x``."""
+        return self.kind.value(e, self._bounded(e, x), self.alpha, self.beta)
+
+    def _bounded(self, e: Emitter, x: Value) -> Value:
+        return e.Max(e.Min(x, e.like(self.clip, x)), e.like(-self.clip, x)) if self.clip else x
 
 
 def activations(op: Operator, default: tuple[str, ...], directions: int) -> list[list[Activation]]:

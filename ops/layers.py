@@ -150,10 +150,13 @@ class Direction:
         return pick(self.e, state, self.index, 0)
 
     def last(self, dlast: Value | None) -> Value:
-        """This direction's part of the gradient of a last state, which of an empty sequence is a constant 0."""
+        """This direction's part of the gradient of a last state."""
+        return self.state(None) if dlast is None else self.unless_empty(self.state(dlast))
+
+    def unless_empty(self, state: Value) -> Value:
+        """A last state, or its gradient: 0 for an empty sequence."""
         e, layer = self.e, self.layer
-        state = self.state(dlast)
-        if dlast is None or layer.lengths is None:
+        if layer.lengths is None:
             return state
         empty = e.Less(e.reshape(layer.ends(), (layer.batch, 1)), e.const(np.int64(1)))
         return e.Where(empty, e.like(0, state), state, shape=state.shape)

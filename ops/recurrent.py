@@ -174,10 +174,10 @@ def _cells(d: Direction, kinds: Sequence[Activation], coupled: bool, gates: Sequ
     f, g, _ = kinds
 
     def opened(i: Value, forget: Value) -> list[Value]:
-        i, _ = f(e, i)
-        return [i, e.Sub(e.like(1, i), i) if coupled else f(e, forget)[0]]
+        i = f.value(e, i)
+        return [i, e.Sub(e.like(1, i), i) if coupled else f.value(e, forget)]
 
-    candidate, _ = g(e, gates[2])
+    candidate = g.value(e, gates[2])
     sequences = [*gates[:2], candidate]
     if peepholes is None:
         i, forget = opened(*gates[:2])
@@ -246,6 +246,12 @@ def gru(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None,
     return assembled(layer, [rule(d, kinds[d.index], h0, y, dy, dlast) for d in layer.each()])
 
 
+def thirds(e: Emitter, r: Value) -> list[Value]:
+    """The rows of a GRU's weights that belong to the update gate, the reset gate and the candidate."""
+    count, width = size_of(r)
+    return list(e.Split(r, e.ints(*[count // 3] * 3), axis=0, outputs=3, shape=(count // 3, width)))
+
+
 def _gru_after(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None,
                dlast: Value | None) -> Found:  # fmt: skip
     """The reset gate applied to the state's product: every gate's gradient is a multiple of dh."""
@@ -282,8 +288,8 @@ def _gru_before(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: 
     of_input, of_state = _parts(d, previous)
     (xz, xr, xh), (hz, hr, _) = split(e, of_input, 3), split(e, of_state, 3)
     r = d.r
-    gates, last = e.Split(r, e.ints(2 * hidden, hidden), axis=0, outputs=2)
-    gates, last = (Value(v.name, v.dtype, (n * hidden, hidden)) for v, n in ((gates, 2), (last, 1)))
+    *_, last = thirds(e, r)
+    gates = e.Slice(r, e.ints(0), e.ints(2 * hidden), e.ints(0), shape=(2 * hidden, hidden))
     z, z_slope = f(e, e.Add(xz, hz))
     reset, reset_slope = f(e, e.Add(xr, hr))
     kept = e.Mul(reset, previous)

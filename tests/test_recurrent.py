@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import recurrent_oracle
-from tests.gradcheck import check_gradient
+from tests.gradcheck import check_forward, check_gradient
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 TYPES = sorted(GATES)
@@ -125,3 +125,28 @@ def test_activations_take_their_numbers_in_order() -> None:
     attrs = {"activations": names, "activation_alpha": [0.3, 0.1, 0.8, 0.6], "activation_beta": [0.45, 0.2],
              "direction": "bidirectional"}  # fmt: skip
     check("LSTM", attrs=attrs, directions=2, half=())
+
+
+def forward(type_: str, attrs: dict[str, Any], **shape: Any) -> None:
+    given = inputs(type_, first=bool(attrs.get("layout")), **shape)
+    attrs = {"hidden_size": shape.get("hidden", 3), **attrs}
+    oracle = partial(recurrent_oracle.run, type_, attrs)
+    check_forward(type_, given, attrs=attrs, outputs=3 if type_ == "LSTM" else 2, feeds=(4,), half=("float16",),
+                  forward=oracle)  # fmt: skip
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_forms_without_a_kernel_are_composed(type_: str) -> None:
+    both = {"direction": "bidirectional"}
+    forward(type_, {"layout": 1, "linear_before_reset": 1} if type_ == "GRU" else {"layout": 1})
+    forward(type_, {"layout": 1, **both}, directions=2, lengths=[4, 0, 2])
+    forward(type_, {"clip": 0.4}, scale=1.5)
+    forward(type_, both, directions=2, lengths=[0, 4, 1], states=False, bias=False)
+    forward(type_, {"activations": ["Elu"] * {"LSTM": 3, "GRU": 2, "RNN": 1}[type_]}, scale=0.4)
+
+
+def test_forms_of_lstm_and_gru_without_a_kernel_are_composed() -> None:
+    forward("LSTM", {"direction": "reverse"}, peepholes=True)
+    forward("LSTM", {"input_forget": 1, "clip": 0.5}, peepholes=True, lengths=[4, 2, 3])
+    forward("GRU", {})
+    forward("GRU", {"linear_before_reset": 1, "direction": "reverse"}, lengths=[1, 4, 3], bias=False)
