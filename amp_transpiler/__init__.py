@@ -21,6 +21,7 @@ from .passes.backward import append_backward
 from .passes.check_step import check_step
 from .passes.pure import cast_model_to_fp16
 from .passes.rewrite import rewrite_program
+from .passes.segments import recompute
 from .prepare import prepare_training
 from .report.memory import MemoryEstimate
 from .runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
@@ -34,6 +35,6 @@ __all__ = [
     "Program", "Scope", "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16",
     "check_finite_and_unscale", "check_step", "convert", "create_parameter", "data", "decorate",
     "default_main_program", "default_startup_program", "fp16_guard", "global_scope", "load_inference_model",
-    "name_scope", "nn", "ops", "optimizer", "prepare_training", "program_guard", "register_gradient",
+    "name_scope", "nn", "ops", "optimizer", "prepare_training", "program_guard", "recompute", "register_gradient",
     "rewrite_program", "save_inference_model", "scope_guard", "seed", "unique_name", "update_loss_scaling",
 ]  # fmt: skip

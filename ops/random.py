@@ -195,7 +195,7 @@ def _training(op: Operator) -> bool:
     return value is not None and bool(value)
 
 
-def _mask_stream(op: Operator) -> int:
+def mask_stream(op: Operator) -> int:
     """The mask's stream; for an imported operator that has no number, one from its output's name."""
     if MASK_ID in op.metadata:
         return int(op.metadata[MASK_ID])
@@ -209,16 +209,28 @@ def _scaled(e: Emitter, value: Value, mask: Value, ratio: Value) -> Value:
     return e.Where(mask, e.Mul(value, scale), e.like(0, value), shape=value.shape)
 
 
-@body("Dropout", when=_training)
-def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
-    """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
+def masked(e: Emitter, op: Operator, x: Value, ratio: Value | None, step: Value) -> list[Value]:
+    """Value and mask of a dropout at this step."""
     assert x.shape is not None
     ratio = e.const(0.5, "float32") if ratio is None else ratio
-    mask = keep_mask(e, x.shape, e.scalar("seed"), e.scalar("step"), _mask_stream(op), ratio)
+    mask = keep_mask(e, x.shape, e.scalar("seed"), step, mask_stream(op), ratio)
     return [_scaled(e, x, mask, ratio), mask][: len(op.outputs)]
 
 
-@gradient("Dropout", reads="x1 y1 dy0", inputs=[0])
-def dropout_gradient(e: Emitter, op: Operator, ratio: Value | None, mask: Value, dy: Value) -> list[Value | None]:
-    """dx = dy / (1 - ratio) where the forward mask is True, 0 elsewhere."""
-    return [_scaled(e, dy, mask, e.const(0.5, "float32") if ratio is None else ratio), None, None]
+@body("Dropout", when=_training)
+def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
+    """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
+    return masked(e, op, x, ratio, e.scalar("step"))
+
+
+@gradient("Dropout", reads="x1 x2 y1 dy0", inputs=[0])
+def dropout_gradient(e: Emitter, op: Operator, ratio: Value | None, mode: Value | None, mask: Value,
+                     dy: Value) -> list[Value | None]:  # fmt: skip
+    """dx = dy / (1 - ratio) where the forward mask is True, 0 elsewhere; dy where it does not train."""
+    known = e.known(op.input(1))
+    if mode is None or (known is not None and not known):
+        return [dy, None, None]
+    ratio = e.const(0.5, "float32") if ratio is None else ratio
+    if known is None:  # told in the run
+        ratio = e.Where(mode, ratio, e.like(0, ratio))
+    return [_scaled(e, dy, mask, ratio), None, None]

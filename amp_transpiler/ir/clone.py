@@ -76,6 +76,7 @@ class _Cloner:
             _evaluate(old, new, copies)
         else:
             new.updates = {copies[state]: copies[value] for state, value in old.updates.items()}
+            new.recompute = old.recompute
         _copy_info(old, new, copies)
         return new
 

@@ -39,7 +39,7 @@ def matching(
     operators = list(operators)
     found: dict[Operator, str] = {}
     for pattern in patterns:
-        expression = _expression(pattern, what)
+        expression = pattern_of(pattern, what)
         hits = [op for op in operators if any(expression.fullmatch(name) for name in (names or _names)(op))]
         if not hits and required:
             known = list(dict.fromkeys(repr(name) for op in operators if (name := op.scope or op.name)))
@@ -51,7 +51,8 @@ def matching(
     return found
 
 
-def _expression(pattern: str, what: str) -> re.Pattern[str]:
+def pattern_of(pattern: str, what: str) -> re.Pattern[str]:
+    """The expression that a pattern stands for; ArgumentError, for the caller ``what``, where it is broken."""
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
     try:
@@ -75,7 +76,7 @@ def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, na
     called = [(item, names(item)) for item in items]
     found: dict[Item, str] = {}
     for pattern in patterns:
-        expression = _expression(pattern, what)
+        expression = pattern_of(pattern, what)
         hits = [item for item, own in called if any(expression.fullmatch(name) for name in own)]
         if not hits:
             known = [own[0] for _, own in called]

@@ -48,11 +48,14 @@ class Program:
     ``startup`` is the program that initialises the persistable variables (None for a startup program).
     """
 
-    if TYPE_CHECKING:  # attached by passes.lowering and passes.opset, which lie above this module
+    if TYPE_CHECKING:  # attached by passes.lowering, passes.opset and report.memory, which lie above this module
 
         def lower(self, place: Any, feed_shapes: dict[str, tuple[int, ...]] | None = None,
                   fetches: Sequence[Variable] = ()) -> Any:  # fmt: skip
             """The ONNX model that ``place`` runs."""
+
+        def memory_estimate(self, feed_shapes: Any = None, place: Any = None, fetch_list: Sequence[Any] = ()) -> Any:
+            """A forecast of the memory that running it takes; see report.memory."""
 
         def convert_opset(self, target: int = 21) -> bool:
             """Rewrite every ai.onnx operator to another opset, in place."""
@@ -74,6 +77,8 @@ class Program:
         self._next_key = 0
         #: What ``amp.convert`` did to make this program, as a ``report.record.Conversion``; None for any other.
         self.conversion: Any = None
+        #: What ``amp.recompute`` asked for, as a ``passes.segments.Request``; ``append_backward`` obeys it.
+        self.recompute: Any = None
         self._version = 0
         self._order: tuple[int, list[Operator], list[Operator]] | None = None
 

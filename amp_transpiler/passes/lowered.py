@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from ..ir.files import write_model
+from ..ir.infer import type_proto
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import HALF, NAMES
 
@@ -62,6 +63,24 @@ def needed(program: Program, targets: Sequence[Variable]) -> list[Operator]:
     return kept[::-1]
 
 
+def live(
+    nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], outputs: set[str]
+) -> tuple[list[onnx.NodeProto], list[Operator | None]]:
+    """The nodes that the outputs depend on, each with its operator; one reverse sweep.
+
+    A body may compute what nobody asked it for, or a gradient read an activation for its shape alone; onnxruntime
+    runs such nodes.
+    """
+    wanted = set(outputs)
+    kept: list[tuple[onnx.NodeProto, Operator | None]] = []
+    padded = [*origins, *[None] * (len(nodes) - len(origins))]
+    for node, origin in zip(reversed(nodes), reversed(padded), strict=True):
+        if not wanted.isdisjoint(node.output):
+            kept.append((node, origin))
+            wanted |= used_tensors([node])
+    return [node for node, _ in reversed(kept)], [origin for _, origin in reversed(kept)]
+
+
 def static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
     """A shape whose sizes are all known, else None."""
     if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
@@ -78,6 +97,17 @@ def carrier_type(proto: onnx.TypeProto) -> None:
             tensor.elem_type = onnx.TensorProto.FLOAT
     elif kind in ("sequence_type", "optional_type"):
         carrier_type(getattr(proto, kind).elem_type)
+
+
+def nested_type(variable: Variable, cpu: bool) -> onnx.TypeProto:
+    """The type of an input or output of a nested graph, as the place carries it."""
+    if variable.type_proto is None:
+        return type_proto("float32" if cpu and variable.dtype in HALF else variable.dtype, variable.shape)
+    proto = onnx.TypeProto()
+    proto.CopyFrom(variable.type_proto)
+    if cpu:
+        carrier_type(proto)
+    return proto
 
 
 def carrier_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:

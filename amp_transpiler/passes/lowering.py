@@ -22,7 +22,7 @@ from ..ir.opdef import body_of, group_inputs, lookup
 from ..ir.program import OWN, Operator, Program, Shape, Variable
 from ..ir.tensors import as_array, tensor_type, to_proto
 from ..ir.types import HALF, ONNX_TYPES
-from .lowered import Lowered, Port, carrier_attribute, carrier_type, needed, rename_tensors, static, used_tensors
+from .lowered import Lowered, Port, carrier_attribute, live, needed, nested_type, rename_tensors, static, used_tensors
 from .opset import TARGET, convert_opset
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
@@ -121,6 +121,7 @@ class _Lowering:
             self.operator(op)
             self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
         outputs = self._ports()
+        self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
         graph = onnx.GraphProto(name=self.program.name)
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a body may have read a constant while it was written, and not emitted it
@@ -330,7 +331,7 @@ class _Lowering:
             elif v.is_input:
                 kind = "float32" if self.cpu and v.dtype in HALF else (v.dtype or "")
                 info = graph.input.add(name=v.name)
-                info.type.CopyFrom(self._nested_type(v))
+                info.type.CopyFrom(nested_type(v, self.cpu))
                 inner[v.key] = Value(v.name, kind, static(v.shape))
             elif v.producer is None and v.data is not None:
                 inner[v.key] = self._constant(v)
@@ -340,20 +341,10 @@ class _Lowering:
             value = inner[v.key]
             out = e.op("Identity", value, dtype=value.dtype or "float32")
             info = graph.output.add(name=out.name)
-            info.type.CopyFrom(self._nested_type(v))
+            info.type.CopyFrom(nested_type(v, self.cpu))
         graph.node.extend(e.nodes)
         e.nodes, e._widened, e.narrow, self.env, self.shapes = saved, widened, narrow, env, shapes
         return graph
-
-    def _nested_type(self, variable: Variable) -> onnx.TypeProto:
-        if variable.type_proto is not None:
-            proto = onnx.TypeProto()
-            proto.CopyFrom(variable.type_proto)
-            if self.cpu:
-                carrier_type(proto)
-            return proto
-        kind = "float32" if self.cpu and variable.dtype in HALF else variable.dtype
-        return type_proto(kind, variable.shape)
 
     # -- outputs ------------------------------------------------------------------------------------------
     def _ports(self) -> list[onnx.ValueInfoProto]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ops.clip import CLIPS
 from ..ops.scaling import CHECK
 from ..ops.update import LAYOUTS
+from ..passes.feed_shapes import given_shapes
 from ..passes.liveness import Buffer, Liveness, plan, tensor_bytes
 from ..passes.lowered import Lowered
 from ..passes.lowering import lower
@@ -102,53 +102,12 @@ def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | No
     whose shape depends on data.
     """
     place = CPUPlace() if place is None else check_place(place, "memory_estimate")
-    shapes = complete_shapes(self, feed_shapes)
+    shapes = given_shapes("memory_estimate", self, feed_shapes)
     lowered = lower(self, place.kind, shapes, [self.var(v) if isinstance(v, str) else v for v in fetch_list])
     return _Estimate(self, lowered, place, shapes).record()
 
 
 setattr(Program, "memory_estimate", memory_estimate)  # noqa: B010 - mypy refuses the plain assignment
-
-
-def complete_shapes(program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
-    """The fixed shape of every feed that an operator reads; ArgumentError for one that is missing or does not fit."""
-    shapes = _given(program, given)
-    sizes: dict[str, int] = {}
-    for name, shape in shapes.items():
-        declared = program.var(name).shape
-        sizes |= {d: n for d, n in zip(declared or (), shape, strict=False) if isinstance(d, str)}
-    for feed in program.inputs:
-        if feed.name in shapes or not feed.readers or feed.dtype is None:
-            continue
-        known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in feed.shape or (None,))
-        if not all(isinstance(d, int) for d in known):
-            shape = "an unknown shape" if feed.shape is None else f"shape {list(feed.shape)}"
-            raise ArgumentError(f"memory_estimate: feed '{feed.name}' of program '{program.name}' has {shape}; give "
-                                f"its size, as in feed_shapes={{'{feed.name}': (...)}}")  # fmt: skip
-        shapes[feed.name] = known  # type: ignore[assignment]
-    return shapes
-
-
-def _given(program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
-    if not isinstance(given, (Mapping, type(None))):
-        raise ArgumentTypeError(f"memory_estimate: feed_shapes is {given!r}; expected a mapping of names to shapes")
-    feeds = {feed.name: feed for feed in program.inputs}
-    shapes = {}
-    for name, shape in (given or {}).items():
-        if name not in feeds:
-            known = ", ".join(feeds) or "none"
-            raise ArgumentError(f"memory_estimate: '{name}' is no feed of program '{program.name}'; its feeds are "
-                                f"{known}")  # fmt: skip
-        sizes, declared = tuple(shape), feeds[name].shape
-        fits = declared is None or (
-            len(declared) == len(sizes)
-            and all(not isinstance(d, int) or d == n for d, n in zip(declared, sizes, strict=True))
-        )
-        if not fits or not all(isinstance(n, int) and n >= 0 for n in sizes):
-            raise ArgumentError(f"memory_estimate: feed_shapes gives '{name}' the shape {list(sizes)}; it is declared "
-                                f"as {list(declared or ())}")  # fmt: skip
-        shapes[name] = sizes
-    return shapes
 
 
 class _Estimate:
@@ -263,4 +222,4 @@ def _processed(op: Operator | None) -> bool:
     return op is not None and op.domain == OWN and (op.type == CHECK or op.type in CLIPS)
 
 
-__all__ = ["LiveTensor", "MemoryEstimate", "complete_shapes", "memory_estimate"]
+__all__ = ["LiveTensor", "MemoryEstimate", "memory_estimate"]
