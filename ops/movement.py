@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import GradientError
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import exact, gradient, no_gradient, own
 from ..ir.program import Operator
@@ -252,7 +251,19 @@ def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
 
 
-@gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True)
+def _adds(op: Operator) -> bool:
+    return bool(op.attrs.get("reduction", "none") == "add")
+
+
+def _other_reduction(op: Operator) -> str:
+    reduction = op.attrs.get("reduction", "none")
+    if reduction in ("none", "add"):
+        return ""
+    return (f"its gradient exists for reduction 'none' and 'add', not for '{reduction}'. Gather the elements, combine "
+            "them with Mul, Max or Min, and scatter the result with 'none'")  # fmt: skip
+
+
+@gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
 def scatter_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     """Added, the updates and the data share dy; written, dy goes to the one that the result holds."""
     axis, adds = op.attrs.get("axis", 0), _adds(op)
@@ -268,7 +279,7 @@ def scatter_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Gra
     return [d_data, None, d_updates]
 
 
-@gradient("ScatterND", reads="x1 dy0", inputs=[0, 2], native=True)
+@gradient("ScatterND", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
 def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     """As for ScatterElements; each index names a slice."""
     adds, shape = _adds(op), size_of(dy)
@@ -280,16 +291,6 @@ def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     if e.wants(2):
         d_updates = e.GatherND(dy, at, shape=rows)
     return [d_data, None, d_updates]
-
-
-def _adds(op: Operator) -> bool:
-    reduction = op.attrs.get("reduction", "none")
-    if reduction not in ("none", "add"):
-        raise GradientError(
-            f"'{op.label}': the gradient of {op.type.removesuffix('Grad')} exists for reduction 'none' and 'add', "
-            f"not for '{reduction}'. Gather the elements, combine them with Mul, Max or Min, and scatter the result with 'none'"
-        )
-    return bool(reduction == "add")
 
 
 @gradient("TopK", reads="y1 dy0", inputs=[0], native=True)

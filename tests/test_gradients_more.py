@@ -9,7 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
+import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
+from amp_transpiler.nn import functional as F
 from tests.bodies import as_model, cpu_session, run_reference, tensor_info
 from tests.gradcheck import Case, Gradient, check_gradient, gradient_model, gradient_values
 
@@ -89,9 +91,16 @@ def test_scatter_nd(reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mul", "max", "min"])
 def test_other_scatters_say_what_to_do(reduction: str) -> None:
-    inputs = [normal(3), ints(1), normal(1)]
-    with pytest.raises(GradientError, match=f"ScatterElements exists for .*'{reduction}'. Gather the elements"):
-        gradient_model("ScatterElements", inputs, "float32", "cpu", reduction=reduction)
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
+        data = amp.create_parameter([3], "float32", name="data")
+        y = main.add_variable("y", "float32", (3,))
+        at, updates = main.add_constant("at", ints(1)), main.add_constant("updates", np.ones(1, np.float32))
+        main.add_operator("ScatterElements", [data, at, updates], [y], attrs={"reduction": reduction}, name="put")
+        loss = F.mean(y)
+    complaint = f"'put' .*'none' and 'add', not for '{reduction}'. Gather the elements.*Freeze.*register_gradient"
+    with pytest.raises(GradientError, match=complaint):
+        amp.append_backward(loss)
 
 
 # -- normalisation -------------------------------------------------------------------------------------

@@ -31,11 +31,15 @@ Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
 
 @dataclass
 class Gradient:
-    """How to differentiate an operator. ``inputs`` are the differentiable slots (None: every float one)."""
+    """How to differentiate an operator. ``inputs`` are the differentiable slots (None: every float one).
+
+    ``refuse`` says why the rule does not serve a form of the operator; "" where it does.
+    """
 
     reads: tuple[str, ...]
     inputs: frozenset[int] | None
     zero: bool = False
+    refuse: Callable[[Operator], str] | None = None
 
 
 @dataclass
@@ -114,13 +118,19 @@ _READ = re.compile(r"(x|y|dy)(\d+|\*)")
 
 
 def gradient(
-    full_type: str, reads: str, *, inputs: Sequence[int] | None = None, native: bool = False
+    full_type: str,
+    reads: str,
+    *,
+    inputs: Sequence[int] | None = None,
+    native: bool = False,
+    refuse: Callable[[Operator], str] | None = None,
 ) -> Callable[[Body], Body]:
     """Register the decorated function as the gradient of an operator (see the module's text).
 
     It returns one value per forward input, None where there is no gradient; ``e.wants(i)`` says
     whether the gradient of input ``i`` is asked for. ``inputs`` limits the differentiable slots; a
-    path through any other float input is an error at ``append_backward``.
+    path through any other float input is an error at ``append_backward``, and so is an operator for
+    which ``refuse`` gives a reason.
     """
     names = tuple(reads.split())
     for name in names:
@@ -129,7 +139,7 @@ def gradient(
 
     def register(function: Body) -> Body:
         domain, type_ = _split(full_type)
-        entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs))
+        entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs), refuse=refuse)
         grad = entry(own(gradient_type(domain, type_)))
         grad.body, grad.native = function, native
         _READS[grad.type] = names

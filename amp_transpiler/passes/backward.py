@@ -213,6 +213,9 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
             f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
             f"'{source.name if source else ''}' and has no gradient rule. {way_out}"
         )
+    reason = rule.refuse(op) if rule.refuse is not None else ""
+    if reason:
+        raise GradientError(f"operator '{op.label}' ({op.full_type}) is on the path of the loss, and {reason}. {way_out}")
     for slot in slots:
         if rule.inputs is not None and slot not in rule.inputs:
             source = op.inputs[slot]
@@ -327,8 +330,7 @@ class _Sweep:
 
 def _add_output(op: Operator, slot: int) -> Variable:
     """Ask a forward operator for an optional output that its gradient reads (a dropout mask, indices)."""
-    first = op.outputs[0]
-    assert first is not None
+    first = next(v for v in op.outputs if v is not None)
     added = op.program.add_variable(op.program.unique(f"{first.name}.y{slot}"))
     op.set_output(slot, added)
     env = Declared()
