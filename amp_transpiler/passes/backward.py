@@ -215,7 +215,9 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
         )
     reason = rule.refuse(op) if rule.refuse is not None else ""
     if reason:
-        raise GradientError(f"operator '{op.label}' ({op.full_type}) is on the path of the loss, and {reason}. {way_out}")
+        raise GradientError(
+            f"operator '{op.label}' ({op.full_type}) lies on the path of the loss, and {reason}. {way_out}"
+        )
     for slot in slots:
         if rule.inputs is not None and slot not in rule.inputs:
             source = op.inputs[slot]
