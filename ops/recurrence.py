@@ -2,7 +2,7 @@
 
 Two forms that give equal bits. Unrolled, every step's operators stand in the graph: a CUDA graph can capture
 that, at the price of nodes. As one ``Scan``, the step stands there once: on CPU the time to create a session grows
-faster than the number of nodes, and Scan's own cost is a few microseconds a step.
+faster than the number of nodes, and from a few steps on Scan is no slower in the run either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .common import size_of
 #: ``step(states, slices) -> (new states, outputs)``; slices and outputs belong to one time step.
 Step = Callable[[Sequence[Value], Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]]
 #: On CPU up to so many steps are unrolled.
-FEW = 8
+FEW = 4
 #: More steps than this are not unrolled: each is some ten nodes.
 LIMIT = 2048
 #: Split and Concat of more tensors than this fetch a table of addresses from the host, which no CUDA graph captures.
