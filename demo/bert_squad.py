@@ -225,14 +225,14 @@ def main() -> int:
     data = data.pick(data.start >= 0)
     modes = MODES if options.mode == "all" else (options.mode,)
     test = None if options.overfit else squad.windows(test_set, pieces, options.seq_len, options.doc_stride)
-    print(f"{len(data)} windows with an answer to train on" + (f", {len(test)} to score on" if test else ""), flush=True)
+    print(f"windows: {len(data)} with an answer to train on, {len(test) if test else 0} to score on", flush=True)
     progress, runs, failed = training.bar(), [], False
     for mode in modes:
         run = prepare(mode, options, pieces)
         if test is None:
             taken = overfit(run, data, train_set, options)
             failed |= not taken
-            print(f"{mode}: " + (f"{taken} steps to {run.scores[0]:.1f} %" if taken else "90 % not reached"), flush=True)
+            print(f"{mode}: {run.scores[0]:.1f} % right after {taken or 'all'} steps", flush=True)
         else:
             train(run, data, options, progress)
             run.scores = squad.score(answers(run, test, test_set, options.batch), test_set)

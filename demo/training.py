@@ -159,7 +159,8 @@ def bar() -> Callable[[str, int, int, float], None]:
 
     def update(mode: str, step: int, steps: int, loss: float) -> None:
         if mode not in bars:
-            bars[mode] = tqdm(total=steps, desc=f"{mode:>9}", unit="step", mininterval=0.2)
+            # None: no bar where the output is no terminal.
+            bars[mode] = tqdm(total=steps, desc=f"{mode:>9}", unit="step", mininterval=0.2, disable=None)
         bars[mode].set_postfix_str(f"loss {loss:.3f}", refresh=False)
         bars[mode].update(1)
         if step == steps:
