@@ -1,18 +1,17 @@
-"""LSTM, GRU and RNN in programs: torch's gradients, ONNX's own node tests, exported and built models in training."""
+"""LSTM, GRU and RNN in programs: torch's gradients, exported and built models in training."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx.backend.test.case.node import collect_testcases
 
 import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from tests import recurrent_oracle
-from tests.gradcheck import assert_near, check_gradient
+from tests.cuda_kernels import without_cuda_kernel
+from tests.gradcheck import assert_near
 
 RECORD = Path(__file__).resolve().parent / "data" / "recurrent_torch.npz"
 #: Where torch's gates lie in ONNX's order: i, f, c, o -> i, o, f, c and r, z, n -> z, r, h.
@@ -67,21 +66,98 @@ def test_gradients_are_torchs(type_: str) -> None:
         assert_near(one, other, 1e-5, f"{type_} {name}")
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("type_", sorted(GATES))
-def test_onnx_node_tests(type_: str) -> None:
-    cases = [case for case in collect_testcases(type_) if case.model.graph.node[0].op_type == type_]
-    assert len(cases) >= 6
-    for case in cases:
-        node = case.model.graph.node[0]
-        values, expected = case.data_sets[0]
-        given = dict(zip([name for name in node.input if name], values, strict=True))
-        inputs = [given.get(name) for name in node.input]
-        attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        attrs = {name: value.decode() if isinstance(value, bytes) else value for name, value in attrs.items()}
-        oracle = partial(recurrent_oracle.run, type_, attrs)
-        outputs = oracle(*(None if a is None else a.astype(np.float64) if a.dtype.kind == "f" else a for a in inputs))
-        slots = [i for i, name in enumerate(node.output) if name]
-        for slot, value in zip(slots, expected, strict=True):
-            assert_near(outputs[slot], value, 1e-5, f"{case.name}: output {slot} of the oracle")
-        check_gradient(type_, inputs, attrs=attrs, outputs=len(outputs), through=slots, forward=oracle, half=())
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+MODES = ("fp32", "mixed", "pure")
+
+
+def losses(program: amp.Program, startup: amp.Program, loss: amp.Variable, mode: str, feed: dict[str, np.ndarray],
+           steps: int, rate: float = 1e-3) -> list[float]:  # fmt: skip
+    """The loss of each step in one of three modes, the gradients scaled in 16 bit."""
+    optimizer = amp.optimizer.Adam(rate, multi_precision=mode == "pure")
+    if mode != "fp32":
+        optimizer = amp.decorate(optimizer, init_loss_scaling=128.0, use_pure_fp16=mode == "pure", use_fp16_guard=False)
+    optimizer.minimize(loss, startup)
+    exe = amp.Executor(amp.CPUPlace())
+    exe.run(startup)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace())
+    return [float(exe.run(program, feed=feed, fetch_list=[loss])[0]) for _ in range(steps)]
+
+
+def built(layer: str, **options: object) -> tuple[amp.Program, amp.Program, amp.Variable, amp.Variable]:
+    program, startup = amp.Program(), amp.Program()
+    with amp.program_guard(program, startup), amp.unique_name.guard():
+        x = amp.data("x", [4, 12, 6], "float32")
+        lengths = amp.data("lengths", [4], "int64")
+        y, *last = getattr(amp.nn, layer)(x, 8, num_layers=2, direction="bidirectional", sequence_length=lengths, **options)
+        assert y.shape == (4, 12, 16) and [s.shape for s in last] == [(4, 4, 8)] * len(last)
+        scores = amp.nn.fc(last[0], 3, num_flatten_dims=2)
+        loss = amp.nn.functional.mse_loss(scores, amp.data("target", [4, 4, 3], "float32"))
+    return program, startup, loss, y
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer", ["lstm", "gru"])
+def test_built_layers_train(layer: str, mode: str) -> None:
+    program, startup, loss, _ = built(layer)
+    names = [v.name for v in program.parameters]
+    assert names[:6] == [f"{layer}_0.{part}" for part in ("w_0", "w_1", "b_0", "w_2", "w_3", "b_1")]
+    rng = np.random.default_rng(0)
+    feed = {"x": rng.normal(size=(4, 12, 6)).astype(np.float32), "lengths": np.array([12, 7, 1, 9]),
+            "target": rng.normal(size=(4, 4, 3)).astype(np.float32)}  # fmt: skip
+    with amp.program_guard(program, startup), amp.scope_guard(amp.Scope()):
+        found = losses(program, startup, loss, mode, feed, 40, 2e-2)
+    assert np.isfinite(found).all() and found[-1] < 0.4 * found[0], found
+
+
+@pytest.mark.parametrize("layer", ["lstm", "gru"])
+def test_a_cuda_step_has_no_control_flow_and_no_gaps(layer: str) -> None:
+    program, startup, loss, _ = built(layer)
+    with amp.program_guard(program, startup):
+        optimizer = amp.decorate(amp.optimizer.Adam(1e-3, multi_precision=True), use_pure_fp16=True,
+                                 use_fp16_guard=False)  # fmt: skip
+        optimizer.minimize(loss, startup)
+    model = program.lower(amp.CUDAPlace(0)).model
+    assert not {"Scan", "Loop", "If"} & {node.op_type for node in model.graph.node}
+    assert not without_cuda_kernel(model)
+
+
+def test_layers_are_what_numpy_computes() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(5, 2, 3)).astype(np.float32)
+    for layer, count in (("lstm", 2), ("gru", 1)):
+        program, startup = amp.Program(), amp.Program()
+        with amp.program_guard(program, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()) as _:
+            states = [amp.data(f"s{i}", [2, 2, 4], "float32") for i in range(count)]
+            fed = {f"s{i}": rng.normal(size=(2, 2, 4)).astype(np.float32) for i in range(count)}
+            given = tuple(states) if count == 2 else states[0]
+            y, *last = getattr(amp.nn, layer)(amp.data("x", [5, 2, 3], "float32"), 4, num_layers=2, time_major=True,
+                                              initial_states=given, direction="reverse")  # fmt: skip
+            exe = amp.Executor(amp.CPUPlace())
+            exe.run(startup)
+            weights = {v.name: amp.global_scope().find_var(v.name) for v in program.parameters}
+            found = exe.run(program, feed={"x": x, **fed}, fetch_list=[y, *last])
+        attrs, level, ends = {"direction": "reverse", "linear_before_reset": 1}, x, []
+        for i in range(2):
+            w, r, b = (np.asarray(weights[f"{layer}_0.{part}"]) for part in (f"w_{2 * i}", f"w_{2 * i + 1}", f"b_{i}"))
+            start = [fed[f"s{k}"][i : i + 1] for k in range(count)]
+            level, *last_of = recurrent_oracle.run(layer.upper(), attrs, level, w, r, b, None, *start)
+            level = level[:, 0]
+            ends.append(last_of)
+        for one, other in zip(found, [level, *(np.concatenate(e) for e in zip(*ends, strict=True))], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_refuse_what_does_not_fit() -> None:
+    with amp.program_guard(amp.Program(), amp.Program()):
+        x = amp.data("x", [4, 12, 6], "float32")
+        with pytest.raises(ArgumentError, match=r"direction='both'.*bidirectional"):
+            amp.nn.lstm(x, 8, direction="both")
+        with pytest.raises(ArgumentError, match=r"must be \[2, batch, 8\]"):
+            amp.nn.gru(x, 8, direction="bidirectional", initial_states=amp.data("h", [1, 4, 8], "float32"))
+        with pytest.raises(ArgumentTypeError, match="two variables, h and c"):
+            amp.nn.lstm(x, 8, initial_states=x)
+        with pytest.raises(ArgumentError, match="3 dimensions"):
+            amp.nn.gru(amp.data("flat", [4, 6], "float32"), 8)
+        with pytest.raises(ArgumentError, match="param_attr=False"):
+            amp.nn.gru(x, 8, param_attr=False)

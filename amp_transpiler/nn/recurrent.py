@@ -1,0 +1,144 @@
+"""Recurrent layers: LSTM and GRU, stacked, in one or both directions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir import names
+from ..ir.program import Variable
+from .building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
+from .initializer import Uniform
+from .parameters import Attr, parameter
+
+_DIRECTIONS = ("forward", "reverse", "bidirectional")
+_GATES = {"LSTM": 4, "GRU": 3}
+
+
+def lstm(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "forward", time_major: bool = False,
+         initial_states: tuple[Variable, Variable] | None = None, sequence_length: Variable | None = None,
+         param_attr: Attr = None, bias_attr: Attr = None,
+         name: str | None = None) -> tuple[Variable, Variable, Variable]:  # fmt: skip
+    """Long short-term memory (Hochreiter & Schmidhuber 1997, with forget gates), ``num_layers`` deep.
+
+    ``x``: float [batch, steps, width], or [steps, batch, width] with ``time_major``; the width is known.
+    ``direction``: "forward", "reverse" or "bidirectional" (D = 2 directions, else 1). ``initial_states``: h and c, each
+    [num_layers * D, batch, hidden_size]; zeros by default. ``sequence_length``: int32 [batch]; steps behind a
+    sequence's end give 0 and leave its states alone.
+
+    Returns y, in the layout of ``x`` with D * hidden_size features, and the last h and c, each
+    [num_layers * D, batch, hidden_size].
+
+    Layer i has w_<2i> [D, 4 * hidden_size, width], w_<2i+1> [D, 4 * hidden_size, hidden_size] and the bias b_<i>
+    [D, 8 * hidden_size], with the gates in ONNX's order (input, output, forget, cell); all start uniform within
+    1 / sqrt(hidden_size), as Paddle's and torch's. ``param_attr`` is for all weights and ``bias_attr`` for all biases;
+    ``bias_attr=False`` leaves them out. ArgumentError: an unknown direction, width or number of directions that do
+    not fit.
+    """
+    states = _pair("lstm", initial_states)
+    y, last = _stack("LSTM", x, hidden_size, num_layers, direction, time_major, states, sequence_length, param_attr,
+                     bias_attr, name)  # fmt: skip
+    return y, last[0], last[1]
+
+
+def gru(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "forward", time_major: bool = False,
+        initial_states: Variable | None = None, sequence_length: Variable | None = None, param_attr: Attr = None,
+        bias_attr: Attr = None, name: str | None = None) -> tuple[Variable, Variable]:  # fmt: skip
+    """Gated recurrent unit (Cho et al. 2014), its reset gate applied after the product, as in Paddle and torch.
+
+    As :func:`lstm`, with one state: returns y and the last h. The weights of layer i are w_<2i>
+    [D, 3 * hidden_size, width], w_<2i+1> [D, 3 * hidden_size, hidden_size] and b_<i> [D, 6 * hidden_size], with the
+    gates in ONNX's order (update, reset, candidate).
+    """
+    y, last = _stack("GRU", x, hidden_size, num_layers, direction, time_major, [initial_states], sequence_length,
+                     param_attr, bias_attr, name)  # fmt: skip
+    return y, last[0]
+
+
+def _pair(call: str, states: tuple[Variable, Variable] | None) -> list[Variable | None]:
+    if states is None:
+        return [None, None]
+    if not isinstance(states, (tuple, list)) or len(states) != 2:
+        raise ArgumentTypeError(f"{call}: initial_states must be two variables, h and c, not {states!r}")
+    return list(states)
+
+
+def _stack(type_: str, x: Variable, hidden: int, layers: int, direction: str, time_major: bool,
+           states: list[Variable | None], lengths: Variable | None, param_attr: Attr, bias_attr: Attr,
+           name: str | None) -> tuple[Variable, list[Variable]]:  # fmt: skip
+    call = type_.lower()
+    variable(call, "x", x, dtypes=FLOATING, rank=3)
+    hidden, layers = whole(call, "hidden_size", hidden), whole(call, "num_layers", layers)
+    if direction not in _DIRECTIONS:
+        raise ArgumentError(f"{call}: direction={direction!r}; known are {', '.join(_DIRECTIONS)}")
+    if param_attr is False:
+        raise ArgumentError(f"{call}: param_attr=False, but the layer cannot do without this parameter")
+    fixed(call, "x", x, 2)
+    directions = 2 if direction == "bidirectional" else 1
+    for state in states:
+        _check_state(call, state, layers * directions, hidden)
+    if lengths is not None:
+        variable(call, "sequence_length", lengths, dtypes=INTEGER, rank=1)
+    name = name or names.generate(call)
+    if lengths is not None and lengths.dtype != "int32":
+        lengths = append(call, "Cast", [lengths], attrs={"to": 6}, prefix=name)
+    y = x if time_major else append(call, "Transpose", [x], attrs={"perm": [1, 0, 2]}, prefix=name)
+    parts = [_layers_of(call, state, layers, directions, name) for state in states]
+    last = []
+    for layer in range(layers):
+        attrs = {"hidden_size": hidden, "direction": direction}
+        if type_ == "GRU":
+            attrs["linear_before_reset"] = 1
+        weights = _weights(call, type_, y, hidden, directions, layer, param_attr, bias_attr, name)
+        inputs = [y, *weights, lengths, *(part[layer] for part in parts)]
+        y, *ends = append_many(call, type_, inputs, 1 + len(states), attrs=attrs, prefix=name)
+        last.append(ends)
+        y = _merged(call, y, directions, hidden, name)
+    if not time_major:
+        y = append(call, "Transpose", [y], attrs={"perm": [1, 0, 2]}, prefix=name)
+    return y, [_joined(call, list(column), name) for column in zip(*last, strict=True)]
+
+
+def _check_state(call: str, state: Variable | None, count: int, hidden: int) -> None:
+    if state is None:
+        return
+    variable(call, "initial_states", state, dtypes=FLOATING, rank=3)
+    assert state.shape is not None
+    for axis, size in ((0, count), (2, hidden)):
+        if isinstance(state.shape[axis], int) and state.shape[axis] != size:
+            raise ArgumentError(f"{call}: initial_states {describe(state)} must be [{count}, batch, {hidden}]")
+
+
+def _layers_of(call: str, state: Variable | None, layers: int, directions: int, name: str) -> list[Variable | None]:
+    """The part of an initial state that belongs to each layer."""
+    if state is None or layers == 1:
+        return [state] * layers
+    sizes = np.full(layers, directions, np.int64)
+    return [*append_many(call, "Split", [state, sizes], layers, attrs={"axis": 0}, prefix=name)]
+
+
+def _weights(call: str, type_: str, x: Variable, hidden: int, directions: int, layer: int, param_attr: Attr,
+             bias_attr: Attr, name: str) -> list[Variable | None]:  # fmt: skip
+    rows, width = _GATES[type_] * hidden, fixed(call, "x", x, 2)
+    start = Uniform(-1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
+    first = parameter(call, f"{name}.w_{2 * layer}", [directions, rows, width], x.dtype, param_attr, start)
+    second = parameter(call, f"{name}.w_{2 * layer + 1}", [directions, rows, hidden], x.dtype, param_attr, start)
+    if bias_attr is False:
+        return [first, second, None]
+    return [first, second, parameter(call, f"{name}.b_{layer}", [directions, 2 * rows], x.dtype, bias_attr, start)]
+
+
+def _merged(call: str, y: Variable, directions: int, hidden: int, name: str) -> Variable:
+    """[steps, directions, batch, hidden] as [steps, batch, directions * hidden]."""
+    if directions == 1:
+        return append(call, "Squeeze", [y, np.array([1], np.int64)], prefix=name)
+    y = append(call, "Transpose", [y], attrs={"perm": [0, 2, 1, 3]}, prefix=name)
+    return append(call, "Reshape", [y, np.array([0, 0, directions * hidden], np.int64)], prefix=name)
+
+
+def _joined(call: str, states: list[Variable], name: str) -> Variable:
+    if len(states) == 1:
+        return states[0]
+    return append(call, "Concat", [*states], attrs={"axis": 0}, prefix=name)
