@@ -26,8 +26,9 @@ from .recurrence import recur
 _NEVER = -1e30
 #: A path whose logarithm is below this does not exist.
 _IMPOSSIBLE = -1e29
-#: An index that no tensor reaches: onnxruntime wraps negative indices on CPU, and refuses this one.
-_BEYOND = np.int64(2**31 - 1)
+#: An index that no tensor reaches, nor does its double overflow 32 bits: onnxruntime wraps negative indices on CPU, and
+#: refuses this one.
+_BEYOND = np.int64(2**30 - 1)
 
 
 @dataclass(frozen=True)

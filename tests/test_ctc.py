@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import AmpError, ArgumentError
 from amp_transpiler.ir.program import OWN
+from tests.bodies import run_cpu
+from tests.cuda_kernels import without_cuda_kernel
 from tests.gradcheck import check_forward, check_gradient
 
 F = amp.nn.functional
@@ -126,3 +127,77 @@ def test_log_probabilities_give_what_their_logits_give() -> None:
         loss, gradient = run(case, log_probs, blank=int(case["blank"]), reduction="none")
         np.testing.assert_allclose(loss, case["loss_none0"], rtol=1e-5, atol=1e-5, err_msg=f"case {index}")
         np.testing.assert_allclose(gradient, case["log_probs_none0"], rtol=1e-5, atol=5e-5, err_msg=f"case {index}")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_a_model_trains_through_it_and_the_loss_stays_fp32(mode: str) -> None:
+    rng = np.random.default_rng(0)
+    feed = {"x": rng.normal(size=(20, 4, 8)).astype(np.float32), "labels": rng.integers(1, 6, (4, 5)),
+            "input_lengths": np.array([20, 18, 15, 20]), "label_lengths": np.array([5, 4, 3, 0])}  # fmt: skip
+    main, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
+        hidden = amp.nn.fc(amp.data("x", [20, 4, 8], "float32"), 16, num_flatten_dims=2, act="relu")
+        fed = [amp.data(name, list(feed[name].shape), "int64") for name in ("labels", "input_lengths", "label_lengths")]
+        loss = F.ctc_loss(amp.nn.fc(hidden, 6, num_flatten_dims=2), *fed)
+        optimizer = amp.optimizer.Adam(1e-2, multi_precision=mode == "pure")
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, init_loss_scaling=1024.0, use_pure_fp16=mode == "pure",
+                                     use_fp16_guard=False)  # fmt: skip
+        optimizer.minimize(loss, startup)
+        exe = amp.Executor(amp.CPUPlace())
+        exe.run(startup)
+        if mode != "fp32":
+            optimizer.amp_init(amp.CPUPlace())
+        losses = [float(exe.run(main, feed=feed, fetch_list=[loss])[0]) for _ in range(30)]
+    assert np.isfinite(losses).all() and losses[-1] < 0.3 * losses[0], losses
+    for op in main.operators:
+        if op.type in ("CTCLoss", "CTCLossGrad"):
+            assert {v.dtype for v in (op.inputs[0], *op.outputs) if v is not None} == {"float32"}, op.label
+    model = main.lower(amp.CUDAPlace(0)).model
+    assert not {"Scan", "Loop", "If"} & {node.op_type for node in model.graph.node}
+    assert not without_cuda_kernel(model)
+    products = [node for node in main.lower(amp.CPUPlace()).model.graph.node if node.op_type == "Scan"]
+    assert len(products) == 2, "the gradient uses the forward variables of the loss"
+
+
+VALID = {"labels": [[1, 2], [1, 1]], "input_lengths": [5, 4], "label_lengths": [2, 1]}
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("labels", [[7, 1], [1, 1]]), ("labels", [[-1, 1], [1, 1]]), ("input_lengths", [6, 4]),
+    ("input_lengths", [-1, 4]), ("label_lengths", [3, 1]), ("label_lengths", [2, -1]),
+])  # fmt: skip
+def test_labels_and_lengths_out_of_range(name: str, value: list[Any]) -> None:
+    given = {n: np.array(v) for n, v in VALID.items()}
+    logits = np.random.default_rng(0).normal(size=(5, 2, 4))
+    expected, _ = run(given, logits, reduction="none")
+    given[name] = np.array(value)
+    with pytest.raises(AmpError, match=r"ctc_loss.*(?i:out of (data bounds|range))"):
+        run(given, logits)
+    # What CUDA runs cannot stop; there the loss of that sequence is NaN, and that of the other is untouched.
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program()):
+        fed = [amp.data(n, list(a.shape), "int64") for n, a in given.items()]
+        F.ctc_loss(amp.data("logits", [5, 2, 4], "float32"), *fed, reduction="none")
+    model = main.lower(amp.CUDAPlace(0), fetches=[main.operators[-1].outputs[0]]).model
+    found = run_cpu(model, {"logits": logits.astype(np.float32), **given})[0]
+    [wrong] = (i for i in range(2) if value[i] != VALID[name][i])
+    assert np.isnan(found[wrong])
+    np.testing.assert_allclose(found[1 - wrong], expected[1 - wrong], rtol=1e-5)
+
+
+def test_what_does_not_fit_is_refused_while_building() -> None:
+    with amp.program_guard(amp.Program(), amp.Program()):
+        x = amp.data("x", [10, 4, 6], "float32")
+        labels, lengths = amp.data("labels", [4, 3], "int64"), amp.data("lengths", [4], "int64")
+        floats, three = amp.data("floats", [4, 3], "float32"), amp.data("three", [3], "int64")
+        with pytest.raises(ArgumentError, match="labels.*float32.*int64"):
+            F.ctc_loss(x, floats, lengths, lengths)
+        with pytest.raises(ArgumentError, match=r"4 sequences.*label_lengths.*has 3"):
+            F.ctc_loss(x, labels, lengths, three)
+        with pytest.raises(ArgumentError, match="blank=6.*6 classes"):
+            F.ctc_loss(x, labels, lengths, lengths, blank=6)
+        with pytest.raises(ArgumentError, match="reduction='max'"):
+            F.ctc_loss(x, labels, lengths, lengths, reduction="max")
+        with pytest.raises(ArgumentError, match="3 dimensions"):
+            F.ctc_loss(amp.data("flat", [10, 6], "float32"), labels, lengths, lengths)
