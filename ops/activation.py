@@ -97,6 +97,11 @@ def hard_swish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Where(e.Greater(e.like(3, x), x), below, dy)]
 
 
+@gradient("Shrink", reads="x0 dy0")
+def shrink(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Where(e.Greater(e.Abs(x), e.like(op.attrs.get("lambd", 0.5), x)), dy, e.like(0, dy))]
+
+
 @gradient("Softsign", reads="x0 dy0")
 def softsign(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     base = e.Add(e.Abs(x), e.like(1, x))

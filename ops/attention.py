@@ -42,6 +42,20 @@ def swish(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     return [d.Mul(x, d.Sigmoid(x if alpha == 1 else d.Mul(x, alpha)))]
 
 
+@decomposition("SwiGLU")
+def swi_glu(d: Parts, op: Operator, gate: Variable, value: Variable) -> list[Variable]:
+    return [d.Mul(swish(d, op, gate)[0], value)]
+
+
+@decomposition("MeanVarianceNormalization")
+def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """(x - mean) / (standard deviation + 1e-9); the variance as the mean of squared deviations, which cannot cancel."""
+    axes = [int(axis) for axis in op.attrs.get("axes", [0, 2, 3])]
+    deviation = d.Sub(x, d.ReduceMean(x, axes))
+    root = d.Sqrt(d.ReduceMean(d.Mul(deviation, deviation), axes))
+    return [d.Div(deviation, d.Add(root, 1e-9))]
+
+
 # -- rotary positions ----------------------------------------------------------------------------------
 @decomposition("RotaryEmbedding")
 def rotary_embedding(d: Parts, op: Operator, x: Variable, cos: Variable, sin: Variable,

@@ -34,6 +34,11 @@ def cast(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [dy]
 
 
+@gradient("CastLike", reads="dy0", inputs=[0], native=True)
+def cast_like(e: Emitter, op: Operator, dy: Value) -> Grads:
+    return [dy, None]
+
+
 # -- pieces -------------------------------------------------------------------------------------------
 def _slice(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
     shape = list(size_of(value))
@@ -297,6 +302,12 @@ def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
 def top_k(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     zeros = e.zeros(shape_of(e, 0), dy.dtype)
     return [e.ScatterElements(zeros, indices, dy, axis=op.attrs.get("axis", -1))]
+
+
+@gradient("ReverseSequence", reads="x1 dy0", inputs=[0])
+def reverse_sequence(e: Emitter, op: Operator, lengths: Value, dy: Value) -> Grads:
+    axes = {name: op.attrs[name] for name in ("batch_axis", "time_axis") if name in op.attrs}
+    return [e.ReverseSequence(dy, lengths, shape=dy.shape, **axes), None]
 
 
 @gradient("Trilu", reads="x1 dy0", native=True)

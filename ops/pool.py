@@ -1,4 +1,4 @@
-"""Pooling: gradients of MaxPool, AveragePool and their global forms."""
+"""Pooling: gradients of MaxPool, AveragePool, their global forms and MaxUnpool."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import exact, gradient
+from amp_transpiler.ir.opdef import body, exact, gradient, own
 from amp_transpiler.ir.program import Operator
 
 from .window import Window, window_of
 
-exact("MaxPool", "GlobalMaxPool")
+exact("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"))
 
 #: Tiles of more elements than this have their maximum found by MaxPool itself.
 _LARGEST_TILE = 9
@@ -147,3 +147,39 @@ def global_max_pool(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[A
     place = e.ArgMax(e.reshape(x, flat), axis=2, keepdims=1)
     zeros = e.zeros(flat, dy.dtype)
     return [e.reshape(e.ScatterElements(zeros, place, e.reshape(dy, (*flat[:2], 1)), axis=2), x.shape)]
+
+
+# -- MaxUnpool -------------------------------------------------------------------------------------------
+def _unpooled(op: Operator, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of Y where none is given: each window's stride, and the last window, less the padding."""
+    kernel = list(op.attrs["kernel_shape"])
+    strides = op.attrs.get("strides") or [1] * len(kernel)
+    pads = op.attrs.get("pads") or [0] * 2 * len(kernel)
+    ends = pads[len(kernel) :]
+    sizes = [(n - 1) * s + k - b - e for n, s, k, b, e in zip(shape[2:], strides, kernel, pads, ends, strict=False)]
+    return (*shape[:2], *sizes)
+
+
+def _given_shape(op: Operator) -> str:
+    return "" if op.input(2) is None else "its gradient exists without output_shape only"
+
+
+@body("MaxUnpool", native=True, when=lambda op: op.input(2) is None)
+def max_unpool(e: Emitter, op: Operator, x: Value, indices: Value) -> Sequence[Any]:
+    """Zeros with X scattered to its indices in the flattened Y: CUDA has no kernel."""
+    assert x.shape is not None
+    shape = _unpooled(op, x.shape)
+    count = [prod(x.shape)]
+    zeros = e.zeros([prod(shape)], x.dtype)
+    flat = e.ScatterElements(zeros, e.reshape(indices, count), e.reshape(x, count), shape=[prod(shape)])
+    return [e.reshape(flat, shape)]
+
+
+@gradient("MaxUnpool", "x1 dy0", inputs=(0,), native=True, refuse=_given_shape)
+def max_unpool_gradient(e: Emitter, op: Operator, indices: Value, dy: Value) -> Sequence[Any]:
+    """dy at the indices."""
+    shape = e.output_shapes[0]
+    assert shape is not None and dy.shape is not None
+    count = [prod(shape)]
+    taken = e.GatherElements(e.reshape(dy, [prod(dy.shape)]), e.reshape(indices, count), shape=count)
+    return [e.reshape(taken, shape)]

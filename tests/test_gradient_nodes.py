@@ -33,6 +33,8 @@ _WINDOWS = "onnxruntime's kernel at opset 21 adds a window that starts behind th
 _UNROUNDED = "the evaluator aligns corners to the size before it is rounded down; onnxruntime to the size there is"
 _NO_KERNEL = "onnxruntime has no Mod of floats by the sign of the divisor"
 _NEWER = "opset 21 has no such SpaceToDepth, and GraphError says so"
+_SHAPED = "its rule refuses an output_shape"
+_FUNCTION = "the function that the evaluator runs adds fp32 constants to float64; test_decompose has it"
 _OTHER = "its rule refuses this reduction, which test_gradients_more proves"
 #: Tests that are not differentiated, and why: the test fails where one of them comes right, or another goes wrong.
 NAMED: dict[str, str] = {
@@ -41,6 +43,8 @@ NAMED: dict[str, str] = {
     "test_maxpool_2d_ceil_output_size_reduce_by_one": _WINDOWS,
     "test_resize_downsample_scales_linear_align_corners": _UNROUNDED,
     "test_resize_downsample_scales_cubic_align_corners": _UNROUNDED,
+    "test_maxunpool_export_with_output_shape": _SHAPED,
+    "test_mvn": _FUNCTION,
     "test_spacetodepth_dcr_mode_example": _NEWER,
     "test_spacetodepth_crd_mode_example": _NEWER,
     **dict.fromkeys(("test_training_dropout", "test_training_dropout_mask", "test_training_dropout_default",
@@ -93,7 +97,7 @@ class Node:
         rule = lookup(of_node(node))
         allowed = None if rule is None or rule.gradient is None else rule.gradient.inputs
         values = dict(zip([i.name for i in model.graph.input], inputs, strict=False))
-        if node.op_type == "Cast":
+        if node.op_type in ("Cast", "CastLike"):
             values = {name: finite(value) for name, value in values.items()}
         free = [
             i.name
@@ -222,4 +226,4 @@ def test_every_node_test_of_a_differentiable_operator() -> None:
     assert not surprises, "\n".join(f"{name}: {reason}" for name, reason in surprises.items())
     assert set(failures) == set(NAMED), f"came right: {sorted(set(NAMED) - set(failures))}"
     assert {type_ for type_, count in done.items() if not count} == WITHOUT
-    assert len(done) >= 106 and sum(done.values()) >= 651, f"{len(done)} operators, {sum(done.values())} tests"
+    assert len(done) >= 111 and sum(done.values()) >= 660, f"{len(done)} operators, {sum(done.values())} tests"

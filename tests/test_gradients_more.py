@@ -13,7 +13,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
 from tests.bodies import as_model, cpu_session, run_reference, tensor_info
-from tests.gradcheck import Case, Gradient, check_gradient, gradient_model, gradient_values
+from tests.gradcheck import Case, Gradient, check_forward, check_gradient, gradient_model, gradient_values
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -49,6 +49,34 @@ def test_mod() -> None:
     (da, db) = gradient_values("Mod", [a, b], fmod=1)
     np.testing.assert_array_equal(da, np.ones((2, 3)))
     np.testing.assert_array_equal(db, -np.trunc(a / b).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("attrs", [{"lambd": 0.4, "bias": 0.1}, {}])
+def test_shrink(attrs: dict[str, Any]) -> None:
+    check_gradient("Shrink", [np.linspace(-1.93, 2.1, 16).reshape(4, 4)], attrs=attrs)
+
+
+def test_cast_like() -> None:
+    check_gradient("CastLike", [normal(2, 3), normal(4)], wrt=[0])
+
+
+@pytest.mark.parametrize("axes", [{}, {"batch_axis": 0, "time_axis": 1}])
+def test_reverse_sequence(axes: dict[str, int]) -> None:
+    lengths = ints(1, 4, 2) if axes else ints(1, 3, 2, 2)
+    check_gradient("ReverseSequence", [normal(3, 4, 2), lengths], attrs=axes, feeds=[1])
+
+
+def test_max_unpool() -> None:
+    attrs = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    at = np.stack([ints(5, 7, 13, 15), ints(16, 18, 24, 27)]).reshape(1, 2, 2, 2)
+
+    def unpool(x: np.ndarray, *_: Any) -> list[np.ndarray]:
+        y = np.zeros(32)
+        y[at.reshape(-1)] = x.reshape(-1)
+        return [y.reshape(1, 2, 4, 4)]
+
+    check_gradient("MaxUnpool", [normal(1, 2, 2, 2), at], attrs=attrs, feeds=[1], forward=unpool)
+    check_forward("MaxUnpool", [normal(1, 2, 2, 2), at], attrs=attrs, feeds=[1], forward=unpool)
 
 
 # -- padding -------------------------------------------------------------------------------------------
