@@ -14,6 +14,7 @@ from amp_transpiler.runtime import (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", metavar="FOLDER", help="exported models to convert: NAME.onnx beside NAME.npz")
+    parser.addoption("--torch-python", metavar="PYTHON", help="interpreter of another environment that has torch")
     parser.addoption("--examples", type=int, default=200, metavar="N", help="random models to convert (default: 200)")
 
 
