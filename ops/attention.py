@@ -16,15 +16,15 @@ from ..ir.program import Operator, Variable
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
 
-Optional = Variable | None
+Maybe = Variable | None
 
 
 @decomposition("RMSNormalization")
 def rms_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
     """Y = x / sqrt(mean(x²) + epsilon) * scale, the quotient in the type ``stash_type`` (fp32)."""
-    axis = d.int("axis", -1)
+    axis = d.whole("axis", -1)
     axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
-    normal = rms(d, x, axes, d.float("epsilon", 1e-5))[0]
+    normal = rms(d, x, axes, d.number("epsilon", 1e-5))[0]
     return [d.Mul(d.cast(normal, x.dtype), d.cast(scale, x.dtype))]
 
 
@@ -38,7 +38,7 @@ def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variabl
 
 @decomposition("Swish")
 def swish(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    alpha = d.float("alpha", 1.0)
+    alpha = d.number("alpha", 1.0)
     return [d.Mul(x, d.Sigmoid(x if alpha == 1 else d.Mul(x, alpha)))]
 
 
@@ -59,11 +59,11 @@ def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Var
 # -- rotary positions ----------------------------------------------------------------------------------
 @decomposition("RotaryEmbedding")
 def rotary_embedding(d: Parts, op: Operator, x: Variable, cos: Variable, sin: Variable,
-                     positions: Optional = None) -> list[Variable]:  # fmt: skip
+                     positions: Maybe = None) -> list[Variable]:  # fmt: skip
     """X is [B, heads, S, D], or [B, S, heads * D] with ``num_heads``; the caches are [B, S, D/2] or looked up."""
     if positions is not None:
         cos, sin = d.Gather(cos, positions), d.Gather(sin, positions)
-    heads = d.int("num_heads", 0)
+    heads = d.whole("num_heads", 0)
     split = heads_apart(d, x, heads) if d.rank(x) == 3 else x
     turned = rotate(d, split, d.Unsqueeze(cos, [1]), d.Unsqueeze(sin, [1]))
     return [heads_together(d, turned) if d.rank(x) == 3 else turned]
@@ -74,12 +74,12 @@ def rotate(d: Parts, x: Variable, cos: Variable, sin: Variable) -> Variable:
     size = d.size(x, -1)
     if size is None:
         raise d.error(f"the head size of '{x.name}' is not fixed")
-    turning = d.int("rotary_embedding_dim", 0) or size
+    turning = d.whole("rotary_embedding_dim", 0) or size
     rest = None
     if turning != size:
         x, rest = d.Split(x, [turning, size - turning], axis=-1, outputs=2)
         cos, sin = (d.Slice(c, [0], [turning // 2], [-1]) for c in (cos, sin))
-    interleaved = d.int("interleaved", 0)
+    interleaved = d.whole("interleaved", 0)
     if interleaved:
         pairs = d.Reshape(x, [0, 0, -1, turning // 2, 2])
         first, second = (d.Squeeze(v, [-1]) for v in d.Split(pairs, axis=-1, num_outputs=2, outputs=2))
@@ -113,19 +113,19 @@ def heads_together(d: Parts, x: Variable) -> Variable:
 
 # -- attention -----------------------------------------------------------------------------------------
 @decomposition("Attention")
-def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mask: Optional = None,
-              past_key: Optional = None, past_value: Optional = None,
-              nonpad: Optional = None) -> list[Optional]:  # fmt: skip
+def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mask: Maybe = None,
+              past_key: Maybe = None, past_value: Maybe = None,
+              nonpad: Maybe = None) -> list[Maybe]:  # fmt: skip
     """Q [B, heads, S, D] (or [B, S, heads * D]), K and V with as many heads or a divisor of them."""
     flat = d.rank(q) == 3
     if flat:
-        q = heads_apart(d, q, d.int("q_num_heads", 0))
-        k, v = (heads_apart(d, x, d.int("kv_num_heads", 0)) for x in (k, v))
+        q = heads_apart(d, q, d.whole("q_num_heads", 0))
+        k, v = (heads_apart(d, x, d.whole("kv_num_heads", 0)) for x in (k, v))
     if past_key is not None and past_value is not None:
         k, v = d.Concat(past_key, k, axis=2), d.Concat(past_value, v, axis=2)
     scores = _scores(d, q, k, _scale(d, q))
     seen = [scores]
-    softcap = d.float("softcap", 0.0)
+    softcap = d.number("softcap", 0.0)
     if softcap:
         scores = d.Mul(d.Tanh(d.Div(scores, softcap)), softcap)
     seen.append(scores)
@@ -141,14 +141,14 @@ def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mas
     if op.output(3) is not None:
         if allowed is not None:
             shown = d.Where(allowed, shown, d.const(-np.inf, shown.dtype))
-        wanted = [*seen, shown, probabilities][d.int("qk_matmul_output_mode", 0)]
+        wanted = [*seen, shown, probabilities][d.whole("qk_matmul_output_mode", 0)]
     return [heads_together(d, result) if flat else result, k, v, wanted]
 
 
 def _scale(d: Parts, q: Variable) -> float:
     size = d.size(q, -1)
-    if "scale" in d.op.attrs and d.float("scale", 0.0):
-        return d.float("scale", 0.0)
+    if "scale" in d.op.attrs and d.number("scale", 0.0):
+        return d.number("scale", 0.0)
     if size is None:
         raise d.error(f"the head size of '{q.name}' is not fixed, and no scale is given")
     return 1 / math.sqrt(size)
@@ -176,7 +176,7 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
     return result
 
 
-def weigh(d: Parts, scores: Variable, v: Variable, allowed: Optional) -> tuple[Variable, Variable]:
+def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable]:
     """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0."""
     if allowed is not None:
         scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
@@ -186,7 +186,7 @@ def weigh(d: Parts, scores: Variable, v: Variable, allowed: Optional) -> tuple[V
     return d.MatMul(probabilities, _grouped(d, scores, v)), probabilities
 
 
-def _both(d: Parts, one: Variable, other: Optional) -> Variable:
+def _both(d: Parts, one: Variable, other: Maybe) -> Variable:
     return one if other is None else d.And(one, other)
 
 
@@ -202,13 +202,13 @@ def _padded(d: Parts, mask: Variable, k: Variable) -> Variable:
     return result
 
 
-def _window(d: Parts, q: Variable, k: Variable, past: Optional, nonpad: Optional) -> Optional:
+def _window(d: Parts, q: Variable, k: Variable, past: Maybe, nonpad: Maybe) -> Maybe:
     """Which of the keys each query may look at by position; None where all.
 
     A query stands behind the past, or at the end of the ``nonpad`` [B] keys that are valid.
     """
-    left, right = d.int("left_window_size", -1), d.int("right_window_size", -1)
-    causal = bool(d.int("is_causal", 0))
+    left, right = d.whole("left_window_size", -1), d.whole("right_window_size", -1)
+    causal = bool(d.whole("is_causal", 0))
     allowed = None
     column = positions_of(d, k, 2)
     if nonpad is not None:

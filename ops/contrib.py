@@ -7,6 +7,7 @@ the CPU kernels.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..ir.program import Operator, Variable
 from .attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
 
 _MS = "com.microsoft::"
-Optional = Variable | None
+Maybe = Variable | None
 
 
 # -- products and convolutions with more in them ---------------------------------------------------------
@@ -23,31 +24,31 @@ Optional = Variable | None
 def fused_matmul(d: Parts, op: Operator, a: Variable, b: Variable) -> list[Variable]:
     """alpha * A' B'. The factor goes to A first, so that a large product does not leave fp16."""
     a, b = _transposed(d, a, "A"), _transposed(d, b, "B")
-    alpha = d.float("alpha", 1.0)
+    alpha = d.number("alpha", 1.0)
     return [d.MatMul(d.Mul(a, alpha) if alpha != 1 else a, b)]
 
 
 def _transposed(d: Parts, x: Variable, which: str) -> Variable:
     rank = d.rank(x)
     perm = list(range(rank))
-    if rank > 1 and d.int(f"transBatch{which}", 0):
+    if rank > 1 and d.whole(f"transBatch{which}", 0):
         perm = [*perm[1:-1], 0, perm[-1]]
-    if rank > 1 and d.int(f"trans{which}", 0):
+    if rank > 1 and d.whole(f"trans{which}", 0):
         perm = [*perm[:-2], perm[-1], perm[-2]]
     result: Variable = x if perm == list(range(rank)) else d.Transpose(x, perm=perm)
     return result
 
 
 @decomposition(_MS + "FusedGemm")
-def fused_gemm(d: Parts, op: Operator, a: Variable, b: Variable, c: Optional = None) -> list[Variable]:
+def fused_gemm(d: Parts, op: Operator, a: Variable, b: Variable, c: Maybe = None) -> list[Variable]:
     kept = {k: op.attrs[k] for k in ("alpha", "beta", "transA", "transB") if k in op.attrs}
     names = ("activation_alpha", "activation_beta", "activation_gamma")
     return [_activated(d, d.Gemm(a, b, c, **kept), [float(op.attrs[n]) for n in names if n in op.attrs])]
 
 
 @decomposition(_MS + "FusedConv")
-def fused_conv(d: Parts, op: Operator, x: Variable, w: Variable, b: Optional = None,
-               z: Optional = None) -> list[Variable]:  # fmt: skip
+def fused_conv(d: Parts, op: Operator, x: Variable, w: Variable, b: Maybe = None,
+               z: Maybe = None) -> list[Variable]:  # fmt: skip
     """activation(conv(X) + Z)."""
     names = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     y = d.Conv(x, w, b, **{k: op.attrs[k] for k in names if k in op.attrs})
@@ -68,7 +69,8 @@ def _activated(d: Parts, y: Variable, parameters: list[float]) -> Variable:
     if name == "Clip":
         result: Variable = d.Clip(y, *parameters)
     elif name in _ACTIVATIONS:
-        result = d.add(name, y, **dict(zip(_ACTIVATIONS[name], parameters, strict=False)))
+        attributes: dict[str, Any] = dict(zip(_ACTIVATIONS[name], parameters, strict=False))
+        result = d.add(name, y, **attributes)
     else:
         raise d.error(f"its activation is '{name}'")
     return result
@@ -76,64 +78,64 @@ def _activated(d: Parts, y: Variable, parameters: list[float]) -> Variable:
 
 # -- activations -----------------------------------------------------------------------------------------
 @decomposition(_MS + "Gelu", _MS + "BiasGelu")
-def gelu(d: Parts, op: Operator, x: Variable, bias: Optional = None) -> list[Variable]:
+def gelu(d: Parts, op: Operator, x: Variable, bias: Maybe = None) -> list[Variable]:
     return [d.Gelu(x if bias is None else d.Add(x, bias))]
 
 
 @decomposition(_MS + "FastGelu")
-def fast_gelu(d: Parts, op: Operator, x: Variable, bias: Optional = None) -> list[Variable]:
+def fast_gelu(d: Parts, op: Operator, x: Variable, bias: Maybe = None) -> list[Variable]:
     return [d.Gelu(x if bias is None else d.Add(x, bias), approximate="tanh")]
 
 
 @decomposition(_MS + "QuickGelu")
 def quick_gelu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     """x * sigmoid(alpha * x)."""
-    return [d.Mul(x, d.Sigmoid(d.Mul(x, d.float("alpha", 1.702))))]
+    return [d.Mul(x, d.Sigmoid(d.Mul(x, d.number("alpha", 1.702))))]
 
 
 # -- normalisation ---------------------------------------------------------------------------------------
 @decomposition("SimplifiedLayerNormalization", _MS + "SimplifiedLayerNormalization")
 def simplified_layer_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
     """RMSNormalization by its older name; the inverse root is its second output."""
-    axis = d.int("axis", -1)
+    axis = d.whole("axis", -1)
     axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
-    normal, inverse = rms(d, x, axes, d.float("epsilon", 1e-5))
+    normal, inverse = rms(d, x, axes, d.number("epsilon", 1e-5))
     return [d.Mul(d.cast(normal, x.dtype), scale), inverse]
 
 
 @decomposition(_MS + "SkipSimplifiedLayerNormalization")
 def skip_simplified_layer_normalization(d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable,
-                                        bias: Optional = None) -> list[Optional]:  # fmt: skip
+                                        bias: Maybe = None) -> list[Maybe]:  # fmt: skip
     total = _with_skip(d, x, skip, bias)
-    normal, inverse = rms(d, total, [-1], d.float("epsilon", 1e-12))
+    normal, inverse = rms(d, total, [-1], d.number("epsilon", 1e-12))
     return [d.Mul(d.cast(normal, x.dtype), scale), None, inverse, total]
 
 
 @decomposition(_MS + "SkipLayerNormalization")
 def skip_layer_normalization(d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable,
-                             shift: Optional = None, bias: Optional = None) -> list[Optional]:  # fmt: skip
+                             shift: Maybe = None, bias: Maybe = None) -> list[Maybe]:  # fmt: skip
     """LayerNormalization of X + skip + bias; that sum is the last output."""
     total = _with_skip(d, x, skip, bias)
     wanted = 1 if op.output(1) is None and op.output(2) is None else 3
-    y = d.LayerNormalization(total, scale, shift, epsilon=d.float("epsilon", 1e-12), outputs=wanted)
+    y = d.LayerNormalization(total, scale, shift, epsilon=d.number("epsilon", 1e-12), outputs=wanted)
     return [y, None, None, total] if wanted == 1 else [*y, total]
 
 
-def _with_skip(d: Parts, x: Variable, skip: Variable, bias: Optional) -> Variable:
+def _with_skip(d: Parts, x: Variable, skip: Variable, bias: Maybe) -> Variable:
     total: Variable = d.Add(x, skip)
     return total if bias is None else d.Add(total, bias)
 
 
 @decomposition(_MS + "EmbedLayerNormalization")
-def embed_layer_normalization(d: Parts, op: Operator, ids: Variable, segments: Optional, words: Variable,
-                              places: Variable, segment_table: Optional, scale: Variable, shift: Variable,
-                              mask: Optional = None, positions: Optional = None) -> list[Variable]:  # fmt: skip
+def embed_layer_normalization(d: Parts, op: Operator, ids: Variable, segments: Maybe, words: Variable,
+                              places: Variable, segment_table: Maybe, scale: Variable, shift: Variable,
+                              mask: Maybe = None, positions: Maybe = None) -> list[Variable]:  # fmt: skip
     """LayerNormalization of the sum of word, position and segment embeddings; the lengths of the mask; the sum."""
     place = d.Gather(places, positions_of(d, ids, 1) if positions is None else positions)
     total = d.Add(d.Gather(words, ids), place)
     if segments is not None and segment_table is not None:
         total = d.Add(total, d.Gather(segment_table, segments))
-    y = d.LayerNormalization(total, scale, shift, epsilon=d.float("epsilon", 1e-12))
+    y = d.LayerNormalization(total, scale, shift, epsilon=d.number("epsilon", 1e-12))
     if op.output(1) is None:
         return [y, y, total]
     # How many places of each row the mask keeps; 0 without a mask.
@@ -143,13 +145,13 @@ def embed_layer_normalization(d: Parts, op: Operator, ids: Variable, segments: O
 
 # -- attention -------------------------------------------------------------------------------------------
 @decomposition(_MS + "Attention")
-def attention(d: Parts, op: Operator, x: Variable, weights: Variable, bias: Optional = None, mask: Optional = None,
-              past: Optional = None, attention_bias: Optional = None,
-              past_length: Optional = None) -> list[Variable]:  # fmt: skip
+def attention(d: Parts, op: Operator, x: Variable, weights: Variable, bias: Maybe = None, mask: Maybe = None,
+              past: Maybe = None, attention_bias: Maybe = None,
+              past_length: Maybe = None) -> list[Variable]:  # fmt: skip
     """Q, K and V are one product of X [B, S, D] with packed weights."""
-    if past is not None or past_length is not None or op.output(1) is not None or d.int("do_rotary", 0):
+    if past is not None or past_length is not None or op.output(1) is not None or d.whole("do_rotary", 0):
         raise d.error("it keeps past keys and values, or turns by positions")
-    heads = d.int("num_heads", 0)
+    heads = d.whole("num_heads", 0)
     packed = d.MatMul(x, weights)
     packed = packed if bias is None else d.Add(packed, bias)
     width = d.size(weights, 1)
@@ -162,47 +164,48 @@ def attention(d: Parts, op: Operator, x: Variable, weights: Variable, bias: Opti
 
 
 @decomposition(_MS + "MultiHeadAttention")
-def multi_head_attention(d: Parts, op: Operator, q: Variable, k: Optional = None, v: Optional = None,
-                         bias: Optional = None, mask: Optional = None, attention_bias: Optional = None,
-                         *past: Optional) -> list[Variable]:  # fmt: skip
+def multi_head_attention(d: Parts, op: Operator, q: Variable, k: Maybe = None, v: Maybe = None,
+                         bias: Maybe = None, mask: Maybe = None, attention_bias: Maybe = None,
+                         *past: Maybe) -> list[Variable]:  # fmt: skip
     """Q [B, S, heads * D] with K and V alike or as [B, heads, L, D]; or Q, K, V packed in [B, S, heads, 3, D]."""
     if any(p is not None for p in past) or any(op.output(i) is not None for i in (1, 2, 3)):
         raise d.error("it keeps past keys and values, or gives its scores")
-    heads = d.int("num_heads", 0)
+    heads = d.whole("num_heads", 0)
     if k is None or v is None:
         if d.rank(q) != 5:
             raise d.error("it gets keys and values in a form that is not known here")
         parts = d.Split(q, axis=3, num_outputs=3, outputs=3)
         values = [d.Transpose(d.Squeeze(part, [3]), perm=[0, 2, 1, 3]) for part in parts]
     else:
-        biases: list[Optional] = [None] * 3
+        biases: list[Maybe] = [None] * 3
         if bias is not None:
             widths = [d.size(q, -1), *(d.size(x, -1) if d.rank(x) == 3 else None for x in (k, v))]
             sizes = [width or heads * (d.size(x, -1) or 0) for width, x in zip(widths, (q, k, v), strict=True)]
             biases = list(d.Split(bias, sizes, axis=0, outputs=3))
         values = [_heads(d, x, b, heads) for x, b in zip((q, k, v), biases, strict=True)]
     masks = [_additive(d, mask, values[1]), _causal(d, values[0], values[1]), attention_bias]
-    return [heads_together(d, _attend(d, *values, masks))]
+    q, k, v = values
+    return [heads_together(d, _attend(d, q, k, v, masks))]
 
 
-def _heads(d: Parts, x: Variable, bias: Optional, heads: int) -> Variable:
+def _heads(d: Parts, x: Variable, bias: Maybe, heads: int) -> Variable:
     if d.rank(x) == 4:
         return x
     return heads_apart(d, x if bias is None else d.Add(x, bias), heads)
 
 
-def _attend(d: Parts, q: Variable, k: Variable, v: Variable, masks: list[Optional]) -> Variable:
+def _attend(d: Parts, q: Variable, k: Variable, v: Variable, masks: list[Maybe]) -> Variable:
     size = d.size(q, -1)
     if size is None:
         raise d.error("its head size is not fixed")
-    scale = d.float("scale", 0.0) or 1 / math.sqrt(size)
+    scale = d.number("scale", 0.0) or 1 / math.sqrt(size)
     scores = d.MatMul(d.Mul(q, scale), d.Transpose(k, perm=[0, 1, 3, 2]))
     for mask in masks:
         scores = scores if mask is None else d.Add(scores, mask)
     return weigh(d, scores, v, None)[0]
 
 
-def _additive(d: Parts, mask: Optional, k: Variable) -> Optional:
+def _additive(d: Parts, mask: Maybe, k: Variable) -> Maybe:
     """``mask_filter_value`` where the mask is 0: the mask is [B, T], [B, S, T], or the lengths [B] of the sequences."""
     if mask is None:
         return None
@@ -215,14 +218,14 @@ def _additive(d: Parts, mask: Optional, k: Variable) -> Optional:
         kept = d.Greater(d.Unsqueeze(mask, [1, 2] if rank == 2 else [1]), d.const(0, mask.dtype))
     else:
         raise d.error(f"its mask has {rank} axes")
-    value = d.float("mask_filter_value", -10000.0)
+    value = d.number("mask_filter_value", -10000.0)
     result: Variable = d.Where(kept, d.const(0, k.dtype), d.const(value, k.dtype))
     return result
 
 
-def _causal(d: Parts, q: Variable, k: Variable) -> Optional:
+def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
     """The lowest number above the diagonal."""
-    if not d.int("unidirectional", 0):
+    if not d.whole("unidirectional", 0):
         return None
     kept = d.GreaterOrEqual(d.Unsqueeze(positions_of(d, q, 2), [1]), positions_of(d, k, 2))
     result: Variable = d.Where(kept, d.const(0, q.dtype), d.const(np.finfo(np.float32).min, q.dtype))
@@ -233,12 +236,12 @@ def _causal(d: Parts, q: Variable, k: Variable) -> Optional:
 def rotary_embedding(d: Parts, op: Operator, x: Variable, positions: Variable, cos: Variable,
                      sin: Variable) -> list[Variable]:  # fmt: skip
     """X [B, S, heads * D] or [B, heads, S, D]; ``positions`` [B, S], or [1]: the first of consecutive ones."""
-    if d.int("is_packed_batching", 0) or d.float("scale", 1.0) != 1:
+    if d.whole("is_packed_batching", 0) or d.number("scale", 1.0) != 1:
         raise d.error("it scales, or packs sequences")
     flat = d.rank(x) == 3
     if flat:
         half = d.size(cos, 1)
-        width, heads, turning = d.size(x, 2), d.int("num_heads", 0), d.int("rotary_embedding_dim", 0)
+        width, heads, turning = d.size(x, 2), d.whole("num_heads", 0), d.whole("rotary_embedding_dim", 0)
         if not heads and (half is None or width is None or turning):
             raise d.error("its number of heads is not known")
         x = heads_apart(d, x, heads or width // (2 * half))  # type: ignore[operator]

@@ -140,8 +140,9 @@ def _coordinates(op: Operator, size: int, resized: int, scale: float, region: tu
     """Where in the original axis each element of the resized one lies."""
     mode = op.attrs.get("coordinate_transformation_mode", "half_pixel")
     # Nearest elements are found in fp32, as onnxruntime does: which side a tie falls on hangs on it.
-    kind = np.float32 if op.attrs.get("mode", "nearest") == "nearest" else np.float64
-    x, s, half = np.arange(resized, dtype=kind), kind(scale), kind(0.5)
+    kind: type[np.floating[Any]] = np.float32 if op.attrs.get("mode", "nearest") == "nearest" else np.float64
+    x: Array = np.arange(resized).astype(kind)
+    s, half = kind(scale), kind(0.5)
     if mode == "asymmetric":
         return x / s
     if mode == "align_corners":

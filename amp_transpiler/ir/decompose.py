@@ -105,11 +105,11 @@ class Parts:
             if isinstance(item, Variable):
                 self.program.remove_variable(item)
 
-    def float(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float) -> float:
         """A float attribute."""
         return float(self.op.attrs.get(name, default))
 
-    def int(self, name: str, default: int) -> int:
+    def whole(self, name: str, default: int) -> int:
         """An integer attribute."""
         return int(self.op.attrs.get(name, default))
 
