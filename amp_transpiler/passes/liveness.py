@@ -5,23 +5,25 @@ Identity vanishes, equal subexpressions are one. Then, as in onnxruntime:
 
 - nodes run in its default order, a depth-first walk from the nodes that nothing reads, the last one first, that
   visits the producers of a node's inputs from the last one on;
-- views share the buffer of their input; some kernels write over an input that nobody reads any more; a new tensor
-  takes the buffer of a dead one of the same shape and element size, which therefore stays allocated in between;
+- views share the buffer of their input; some kernels write over an input that nobody reads any more; on CUDA a new
+  tensor takes the buffer of a dead one of the same shape and element size, which stays allocated in between (on CPU
+  sessions are made without that);
 - a buffer is freed after its last reader. Graph inputs and constants are held by others all the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import onnx
 
 from ..errors import GraphError
+from ..ir.emitter import Value
 from ..ir.infer import type_proto
 from ..ir.types import BYTES, NAMES
-from .lowered import used_tensors
+from .lowered import Lowered, used_tensors
 
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 #: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
@@ -94,18 +96,20 @@ def tensor_bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
     return math.prod(tensor[1]) * BYTES.get(tensor[0], 1)
 
 
-def plan(model: onnx.ModelProto, bound: set[str] | None = None, cpu: bool = True) -> Liveness:
-    """The plan for a model whose shapes are fixed. ``bound`` names the outputs that take no memory of their own.
+def plan(lowered: Lowered) -> Liveness:
+    """The plan for what a place runs; updates of state take no memory of their own.
 
     GraphError names a tensor whose shape is not known before the run.
     """
-    return _Planner(model, bound or set(), cpu).run()
+    return _Planner(lowered).run()
 
 
 class _Planner:
-    def __init__(self, model: onnx.ModelProto, bound: set[str], cpu: bool) -> None:
-        self.graph, self.bound, self.cpu = model.graph, bound, cpu
-        self.types = _types(model)
+    def __init__(self, lowered: Lowered) -> None:
+        model = lowered.model
+        self.graph, self.cpu = model.graph, lowered.place == "cpu"
+        self.bound = {port.tensor for port in lowered.updates}
+        self.types = _types(model, lowered.tensors.values())
         self.outputs = {info.name for info in model.graph.output}
         self.constants = {tensor.name for tensor in model.graph.initializer}
         self.inputs = {info.name for info in model.graph.input} - self.constants
@@ -192,7 +196,7 @@ def _aligned(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (1,) * (rank - len(shape)) + shape
 
 
-def _types(model: onnx.ModelProto) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+def _types(model: onnx.ModelProto, known: Iterable[Value]) -> dict[str, tuple[str, tuple[int, ...] | None]]:
     """Element type and fixed shape (None where it is not) of each tensor, by ONNX's inference without weights."""
     light = onnx.ModelProto()
     light.CopyFrom(model)
@@ -204,8 +208,12 @@ def _types(model: onnx.ModelProto) -> dict[str, tuple[str, tuple[int, ...] | Non
         elif tensor.name not in listed:
             info = light.graph.input.add(name=tensor.name)
             info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
+    made = {name for node in model.graph.node for name in node.output} - {info.name for info in model.graph.output}
     light.graph.value_info.extend(_unpooled(model))
-    graph = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    for value in known:
+        if value.name in made and value.shape is not None and value.dtype:
+            light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
+    graph = onnx.shape_inference.infer_shapes(light).graph
     found: dict[str, tuple[str, tuple[int, ...] | None]] = {}
     for info in [*graph.value_info, *graph.input, *graph.output]:
         if info.type.WhichOneof("value") == "tensor_type":
@@ -320,7 +328,7 @@ class _Buffers:
 
     def _dead(self, name: str) -> str | None:
         shape, size = self._like(name)
-        waiting = self.free.get((shape, size)) if shape else None
+        waiting = self.free.get((shape, size)) if shape and not self.planner.cpu else None
         return waiting.pop() if waiting else None
 
     def _release(self, step: int, names: Sequence[str], unread: bool = False) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
+from ..ir.emitter import Value
 from ..ir.files import write_model
 from ..ir.infer import type_proto
 from ..ir.program import Operator, Program, Variable
@@ -32,7 +33,7 @@ class Lowered:
 
     ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
     of constant zeros (a run-time zero cannot be folded into megabytes of constants). ``tensors`` says which tensor is
-    which variable of the program, ``origins`` which operator a node comes from (None: none; nodes at the end are left
+    which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from (None: none; nodes at the end are left
     out).
     """
 
@@ -43,7 +44,7 @@ class Lowered:
     fetches: list[Port] = field(default_factory=list)
     updates: list[Port] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
-    tensors: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Value] = field(default_factory=dict)
     origins: list[Operator | None] = field(default_factory=list)
 
     def to_onnx(self, path: str) -> None:

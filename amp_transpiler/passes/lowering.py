@@ -370,8 +370,11 @@ class _Lowering:
                 outputs.append(info)
             ports_list.append(Port(target.name, ports[variable.key], variable.dtype or "", self._shape(variable)))
         rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
-        held = {v.name: self.env[v.key].name for v in self.program.variables if v.key in self.env}
-        self.result.tensors = {name: rename.get(tensor, tensor) for name, tensor in held.items()}
+        for v in self.program.variables:
+            if v.key in self.env:
+                value = self.env[v.key]
+                shape = static(self._shape(v)) if value.shape is None else value.shape
+                self.result.tensors[v.name] = Value(rename.get(value.name, value.name), value.dtype, shape)
         return outputs
 
     def _shape(self, variable: Variable) -> Shape | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir.patterns import matching, pattern_of
 from ..ir.program import BACKWARD, FORWARD, Operator, Program, Variable
+from .budget import within_budget
 from .feed_shapes import given_shapes
 from .recompute import Made, Segment, insert
 
@@ -91,8 +92,16 @@ def _names(program: Program, segments: Sequence[Variable | str]) -> tuple[str, .
 
 def recompute_activations(program: Program, loss: Variable, made: Made, gradients: Sequence[Variable]) -> None:
     """Do what the program was asked for, once its ``gradients`` are appended; ``made`` as :func:`insert` takes it."""
-    segments = named_segments(program, program.recompute.names, program.operators)
-    insert(program, loss, segments, made, {v.key for v in gradients})
+    request: Request = program.recompute
+    stays = {v.key for v in gradients}
+
+    def put(segments: Sequence[Segment]) -> None:
+        insert(program, loss, segments, made, stays)
+
+    if request.memory_budget is None:
+        put(named_segments(program, request.names, program.operators))
+    else:
+        put(within_budget(loss, gradients, request.memory_budget, request.feed_shapes or {}, put))
 
 
 def named_segments(program: Program, names: Sequence[str], order: Sequence[Operator]) -> list[Segment]:

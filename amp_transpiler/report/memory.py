@@ -113,10 +113,10 @@ setattr(Program, "memory_estimate", memory_estimate)  # noqa: B010 - mypy refuse
 class _Estimate:
     def __init__(self, program: Program, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]]) -> None:
         self.program, self.lowered, self.place, self.shapes = program, lowered, place, shapes
-        bound = {port.tensor for port in lowered.updates}
-        self.live: Liveness = plan(lowered.model, bound, cpu=place.kind == "cpu")
+        self.live: Liveness = plan(lowered)
+        self.tensors = {name: value.name for name, value in lowered.tensors.items()}
         self.steps = {node.index: step for step, node in enumerate(self.live.order)}
-        self.variable = {tensor: name for name, tensor in reversed(lowered.tensors.items())}
+        self.variable = {tensor: name for name, tensor in reversed(self.tensors.items())}
 
     def record(self) -> MemoryEstimate:
         held = self._states()
@@ -156,7 +156,7 @@ class _Estimate:
     # -- over time -------------------------------------------------------------------------------------
     def _activations(self) -> int:
         """Buffers that a tensor made before the first gradient holds until a later step reads it."""
-        gradients = (v for v in self.program.variables if v.grad_of is not None and v.name in self.lowered.tensors)
+        gradients = (v for v in self.program.variables if v.grad_of is not None and v.name in self.tensors)
         # The gradient of a scalar loss is the loss scale, known before anything runs.
         start = min((self._made(v) for v in gradients if v.producer is not None and self._size_of(v) > 1), default=-1)
         kept = 0
@@ -167,15 +167,15 @@ class _Estimate:
         return kept
 
     def _made(self, variable: Variable) -> int:
-        tensor = self.lowered.tensors[variable.name]
+        tensor = self.tensors[variable.name]
         return self.live.spans.get(self.live.merged.get(tensor, tensor), (len(self.live.order),))[0]
 
     def _size_of(self, variable: Variable) -> int:
-        tensor = self.lowered.tensors[variable.name]
+        tensor = self.tensors[variable.name]
         return math.prod(self.live.tensors.get(self.live.merged.get(tensor, tensor), ("", ()))[1])
 
     def _gradients(self) -> int:
-        tensors = {self.lowered.tensors.get(v.name) for v in self.program.variables
+        tensors = {self.tensors.get(v.name) for v in self.program.variables
                    if (v.grad_of is not None and v.grad_of.is_parameter) or _processed(v.producer)}  # fmt: skip
         change = [0] * (len(self.live.order) + 1)
         for buffer in self.live.buffers:
