@@ -104,9 +104,8 @@ def _place_loss(logits: Variable, place: Variable) -> Variable:
     return append(call, "Div", [total, append(call, "Max", [count, np.array(1, numpy_dtype(str(total.dtype)))])])
 
 
-def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
-    """(input - label)**2, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
-    call = "mse_loss"
+def _alike(call: str, input: Variable, label: Variable, reduction: str) -> str:
+    """Check two floats of one shape and a reduction; a prefix for what is appended."""
     variable(call, "input", input, dtypes=FLOATING)
     variable(call, "label", label, dtypes=FLOATING)
     check_reduction(call, reduction)
@@ -115,11 +114,57 @@ def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Varia
         sizes = zip(a, b, strict=False)
         if len(a) != len(b) or any(isinstance(p, int) and isinstance(q, int) and p != q for p, q in sizes):
             raise ArgumentError(f"{call}: input {describe(input)} and label {describe(label)} must have one shape")
-    prefix = names.generate(call)
+    return names.generate(call)
+
+
+def _reduced(value: Variable, reduction: str) -> Variable:
+    return {"mean": mean, "sum": sum}[reduction](value) if reduction != "none" else value
+
+
+def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+    """(input - label)**2, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
+    call = "mse_loss"
+    prefix = _alike(call, input, label, reduction)
     difference = append(call, "Sub", [input, label], prefix=prefix)
     two = np.array(2, numpy_dtype(input.dtype or "float32"))
     square = append(call, "Pow", [difference, two], prefix=prefix)  # Pow, not Mul: a square is computed in fp32
-    return {"mean": mean, "sum": sum}[reduction](square) if reduction != "none" else square
+    return _reduced(square, reduction)
+
+
+def bce_with_logits(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+    """Sigmoid, then binary cross entropy: ``-label * log(p) - (1 - label) * log(1 - p)``, finite for every logit.
+
+    ``input``: float logits. ``label``: float probabilities in [0, 1] of the same shape. ``reduction``: "mean" and
+    "sum" (over all elements) give a scalar of shape [], "none" the losses in the shape of the input. Computed as
+    ``softplus(input) - input * label``.
+    """
+    call = "bce_with_logits"
+    prefix = _alike(call, input, label, reduction)
+    softplus = append(call, "Softplus", [input], prefix=prefix)
+    loss = append(call, "Sub", [softplus, append(call, "Mul", [input, label], prefix=prefix)], prefix=prefix)
+    return _reduced(loss, reduction)
+
+
+def kl_div(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+    """Kullback-Leibler divergence of ``label`` from ``input``: ``label * (log(label) - input)``, 0 where label is 0.
+
+    ``input``: float *logarithms* of probabilities (``log_softmax``). ``label``: float probabilities of the same
+    shape. ``reduction``: "mean" and "sum" (over all elements), "batchmean" (the sum over the first dimension's size:
+    the divergence of a row) give a scalar of shape [], "none" the shape of the input.
+    """
+    call = "kl_div"
+    prefix = _alike(call, input, label, "sum" if reduction == "batchmean" else reduction)
+    dtype = numpy_dtype(label.dtype or "float32")
+    positive = append(call, "Greater", [label, np.array(0, dtype)], prefix=prefix)
+    safe = append(call, "Where", [positive, label, np.array(1, dtype)], prefix=prefix)
+    ratio = append(call, "Sub", [append(call, "Log", [safe], prefix=prefix), input], prefix=prefix)
+    loss = append(call, "Mul", [label, ratio], prefix=prefix)
+    loss = append(call, "Where", [positive, loss, np.array(0, dtype)], prefix=prefix)  # also where input is -inf
+    if reduction != "batchmean":
+        return _reduced(loss, reduction)
+    rows = append(call, "Shape", [input], attrs={"start": 0, "end": 1}, prefix=prefix)
+    count = append(call, "Squeeze", [cast(rows, str(input.dtype)), np.array([0], np.int64)], prefix=prefix)
+    return append(call, "Div", [sum(loss), count], prefix=prefix)
 
 
 def accuracy(input: Variable, label: Variable, k: int = 1) -> Variable:
