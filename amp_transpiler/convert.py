@@ -71,7 +71,7 @@ def convert(
         keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit; or the names of
             those that keep theirs.
         white_list, black_list: operators to move to a list (ONNX types or Paddle's names).
-        black_varnames: variables whose readers and writers stay fp32.
+        black_varnames: variables whose readers and writers stay fp32; or operators by pattern (``encoder/*``).
         only, exclude: patterns (globs, or regular expressions after "re:") of operator names or scopes that alone
             may become 16 bit, that stay as they are.
         calibration: feeds (a dict, or several), or ``.npz`` files, or folders of them or of ``.npy`` files; see

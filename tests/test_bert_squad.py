@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+
+import amp_transpiler as amp
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT / "demo"))
 
 import bert_squad  # noqa: E402
+import encoder  # noqa: E402
 import squad  # noqa: E402
 
 
@@ -141,6 +145,28 @@ def test_every_mode_trains_and_says_what_stayed_fp32(monkeypatch, capsys) -> Non
 def test_overfits_a_few_windows(options, monkeypatch, capsys) -> None:
     assert run(monkeypatch, *options, "--overfit", "8", "--lr", "3e-3") == 0
     assert "% right after" in capsys.readouterr().out
+
+
+def test_an_exported_encoder_is_fine_tuned(monkeypatch, capsys, tmp_path) -> None:
+    _, pieces = squad.synthetic(4, 0)
+    options = bert_squad.arguments().parse_args(["--batch", "8", "--seq-len", "40", "--hidden", "32"])
+    model = encoder.built(options, pieces.size)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(model.startup, scope=scope)
+    hidden = next(op for op in model.test.operators if "span_logits.w_0" in [v.name for v in op.inputs]).inputs[0]
+    inputs = [model.test.var(name) for name in ("ids", "segments", "mask")]
+    amp.save_inference_model(str(tmp_path / "e.onnx"), inputs, [hidden], executor, model.test, scope=scope)
+    assert run(monkeypatch, "--model", str(tmp_path / "e.onnx"), "--mode", "pure-fp16", "--overfit", "8") == 0
+    out = capsys.readouterr().out
+    assert "% right after" in out and "'embeddings.word.w_0'" in out
+    with pytest.raises(SystemExit, match="the first output of .*mnist.onnx"):
+        scores = onnx.parser.parse_model(
+            "<ir_version: 8, opset_import: ['' : 17]> g (float[8,40] ids) => (float[8,40] y) { y = Relu(ids) }".replace(
+                "'", '"'
+            )
+        )
+        onnx.save(scores, tmp_path / "mnist.onnx")
+        run(monkeypatch, "--model", str(tmp_path / "mnist.onnx"), "--mode", "fp32")
 
 
 def test_wrong_options_are_refused(monkeypatch, tmp_path) -> None:
