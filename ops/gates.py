@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import GradientError
+from ..errors import GraphError
 from ..ir.emitter import Emitter, Value
 from ..ir.program import Operator
 from .common import size_of
@@ -129,29 +129,41 @@ class Activation:
         return e.Max(e.Min(x, e.like(self.clip, x)), e.like(-self.clip, x)) if self.clip else x
 
 
-def activations(op: Operator, default: tuple[str, ...], directions: int) -> list[list[Activation]]:
-    """Per direction, the activations that an operator's attributes name.
+_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 
-    GradientError for one that is not known.
-    """
-    names = op.attrs.get("activations") or list(default) * directions
-    alphas, betas = (list(op.attrs.get(f"activation_{which}") or ()) for which in ("alpha", "beta"))
-    clip = float(op.attrs.get("clip", 0.0))
-    found = []
+
+def defaults(op: Operator) -> tuple[str, ...]:
+    """The activations of one direction where the operator, or the one whose gradient it is, names none."""
+    return _DEFAULTS[op.type.removesuffix("Grad")]
+
+
+def unknown(op: Operator) -> str:
+    """What is wrong with the activations that an operator names; "" where nothing is."""
+    names = op.attrs.get("activations") or []
     for name in names:
-        kind = _KINDS.get(name.lower())
-        if kind is None:
-            raise GradientError(
-                f"'{op.label}' ({op.type}) has the activation {name!r}; gradients are known for {', '.join(_KINDS)}"
-            )
+        if name.lower() not in _KINDS:
+            return f"its activation {name!r} is none of {', '.join(_KINDS)}"
+    expected = len(defaults(op)) * (2 if op.attrs.get("direction") == "bidirectional" else 1)
+    if names and len(names) != expected:
+        return f"it names {len(names)} activations where its directions take {expected}"
+    return ""
+
+
+def activations(op: Operator, directions: int) -> list[list[Activation]]:
+    """Per direction, the activations of an operator. GraphError where they are not known."""
+    wrong = unknown(op)
+    if wrong:
+        raise GraphError(f"operator '{op.label}' ({op.full_type}) cannot be computed: {wrong}")
+    default = defaults(op)
+    alphas, betas = (list(op.attrs.get(f"activation_{which}") or ()) for which in ("alpha", "beta"))
+    # onnxruntime does not clip what goes into the activation of the cell state.
+    clips = [float(op.attrs.get("clip", 0.0))] * 2 + [0.0]
+    found = []
+    for index, name in enumerate(op.attrs.get("activations") or default * directions):
+        kind = _KINDS[name.lower()]
         alpha, beta = (  # they are given in order, for the activations that take them
             0.0 if standard is None else float(given.pop(0)) if given else standard
             for standard, given in ((kind.alpha, alphas), (kind.beta, betas))
         )
-        found.append(Activation(kind, alpha, beta, clip))
-    size = len(default)
-    if len(found) != size * directions:
-        raise GradientError(
-            f"'{op.label}' ({op.type}) names {len(found)} activations; {directions} direction(s) take {size} each"
-        )
-    return [found[d * size : (d + 1) * size] for d in range(directions)]
+        found.append(Activation(kind, alpha, beta, clips[index % len(default)]))
+    return [found[i : i + len(default)] for i in range(0, len(found), len(default))]

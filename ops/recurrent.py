@@ -13,13 +13,13 @@ With sequence lengths, a state passes unchanged through the steps behind a seque
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import gradient
 from ..ir.program import Operator
 from .common import Grads, size_of
-from .gates import Activation, activations
+from .gates import Activation, activations, unknown
 from .layers import Direction, Layer, assembled, pick, product, rows, split
 from .recurrence import concat, recur
 
@@ -94,11 +94,11 @@ def _parts(d: Direction, previous: Value) -> tuple[Value, Value]:
 
 
 # -- RNN -------------------------------------------------------------------------------------------------------------
-@gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5])
+@gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
 def rnn(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
         h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Grads:  # fmt: skip
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = activations(op, ("Tanh",), layer.directions)
+    kinds = activations(op, layer.directions)
     return assembled(layer, [_rnn(d, kinds[d.index][0], h0, y, dy, dlast) for d in layer.each()])
 
 
@@ -123,19 +123,13 @@ def _previous(d: Direction, y: Value, h0: Value | None) -> Value:
 
 
 # -- LSTM ------------------------------------------------------------------------------------------------------------
-@gradient("LSTM", reads="x0 x1 x2 x3 x4 x5 x6 x7 y0 dy0 dy1 dy2", inputs=[0, 1, 2, 3, 5, 6, 7])
+@gradient("LSTM", reads="x0 x1 x2 x3 x4 x5 x6 x7 y0 dy0 dy1 dy2", inputs=[0, 1, 2, 3, 5, 6, 7], refuse=unknown)
 def lstm(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
          h0: Value | None, c0: Value | None, p: Value | None, y: Value, dy: Value | None, dlast: Value | None,
          dcell: Value | None) -> Grads:  # fmt: skip
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = lstm_activations(op, layer.directions)
+    kinds = activations(op, layer.directions)
     return assembled(layer, [_lstm(_Cells.of(d, kinds[d.index], h0, c0, p, y), dy, dlast, dcell) for d in layer.each()])
-
-
-def lstm_activations(op: Operator, directions: int) -> list[list[Activation]]:
-    """f, g, h of each direction; onnxruntime does not clip what goes into h."""
-    found = activations(op, ("Sigmoid", "Tanh", "Tanh"), directions)
-    return [[f, g, replace(h, clip=0.0)] for f, g, h in found]
 
 
 @dataclass(frozen=True)
@@ -237,11 +231,11 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
 
 
 # -- GRU -------------------------------------------------------------------------------------------------------------
-@gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5])
+@gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
 def gru(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
         h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Grads:  # fmt: skip
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = activations(op, ("Sigmoid", "Tanh"), layer.directions)
+    kinds = activations(op, layer.directions)
     rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
     return assembled(layer, [rule(d, kinds[d.index], h0, y, dy, dlast) for d in layer.each()])
 

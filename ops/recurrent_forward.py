@@ -13,12 +13,11 @@ from ..ir.emitter import Emitter, Value
 from ..ir.opdef import body
 from ..ir.program import Operator
 from .common import Grads, size_of
-from .gates import Activation, activations
+from .gates import Activation, activations, defaults
 from .layers import Direction, Layer, pick, product, rows, split
 from .recurrence import concat, recur
-from .recurrent import lstm_activations, thirds
+from .recurrent import thirds
 
-_DEFAULTS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"], "RNN": ["tanh"]}
 #: ``cell(the input's part of the gates, states) -> new states``; the first state is the output.
 Cell = Callable[[Value, Sequence[Value]], list[Value]]
 
@@ -27,7 +26,7 @@ def _on_cuda(op: Operator) -> bool:
     """Whether cuDNN computes this form."""
     attrs = op.attrs
     names = [name.lower() for name in attrs.get("activations") or ()]
-    default = _DEFAULTS[op.type]
+    default = [name.lower() for name in defaults(op)]
     after = op.type != "GRU" or attrs.get("linear_before_reset", 0) == 1
     parameters = any(name in attrs for name in ("activation_alpha", "activation_beta", "clip"))
     parameters = parameters or bool(attrs.get("input_forget", 0))
@@ -105,7 +104,7 @@ def rnn(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None 
     if _has_kernel(e, op):
         return _emitted(e, op, [x, w, r, b, lengths, h0])
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = activations(op, ("Tanh",), layer.directions)
+    kinds = activations(op, layer.directions)
 
     def cell_of(d: Direction) -> tuple[Cell, list[Value]]:
         (f,), product_of = kinds[d.index], _product(d)
@@ -120,7 +119,7 @@ def gru(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None 
     if _has_kernel(e, op):
         return _emitted(e, op, [x, w, r, b, lengths, h0])
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = activations(op, ("Sigmoid", "Tanh"), layer.directions)
+    kinds = activations(op, layer.directions)
     rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
     return _run(layer, lambda d: (rule(d, kinds[d.index]), [d.state(h0)]))
 
@@ -164,7 +163,7 @@ def lstm(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None
     if _has_kernel(e, op):
         return _emitted(e, op, [x, w, r, b, lengths, h0, c0, p])
     layer = Layer.of(e, op, x, w, r, b, lengths)
-    kinds = lstm_activations(op, layer.directions)
+    kinds = activations(op, layer.directions)
     return _run(layer, lambda d: (_lstm(d, kinds[d.index], p), [d.state(h0), d.state(c0)]))
 
 

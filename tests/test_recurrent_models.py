@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError
 from tests import recurrent_oracle
 from tests.cuda_kernels import without_cuda_kernel
 from tests.gradcheck import assert_near
@@ -66,7 +66,6 @@ def test_gradients_are_torchs(type_: str) -> None:
         assert_near(one, other, 1e-5, f"{type_} {name}")
 
 
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 MODES = ("fp32", "mixed", "pure")
 
 
@@ -84,22 +83,23 @@ def losses(program: amp.Program, startup: amp.Program, loss: amp.Variable, mode:
     return [float(exe.run(program, feed=feed, fetch_list=[loss])[0]) for _ in range(steps)]
 
 
-def built(layer: str, **options: object) -> tuple[amp.Program, amp.Program, amp.Variable, amp.Variable]:
+def built(layer: str) -> tuple[amp.Program, amp.Program, amp.Variable]:
+    """Two bidirectional layers on sequences of different lengths, and a loss on their last states."""
     program, startup = amp.Program(), amp.Program()
     with amp.program_guard(program, startup), amp.unique_name.guard():
         x = amp.data("x", [4, 12, 6], "float32")
         lengths = amp.data("lengths", [4], "int64")
-        y, *last = getattr(amp.nn, layer)(x, 8, num_layers=2, direction="bidirectional", sequence_length=lengths, **options)
+        y, *last = getattr(amp.nn, layer)(x, 8, num_layers=2, direction="bidirectional", sequence_length=lengths)
         assert y.shape == (4, 12, 16) and [s.shape for s in last] == [(4, 4, 8)] * len(last)
         scores = amp.nn.fc(last[0], 3, num_flatten_dims=2)
         loss = amp.nn.functional.mse_loss(scores, amp.data("target", [4, 4, 3], "float32"))
-    return program, startup, loss, y
+    return program, startup, loss
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", ["lstm", "gru"])
 def test_built_layers_train(layer: str, mode: str) -> None:
-    program, startup, loss, _ = built(layer)
+    program, startup, loss = built(layer)
     names = [v.name for v in program.parameters]
     assert names[:6] == [f"{layer}_0.{part}" for part in ("w_0", "w_1", "b_0", "w_2", "w_3", "b_1")]
     rng = np.random.default_rng(0)
@@ -112,7 +112,7 @@ def test_built_layers_train(layer: str, mode: str) -> None:
 
 @pytest.mark.parametrize("layer", ["lstm", "gru"])
 def test_a_cuda_step_has_no_control_flow_and_no_gaps(layer: str) -> None:
-    program, startup, loss, _ = built(layer)
+    program, startup, loss = built(layer)
     with amp.program_guard(program, startup):
         optimizer = amp.decorate(amp.optimizer.Adam(1e-3, multi_precision=True), use_pure_fp16=True,
                                  use_fp16_guard=False)  # fmt: skip
@@ -127,7 +127,7 @@ def test_layers_are_what_numpy_computes() -> None:
     x = rng.normal(size=(5, 2, 3)).astype(np.float32)
     for layer, count in (("lstm", 2), ("gru", 1)):
         program, startup = amp.Program(), amp.Program()
-        with amp.program_guard(program, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()) as _:
+        with amp.program_guard(program, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
             states = [amp.data(f"s{i}", [2, 2, 4], "float32") for i in range(count)]
             fed = {f"s{i}": rng.normal(size=(2, 2, 4)).astype(np.float32) for i in range(count)}
             given = tuple(states) if count == 2 else states[0]
@@ -161,3 +161,14 @@ def test_layers_refuse_what_does_not_fit() -> None:
             amp.nn.gru(amp.data("flat", [4, 6], "float32"), 8)
         with pytest.raises(ArgumentError, match="param_attr=False"):
             amp.nn.gru(x, 8, param_attr=False)
+
+
+def test_activations_that_are_not_known_are_named_at_append_backward() -> None:
+    program = amp.Program()
+    with amp.program_guard(program, amp.Program()):
+        x, w, r = (amp.create_parameter(shape) for shape in ([3, 2, 2], [1, 4, 2], [1, 4, 4]))
+        for names, message in ((["Swish"], "RNN.*'Swish' is none of sigmoid, tanh"), (["Tanh"] * 2, "2 .*take 1")):
+            y = program.add_variable(program.unique("y"), "float32", (3, 1, 2, 4))
+            program.add_operator("RNN", [x, w, r], [y], attrs={"hidden_size": 4, "activations": names})
+            with pytest.raises(GradientError, match=message):
+                amp.append_backward(amp.nn.functional.sum(y))

@@ -190,11 +190,11 @@ class Emitter:
         self.nodes = []
         within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
         results = [self.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in write(*within)]
-        infos = [
+        inputs_of, outputs_of = (
             [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in values]
             for values in (within, results)
-        ]
-        graph = onnx.helper.make_graph(self.nodes, name, *infos)
+        )
+        graph = onnx.helper.make_graph(self.nodes, name, inputs_of, outputs_of)
         self.nodes, self._widened, self.narrow, self.shared = saved  # what is made within is not known outside
         return graph, results
 
