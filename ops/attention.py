@@ -30,10 +30,11 @@ def rms_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> l
 
 def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variable, Variable]:
     """x over the root of its mean square, and the inverse of that root, in fp32."""
-    wide = d.cast(x, "float32") if x.dtype != "float64" else x
-    square = d.Add(d.ReduceMean(d.Mul(wide, wide), axes), epsilon)
-    inverse = d.Reciprocal(d.Sqrt(square))
-    return d.Mul(wide, inverse), inverse
+    with d.fp32("statistics of a normalisation"):
+        wide = d.cast(x, "float32") if x.dtype != "float64" else x
+        square = d.Add(d.ReduceMean(d.Mul(wide, wide), axes), epsilon)
+        inverse = d.Reciprocal(d.Sqrt(square))
+        return d.Mul(wide, inverse), inverse
 
 
 @decomposition("Swish")
@@ -135,7 +136,9 @@ def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mas
         allowed = _both(d, _padded(d, mask, k), allowed)
     elif mask is not None:
         mask = d.cast(_padded(d, mask, k), scores.dtype)
-        shown, scores = d.Add(scores, mask), d.Add(scores, d.Clip(mask, MASKED))
+        shown = d.Add(scores, mask) if op.output(3) is not None else scores
+        with d.fp32("softmax of an attention"):
+            scores = d.Add(scores, d.Clip(mask, MASKED))
     result, probabilities = weigh(d, scores, v, allowed)
     wanted = None
     if op.output(3) is not None:
@@ -178,11 +181,12 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
 
 def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable]:
     """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0."""
-    if allowed is not None:
-        scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
-    probabilities = d.Softmax(scores, axis=-1)
-    if allowed is not None:
-        probabilities = d.Where(allowed, probabilities, d.const(0, scores.dtype))
+    with d.fp32("softmax of an attention"):
+        if allowed is not None:
+            scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
+        probabilities = d.Softmax(scores, axis=-1)
+        if allowed is not None:
+            probabilities = d.Where(allowed, probabilities, d.const(0, scores.dtype))
     return d.MatMul(probabilities, _grouped(d, scores, v)), probabilities
 
 

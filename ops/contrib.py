@@ -200,8 +200,9 @@ def _attend(d: Parts, q: Variable, k: Variable, v: Variable, masks: list[Maybe])
         raise d.error("its head size is not fixed")
     scale = d.number("scale", 0.0) or 1 / math.sqrt(size)
     scores = d.MatMul(d.Mul(q, scale), d.Transpose(k, perm=[0, 1, 3, 2]))
-    for mask in masks:
-        scores = scores if mask is None else d.Add(scores, mask)
+    with d.fp32("softmax of an attention"):
+        for mask in masks:
+            scores = scores if mask is None else d.Add(scores, mask)
     return weigh(d, scores, v, None)[0]
 
 

@@ -14,6 +14,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.backward import standardize
+from tests.cuda_kernels import without_cuda_kernel
 
 Array = np.ndarray[Any, Any]
 MS = "com.microsoft"
@@ -265,6 +266,69 @@ def test_precision_lists_apply_to_the_parts(pure: bool, tmp_path: Path) -> None:
     assert parts["MatMul"] == whole["MatMul"] == {"float16"}
     assert all(parts[kind] == whole[kind] for kind in ("Softmax", "LayerNormalization")), (parts, whole)
     assert not set(parts) & {type_ for type_, *_ in ONE} - {"Gelu"}
+
+
+LLAMA = """<ir_version: 11, opset_import: ["" : 24]>
+llama (float[2,6,16] x) => (float[2,6,16] y) {
+    n1 = RMSNormalization <epsilon = 1e-5> (x, g1)
+    q0 = MatMul (n1, wq)  k0 = MatMul (n1, wk)  v0 = MatMul (n1, wv)
+    q = RotaryEmbedding <num_heads = 4> (q0, cos, sin, at)  k = RotaryEmbedding <num_heads = 2> (k0, cos, sin, at)
+    a = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q, k, v0, mask)
+    o = MatMul (a, wo)  r = Add (x, o)  n2 = RMSNormalization <epsilon = 1e-5> (r, g2)
+    u0 = MatMul (n2, wu)  u = Swish (u0)  w = MatMul (n2, ww)  uw = Mul (u, w)  d = MatMul (uw, wd)  y = Add (r, d)
+}"""
+
+
+def llama() -> onnx.ModelProto:
+    values = np.random.default_rng(2)
+    angles = np.outer(np.arange(8), [1.0, 0.1])
+    mask = np.where(np.arange(6) < 5, 0, -np.inf).astype(np.float32).reshape(1, 1, 1, 6)
+    arrays = {"cos": np.cos(angles), "sin": np.sin(angles), "mask": mask, "g1": np.ones(16), "g2": np.ones(16)}
+    shapes = {
+        "wq": (16, 16),
+        "wk": (16, 8),
+        "wv": (16, 8),
+        "wo": (16, 16),
+        "wu": (16, 32),
+        "ww": (16, 32),
+        "wd": (32, 16),
+    }
+    arrays |= {name: values.normal(size=shape) * 0.2 for name, shape in shapes.items()}
+    model = onnx.parser.parse_model(LLAMA)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a.astype(np.float32), n) for n, a in arrays.items())
+    at = np.array([[0, 1, 2, 3, 4, 5], [1, 3, 5, 7, 0, 2]])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(at, "at"))
+    return model
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_operators_newer_than_the_training_opset_train(mode: str) -> None:
+    """At inputs of 300 too, whose squares leave fp16: the statistics and the softmax stay fp32 inside."""
+    program = amp.Program.from_onnx(llama())
+    for name in ("cos", "sin", "mask"):
+        program.var(name).trainable = False
+    startup = program.startup
+    with amp.program_guard(program, startup):
+        target = amp.data("target", [2, 6, 16])
+        error = program.var("y") - target
+        loss = F.mean(error * error)
+    optimizer: Any = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
+    if mode != "fp32":
+        optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", init_loss_scaling=64.0,
+                                 use_fp16_guard=False if mode == "pure" else None)  # fmt: skip
+    optimizer.minimize(loss, startup)
+    assert not without_cuda_kernel(program.lower(amp.CUDAPlace(0)).model)
+    values = np.random.default_rng(3)
+    feed = {"x": values.normal(size=(2, 6, 16)).astype(np.float32)}
+    feed["x"][0, 0] *= 300
+    feed["target"] = feed["x"] + values.normal(size=(2, 6, 16)).astype(np.float32)
+    with amp.scope_guard(amp.Scope()):
+        exe = amp.Executor(amp.CPUPlace())
+        exe.run(startup)
+        if mode != "fp32":
+            optimizer.amp_init(amp.CPUPlace())
+        losses = [float(exe.run(program, feed=feed, fetch_list=[loss])[0]) for _ in range(20)]
+    assert np.isfinite(losses).all() and losses[-1] < 0.8 * losses[0], losses
 
 
 def test_an_export_of_bert_optimised(request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -13,13 +13,15 @@ writes has the form of opset 21 and takes over name, scope, marks and reason of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ..errors import GraphError
 from .infer import Declared, constant_array, infer_operator
+from .marks import FULL
 from .opdef import lookup
 from .program import Operator, Program, Variable
 from .types import ONNX_TYPES, numpy_dtype
@@ -60,6 +62,16 @@ class Parts:
         #: What was written: operators, and their variables and constants.
         self.made: dict[Operator | Variable, None] = {}
         self._count = 0
+        self._full = ""
+
+    @contextmanager
+    def fp32(self, reason: str) -> Iterator[None]:
+        """What is written inside runs in fp32 whatever the lists say: the operator computes this in fp32 inside."""
+        before, self._full = self._full, reason
+        try:
+            yield
+        finally:
+            self._full = before
 
     def __getattr__(self, type_: str) -> Callable[..., Any]:
         if not type_[:1].isupper():
@@ -152,6 +164,8 @@ class Parts:
         op = self.op
         new.scope, new.guard, new.role, new.precision, new.reason = op.scope, op.guard, op.role, op.precision, op.reason
         new.metadata.update(op.metadata)
+        if self._full:
+            new.metadata[FULL] = self._full
         if op.name:
             new.name = f"{op.name}/{new.type}_{self._count}"
 

@@ -13,6 +13,8 @@ from .weights import not_a_weight
 PREFIX = "amp_transpiler."
 #: The reason on casts that a pass inserted. Passes look through those casts, so that running twice changes nothing.
 INSERTED = "cast: "
+#: Metadata entry: why an operator runs in fp32 whatever the lists say. A part of an operator that does so inside.
+FULL = PREFIX + "fp32"
 #: Operator, of the own domain, that sets a variable to the content that it carries.
 INITIALIZER = "ArrayInitializer"
 _STATE = PREFIX + "state"

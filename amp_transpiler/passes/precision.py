@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
-from ..ir.marks import inserted
+from ..ir.marks import FULL, inserted
 from ..ir.opdef import lookup
 from ..ir.patterns import is_pattern, matching
 from ..ir.program import BACKWARD, FORWARD, Operator, Program, Variable
@@ -140,6 +140,8 @@ class Rules:
         parent = op.program.parent
         if parent is not None and self.decisions[parent].inner:
             return self.decisions[parent].inner
+        if FULL in op.metadata:
+            return op.metadata[FULL]
         for variable in (*op.inputs, *op.outputs):
             if variable is None:
                 continue
