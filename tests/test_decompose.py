@@ -327,6 +327,8 @@ def test_operators_newer_than_the_training_opset_train(mode: str) -> None:
         exe.run(startup)
         if mode != "fp32":
             optimizer.amp_init(amp.CPUPlace())
+        (normal_x,) = exe.run(program, feed=feed, fetch_list=["n1"])
+        np.testing.assert_allclose(np.mean(np.float32(normal_x) ** 2, axis=-1), 1, rtol=1e-2)
         losses = [float(exe.run(program, feed=feed, fetch_list=[loss])[0]) for _ in range(20)]
     assert np.isfinite(losses).all() and losses[-1] < 0.8 * losses[0], losses
 
