@@ -22,6 +22,7 @@ _NUMBERS: dict[str, tuple[int, ...]] = {
     "BatchNormalization": (3, 4), "Clip": (1, 2), "Dropout": (1,), "OneHot": (2,), "Pad": (2,), "Range": (0, 1, 2),
     "Resize": (1, 2), "Upsample": (1,), "ConstantOfShape": (0,), "QuantizeLinear": (1,), "DequantizeLinear": (1,),
     "DynamicQuantizeLinear": (0,), "STFT": (2,), "MelWeightMatrix": (3, 4), "NonMaxSuppression": (0, 1, 3, 4),
+    "RotaryEmbedding": (1, 2, 3),  # of com.microsoft too, which has the positions first
 }  # fmt: skip
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"})
 #: What passes the elements of its first input on.
@@ -29,7 +30,7 @@ _MOVES = frozenset({"Identity", "Reshape", "Transpose", "Cast", "CastLike", "Squ
                     "Slice", "Flatten", "Concat"})  # fmt: skip
 _ANGLES = frozenset({"Sin", "Cos"})
 #: Where an attention mask meets the scores, perhaps combined with another before.
-_MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul"})
+_MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
 _MASK = -1e4
 #: Elements up to which a tensor is looked through for a mask.
