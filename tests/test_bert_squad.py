@@ -141,13 +141,15 @@ def test_every_mode_trains_and_says_what_stayed_fp32(monkeypatch, capsys) -> Non
 
 
 @pytest.mark.parametrize("mode", ["recipe", "pure-fp16"])
-@pytest.mark.skipif(any(mark.args[0] for mark in test_placement.pytestmark), reason="needs what test_placement.py needs")
+@pytest.mark.skipif(
+    any(mark.args[0] for mark in test_placement.pytestmark), reason="needs what test_placement.py needs"
+)
 def test_the_step_is_on_cuda_entirely(mode: str, tmp_path) -> None:
     arguments = bert_squad.arguments().parse_args([*SMALL, "--layers", "1", "--dropout", "0.1"])
     prepared = bert_squad.prepare(mode, bert_squad.checked(arguments), squad.synthetic(1, 0)[1])
     shapes = {name: (8, 40) for name in ("ids", "segments", "mask", "inside")} | {"start": (8,), "end": (8,)}
     lowered = prepared.model.main.lower(amp.CUDAPlace(0), feed_shapes=shapes)
-    done = test_placement.place(lowered.to_onnx(), tmp_path / "step.onnx")
+    done = test_placement.place(lowered.model, tmp_path / "step.onnx")
     assert done.returncode == 0 and " 0 on CPU, 0 copies" in done.stdout, done.stdout + done.stderr
 
 
