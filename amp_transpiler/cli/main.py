@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from ..passes.optimal import MODES
-from . import convert, diff, explain, info
+from . import convert, diff, explain, info, train
 
 _EXAMPLES = """examples:
   amp-transpile convert model.onnx model_fp16.onnx
@@ -17,6 +17,7 @@ _EXAMPLES = """examples:
   amp-transpile convert model.onnx auto.onnx --mode auto --calibration samples/ --tolerance 0.01 --report why.html
   amp-transpile convert model.onnx half.onnx --except 'decoder/*' 're:.*norm[0-9]+' --no-keep-io
   amp-transpile convert model.onnx bf16.onnx --dtype bfloat16 --check
+  amp-transpile train model.onnx tuned.onnx --data train.npz --test test.npz --epochs 3 --freeze 'encoder/*'
   amp-transpile explain model_fp16.onnx Softmax_3
   amp-transpile diff model.onnx model_fp16.onnx
   amp-transpile info model_fp16.onnx
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     _convert_options(commands.add_parser(
         "convert", help="write a 16-bit copy of a model for inference", epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter))  # fmt: skip
+    train.add_options(commands.add_parser("train", help="train or fine-tune a model on arrays"))
     reasons = commands.add_parser("explain", help="why each operator, or one, has its precision")
     reasons.add_argument("model", metavar="MODEL.onnx")
     reasons.add_argument("nodes", metavar="NODE", nargs="*", help="operator or tensor names, globs, or re:EXPRESSION")
@@ -89,7 +91,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     written.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
 
-_COMMANDS = {"convert": convert.run, "explain": explain.run, "diff": diff.run, "info": info.run}
+_COMMANDS = {"convert": convert.run, "train": train.run, "explain": explain.run, "diff": diff.run, "info": info.run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,96 @@
+"""``amp-transpile train`` on a small model: what it writes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.cli.main import main
+from amp_transpiler.nn import functional as F
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A folder with model.onnx (its batch is free) and two files of data of which the label is easy to learn."""
+    program, startup = amp.Program("net"), amp.Program("startup")
+    startup.seed = 3
+    with amp.program_guard(program, startup), amp.unique_name.guard():
+        x = amp.data("x", [None, 6], "float32")
+        h = amp.nn.batch_norm(amp.nn.fc(x, 16, act="relu", name="body"))
+        program.outputs = [F.softmax(amp.nn.fc(h, 3, name="head"))]
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(startup, scope=scope)
+    program.clone(for_test=True).to_onnx(tmp_path / "model.onnx", scope=scope)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 640), ("test", 200)):
+        x = rng.normal(size=(count, 6)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x=x, label=x[:, :3].argmax(1))
+    return tmp_path
+
+
+def accuracy(model: Path, data: Path) -> float:
+    held = np.load(data)
+    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    (scores,) = session.run(None, {"x": held["x"]})
+    return float((scores.argmax(1) == held["label"]).mean())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+def test_trains_in_every_mode(task: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = task / "tuned.onnx"
+    before = accuracy(task / "model.onnx", task / "test.npz")
+    assert main(["train", str(task / "model.onnx"), str(out), "--data", str(task / "train.npz"),
+                 "--test", str(task / "test.npz"), "--mode", mode, "--lr", "0.01", "--epochs", "6"]) == 0  # fmt: skip
+    told = capsys.readouterr().out
+    assert "1 BatchNormalization train" in told and "ends in Softmax" in told and "epoch 6: loss" in told
+    assert ("skipped steps 0" in told) == (mode != "fp32")
+    model = onnx.load(out)
+    onnx.checker.check_model(model, full_check=True)
+    assert [i.name for i in model.graph.input] == ["x"], "neither the label nor the loss are left"
+    halves = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT16]
+    assert bool(halves) == (mode != "fp32")
+    assert before < 0.6 < 0.85 < accuracy(out, task / "test.npz")
+
+
+def test_saves_fp32_after_pure_training_from_the_masters(task: Path) -> None:
+    arguments = ["train", str(task / "model.onnx"), str(task / "out.onnx"), "--data", str(task / "train.npz"), "--mode",
+                 "pure-fp16", "--save", "fp32", "--quiet"]  # fmt: skip
+    assert main(arguments) == 0
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(task / "out.onnx").graph.initializer}
+    head = weights["head.w_0"]
+    assert head.dtype == np.float32 and (head != head.astype(np.float16)).any()
+
+
+def test_frozen_parameters_stay(task: Path) -> None:
+    arguments = ["train", str(task / "model.onnx"), str(task / "out.onnx"), "--data", str(task / "train.npz"), "--mode",
+                 "fp32", "--freeze", "body*", "--quiet", "--lr", "0.01", "--batch-norm", "frozen"]  # fmt: skip
+    assert main(arguments) == 0
+    before, after = ({t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(task / name).graph.initializer}
+                     for name in ("model.onnx", "out.onnx"))  # fmt: skip
+    np.testing.assert_array_equal(before["body.w_0"], after["body.w_0"])
+    assert (before["head.w_0"] != after["head.w_0"]).any()
+
+
+@pytest.mark.parametrize("arguments, status, told", [
+    (["--data", "missing.npz"], 2, "missing.npz"),
+    (["--data", "test.npz", "--batch-size", "999"], 1, "200 samples, fewer than a batch of 999"),
+    (["--data", "train.npz", "--label", "class"], 1, "no array 'class'.*x, label"),
+    (["--data", "train.npz", "--trainable", "decoder*"], 2, "trainable: pattern 'decoder\\*' matches no parameter"),
+    (["--data", "train.npz", "--output", "logits"], 2, "--output logits"),
+    (["--data", "train.npz", "--dropout", "head"], 2, "--dropout takes NAME=NUMBER"),
+    (["--data", "train.npz", "--loss", "mse"], 1, "'label'.*int64"),
+])  # fmt: skip
+def test_what_it_refuses(task: Path, arguments: list[str], status: int, told: str,
+                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    import re
+
+    arguments = [str(task / a) if a.endswith(".npz") else a for a in arguments]
+    assert main(["train", str(task / "model.onnx"), str(task / "out.onnx"), *arguments]) == status
+    error = capsys.readouterr().err
+    assert re.search(told, error), error
+    assert not (task / "out.onnx").exists()
