@@ -172,11 +172,13 @@ class Direction:
         initial = e.reshape(initial, (1, batch, hidden))
         if steps == 1:
             return initial
-        start, end = (1, steps) if self.reverse else (0, steps - 1)
-        kept = e.Slice(states, e.ints(start), e.ints(end), e.ints(0), shape=(steps - 1, batch, hidden))
-        shifted = concat(e, [kept, initial] if self.reverse else [initial, kept], 0)
-        last = self.layer.last() if padded and self.reverse else None
-        return shifted if last is None else e.Where(last, initial, shifted, shape=shifted.shape)
+        times = np.arange(steps)
+        before = np.clip(times + 1 if self.reverse else times - 1, 0, steps - 1)
+        shifted = e.Gather(states, e.const(before), axis=0, shape=states.shape)
+        first = self.layer.last() if padded and self.reverse else None
+        if first is None:
+            first = e.const((times == (steps - 1 if self.reverse else 0)).reshape(-1, 1, 1))
+        return e.Where(first, initial, shifted, shape=states.shape)
 
 
 def assembled(layer: Layer, found: Sequence[dict[int, Value]]) -> list[Value | None]:

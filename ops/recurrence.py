@@ -20,7 +20,8 @@ Step = Callable[[Sequence[Value], Sequence[Value]], tuple[Sequence[Value], Seque
 FEW = 4
 #: More steps than this are not unrolled: each is some ten nodes.
 LIMIT = 2048
-#: Split and Concat of more tensors than this fetch a table of addresses from the host, which no CUDA graph captures.
+#: Split and Concat of more tensors than this, or of tensors of different sizes, copy a table from host memory that is
+#: gone when a CUDA graph is replayed.
 _AT_ONCE = 32
 
 
@@ -60,23 +61,31 @@ def _rows(e: Emitter, sequence: Value) -> list[Value]:
 
 
 def _pieces(e: Emitter, value: Value) -> list[Value]:
-    """Slices [1, ...] of the first dimension, split in a tree."""
+    """Slices [1, ...] of the first dimension."""
     count, *rest = size_of(value)
     if count == 1:
         return [value]
-    ways = min(count, _AT_ONCE)
-    sizes = [count // ways + (i < count % ways) for i in range(ways)]
-    parts = e.Split(value, e.ints(*sizes), axis=0, outputs=ways)
-    return [row for part, size in zip(parts, sizes, strict=True)
-            for row in _pieces(e, Value(part.name, part.dtype, (size, *rest)))]  # fmt: skip
+    if count > _AT_ONCE:
+        starts = range(0, count, _AT_ONCE)
+        blocks = [(start, min(start + _AT_ONCE, count)) for start in starts]
+        return [row for start, end in blocks for row in _pieces(e, rows_of(e, value, start, end))]
+    return list(e.Split(value, e.ints(*[1] * count), axis=0, outputs=count, shape=(1, *rest)))
+
+
+def rows_of(e: Emitter, value: Value, start: int, end: int) -> Value:
+    """``value[start:end]``."""
+    shape = (end - start, *size_of(value)[1:])
+    return e.Slice(value, e.ints(start), e.ints(end), e.ints(0), shape=shape)
 
 
 def _stacked(e: Emitter, rows: Sequence[Value]) -> Value:
     parts = [e.reshape(row, (1, *size_of(row))) for row in rows]
     while len(parts) > 1:
-        groups = [parts[i : i + _AT_ONCE] for i in range(0, len(parts), _AT_ONCE)]
-        parts = [concat(e, group, 0) for group in groups]
-    return parts[0]
+        groups = -(-len(parts) // _AT_ONCE)
+        size = -(-len(parts) // groups)
+        parts += parts[-1:] * (groups * size - len(parts))  # so that all groups have one size
+        parts = [concat(e, parts[i : i + size], 0) for i in range(0, len(parts), size)]
+    return parts[0] if size_of(parts[0])[0] == len(rows) else rows_of(e, parts[0], 0, len(rows))
 
 
 def concat(e: Emitter, parts: Sequence[Value], axis: int) -> Value:

@@ -21,7 +21,7 @@ from ..ir.program import Operator
 from .common import Grads, size_of
 from .gates import Activation, activations, unknown
 from .layers import Direction, Layer, assembled, pick, product, rows, split
-from .recurrence import concat, recur
+from .recurrence import concat, recur, rows_of
 
 #: Gradients of one direction, by forward input slot.
 Found = dict[int, Value]
@@ -283,12 +283,12 @@ def _gru_before(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: 
     (xz, xr, xh), (hz, hr, _) = split(e, of_input, 3), split(e, of_state, 3)
     r = d.r
     *_, last = thirds(e, r)
-    gates = e.Slice(r, e.ints(0), e.ints(2 * hidden), e.ints(0), shape=(2 * hidden, hidden))
+    gates = rows_of(e, r, 0, 2 * hidden)
     z, z_slope = f(e, e.Add(xz, hz))
     reset, reset_slope = f(e, e.Add(xr, hr))
-    kept = e.Mul(reset, previous)
+    kept = rows(e, e.Mul(reset, previous))
     bias = d.biases()[1]
-    linear = product(e, rows(e, kept), last, None if bias is None else split(e, bias, 3)[2])
+    linear = product(e, kept, last, None if bias is None else split(e, bias, 3)[2])
     candidate, slope = g(e, e.Add(xh, e.reshape(linear, size_of(xh))))
     factor_z = e.Mul(e.Sub(previous, candidate), z_slope)
     factor_h = e.Mul(e.Sub(e.like(1, z), z), slope)
@@ -301,12 +301,13 @@ def _gru_before(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: 
         dkept = e.MatMul(dcandidate, last)
         dgates = concat(e, [e.Mul(dh, kz), e.Mul(dkept, kr)], 1)
         through = e.Add(e.Mul(dkept, opened), e.Mul(dh, keep))
-        return [e.Add(e.MatMul(dgates, gates), through)], [concat(e, [dgates, dcandidate], 1)]
+        return [e.Add(e.MatMul(dgates, gates), through)], [dgates, dcandidate]
 
-    (dh0,), (dgates,) = _backwards(d, back, [d.last(dlast)], sequences, dy)
+    (dh0,), (dgates, dcandidate) = _backwards(d, back, [d.last(dlast)], sequences, dy)
+    each = [*split(e, dgates, 2), dcandidate]
+    dgates = concat(e, each, 2)
     found = _of_weights(d, dgates, dgates, None) | {5: dh0}
     if e.wants(2):
-        dz, dr, dcandidate = split(e, dgates, 3)
-        upper = product(e, rows(e, concat(e, [dz, dr], 2)), rows(e, previous), across=True)
-        found[2] = concat(e, [upper, product(e, rows(e, dcandidate), rows(e, kept), across=True)], 0)
+        states = [rows(e, v) for v in (previous, previous)] + [kept]
+        found[2] = concat(e, [product(e, rows(e, g), s, across=True) for g, s in zip(each, states, strict=True)], 0)
     return found

@@ -1,13 +1,15 @@
 """LSTM, GRU and RNN in the forms that onnxruntime's own kernels do not compute, composed.
 
 No kernel takes layout 1. On CUDA the kernels are cuDNN's: default activations without parameters or clipping, no
-peepholes, no coupled gates, a GRU that resets after its product; and sequence lengths have to lie in host memory, which
-no CUDA graph captures. Formulas: https://onnx.ai/onnx/operators/onnx__LSTM.html.
+peepholes, no coupled gates, a GRU that resets after its product; and what they read from host memory, sequence lengths
+and the reversal of time, no CUDA graph captures. Formulas: https://onnx.ai/onnx/operators/onnx__LSTM.html.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import body
@@ -35,7 +37,7 @@ def _on_cuda(op: Operator) -> bool:
 
 
 def _other(op: Operator) -> bool:
-    return bool(op.attrs.get("layout", 0)) or not _on_cuda(op)
+    return bool(op.attrs.get("layout", 0)) or op.attrs.get("direction") == "reverse" or not _on_cuda(op)
 
 
 def _has_kernel(e: Emitter, op: Operator) -> bool:
@@ -51,11 +53,20 @@ def _emitted(e: Emitter, op: Operator, inputs: Sequence[Value | None]) -> list[V
     states = [layer.state(state) for state in rest[4:6]]
     shapes = _shapes(layer)[: 3 if op.type == "LSTM" else 2]
     attrs = {name: value for name, value in op.attrs.items() if name != "layout"}
-    given = [layer.x, *rest[:4], *states, *rest[6:]]
+    turned = e.place == "cuda" and attrs.get("direction") == "reverse"
+    if turned:  # cuDNN's reversal reads from host memory in the run
+        attrs["direction"] = "forward"
+    given = [_turned(e, layer.x) if turned else layer.x, *rest[:4], *states, *rest[6:]]
     while given[-1] is None:
         given.pop()
     found = e.op(op.type, *given, outputs=len(shapes), **attrs)
-    return _at_layout(layer, [Value(v.name, v.dtype, s) for v, s in zip(found, shapes, strict=True)])
+    y, *last = (Value(v.name, v.dtype, s) for v, s in zip(found, shapes, strict=True))
+    return _at_layout(layer, [_turned(e, y) if turned else y, *last])
+
+
+def _turned(e: Emitter, value: Value) -> Value:
+    """Time reversed."""
+    return e.Gather(value, e.const(np.arange(size_of(value)[0])[::-1].copy()), axis=0, shape=value.shape)
 
 
 def _shapes(layer: Layer) -> list[tuple[int, ...]]:

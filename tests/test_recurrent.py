@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests import recurrent_oracle
-from tests.gradcheck import check_forward, check_gradient
+from tests.gradcheck import Case, Gradient, check_forward, check_gradient
+from tests.test_recurrence import uneven
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 TYPES = sorted(GATES)
@@ -145,7 +146,23 @@ def test_forms_without_a_kernel_are_composed(type_: str) -> None:
     forward(type_, {"activations": ["Elu"] * {"LSTM": 3, "GRU": 2, "RNN": 1}[type_]}, scale=0.4)
 
 
+@pytest.mark.parametrize("type_", TYPES)
+def test_splits_and_concats_are_such_that_a_cuda_graph_can_be_replayed(type_: str) -> None:
+    for before in (0, 1) if type_ == "GRU" else (0,):
+        attrs = {"hidden_size": 3, "direction": "bidirectional", "linear_before_reset": before}
+        given = inputs(type_, directions=2, steps=5, lengths=[5, 2, 3], peepholes=type_ == "LSTM")
+        if type_ != "GRU":
+            del attrs["linear_before_reset"]
+        outputs = recurrent_oracle.run(type_, attrs, *given)
+        case = Case(type_, given, attrs, len(outputs), range(len(outputs)), [0, 1, 2, 3, 5], (4,))
+        values = {f"x{i}": a for i, a in enumerate(given) if a is not None}
+        values |= {f"y{i}": y for i, y in enumerate(outputs)} | {f"dy{i}": y for i, y in enumerate(outputs)}
+        assert not uneven(Gradient(case, "float32", values, case.wrt).model("cuda"))
+
+
 def test_forms_of_lstm_and_gru_without_a_kernel_are_composed() -> None:
+    forward("GRU", {"linear_before_reset": 1, "direction": "reverse"}, lengths=None)
+    forward("RNN", {"direction": "reverse", "layout": 1})
     forward("LSTM", {"direction": "reverse"}, peepholes=True)
     forward("LSTM", {"input_forget": 1, "clip": 0.5}, peepholes=True, lengths=[4, 2, 3])
     forward("GRU", {})
