@@ -33,8 +33,8 @@ class Lowered:
 
     ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
     of constant zeros (a run-time zero cannot be folded into megabytes of constants). ``tensors`` says which tensor is
-    which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from (None: none; nodes at the end are left
-    out).
+    which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from
+    (None: none; nodes at the end are left out).
     """
 
     model: onnx.ModelProto

@@ -81,7 +81,7 @@ class _Copier:
         count = 0
         for op in self.segment.operators:
             if op.key in self.inside and any(v is not None and v.key in needed for v in op.outputs):
-                count += self._copy(op, needed, source)
+                count += self._copy(op, source)
         for gradient, _ in gradients:
             for slot, v in enumerate(list(gradient.inputs)):
                 if v is not None and (v.key in self.copies or v.key in self.late):
@@ -117,13 +117,12 @@ class _Copier:
         return self.loss
 
     # -- copies ----------------------------------------------------------------------------------------
-    def _copy(self, op: Operator, needed: set[int], source: Variable) -> int:
+    def _copy(self, op: Operator, source: Variable) -> int:
         """Copy one operator, unless it reads parameters and constants alone: then the gradients read the original."""
         inputs = [v if v is None else self._input(v, source) for v in op.inputs]
         if all(new is old for new, old in zip(inputs, op.inputs, strict=True)):
             return 0
-        last = max(slot for slot, v in enumerate(op.outputs) if v is not None and v.key in needed)
-        outputs = [None if v is None else self._output(v) for v in op.outputs[: last + 1]]
+        outputs = [None if v is None else self._output(v) for v in op.outputs]
         if op.type == "Dropout" and not op.domain and body_of(op) is not None:
             inputs = [self._token(source), *inputs]
             copy = self._add(op, DROPOUT, OWN, inputs, outputs)
