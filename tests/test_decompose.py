@@ -279,6 +279,19 @@ llama (float[2,6,16] x) => (float[2,6,16] y) {
 }"""
 
 
+def test_at_an_older_opset_too() -> None:
+    """onnxruntime writes SimplifiedLayerNormalization and LayerNormalization into models of any opset."""
+    text = """<ir_version: 8, opset_import: ["" : 13]>
+    old (float[2,5,12] x, float[12] g) => (float[2,5,12] y) {
+        h = SimplifiedLayerNormalization <epsilon = 0.001> (x, g)  y = LayerNormalization <epsilon = 0.01> (h, g, g)
+    }"""
+    model = onnx.parser.parse_model(text)
+    feeds = {"x": X, "g": normal(12)}
+    program = taken_apart(model)
+    (want,), (found,) = session(model).run(None, feeds), session(program.to_onnx()).run(None, feeds)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
 def llama() -> onnx.ModelProto:
     values = np.random.default_rng(2)
     angles = np.outer(np.arange(8), [1.0, 0.1])

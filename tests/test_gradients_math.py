@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_transpiler.errors import GradientError
 from tests.gradcheck import check_forward, check_gradient, few, gradient_model, gradient_values
 
 Shape = tuple[int, ...]
@@ -254,9 +253,3 @@ def test_gemm(trans_a: int, trans_b: int, sizes: tuple[int, int, int], data: st.
 def test_einsum(equation: str, sizes: list[Shape]) -> None:
     rng = np.random.default_rng(0)
     check_gradient("Einsum", [smooth(rng, size) for size in sizes], attrs={"equation": equation})
-
-
-@pytest.mark.parametrize("equation", ["ii->i", "...i->...i"])
-def test_einsum_that_is_refused(equation: str) -> None:
-    with pytest.raises(GradientError, match="Einsum"):
-        gradient_model("Einsum", [np.ones((2, 2))], "float32", "cpu", equation=equation)

@@ -65,22 +65,26 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "WhisperBeamSearch": (1, 5, 5, "float32", 5),
     "WordConvEmbedding": (1,),
 }
+#: The same for operators that onnxruntime's optimisers write into ai.onnx itself.
+_IN_ONNX: dict[str, tuple[int | str, ...]] = {"SimplifiedLayerNormalization": (0, "float32")}
 #: Output 0 has the shape of input 0 as well.
 _SAME_SHAPE = frozenset(
     """
     BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm Gelu
     GroupNorm MoE QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding ScaledSiLU
-    SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
+    SimplifiedLayerNormalization SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
     """.split()  # noqa: SIM905
 )
 
 
 def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
-    """Element type and shape of each output of a com.microsoft operator; None where the table has no such operator."""
-    if op.domain != DOMAIN:
+    """Element type and shape of each output of onnxruntime's own operators; None where the table has no such one."""
+    if not op.domain and op.type in _IN_ONNX:
+        rule: tuple[int | str, ...] = _IN_ONNX[op.type]
+    elif op.domain != DOMAIN:
         return None
-    if op.type in _AS_FIRST:
-        rule: tuple[int | str, ...] = (0,) * len(op.outputs)
+    elif op.type in _AS_FIRST:
+        rule = (0,) * len(op.outputs)
     elif op.type in _BY_OUTPUT:
         rule = _BY_OUTPUT[op.type]
     else:

@@ -217,4 +217,18 @@ def decompose(program: Program) -> int:
             except GraphError:
                 continue
             count += 1
+        elif count and not op.attrs.programs and any(v is not None and v.shape is None for v in op.outputs):
+            _complete(op)  # import could not see through the operators before it
     return count
+
+
+def _complete(op: Operator) -> None:
+    env = Declared()
+    try:
+        infer_operator(op, env)
+    except GraphError:
+        return  # as import had left it
+    for variable in op.outputs:
+        if variable is not None and variable.key in env.types and variable.shape is None:
+            dtype, shape = env.types[variable.key]
+            variable.dtype, variable.shape = variable.dtype or dtype, shape

@@ -39,34 +39,39 @@ def convert_opset(program: Program, target: int = TARGET) -> bool:
             f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules. "
             "Convert the model with onnx.version_converter first"
         )
+    missing = []
     for op in list(program.walk()):
-        if not op.domain:
+        if not op.domain and _since(op, target) is None and has_decomposition(op):
+            missing.append(op)
+        elif not op.domain:
             _convert(op, version, target)
     program.info.opsets[""] = target
+    for op in missing:  # what they are made of has the target's form
+        take_apart(op)
     program.info.ir_version = max(program.info.ir_version, 10)
     program._touch()
     return True
 
 
-def _convert(op: Operator, version: int, target: int) -> None:
+def _since(op: Operator, version: int) -> int | None:
+    """The version in which ai.onnx gave an operator the form that it has at ``version``; None where there is none."""
     try:
-        new = onnx.defs.get_schema(op.type, target, "").since_version
-        deprecated = onnx.defs.get_schema(op.type, target, "").deprecated
+        return int(onnx.defs.get_schema(op.type, version, "").since_version)
     except onnx.defs.SchemaError:
-        new, deprecated = None, False
+        return None
+
+
+def _convert(op: Operator, version: int, target: int) -> None:
+    new, old = _since(op, target), _since(op, version)
     if new is None:
-        if has_decomposition(op):
-            return take_apart(op)
         raise GraphError(
             f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
             "place or the training of this program needs"
         )
-    try:
-        old = onnx.defs.get_schema(op.type, version, "").since_version
-    except onnx.defs.SchemaError:
-        return None  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
-    if old == new and not deprecated:
-        return None
+    if old is None:
+        return  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
+    if old == new and not onnx.defs.get_schema(op.type, target, "").deprecated:
+        return
     for upto, adapter in _ADAPTERS.get(op.type, []):
         if old < upto <= target:
             adapter(op)
@@ -78,7 +83,6 @@ def _convert(op: Operator, version: int, target: int) -> None:
                 f"operator '{op.label}' ({op.type}) uses attribute '{unknown[0]}' of opset {old}, which opset "
                 f"{target} cannot express"
             )
-    return None
 
 
 def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:
