@@ -201,3 +201,19 @@ def test_what_does_not_fit_is_refused_while_building() -> None:
             F.ctc_loss(x, labels, lengths, lengths, reduction="max")
         with pytest.raises(ArgumentError, match="3 dimensions"):
             F.ctc_loss(amp.data("flat", [10, 6], "float32"), labels, lengths, lengths)
+
+
+def test_steps_and_batch_that_are_known_with_the_feeds_alone() -> None:
+    case = recorded()[1]
+    main, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main, startup), amp.scope_guard(amp.Scope()):
+        x = amp.data("x", [None, None, case["logits"].shape[2]], "float32")
+        names = ("labels", "input_lengths", "label_lengths")
+        fed = [amp.data(name, [None] * case[name].ndim, "int64") for name in names]
+        loss = F.ctc_loss(x, *fed, blank=int(case["blank"]), reduction="none")
+        exe = amp.Executor(amp.CPUPlace())
+        exe.run(startup)
+        for count in (1, len(case["input_lengths"])):
+            feed = {"x": case["logits"][:, :count], **{name: case[name][:count] for name in names}}
+            found = exe.run(main, feed=feed, fetch_list=[loss])[0]
+            np.testing.assert_allclose(found, case["loss_none0"][:count], rtol=1e-5)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError
 from tests import recurrent_oracle
+from tests.bodies import tensor_info
 from tests.cuda_kernels import without_cuda_kernel
 from tests.gradcheck import assert_near
 
@@ -172,3 +174,23 @@ def test_activations_that_are_not_known_are_named_at_append_backward() -> None:
             program.add_operator("RNN", [x, w, r], [y], attrs={"hidden_size": 4, "activations": names})
             with pytest.raises(GradientError, match=message):
                 amp.append_backward(amp.nn.functional.sum(y))
+
+
+@pytest.mark.parametrize("opset", [7, 11, 14, 17])
+@pytest.mark.parametrize("type_", sorted(GATES))
+def test_imported_models_of_any_opset_train(type_: str, opset: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = 4 * len(GATES[type_])
+    weights = {"W": rng.normal(size=(1, rows, 3)), "R": rng.normal(size=(1, rows, 4))}
+    tensors = [onnx.numpy_helper.from_array(a.astype(np.float32), name) for name, a in weights.items()]
+    node = onnx.helper.make_node(type_, ["x", "W", "R"], ["y"], hidden_size=4)
+    infos = [tensor_info("x", "float32", [6, 2, 3])], [tensor_info("y", "float32", [6, 1, 2, 4])]
+    graph = onnx.helper.make_graph([node], "layer", *infos, tensors)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
+    onnx.save(model, tmp_path / "layer.onnx")
+    program = amp.Program.from_onnx(str(tmp_path / "layer.onnx"))
+    with amp.program_guard(program, program.startup), amp.scope_guard(amp.Scope()):
+        loss = amp.nn.functional.mean(amp.nn.functional.pow(program.outputs[0], 2.0))
+        feed = {"x": rng.normal(size=(6, 2, 3)).astype(np.float32)}
+        found = losses(program, program.startup, loss, "fp32", feed, 15, 3e-2)
+    assert found[-1] < 0.8 * found[0], found
