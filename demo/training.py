@@ -37,6 +37,7 @@ def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the training data")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(eval_batch=500)
     return parser
 
 
@@ -105,11 +106,25 @@ def fit(
         found_inf = optimizer.get_found_inf()
         fetches += [v.name for v in (optimizer.get_loss_scaling(), found_inf) if v is not None]
     trained = Trained(History(mode), executor, scope, test, image.name, test_prediction.name)
-    for epoch in range(options.epochs):
-        optimizer.set_lr(task.learning_rate * task.decay**epoch, scope)
-        _epoch(task, trained, main, fetches, label.name, options, epoch, progress)
-        trained.history.accuracy.append(evaluate(trained, *task.test))
+    run(task, trained, main, optimizer, fetches, label.name, options, progress)
     return trained
+
+
+def run(
+    task: Task,
+    trained: Trained,
+    main: amp.Program,
+    optimizer: Any,
+    fetches: list[str],
+    label: str,
+    options: argparse.Namespace,
+    progress: Callable[[str, int, int, float], None],
+) -> None:
+    """Train a program for ``options.epochs``; ``fetches``: the loss, then scale and verdict where there are any."""
+    for epoch in range(options.epochs):
+        optimizer.set_lr(task.learning_rate * task.decay**epoch, trained.scope)
+        _epoch(task, trained, main, fetches, label, options, epoch, progress)
+        trained.history.accuracy.append(evaluate(trained, *task.test, batch=options.eval_batch))
 
 
 def _epoch(
@@ -139,7 +154,7 @@ def _epoch(
         progress(history.mode, epoch * steps + step + 1, options.epochs * steps, history.loss[-1])
 
 
-def evaluate(trained: Trained, images: np.ndarray, labels: np.ndarray, batch: int = 500) -> float:
+def evaluate(trained: Trained, images: np.ndarray, labels: np.ndarray, batch: int) -> float:
     """Share of right decisions of the test program."""
     right = 0
     for start in range(0, len(images), batch):

@@ -49,9 +49,9 @@ def insert_graph(nested: Program, program: Program, given: dict[Variable, Variab
             copies[variable].is_input = False
     for op in nested.operators:
         copy = cloner.operator(op, program, copies)
-        if copy.name in taken:
+        if copy.name and copy.name in taken:
             copy.name = f"{prefix}/{copy.name}"
-        taken.update([copy.name] if copy.name else [])
+        taken.add(copy.name)
     return [copies[variable] for variable in nested.outputs]
 
 

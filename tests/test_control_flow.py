@@ -1,0 +1,212 @@
+"""If, Loop and Scan in training: known ones become straight lines, an If of the run has a gradient of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.control_flow import expand_control_flow
+
+
+def load(text: str) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]>\n{text}'))
+
+
+def run(program: amp.Program, feed: dict[str, Any], *fetches: Any) -> list[np.ndarray]:
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    return [np.asarray(v) for v in exe.run(program, feed=feed, fetch_list=list(fetches), scope=scope)]
+
+
+#: A recurrent loop: h = tanh(h w + x), every h is kept; it always goes on.
+LOOP = """
+net (float[2,3] x, float[2,3] h0, int64 n) => (float[2,3] h, float[k,2,3] all)
+  <float[3,3] w = {0.1, 0.2, 0.3, -0.4, 0.5, 0.6, 0.7, -0.8, 0.9}, bool yes = {1}>
+{
+  h, all = Loop (n, yes, h0) <body = turn (int64 i, bool on, float[2,3] h_in) => (bool go, float[2,3] h_out, float[2,3] row) {
+    go = Identity(on)
+    p = MatMul(h_in, w)
+    q = Add(p, x)
+    h_out = Tanh(q)
+    row = Identity(h_out)
+  }>
+}"""
+#: The same as a Scan over rows of x, backwards, with the results put in reverse as well.
+SCAN = """
+net (float[4,2,3] x, float[2,3] h0) => (float[2,3] h, float[4,2,3] all)
+  <float[3,3] w = {0.1, 0.2, 0.3, -0.4, 0.5, 0.6, 0.7, -0.8, 0.9}>
+{
+  h, all = Scan <num_scan_inputs = 1, scan_input_directions = [1], scan_output_directions = [1],
+    body = turn (float[2,3] h_in, float[2,3] x_in) => (float[2,3] h_out, float[2,3] row) {
+    p = MatMul(h_in, w)
+    q = Add(p, x_in)
+    h_out = Tanh(q)
+    row = Identity(h_out)
+  }> (h0, x)
+}"""
+W = np.array([0.1, 0.2, 0.3, -0.4, 0.5, 0.6, 0.7, -0.8, 0.9]).reshape(3, 3)
+
+
+def recurrence(w: np.ndarray, xs: list[np.ndarray], h: np.ndarray) -> list[np.ndarray]:
+    rows = []
+    for x in xs:
+        h = np.tanh(h @ w + x)
+        rows.append(h)
+    return rows
+
+
+def numerical(loss: Any, at: np.ndarray) -> np.ndarray:
+    """d loss / d at by central differences in float64."""
+    grad = np.zeros_like(at)
+    for index in np.ndindex(at.shape):
+        for sign in (1, -1):
+            moved = at.copy()
+            moved[index] += sign * 1e-6
+            grad[index] += sign * loss(moved) / 2e-6
+    return grad
+
+
+def gradient_of_w(program: amp.Program, feed: dict[str, Any], outputs: list[str]) -> np.ndarray:
+    """The gradient of the sum of squares of outputs."""
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        parts = [F.sum(program.var(name) * program.var(name)) for name in outputs]
+        loss = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        ((_, grad),) = amp.append_backward(loss, ["w"])
+    program.verify()
+    return run(program, feed, grad)[0]
+
+
+def test_a_loop_of_known_length_unrolls_and_trains() -> None:
+    rng = np.random.default_rng(0)
+    feed = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in ("x", "h0")}
+    before = run(load(LOOP), {**feed, "n": np.array(3)}, "h", "all")
+    program = load(LOOP)
+    assert amp.prepare_training(program, values={"n": 3}).notes
+    assert not program.nesting and sum(op.type == "Tanh" for op in program.operators) == 3
+    for found, expected in zip(run(program, feed, "h", "all"), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    found = gradient_of_w(program, feed, ["h", "all"])
+
+    def loss(w: np.ndarray) -> float:
+        rows = recurrence(w, [feed["x"]] * 3, feed["h0"])
+        return float((rows[-1] ** 2).sum() + sum((row**2).sum() for row in rows))
+
+    np.testing.assert_allclose(found, numerical(loss, W), rtol=1e-4, atol=1e-5)
+
+
+def test_a_scan_unrolls_and_trains() -> None:
+    rng = np.random.default_rng(1)
+    feed = {"x": rng.normal(size=(4, 2, 3)).astype(np.float32), "h0": rng.normal(size=(2, 3)).astype(np.float32)}
+    before = run(load(SCAN), feed, "h", "all")
+    program = load(SCAN)
+    assert expand_control_flow(program) and not program.nesting
+    for found, expected in zip(run(program, feed, "h", "all"), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    found = gradient_of_w(load(SCAN), feed, ["h", "all"])  # append_backward unrolls by itself
+
+    def loss(w: np.ndarray) -> float:
+        rows = recurrence(w, list(feed["x"][::-1]), feed["h0"])
+        return float((rows[-1] ** 2).sum() + sum((row**2).sum() for row in rows))
+
+    np.testing.assert_allclose(found, numerical(loss, W), rtol=1e-4, atol=1e-5)
+
+
+#: Both branches read w and h; only one reads v; one passes x through as it is.
+IF = """
+net (float[2,3] x) => (float[2,3] y, float[2,3] z)
+  <float[3,3] w = {0.1, 0.2, 0.3, -0.4, 0.5, 0.6, 0.7, -0.8, 0.9}, float[1,3] v = {0.5, -1.0, 2.0}, float limit = {0.0}>
+{
+  h = MatMul(x, w)
+  total = ReduceSum <keepdims = 0> (h)
+  on = Greater(total, limit)
+  y, z = If (on) <
+    then_branch = yes () => (float[2,3] t, float[2,3] tz) { s = Sigmoid(h)  u = Mul(s, v)  t = MatMul(u, w)  tz = Tanh(h) },
+    else_branch = no () => (float[2,3] e, float[2,3] ez) { e = Mul(h, h)  ez = Identity(h) }>
+}"""
+V = np.array([[0.5, -1.0, 2.0]])
+
+
+def branches(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> float:
+    h = x @ w
+    if h.sum() > 0:
+        y, z = (1 / (1 + np.exp(-h)) * v) @ w, np.tanh(h)
+    else:
+        y, z = h * h, h
+    return float((y * y).sum() + (z * z).sum())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("mode", ["fp32", "pure-fp16"])
+def test_an_if_of_the_run_has_a_gradient(sign: int, mode: str) -> None:
+    x = np.random.default_rng(2).normal(size=(2, 3))
+    x = (x if (x @ W).sum() * sign > 0 else -x).astype(np.float32)
+    program = load(IF)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        if mode == "pure-fp16":
+            amp.cast_model_to_fp16(program, use_fp16_guard=False)
+        loss = F.sum(program.outputs[0] * program.outputs[0]) + F.sum(program.outputs[1] * program.outputs[1])
+        pairs = dict((p.name, g) for p, g in amp.append_backward(loss))
+    program.verify()
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    if mode == "pure-fp16":
+        amp.cast_parameters_to_fp16(amp.CPUPlace(), program, scope)
+    dw, dv = exe.run(program, feed={"x": x}, fetch_list=[pairs["w"], pairs["v"]], scope=scope)
+    limits = {"rtol": 1e-4, "atol": 1e-5} if mode == "fp32" else {"rtol": 1e-2, "atol": 2e-2}
+    np.testing.assert_allclose(dw, numerical(lambda w: branches(x, w, V), W), **limits)
+    np.testing.assert_allclose(dv, numerical(lambda v: branches(x, W, v), V), **limits)
+    assert (dv == 0).all() == (sign < 0), "the branch that is not taken gives nothing"
+
+
+def test_a_program_with_an_if_trains_through_decorate() -> None:
+    program = load(IF)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(program.outputs[0] * program.outputs[0])
+        optimizer = amp.decorate(amp.optimizer.Adam(0.05, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    feed = {"x": np.ones((2, 3), np.float32)}
+    losses = [exe.run(program, feed=feed, fetch_list=[loss], scope=scope)[0].item() for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_if_on_a_known_shape_is_inlined() -> None:
+    program = load("""
+      net (float[2,3] x) => (float[2,3] y)
+        <float[3,3] w = {0.1, 0.2, 0.3, -0.4, 0.5, 0.6, 0.7, -0.8, 0.9}, int64 two = {2}>
+      {
+        s = Shape <start = 0, end = 1> (x)
+        r = Squeeze(s)
+        same = Equal(r, two)
+        y = If (same) <
+          then_branch = yes () => (float[2,3] t) {
+            d = If (same) <then_branch = a () => (float[2,3] p) { p = MatMul(x, w) },
+                           else_branch = b () => (float[2,3] q) { q = Identity(x) }>
+            t = Tanh(d) },
+          else_branch = no () => (float[2,3] e) { e = Relu(x) }>
+      }""")
+    assert expand_control_flow(program)
+    assert [op.type for op in program.operators if op.type in ("If", "MatMul", "Tanh", "Relu")] == ["MatMul", "Tanh"]
+    program.verify()
+
+
+@pytest.mark.parametrize("change, told", [
+    (("n)", "n, bool never)"), "trip count 'n' is not known before the run.*prepare_training"),
+    (("go = Identity(on)", "go = Not(on)"), "decides in the run whether to go on"),
+])  # fmt: skip
+def test_a_loop_of_unknown_length_is_named(change: tuple[str, str], told: str) -> None:
+    program = load(LOOP.replace(*change, 1))
+    before = program.to_onnx().SerializeToString()
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.sum(program.var("h"))
+        before = program.to_onnx().SerializeToString()
+        with pytest.raises(amp.AmpError, match=f"through 'Loop -> h'.*{told}"):
+            amp.append_backward(loss)
+    assert program.to_onnx().SerializeToString() == before

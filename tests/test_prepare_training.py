@@ -1,0 +1,221 @@
+"""``prepare_training``: what exporters did to the weights is undone, layers train, the rest is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.ir.weights import not_a_weight
+from amp_transpiler.nn import functional as F
+
+
+def floats(*shape: int, seed: int = 0) -> str:
+    values = np.random.default_rng(seed).normal(size=shape).reshape(-1)
+    return "{" + ", ".join(f"{v:.5f}" for v in values) + "}"
+
+
+def load(text: str, opset: int = 17) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{text}'))
+
+
+def run(program: amp.Program, feed: dict[str, Any], *fetches: Any) -> list[np.ndarray]:
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    return [np.asarray(v) for v in exe.run(program, feed=feed, fetch_list=list(fetches), scope=scope)]
+
+
+#: Two linear layers as exporters write them: weights transposed and anonymous, equal biases one tensor, one of its
+#: uses behind an Identity, and a head that is the embedding transposed.
+LINEAR = f"""
+net (int64[2] ids) => (float[2,5] y)
+  <float[5,4] emb = {floats(5, 4, seed=1)}, float[4,4] val_7 = {floats(4, 4, seed=2)},
+   float[4,4] onnx_MatMul_9 = {floats(4, 4, seed=3)}, float[4] a_bias = {{0.0, 0.0, 0.0, 0.0}},
+   float[4,5] val_12 = {{TIED}}>
+{{
+  e = Gather(emb, ids)
+  [n1] h = MatMul(e, val_7)
+  b = Identity(a_bias)
+  [n2] h1 = Add(h, b)
+  [n3] g = MatMul(h1, onnx_MatMul_9)
+  [n4] g1 = Add(g, a_bias)
+  [n5] y = MatMul(g1, val_12)
+}}"""
+
+
+def linear() -> amp.Program:
+    table = np.array([float(v) for v in floats(5, 4, seed=1)[1:-1].split(",")]).reshape(5, 4)
+    tied = "{" + ", ".join(f"{v:.5f}" for v in table.T.reshape(-1)) + "}"
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>' + LINEAR.replace("{TIED}", tied))
+    for tensor in model.graph.initializer:
+        tensor.name = tensor.name.replace("onnx_MatMul", "onnx::MatMul")
+    scopes = {"n1": "/enc/query/MatMul", "n2": "/enc/query/Add", "n3": "/enc/out/MatMul", "n4": "/enc/out/Add",
+              "n5": "/head/MatMul"}  # fmt: skip
+    for node in model.graph.node:
+        node.name = scopes.get(node.name, node.name)
+        node.input[:] = [name.replace("onnx_MatMul", "onnx::MatMul") for name in node.input]
+    return amp.Program.from_onnx(model)
+
+
+def test_weights_are_what_they_were_before_the_export() -> None:
+    program, feed = linear(), {"ids": np.array([3, 1])}
+    before = run(program, feed, "y")[0]
+    told = amp.prepare_training(program)
+    shapes = {v.name: v.shape for v in program.parameters}
+    assert shapes == {"emb": (5, 4), "enc.query.weight": (4, 4), "enc.out.weight": (4, 4), "a_bias": (4,),
+                      "enc.out.bias": (4,)} or shapes == {"emb": (5, 4), "enc.query.weight": (4, 4),
+                      "enc.out.weight": (4, 4), "a_bias": (4,), "enc.query.bias": (4,)}  # fmt: skip
+    assert "'val_12' is 'emb' transposed: tied again" in told.notes
+    assert any("got 1 copies" in note for note in told.notes)
+    program.verify()
+    np.testing.assert_allclose(run(program, feed, "y")[0], before, rtol=1e-6)
+    query = run(program, feed, "enc.query.weight")[0]
+    np.testing.assert_allclose(query.T.reshape(-1), [float(v) for v in floats(4, 4, seed=2)[1:-1].split(",")])
+
+
+def test_names_and_ties_can_be_left_alone() -> None:
+    program = linear()
+    amp.prepare_training(program, restore=False, keep_tied=["a_bias"])
+    assert {v.name for v in program.parameters} == {"emb", "val_7", "onnx::MatMul_9", "a_bias"}
+
+
+def test_a_tied_vector_that_was_trained_stays_tied() -> None:
+    program = load(f"""net (float[2,4] x) => (float[2,4] y) <float[4] b = {floats(4)}>
+                   {{ h = Add(x, b)  y = Add(h, b) }}""")
+    assert amp.prepare_training(program).trainable == ("b",)
+
+
+def test_patterns_choose_by_name_and_by_reader() -> None:
+    program = linear()
+    told = amp.prepare_training(program, trainable=["enc/*", "emb"], freeze=["re:.*bias"])
+    assert set(told.trainable) == {"emb", "enc.query.weight", "enc.out.weight"}
+    assert set(told.frozen) >= {"a_bias"}
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(program.outputs[0] * program.outputs[0])
+        amp.optimizer.SGD(0.1).minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    before = {name: np.array(scope.find_var(name)) for name in told.trainable + told.frozen}
+    exe.run(program, feed={"ids": np.array([3, 1])}, fetch_list=[loss], scope=scope)
+    for name, value in before.items():
+        assert (np.array_equal(scope.find_var(name), value)) == (name in told.frozen), name
+
+
+def test_numbers_are_no_weights() -> None:
+    program = load(f"""
+      net (float[1,2,4,4] x, float[1,3] position) => (float[1,2,4,4] y, float[1,3,2] angle)
+        <float[2] scale = {{1.0, 1.0}}, float[2] bias = {{0.0, 0.0}}, float[2] mean = {{0.1, 0.2}},
+         float[2] var = {{1.0, 2.0}}, float[4,4] causal = {{{", ".join(["0", "-3.4e38"] * 8)}}},
+         float[4,4] real = {floats(4, 4)}, float[1,2] frequencies = {floats(1, 2)}, int64[1] two = {{2}}>
+      {{
+        n = BatchNormalization(x, scale, bias, mean, var)
+        m = Add(n, causal)
+        y = Add(m, real)
+        p = Unsqueeze(position, two)
+        f = Mul(p, frequencies)
+        angle = Cos(f)
+      }}""")
+    reasons = {v.name: not_a_weight(v) for v in program.variables if v.data is not None and v.dtype == "float32"}
+    assert reasons == {"scale": "", "bias": "", "mean": "statistics", "var": "statistics", "causal": "a mask",
+                       "real": "", "frequencies": "the frequencies of an angle"}  # fmt: skip
+    assert {v.name for v in program.parameters} == {"scale", "bias", "real"}
+    assert {v.name for v in program.variables if v.persistable} == {"scale", "bias", "real", "mean", "var"}
+
+
+def test_weights_in_constants_and_nested_graphs_become_parameters() -> None:
+    values = ", ".join(["0.5", "-1.0", "2.0", "1.0"])
+    program = load(f"""
+      net (float[2,2] x, bool on) => (float[2,2] y)
+      {{
+        w = Constant <value = float[2,2] {{{values}}}> ()
+        h = MatMul(x, w)
+        y = If (on) <
+          then_branch = yes () => (float[2,2] t) <float[2,2] inner = {floats(2, 2)}> {{ t = MatMul(h, inner) }},
+          else_branch = no () => (float[2,2] e) {{ e = Relu(h) }}>
+      }}""")
+    assert not program.parameters
+    feed = {"x": np.ones((2, 2), np.float32), "on": np.array(True)}
+    before = run(program, feed, "y")[0]
+    told = amp.prepare_training(program)
+    assert set(told.trainable) == {"w", "inner"}
+    program.verify()
+    np.testing.assert_array_equal(run(program, feed, "y")[0], before)
+
+
+def test_batch_norm_and_dropout_train() -> None:
+    text = f"""
+      net (float[8,2,3,3] x) => (float[8,2,3,3] y)
+        <float[2] scale = {{1.0, 2.0}}, float[2] bias = {{0.0, 1.0}}, float[2] mean = {{0.0, 0.0}},
+         float[2] var = {{1.0, 1.0}}, float[2,2,1,1] w = {floats(2, 2, 1, 1)}>
+      {{ [conv] c = Conv(x, w)  [bn] n = BatchNormalization(c, scale, bias, mean, var)  y = Dropout(n) }}"""
+    x = np.random.default_rng(0).normal(3, 2, (8, 2, 3, 3)).astype(np.float32)
+    program = load(text)
+    told = amp.prepare_training(program, dropout={"conv": 0.25})
+    assert "1 BatchNormalization train with the statistics of the batch" in told.notes
+    assert "1 Dropout are switched on" in told.notes and "1 Dropout of 0.25 behind 'conv'" in told.notes
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(program.outputs[0])
+        amp.optimizer.SGD(0.0).minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    first, normal = exe.run(program, feed={"x": x}, fetch_list=["y", "n"], scope=scope)
+    second = exe.run(program, feed={"x": x}, fetch_list=["y"], scope=scope)[0]
+    assert abs(normal.mean((0, 2, 3)) - [0, 1]).max() < 1e-5, "normalised by the batch"
+    assert 0.3 < (first == 0).mean() < 0.7 and not np.array_equal(first == 0, second == 0)
+    assert abs(scope.find_var("mean")).min() > 0, "running statistics move"
+    whole = exe.run(program.clone(for_test=True), feed={"x": x}, fetch_list=["y"], scope=scope)[0]
+    assert (whole != 0).all()
+
+    frozen = load(text)
+    amp.prepare_training(frozen, batch_norm="frozen")
+    assert not frozen.updates.get(frozen.var("mean"))
+
+
+def test_merged_statistics_of_two_layers_are_two_states() -> None:
+    program = load("""
+      net (float[4,2] x) => (float[4,2] y)
+        <float[2] one = {1.0, 1.0}, float[2] zero = {0.0, 0.0}>
+      { a = BatchNormalization(x, one, zero, zero, one)  y = BatchNormalization(a, one, zero, zero, one) }""")
+    amp.prepare_training(program)
+    states = [[op.inputs[slot].name for slot in (1, 2, 3, 4)] for op in program.operators if op.type == "BatchNormalization"]  # type: ignore[union-attr]
+    assert len({name for row in states for name in row}) == 8
+    assert len(program.updates) == 4
+
+
+def test_a_second_preparation_changes_nothing() -> None:
+    program = linear()
+    amp.prepare_training(program)
+    once = program.to_onnx().SerializeToString()
+    assert not amp.prepare_training(program).notes
+    assert program.to_onnx().SerializeToString() == once
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"trainable": ["decoder*"]}, "trainable: pattern 'decoder\\*' matches no parameter of program 'net'"),
+    ({"freeze": "emb"}, "freeze takes strings"),
+    ({"freeze": ["*"]}, "no parameter of program 'net' is left to train"),
+    ({"batch_norm": "eval"}, "'train' or 'frozen'"),
+    ({"dropout": {"nowhere": 0.1}}, "dropout: pattern 'nowhere' matches no operator"),
+    ({"dropout": {"enc/*": 1.0}}, "rate of pattern 'enc/\\*' is 1.0"),
+    ({"dropout": [0.1]}, "expected {pattern: rate}"),
+    ({"values": {"n": 3}}, "has no input 'n'; its inputs are ids"),
+    ({"values": {"ids": 3}}, "does not fit input 'ids'"),
+    ({"feed_shapes": {"ids": (3,)}}, "does not fit input 'ids' of shape \\[2\\]"),
+])  # fmt: skip
+def test_what_it_refuses_leaves_the_program_alone(options: dict[str, Any], told: str) -> None:
+    program = linear()
+    before = program.to_onnx().SerializeToString()
+    with pytest.raises(amp.AmpError, match=told):
+        amp.prepare_training(program, **options)
+    assert program.to_onnx().SerializeToString() == before
+
+
+def test_not_after_minimize() -> None:
+    program = linear()
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        amp.optimizer.SGD(0.1).minimize(F.mean(program.outputs[0]))
+    with pytest.raises(amp.AmpError, match="has a backward pass already"):
+        amp.prepare_training(program)
