@@ -47,7 +47,8 @@ entry(own(INPUT)).exact = True
 def _dropout_types(op: Operator) -> _Types:
     source = op.input(1)
     assert source is not None
-    return [(source.dtype, source.shape), ("bool", source.shape)][: len(op.outputs)]
+    types: _Types = [(source.dtype, source.shape), ("bool", source.shape)]
+    return types[: len(op.outputs)]
 
 
 @body(own(DROPOUT), infer=_dropout_types)

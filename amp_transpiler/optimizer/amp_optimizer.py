@@ -20,7 +20,7 @@ from ..passes.rewrite import rewrite_program
 from ..runtime.parameters import cast_parameters_to_fp16
 from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
-from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, number
+from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first, number
 from .scaling import check_finite_and_unscale, scaling_attributes, update_loss_scaling
 from .state import appending, create_state, shared_name
 
@@ -179,6 +179,7 @@ class OptimizerWithMixedPrecision:
     def _checked_update(self, program: Program, startup: Program, params_grads: ParamsGrads) -> list[Operator]:
         """Unscale, finite check and scale update, and an update that a bad step skips."""
         assert self._loss_scaling is not None
+        params_grads = latest_first(params_grads)
         with context.program_guard(program, startup):
             grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._loss_scaling)
             _gate_forward_state(program, found_inf)

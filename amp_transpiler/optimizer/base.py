@@ -112,6 +112,7 @@ class Optimizer:
     def _apply(self, params_grads: ParamsGrads, startup: Program, found_inf: Variable | None) -> list[Operator]:
         """Clip and update. With ``found_inf`` (bool [1]) nothing changes where it is true."""
         program = checked_pairs(params_grads)
+        params_grads = latest_first(params_grads)
         parameters = [parameter for parameter, _ in params_grads]
         for parameter in parameters:
             static_shape(parameter)
@@ -195,6 +196,16 @@ class Optimizer:
         if self._rate is None or not scope.has_var(self._rate.name):
             return self.learning_rate
         return float(scope.find_var(self._rate.name))
+
+
+def latest_first(params_grads: ParamsGrads) -> ParamsGrads:
+    """The pairs in the order for operators that read many gradients: the gradient that is computed last comes first.
+
+    onnxruntime computes what a node reads from its last input on. So each gradient is computed when the backward pass
+    reaches it, and frees the activations it reads; in another order, such as that of an exporter's initializers, they
+    are kept until the whole pass has gone by.
+    """
+    return sorted(params_grads, key=lambda pair: -1 if pair[1].producer is None else pair[1].producer.key, reverse=True)
 
 
 def checked_loss(loss: Variable) -> Variable:
