@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ..ir.contrib import DOMAIN
 from ..ir.decompose import Parts, decomposition
 from ..ir.program import Operator, Variable
 from .attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
 
-_MS = "com.microsoft::"
+_MS = f"{DOMAIN}::"
 Maybe = Variable | None
 
 

@@ -268,6 +268,26 @@ def test_precision_lists_apply_to_the_parts(pure: bool, tmp_path: Path) -> None:
     assert not set(parts) & {type_ for type_, *_ in ONE} - {"Gelu"}
 
 
+def test_a_test_program_is_taken_apart_and_computes_the_same(tmp_path: Path) -> None:
+    program = amp.Program.from_onnx(optimised(block(), tmp_path))
+    feeds = {"x": X, "mask": np.zeros((2, 1, 1, 5), np.float32)}
+    feeds["x"] = normal(2, 5, 12)
+    want = session(program.to_onnx()).run(None, feeds)[0]
+    test = program.clone(for_test=True)
+    with amp.program_guard(program, program.startup):
+        y = program.var("y")
+        loss = F.mean(y * y)
+    optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+    optimizer.minimize(loss, program.startup)
+    with amp.scope_guard(amp.Scope()):
+        exe = amp.Executor(amp.CPUPlace())
+        exe.run(program.startup)
+        optimizer.amp_init(amp.CPUPlace(), test_program=test)
+        (found,) = exe.run(test, feed=feeds, fetch_list=["y"])
+    assert not [op for op in test.operators if op.domain]
+    np.testing.assert_allclose(found, want, rtol=2e-2, atol=2e-2)
+
+
 LLAMA = """<ir_version: 11, opset_import: ["" : 24]>
 llama (float[2,6,16] x) => (float[2,6,16] y) {
     n1 = RMSNormalization <epsilon = 1e-5> (x, g1)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GraphError
-from .infer import Declared, constant_array, infer_operator
+from .infer import Declared, infer_operator
 from .marks import FULL
 from .opdef import lookup
 from .program import Operator, Program, Variable
@@ -124,10 +124,6 @@ class Parts:
     def whole(self, name: str, default: int) -> int:
         """An integer attribute."""
         return int(self.op.attrs.get(name, default))
-
-    def known(self, variable: Variable | None) -> np.ndarray | None:
-        """The content of a small constant."""
-        return None if variable is None else constant_array(variable)
 
     def size(self, variable: Variable, axis: int) -> int | None:
         """The size of one axis where it is fixed."""

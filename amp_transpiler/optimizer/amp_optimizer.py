@@ -148,8 +148,7 @@ class OptimizerWithMixedPrecision:
             raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
                              "a program once, or build it anew")  # fmt: skip
         with appending(program, startup_program, self) as startup:
-            if any(has_decomposition(op) for op in program.walk()):
-                standardize(program)  # before the lists decide
+            _take_apart(program)
             if self._use_pure_fp16:
                 self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
             else:
@@ -217,6 +216,8 @@ class OptimizerWithMixedPrecision:
             raise ArgumentError(f"amp_init: test_program is the training program '{program.name}' itself; give it a "
                                 "program for evaluation, such as program.clone(for_test=True)")  # fmt: skip
         with unchanged_on_error(test_program):
+            if test_program is not None and (self._use_pure_fp16 or use_fp16_test):
+                _take_apart(test_program)
             if test_program is not None and self._use_pure_fp16:
                 cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False)
             elif test_program is not None and use_fp16_test:
@@ -267,6 +268,12 @@ class OptimizerWithMixedPrecision:
         scaled = program.add_variable(program.unique(f"{loss.name}@SCALED"), "float32", loss.shape or (1,))
         program.add_operator("Mul", [loss, self._loss_scaling], [scaled])
         return scaled
+
+
+def _take_apart(program: Program) -> None:
+    """Operators that the lists do not know become those that they do, before the lists decide."""
+    if any(has_decomposition(op) for op in program.walk()):
+        standardize(program)
 
 
 def _gate_forward_state(program: Program, found_inf: Variable) -> None:
