@@ -183,6 +183,17 @@ def test_a_budget_takes_no_more_than_needed_and_says_what_is_out_of_reach() -> N
     assert_equal_bits(within(least).states(2), Training("transformer", "fp32").states(2))
 
 
+def test_a_budget_on_cuda_needs_no_gpu() -> None:
+    """16-bit tensors take half of what they take on CPU."""
+    counts = []
+    for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
+        training = Training(
+            "transformer", "pure-fp16", lambda main, p=place: amp.recompute(main, memory_budget=370_000, place=p)
+        )
+        counts.append(len(training.recomputed()))
+    assert counts[0] > counts[1] == 0
+
+
 # -- wrong requests ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "arguments, message",
@@ -195,7 +206,8 @@ def test_a_budget_takes_no_more_than_needed_and_says_what_is_out_of_reach() -> N
         ({"segments": ["decoder/*"]}, "pattern 'decoder/.*' matches no operator name or scope"),
         ({"segments": ["ids"]}, "checkpoint 'ids' is not made by the forward pass"),
         ({"segments": ["re:("]}, "no regular expression"),
-        ({"segments": ["encoder/*"], "feed_shapes": {}}, "feed_shapes belong to memory_budget"),
+        ({"segments": ["encoder/*"], "feed_shapes": {}}, "feed_shapes and place belong to memory_budget"),
+        ({"memory_budget": 1, "place": "cuda"}, "place is CPUPlace"),
         ({"memory_budget": 0}, "at least 1"),
         ({"memory_budget": 1.5}, "a number of bytes"),
         ({"memory_budget": 1, "feed_shapes": {"idx": (1,)}}, "'idx' is no feed"),

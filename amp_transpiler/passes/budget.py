@@ -33,24 +33,27 @@ class _Undo(Exception):
 
 
 def working_peak(program: Program, loss: Variable, gradients: Sequence[Variable],
-                 shapes: Mapping[str, tuple[int, ...]]) -> int:  # fmt: skip
-    """The bytes that tensors take at their peak while loss and gradients are computed on CPU; state and feeds not
-    counted. A finite check is appended: like any update it decides in which order the gradients are computed."""
+                 shapes: Mapping[str, tuple[int, ...]], place: str) -> int:  # fmt: skip
+    """The bytes that tensors take at their peak while loss and gradients are computed at ``place`` ("cpu", "cuda").
+
+    State and feeds are not counted. A finite check is appended, which, like an optimizer's, decides in which order the
+    gradients are computed.
+    """
+    gradients = sorted(gradients, key=lambda g: -1 if g.producer is None else g.producer.key, reverse=True)
     scale = program.add_constant("scale", np.ones(1, np.float32))
     verdict = program.add_variable(program.unique("found_inf"), "bool", (1,))
     program.add_operator(CHECK, [scale, *gradients], [verdict], domain=OWN)
-    lowered = lower(program, "cpu", dict(shapes), [loss, verdict, *gradients])
+    lowered = lower(program, place, dict(shapes), [loss, verdict, *gradients])
     return max(plan(lowered).totals(), default=0)
 
 
 def within_budget(loss: Variable, gradients: Sequence[Variable], budget: int, shapes: Mapping[str, tuple[int, ...]],
-                  insert: Callable[[Sequence[Segment]], object]) -> list[Segment]:  # fmt: skip
+                  place: str, insert: Callable[[Sequence[Segment]], object]) -> list[Segment]:  # fmt: skip
     """The segments to recompute so that loss and gradients are computed within ``budget`` bytes.
 
     ``insert`` does the recomputing; the program is unchanged when this returns. ArgumentError where no choice fits,
     with the least peak that was found.
     """
-
     program = loss.program
 
     def peak(segments: Sequence[Segment]) -> int:
@@ -58,7 +61,7 @@ def within_budget(loss: Variable, gradients: Sequence[Variable], budget: int, sh
         try:
             with unchanged_on_error(program):
                 insert(segments)
-                found = working_peak(program, loss, gradients, shapes)
+                found = working_peak(program, loss, gradients, shapes, place)
                 raise _Undo
         except _Undo:
             return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir.patterns import matching, pattern_of
@@ -19,17 +20,19 @@ class Request:
 
     names: tuple[str, ...] = ()
     memory_budget: int | None = None
-    feed_shapes: Mapping[str, tuple[int, ...]] | None = None
+    feed_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    place: str = "cpu"
 
 
 def recompute(program_or_loss: Program | Variable, segments: Sequence[Variable | str] | None = None, *,
               memory_budget: int | None = None,
-              feed_shapes: Mapping[str, Sequence[int]] | None = None) -> None:  # fmt: skip
+              feed_shapes: Mapping[str, Sequence[int]] | None = None, place: Any = None) -> None:  # fmt: skip
     """Let the backward pass compute activations again instead of keeping them (activation checkpointing).
 
     Call it before ``append_backward`` or ``minimize`` (decorated or not), with the program or its loss. It costs up to
-    one more forward pass a step and changes no bit of any gradient: dropout masks are the same, running statistics are
-    updated once.
+    one more forward pass a step and changes no gradient: dropout masks are the same, running statistics are updated
+    once. Gradients are equal bit for bit where onnxruntime uses the same kernels for both forward passes: up to
+    optimization level "basic"; from "extended" on it may fuse operators in one of them.
 
     Args:
         segments: what bounds or makes the segments, variables or strings.
@@ -39,9 +42,11 @@ def recompute(program_or_loss: Program | Variable, segments: Sequence[Variable |
             expression: every scope that fits is a segment with all that lies in it. A pattern that fits the names of
             operators without a scope makes one segment of them.
         memory_budget: instead of ``segments``, the bytes that the tensors of the forward and backward pass may take at
-            their peak on CPU, state (parameters, masters, moments) and feeds not counted. The segments are chosen when
-            the gradients are appended, no more of them than needed.
-        feed_shapes: with ``memory_budget``, the shapes of feeds whose declared shape is not fixed.
+            their peak, as ``Program.memory_estimate`` forecasts it, state (parameters, masters, moments) and feeds not
+            counted. The segments are chosen when the gradients are appended, no more of them than needed; that takes
+            about ten forecasts.
+        feed_shapes, place: with ``memory_budget``, the shapes of feeds whose declared shape is not fixed, and where
+            the program will run (default ``CPUPlace()``; a forecast for CUDA needs no GPU).
 
     Raises:
         ArgumentTypeError, ArgumentError: neither segments nor a budget, or both; a pattern or name that fits nothing;
@@ -57,21 +62,25 @@ def recompute(program_or_loss: Program | Variable, segments: Sequence[Variable |
     if (segments is None) == (memory_budget is None):
         raise ArgumentError("recompute takes segments, or a memory_budget in bytes; one of the two")
     if segments is None:
-        program.recompute = _budget(program, memory_budget, feed_shapes)
+        program.recompute = _budget(program, memory_budget, feed_shapes, place)
         return
-    if feed_shapes is not None:
-        raise ArgumentError("recompute: feed_shapes belong to memory_budget; named segments need none")
+    if feed_shapes is not None or place is not None:
+        raise ArgumentError("recompute: feed_shapes and place belong to memory_budget; named segments need neither")
     names = _names(program, segments)
     named_segments(program, names, program.operators)
     program.recompute = Request(names)
 
 
-def _budget(program: Program, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None) -> Request:
+def _budget(program: Program, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Any) -> Request:
+    kind = "cpu" if place is None else getattr(place, "kind", None)
+    if kind not in ("cpu", "cuda"):
+        raise ArgumentTypeError(f"recompute: place is CPUPlace() or CUDAPlace(0), got {place!r}")
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise ArgumentTypeError(f"recompute: memory_budget is a number of bytes, got {budget!r}")
     if budget < 1:
         raise ArgumentError(f"recompute: memory_budget is a number of bytes, at least 1; got {budget}")
-    return Request(memory_budget=budget, feed_shapes=given_shapes("recompute", program, feed_shapes))
+    return Request(memory_budget=budget, feed_shapes=given_shapes("recompute", program, feed_shapes),
+                   place=kind)  # fmt: skip
 
 
 def _names(program: Program, segments: Sequence[Variable | str]) -> tuple[str, ...]:
@@ -101,7 +110,7 @@ def recompute_activations(program: Program, loss: Variable, made: Made, gradient
     if request.memory_budget is None:
         put(named_segments(program, request.names, program.operators))
     else:
-        put(within_budget(loss, gradients, request.memory_budget, request.feed_shapes or {}, put))
+        put(within_budget(loss, gradients, request.memory_budget, request.feed_shapes, request.place, put))
 
 
 def named_segments(program: Program, names: Sequence[str], order: Sequence[Operator]) -> list[Segment]:
