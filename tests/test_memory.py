@@ -71,6 +71,20 @@ def test_an_unknown_shape_is_named() -> None:
         planned("n = NonZero(x)  m = Cast <to = 1> (n)  y = ReduceSum(m)", outputs="float[1, 1] y")
 
 
+def test_a_model_that_computes_its_shapes() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[N, 8] x) => (float[N, M] y)
+    <int64[1] zero = {0}> {
+        four = Constant <value = int64[1] {4}> ()
+        s = Shape(x)
+        t = Concat <axis = 0> (four, s)
+        wide = Expand(x, t)
+        y = ReduceSum <keepdims = 0> (wide, zero)
+    }"""
+    estimate = amp.Program.from_onnx(onnx.parser.parse_model(text)).memory_estimate({"x": (16, 8)})
+    assert estimate.largest[0].shape == (4, 16, 8) and estimate.activations == 0
+    assert estimate.peak >= estimate.feeds + 5 * 16 * 8 * 4
+
+
 def fed(batch: int) -> dict[str, tuple[int, ...]]:
     return {"image": (batch, 784), "label": (batch, 1)}
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..ir.infer import Shapes
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ops.clip import CLIPS
 from ..ops.scaling import CHECK
 from ..ops.update import LAYOUTS
 from ..passes.feed_shapes import given_shapes
 from ..passes.liveness import Buffer, Liveness, plan, tensor_bytes
-from ..passes.lowered import Lowered
+from ..passes.lowered import Lowered, static
 from ..passes.lowering import lower
 from ..runtime.in_place import refusals
 from ..runtime.place import CPUPlace, Place, check_place
@@ -104,10 +105,21 @@ def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | No
     place = CPUPlace() if place is None else check_place(place, "memory_estimate")
     shapes = given_shapes("memory_estimate", self, feed_shapes)
     lowered = lower(self, place.kind, shapes, [self.var(v) if isinstance(v, str) else v for v in fetch_list])
+    _complete(self, lowered, shapes)
     return _Estimate(self, lowered, place, shapes).record()
 
 
 setattr(Program, "memory_estimate", memory_estimate)  # noqa: B010 - mypy refuses the plain assignment
+
+
+def _complete(program: Program, lowered: Lowered, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Give ``lowered.tensors`` the shapes that follow from the feeds; lowering does so only where a body needs one."""
+    if all(value.shape is not None for value in lowered.tensors.values()):
+        return
+    known = Shapes(program, shapes)
+    for name, value in lowered.tensors.items():
+        if value.shape is None and program.has_var(name):
+            lowered.tensors[name] = replace(value, shape=static(known[program.var(name)][1]))
 
 
 class _Estimate:
