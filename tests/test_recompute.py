@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from programs import feeds_of, resnet_layers
 from test_memory import measured
+from test_placement import place
+from test_placement import pytestmark as needs_placement_tool
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
@@ -165,6 +168,17 @@ def test_a_request_survives_a_clone() -> None:
         copy = main.clone()
     amp.append_backward(copy.var(loss.name))
     assert any(op.reason.startswith("recomputed") for op in copy.operators)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure-fp16"])
+def test_a_recomputing_step_is_on_cuda_entirely(mode: str, tmp_path: Path) -> None:
+    training = Training("transformer", mode, ASKS["scopes"][1])
+    done = place(training.main.lower(amp.CUDAPlace(0), None, [training.loss]).model, tmp_path / "step.onnx")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+for mark in needs_placement_tool:
+    test_a_recomputing_step_is_on_cuda_entirely = mark(test_a_recomputing_step_is_on_cuda_entirely)
 
 
 # -- a byte budget ---------------------------------------------------------------------------------------
