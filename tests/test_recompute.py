@@ -200,9 +200,9 @@ def test_a_budget_takes_no_more_than_needed_and_says_what_is_out_of_reach() -> N
 def test_a_budget_on_cuda_needs_no_gpu() -> None:
     """16-bit tensors take half of what they take on CPU."""
     counts = []
-    for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
+    for device in (amp.CPUPlace(), amp.CUDAPlace(0)):
         training = Training(
-            "transformer", "pure-fp16", lambda main, p=place: amp.recompute(main, memory_budget=370_000, place=p)
+            "transformer", "pure-fp16", lambda main, p=device: amp.recompute(main, memory_budget=370_000, place=p)
         )
         counts.append(len(training.recomputed()))
     assert counts[0] > counts[1] == 0
