@@ -6,16 +6,19 @@ input; PYTHON is an interpreter of another environment, with torch. Without them
 
 from __future__ import annotations
 
+import lzma
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 WORKER = Path(__file__).parent / "benchmarks" / "torch_graph.py"
 MODELS = ["bert_l2_dyn", "bert_l2_leg", "gpt2_dyn", "vit_small_dyn", "lstm_leg", "gru_leg", "llama_l3_leg",
           "whisper_tiny_enc_dyn", "mobilenetv3_dyn", "efficientnet_b0_leg", "resnet50_leg"]  # fmt: skip
@@ -71,6 +74,68 @@ def test_gradients_are_those_of_torch(request: pytest.FixtureRequest, name: str,
     # Where rounding turns ReLUs on and off (a ResNet with random weights), fp32 is further off: in torch as well.
     limit = max(1e-4, 2 * max(torchs.values()))
     assert max(ours.values()) < limit, sorted(ours.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+@pytest.mark.parametrize("name", [*MODELS, "script_ifloop_leg"])
+def test_twenty_steps(request: pytest.FixtureRequest, name: str, mode: str) -> None:
+    """Towards its own output, disturbed; every gradient finite, and the loss lower at the end."""
+    path, feeds = exported(request, name)
+    out = first_output(path, feeds)
+    program = amp.Program.from_onnx(str(path))
+    fixed = {"n": feeds.pop("n")} if "n" in feeds else {}
+    amp.prepare_training(program, values=fixed)
+    history = train(program, feeds, out, mode)
+    assert np.isfinite(history).all() and history[-1] < history[0], history
+
+
+def train(program: amp.Program, feeds: dict[str, np.ndarray], out: np.ndarray, mode: str) -> list[float]:
+    """The losses of 20 Adam steps, none of which is skipped."""
+    noise = np.random.default_rng(0).normal(size=out.shape) * (out.std() or 0.1)
+    feeds = {**feeds, "target": (out + noise).astype(np.float32)}
+    loss = squared(program)
+    optimizer: Any = amp.optimizer.Adam(2e-5, multi_precision=mode != "fp32")
+    if mode != "fp32":
+        optimizer = amp.decorate(optimizer, init_loss_scaling=1024.0, use_pure_fp16=mode == "pure-fp16",
+                                 use_fp16_guard=False)  # fmt: skip
+    optimizer.minimize(loss, program.startup)
+    scope, exe = amp.Scope(), amp.Executor(threads=2)
+    exe.run(program.startup, scope=scope)
+    fetches = [loss]
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+        fetches.append(optimizer.get_found_inf())
+    rows = [exe.run(program, feed=feeds, fetch_list=fetches, scope=scope) for _ in range(20)]
+    assert not any(row[1].any() for row in rows if len(row) > 1), "a step was skipped"
+    return [float(np.ravel(row[0])[0]) for row in rows]
+
+
+#: What the trained models are fed, where inputs leave it open; inputs that get one value for good.
+SHAPES = {"silero_vad": {"input": (1, 512), "state": (2, 1, 128)}, "ppocr_cls": {"x": (2, 3, 48, 192)}}
+VALUES = {"silero_vad": {"sr": 16000}}
+TRAINED = ["silero_vad", "magika_v3_3", "ultraface_rfb320", "dtln_1", "gtcrn_simple", "mnist_cntk", "ppocr_cls"]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_models_train_on(name: str, mode: str) -> None:
+    path = SHARED / "data" / "onnx_models" / f"{name}.onnx.xz"
+    if not path.exists():
+        pytest.skip("../shared/data is not beside this checkout")
+    program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.decompress(path.read_bytes())))
+    amp.prepare_training(program, values=VALUES.get(name), feed_shapes=SHAPES.get(name))
+    rng = np.random.default_rng(0)
+    feeds = {}
+    for variable in program.inputs:
+        shape = [size if isinstance(size, int) else 1 for size in variable.shape or ()]
+        whole = rng.integers(0, 256, shape, dtype=np.int32) if variable.dtype == "int32" else rng.random(shape)
+        feeds[variable.name] = np.asarray(whole, variable.dtype)
+    test, scope, exe = program.clone(for_test=True), amp.Scope(), amp.Executor(threads=2)
+    exe.run(program.startup, scope=scope)
+    first = next(v for v in test.outputs if v.dtype == "float32")
+    out = np.asarray(exe.run(test, feed=feeds, fetch_list=[first], scope=scope)[0])
+    history = train(program, feeds, out, mode)
+    assert np.isfinite(history).all() and min(history[-3:]) < history[0], history
 
 
 def _torch(python: str, path: Path, folder: Path, dtype: str) -> Any:
