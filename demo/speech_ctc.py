@@ -1,0 +1,234 @@
+"""Strings of spoken digits transcribed by convolutions, a recurrent network and CTC, in fp32, mixed and pure 16 bit.
+
+    python demo/speech_ctc.py --data DIR                     # three modes in a few minutes on two cores
+    python demo/speech_ctc.py --synthetic --mode pure-fp16   # telephone tones for digits, no file needed
+
+DIR holds the recordings of the Free Spoken Digit Dataset; five takes of each digit by each speaker are held out.
+``--hidden 256 --layers 3 --longest 7 --epochs 60`` is larger; the frame buckets are in spoken.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import spoken
+import training
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+
+#: Both convolutions halve time and frequency.
+STRIDE = 4
+
+
+def network(options: argparse.Namespace) -> tuple[amp.Variable, amp.Variable]:
+    """Logits [steps, batch, CLASSES] and loss. The layers are inside ``fp16_guard``; logits and loss stay fp32."""
+    features = amp.data("features", [None, 1, None, spoken.BANDS], "float32")
+    steps, symbols = (amp.data(name, [None], "int32") for name in ("steps", "symbols"))
+    labels = amp.data("labels", [None, options.longest], "int64")
+    with amp.fp16_guard():
+        h = amp.nn.conv2d(features, options.channels, 3, stride=2, padding=1, bias_attr=False)
+        h = amp.nn.batch_norm(h, act="relu")
+        h = amp.nn.conv2d(h, options.channels, 3, stride=2, padding=1, bias_attr=False)
+        h = amp.nn.batch_norm(h, act="relu")
+        h = F.reshape(F.transpose(h, [2, 0, 1, 3]), [0, 0, options.channels * (spoken.BANDS // STRIDE)])
+        h = F.dropout(h, options.dropout)
+        layer = amp.nn.gru if options.cell == "gru" else amp.nn.lstm
+        h = layer(h, options.hidden, options.layers, "bidirectional", time_major=True, sequence_length=steps)[0]
+        h = F.dropout(h, options.dropout)
+    logits = amp.nn.fc(h, spoken.CLASSES, num_flatten_dims=2, name="logits")
+    return logits, F.ctc_loss(logits, labels, steps, symbols, blank=spoken.BLANK)
+
+
+def feed_of(batch: spoken.Batch, training_too: bool = True) -> dict[str, np.ndarray]:
+    """The inputs; without the labels for transcribing."""
+    feed = {"features": batch.features, "steps": (-(-batch.frames // STRIDE)).astype(np.int32)}
+    return feed | {"labels": batch.labels, "symbols": batch.symbols.astype(np.int32)} if training_too else feed
+
+
+@dataclass
+class Run:
+    """One training run: the programs, and what happened in it."""
+
+    mode: str
+    main: amp.Program
+    test: amp.Program
+    logits: str
+    optimizer: Any
+    executor: amp.Executor
+    scope: amp.Scope
+    fetches: list[str]
+    loss: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    skipped: int = 0
+    speeds: list[float] = field(default_factory=list)
+    error: float = float("nan")
+
+
+def prepare(mode: str, options: argparse.Namespace) -> Run:
+    """Build the training and test programs of one mode and initialise their parameters."""
+    main, startup = amp.Program(), amp.Program("startup")
+    main.seed = startup.seed = options.seed
+    pure, place = mode == "pure-fp16", training.place_of(options.place)
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        logits, loss = network(options)
+        test = main.clone(for_test=True)
+        optimizer: Any = amp.optimizer.Adam(options.lr, multi_precision=pure,
+                                            grad_clip=amp.optimizer.ClipGradByGlobalNorm(5.0))  # fmt: skip
+        if mode != "fp32":
+            lists = amp.AutoMixedPrecisionLists(custom_black_varnames=["logits.w_0"], dtype=options.dtype)
+            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype, **_scaling(options))
+        optimizer.minimize(loss, startup)
+    executor, scope = amp.Executor(place, threads=options.threads), amp.Scope()
+    executor.run(startup, scope=scope)
+    fetches = [loss.name]
+    if mode != "fp32":
+        optimizer.amp_init(place, scope=scope, test_program=test, use_fp16_test=True)
+        fetches += [v.name for v in (optimizer.get_loss_scaling(), optimizer.get_found_inf()) if v is not None]
+    return Run(mode, main, test, logits.name, optimizer, executor, scope, fetches)
+
+
+def _scaling(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``decorate``: a number is a static scale; dynamic, bfloat16 needs none."""
+    if options.loss_scale != "dynamic":
+        return {"init_loss_scaling": float(options.loss_scale), "use_dynamic_loss_scaling": False}
+    return {"incr_every_n_steps": 200} if options.dtype == "float16" else {}
+
+
+def step(run: Run, batch: spoken.Batch, rate: float) -> None:
+    """One training step at learning rate ``rate``."""
+    feed, begin = feed_of(batch), time.perf_counter()
+    run.optimizer.set_lr(rate, run.scope)
+    values = run.executor.run(run.main, feed=feed, fetch_list=run.fetches, scope=run.scope)
+    run.speeds.append(len(batch.frames) / (time.perf_counter() - begin))
+    run.loss.append(float(np.ravel(values[0])[0]))
+    run.scale.append(float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0)
+    run.skipped += bool(np.ravel(values[2])[0]) if len(values) > 2 else 0
+
+
+def rate_at(place: float, options: argparse.Namespace) -> float:
+    """The learning rate at a place in [0, 1] of the run: up over the first tenth, then down to 0 on half a cosine."""
+    return options.lr * min(place / 0.1, (1 + np.cos(np.pi * place)) / 2)
+
+
+def train(run: Run, data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace) -> None:
+    """Every epoch strings the training takes together anew; ``--steps`` ends it early."""
+    progress, number = training.bar(), 0
+    for epoch in range(options.epochs):
+        rng = np.random.default_rng([options.seed, epoch])
+        strings = spoken.utterances(data, ~data.held_out, options.longest, features, rng, vary=not options.plain)
+        parts = spoken.batches(strings, options.batch_size, options.longest, features, rng)
+        for place, batch in enumerate(parts):
+            step(run, batch, rate_at((epoch + (place + 0.5) / len(parts)) / options.epochs, options))
+            number += 1
+            if number == options.steps:
+                return
+        progress(run.mode, epoch + 1, options.epochs, float(np.mean(run.loss[-len(parts) :])))
+
+
+def transcribe(run: Run, strings: list[spoken.Utterance], features: spoken.Features,
+               options: argparse.Namespace) -> list[list[int]]:  # fmt: skip
+    """What the test program hears in each string."""
+    heard: list[list[int]] = [[] for _ in strings]
+    for batch in spoken.batches(strings, options.batch_size, options.longest, features, np.random.default_rng(0)):
+        feed = feed_of(batch, training_too=False)
+        (logits,) = run.executor.run(run.test, feed=feed, fetch_list=[run.logits], scope=run.scope)
+        for column, row in enumerate(batch.rows):
+            heard[row] = spoken.greedy(logits[: feed["steps"][column], column])
+    return heard
+
+
+def serve(run: Run, string: spoken.Utterance, path: Path) -> list[int]:
+    """Save the model as ONNX and transcribe one string, unpadded, with nothing but onnxruntime."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    amp.save_inference_model(path, ["features", "steps"], [run.logits], run.executor, run.test, scope=run.scope)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    steps = np.array([-(-len(string.features) // STRIDE)], np.int32)
+    (logits,) = session.run(None, {"features": string.features[None, None], "steps": steps})
+    return spoken.greedy(logits[:, 0])
+
+
+def table(runs: list[Run]) -> str:
+    """One row a mode."""
+    rows = [f"{'mode':<10} {'error rate':>10} {'final loss':>11} {'loss scale':>11} {'skipped':>8} {'steps':>6} "
+            f"{'utterances/s':>13}"]  # fmt: skip
+    for run in runs:
+        rows.append(f"{run.mode:<10} {run.error:>10.2%} {np.mean(run.loss[-20:]):>11.4f} {run.scale[-1]:>11g} "
+                    f"{run.skipped:>8d} {len(run.loss):>6d} {np.median(run.speeds):>13.1f}")  # fmt: skip
+    return "\n".join(rows)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--data", type=Path, default=Path("data/fsdd"), help="folder with the recordings")
+    parser.add_argument("--synthetic", action="store_true", help="telephone tones instead of recordings")
+    parser.add_argument("--mode", choices=[*training.MODES, "all"], default="all", help="precision to train in")
+    parser.add_argument("--dtype", choices=["fp16", "bf16"], default="fp16", help="the 16-bit type")
+    parser.add_argument("--loss-scale", default="dynamic", help="dynamic, or a number for a static scale")
+    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
+    parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
+    parser.add_argument("--cell", choices=["gru", "lstm"], default="gru", help="the recurrent layers")
+    for name, value, what in (("epochs", 30, "times that every training take is heard"),
+                              ("steps", 0, "stop after so many steps (0: after all epochs)"),
+                              ("hidden", 64, "width of one direction"), ("layers", 1, "recurrent layers"),
+                              ("channels", 24, "filters of a convolution"), ("longest", 4, "digits in a string, at most"),
+                              ("batch-size", 32, "strings in a step"), ("seed", 0, "of everything random")):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value, help=what)
+    parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--dropout", type=float, default=0.2, help="before and behind the recurrent layers")
+    parser.add_argument("--plain", action="store_true", help="train on the recordings as they are, not varied")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the model")
+    return parser
+
+
+def checked(options: argparse.Namespace) -> argparse.Namespace:
+    """The options; SystemExit for those that cannot work."""
+    options.dtype = {"fp16": "float16", "bf16": "bfloat16"}[options.dtype]
+    if options.loss_scale != "dynamic":
+        try:
+            float(options.loss_scale)
+        except ValueError:
+            raise SystemExit(f"error: --loss-scale is 'dynamic' or a number, not {options.loss_scale!r}") from None
+    for name in ("epochs", "hidden", "layers", "channels", "longest", "batch_size"):
+        if getattr(options, name) < 1:
+            raise SystemExit(f"error: --{name.replace('_', '-')} must be at least 1")
+    return options
+
+
+def main() -> int:
+    """Run the demo."""
+    options = checked(arguments().parse_args())
+    data = spoken.synthetic(400, options.seed) if options.synthetic else spoken.read(options.data)
+    features = spoken.Features.of(data)
+    test_rng = np.random.default_rng(1)  # one test set for all runs: every held-out take in two strings
+    strings = [u for _ in range(2) for u in spoken.utterances(data, data.held_out, options.longest, features, test_rng)]
+    digits = [u.digits for u in strings]
+    print(f"takes: {(~data.held_out).sum()} to train on, {data.held_out.sum()} held out, in {len(strings)} strings "
+          f"of {sum(map(len, digits))} digits", flush=True)  # fmt: skip
+    runs = []
+    for mode in training.MODES if options.mode == "all" else (options.mode,):
+        run = prepare(mode, options)
+        train(run, data, features, options)
+        run.error = spoken.error_rate(transcribe(run, strings, features, options), digits)
+        runs.append(run)
+    print(table(runs))
+    path = options.out / "speech.onnx"
+    heard = serve(runs[-1], strings[0], path)
+    print(f"model: {path} ({runs[-1].mode}, {path.stat().st_size:,} bytes)")
+    said, got = (" ".join(map(str, each)) for each in (digits[0], heard))
+    print(f"bare onnxruntime hears: {got or 'nothing'} (said: {said})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(training.guarded(main))
