@@ -52,7 +52,7 @@ class _Batch:
         lengths = [e.reshape(e.cast(value, "int64"), (rows,)) for value in (steps_of, symbols_of)]
         if e.place == "cpu":
             lengths = [e.Where(e.Less(v, e.const(np.int64(0))), e.const(_BEYOND), v, shape=v.shape) for v in lengths]
-        return cls(e, op, logits, labels, *lengths, key)
+        return cls(e, op, logits, labels, lengths[0], lengths[1], key)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

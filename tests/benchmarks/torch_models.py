@@ -1,0 +1,99 @@
+"""Real models in torch eager, exported to ONNX and trained; runs in an environment of its own.
+
+    python torch_models.py FOLDER NAME     # NAME: resnet50, bert or lstm; needs torch, timm, transformers
+
+Writes FOLDER/NAME.onnx and FOLDER/NAME.npz (its inputs and a target), prints "ready", and answers each line with a number
+on standard input with the process time of that many Adam steps, in ms a step, and the line "peak" with the peak memory
+of this process in MiB. The loss is the mean squared distance of the output to the target.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Last(nn.Module):
+    """One tensor of what a model gives."""
+
+    def __init__(self, model, pick):
+        super().__init__()
+        self.model, self.pick = model, pick
+
+    def forward(self, *inputs):
+        return self.pick(self.model, *inputs)
+
+
+def resnet50():
+    """Batch 4, 224 x 224; batch normalisation folded, as an export for inference has it."""
+    import timm
+
+    model = timm.create_model("resnet50", pretrained=False, zero_init_last=False)
+    model.train()
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, 3, 224, 224))
+    return model.eval(), (torch.randn(4, 3, 224, 224),), ["x"]
+
+
+def bert():
+    """2 layers, batch 8, 128 tokens."""
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(num_hidden_layers=2, attn_implementation="eager")).eval()
+    mask = torch.ones(8, 128, dtype=torch.long)
+    mask[1, 90:] = 0
+    wrapped = Last(model, lambda m, i, a: m(input_ids=i, attention_mask=a).last_hidden_state)
+    return wrapped, (torch.randint(0, 30000, (8, 128)), mask), ["input_ids", "attention_mask"]
+
+
+def lstm():
+    """2 bidirectional layers of 256, batch 16, 50 steps."""
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = nn.Embedding(1000, 128)
+            self.r = nn.LSTM(128, 256, num_layers=2, bidirectional=True, batch_first=True)
+            self.h = nn.Linear(512, 50)
+
+        def forward(self, ids):
+            return self.h(self.r(self.e(ids))[0]).log_softmax(-1)
+
+    return Tagger().eval(), (torch.randint(0, 1000, (16, 50)),), ["ids"]
+
+
+def main():
+    """Export, then serve."""
+    folder, name = sys.argv[1:]
+    model, inputs, names = {"resnet50": resnet50, "bert": bert, "lstm": lstm}[name]()
+    with torch.no_grad():
+        out = model(*inputs)
+        torch.onnx.export(model, inputs, f"{folder}/{name}.onnx", dynamo=False, input_names=names, opset_version=17,
+                          do_constant_folding=True)  # fmt: skip
+    target = out + torch.randn_like(out) * out.std()
+    np.savez(f"{folder}/{name}.npz", target=target.numpy(), **{n: v.numpy() for n, v in zip(names, inputs, strict=True)})
+    print("ready", flush=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    for line in sys.stdin:
+        if line.strip() == "peak":
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+            continue
+        start = time.process_time()
+        for _ in range(int(line)):
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.mse_loss(model(*inputs), target).backward()
+            optimizer.step()
+        print((time.process_time() - start) * 1e3 / int(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Training steps of exported models beside torch eager: time, peak memory, and where the time goes.
+
+    python tests/benchmarks/train_models.py --torch-python PATH   # PATH: a python with torch, timm and transformers
+
+Both sides train the same weights on the same batch with Adam, fp32, one thread, in processes of their own that take
+turns, block by block; figures are medians over blocks, of process time. Peak memory is that of the whole process, the
+export (torch) and the import (ours) included, and so are interpreters and libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+
+#: Steps in a block.
+STEPS = {"resnet50": 1, "bert": 1, "lstm": 4}
+
+
+def serve(folder: str, name: str, mode: str) -> None:
+    """Our side; the protocol is that of torch_models.py, and "costs" gives the three largest ones."""
+    start = time.perf_counter()
+    program = amp.Program.from_onnx(f"{folder}/{name}.onnx")
+    amp.prepare_training(program, restore=False)
+    feed = dict(np.load(f"{folder}/{name}.npz"))
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        out = program.outputs[0]
+        loss = F.mse_loss(out, amp.data("target", out.shape, "float32"))
+        optimizer: Any = amp.optimizer.Adam(1e-5, multi_precision=mode != "fp32")
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(loss)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(program.startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    built = time.perf_counter() - start
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "peak":
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+        elif line.strip() == "costs":
+            print(json.dumps({"built": built, "costs": costs(program, loss, feed, scope)}), flush=True)
+        else:
+            begin = time.process_time()
+            for _ in range(int(line)):
+                executor.run(program, feed=feed, fetch_list=[loss], scope=scope)
+            print((time.process_time() - begin) * 1e3 / int(line), flush=True)
+
+
+def costs(program: amp.Program, loss: amp.Variable, feed: dict[str, np.ndarray], scope: amp.Scope) -> list[str]:
+    """The operators that take most of a step, by onnxruntime's profile."""
+    import onnxruntime as ort
+
+    lowered = program.lower(amp.CPUPlace(), feed_shapes={n: v.shape for n, v in feed.items()}, fetches=[loss])
+    options = ort.SessionOptions()
+    options.enable_profiling, options.intra_op_num_threads, options.log_severity_level = True, 1, 3
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.to_onnx(f"{folder}/step.onnx")
+        options.profile_file_prefix = f"{folder}/profile"
+        session = ort.InferenceSession(f"{folder}/step.onnx", options, providers=["CPUExecutionProvider"])
+        values = {port.tensor: scope.find_var(port.variable) for port in lowered.states}
+        values |= {port.tensor: feed[port.variable] for port in lowered.feeds}
+        values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
+        for _ in range(3):
+            session.run(None, values)
+        events = json.loads(Path(session.end_profiling()).read_text())
+    spent: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            spent[event["args"]["op_name"]] += event["dur"]
+    total = sum(spent.values())
+    return [f"{name} {100 * time_ / total:.0f} %" for name, time_ in spent.most_common(3)]
+
+
+class Worker:
+    """A side of the comparison, in a process of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        while (line := self._line()) != "ready":
+            print(line)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker stopped")
+        return line.strip()
+
+    def ask(self, what: object) -> str:
+        """One request and its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return self._line()
+
+
+def main() -> None:
+    """Compare every model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", required=True)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    if "--serve" in sys.argv:
+        serve(*sys.argv[sys.argv.index("--serve") + 1 :])
+        return
+    options = parser.parse_args()
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            torch = Worker([options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name])
+            sides = {"torch": torch}
+            sides |= {mode: Worker([sys.executable, __file__, "--serve", folder, name, mode])
+                      for mode in ("fp32", "pure-fp16")}  # fmt: skip
+            compare(name, sides, options.blocks)
+            for side in sides.values():
+                side.process.kill()
+
+
+def compare(name: str, sides: dict[str, Worker], blocks: int) -> None:
+    """Print the figures of one model."""
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for block in range(blocks + 1):
+        for side, worker in sides.items():
+            spent = float(worker.ask(STEPS[name]))
+            if block:  # the first compiles
+                times[side].append(spent)
+    peaks = {side: float(worker.ask("peak")) for side, worker in sides.items()}
+    facts = json.loads(sides["fp32"].ask("costs"))
+
+    def ratio(side: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[side], times[other], strict=True))
+
+    print(f"{name}: torch {statistics.median(times['torch']):.0f} ms/step, ours fp32 "
+          f"{statistics.median(times['fp32']):.0f} ms = {ratio('fp32', 'torch'):.2f}; pure fp16 (CPU, bit-faithful) "
+          f"x{ratio('pure-fp16', 'fp32'):.2f} of fp32; peak {peaks['torch']:.0f} MiB, ours {peaks['fp32']:.0f} = "
+          f"{peaks['fp32'] / peaks['torch']:.2f}, pure fp16 {peaks['pure-fp16']:.0f}; costs: {', '.join(facts['costs'])}; "
+          f"import to startup {facts['built']:.1f} s", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
