@@ -318,7 +318,8 @@ class _Lowering:
 
     def _graph(self, nested: Program) -> onnx.GraphProto:
         e = self.e
-        saved, widened, narrow, env, shapes = e.nodes, dict(e._widened), dict(e.narrow), self.env, self.shapes
+        saved, widened, narrow, shared = e.nodes, dict(e._widened), dict(e.narrow), dict(e.shared)
+        env, shapes = self.env, self.shapes
         if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
             self.shapes = Shapes(nested, around=shapes) if any(_bodied(op) for op in nested.operators) else None
         e.reserve(v.name for v in nested.variables)
@@ -343,7 +344,8 @@ class _Lowering:
             info = graph.output.add(name=out.name)
             info.type.CopyFrom(nested_type(v, self.cpu))
         graph.node.extend(e.nodes)
-        e.nodes, e._widened, e.narrow, self.env, self.shapes = saved, widened, narrow, env, shapes
+        e.nodes, e._widened, e.narrow, e.shared = saved, widened, narrow, shared
+        self.env, self.shapes = env, shapes
         return graph
 
     # -- outputs ------------------------------------------------------------------------------------------
