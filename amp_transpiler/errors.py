@@ -42,6 +42,31 @@ class ModelFileWriteError(ModelFileError, OSError):
     """A model file, or its external data, cannot be written; nothing is left behind."""
 
 
+class CheckpointError(AmpError, ValueError):
+    """A folder holds no checkpoint, a checkpoint is damaged, or it does not belong to the program."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or no file of weights, at a path."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint cannot be written; those that were there before are as they were."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """Stored tensors do not fit a program; nothing in the scope changed.
+
+    ``missing``: names that the program needs; ``extra``: names that it has no use for; ``wrong``: name -> what is
+    wrong with its shape or element type.
+    """
+
+    def __init__(self, message: str, missing: tuple[str, ...] = (), extra: tuple[str, ...] = (),
+                 wrong: dict[str, str] | None = None) -> None:  # fmt: skip
+        super().__init__(message)
+        self.missing, self.extra, self.wrong = missing, extra, wrong or {}
+
+
 class PrecisionError(AmpError, ValueError):
     """A precision that was asked for cannot be given."""
 
@@ -75,6 +100,25 @@ class PlaceError(AmpError, RuntimeError):
 
 class StepError(AmpError, ValueError):
     """A training program breaks the step protocol."""
+
+
+class LossScaleError(AmpError, RuntimeError):
+    """Steps are bad again and again; the message says whether the loss is at fault or only its scale."""
+
+
+class NonFiniteError(AmpError, ArithmeticError):
+    """A training step met NaN or infinity; ``culprit`` is the report that names where it came from.
+
+    ``culprit`` is None where the step, run again, was good.
+    """
+
+    def __init__(self, message: str, culprit: object = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+class MissingPackageError(AmpError, ImportError):
+    """An optional package is not installed; the message says how to get it."""
 
 
 class ExecutionError(AmpError, RuntimeError):

@@ -4,7 +4,11 @@
 multiplies it by ``1/scale`` and gives one verdict over all of them.
 
 ``UpdateLossScaling(found_inf, scale, good, bad[, x1 … xn]) -> (scale, good, bad[, x1 … xn])`` is
-PaddlePaddle's state machine of 2020 and later, operator by operator.
+PaddlePaddle's state machine of 2020 and later, operator by operator. :data:`RULE` lists the attributes that
+make other state machines of it.
+
+``CountBadSteps(found_inf, scale, bad, in_a_row, loss_in_a_row, at_floor, loss1 … lossn) -> (in_a_row,
+loss_in_a_row, at_floor)`` counts what an alarm looks at; it is in a program only where an alarm is on.
 
 ``GateState(found_inf, old, new) -> value`` keeps ``old`` on a bad step; it stands behind state that the
 forward pass writes (running statistics), while update operators gate what they write themselves.
@@ -13,12 +17,24 @@ forward pass writes (running statistics), while update operators gate what they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import body, own
 from amp_transpiler.ir.program import Operator, Shape
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
+COUNT_BAD = "CountBadSteps"
+
+#: Optional attributes of ``UpdateLossScaling`` with their defaults, which give PaddlePaddle's rule. ``floor`` and
+#: ``ceiling`` (0: none) bound a decrease and a growth, or with ``clamp_always`` every step. ``finite_growth``: a growth
+#: that leaves fp32 does not happen. ``at_least``: thresholds fire on ``>=`` instead of ``==``. ``accumulate``: the
+#: count of bad steps outlives good steps, up to the next growth. ``hysteresis``: it also outlives a decrease, so that
+#: every further bad step decreases. ``growth_delay``: good steps that do not count after a bad one.
+RULE: dict[str, float | int | bool] = {
+    "floor": 1.0, "ceiling": 0.0, "clamp_always": False, "finite_growth": True, "at_least": False,
+    "accumulate": False, "hysteresis": False, "growth_delay": 0,
+}  # fmt: skip
 
 Types = list[tuple[str | None, Shape | None] | None]
 Gate = Callable[[Value, Value], Value]
@@ -78,32 +94,90 @@ def _scaling_types(op: Operator) -> Types:
 @body(own(UPDATE_SCALE), infer=_scaling_types)
 def _update_loss_scaling(e: Emitter, op: Operator, found_inf: Value, scale: Value, good: Value, bad: Value,
                          *grads: Value) -> Sequence[Value]:  # fmt: skip
-    """Thresholds fire on equality; a decrease stops at 1; a growth that leaves the format does not happen."""
+    """With the defaults of :data:`RULE`: thresholds fire on equality; a decrease stops at 1; a growth that leaves the
+    format does not happen; a step of one kind clears the count of the other."""
     found = e.reshape(found_inf, ())
     zeroed = [e.op("Where", found, e.like(0, x), x, shape=x.shape) for x in grads]
     if op.attrs["stop_update"]:
         return [scale, good, bad, *zeroed]
+    rule = {**RULE, **op.attrs}
     finite = finite_step(e, found_inf)
-    old = e.reshape(scale, ())
+    old, old_bad = e.reshape(scale, ()), e.reshape(bad, ())
     zero, one = e.const(0, "int32"), e.const(1, "int32")
     good_steps = e.Add(e.reshape(good, ()), one, shape=())
-    bad_steps = e.Add(e.reshape(bad, ()), one, shape=())
-    grows = e.Equal(good_steps, e.const(op.attrs["incr_every_n_steps"], "int32"), shape=())
-    shrinks = e.Equal(bad_steps, e.const(op.attrs["decr_every_n_nan_or_inf"], "int32"), shape=())
+    bad_steps = e.Add(old_bad, one, shape=())
+    grows = _reached(e, rule, good_steps, "incr_every_n_steps")
+    shrinks = _reached(e, rule, bad_steps, "decr_every_n_nan_or_inf")
+    used_up = e.const(rule["decr_every_n_nan_or_inf"] - 1, "int32") if rule["hysteresis"] else zero
+    kept_bad = e.Where(grows, zero, old_bad, shape=()) if rule["accumulate"] else zero
+    restart = e.const(-int(rule["growth_delay"]), "int32")
 
-    larger = e.Mul(old, e.like(op.attrs["incr_ratio"], old), shape=())
-    stays_finite = e.Equal(e.Mul(larger, e.like(0, old)), e.like(0, old))
-    grown = e.Where(e.And(grows, stays_finite), larger, old, shape=())
-    smaller = e.Mul(old, e.like(op.attrs["decr_ratio"], old), shape=())
-    floored = e.Where(e.Less(smaller, e.like(1, old)), e.like(1, old), smaller, shape=())
-    shrunk = e.Where(shrinks, floored, old, shape=())
-
+    new_scale = e.Where(finite, _grown(e, rule, grows, old), _shrunk(e, rule, shrinks, old), shape=())
+    if rule["clamp_always"]:
+        new_scale = _at_most(e, _at_least(e, new_scale, rule["floor"]), rule["ceiling"])
     results = [
-        e.Where(finite, grown, shrunk, shape=()),
-        e.Where(finite, e.Where(grows, zero, good_steps), zero, shape=()),
-        e.Where(finite, zero, e.Where(shrinks, zero, bad_steps), shape=()),
+        new_scale,
+        e.Where(finite, e.Where(grows, zero, good_steps), restart, shape=()),
+        e.Where(finite, kept_bad, e.Where(shrinks, used_up, bad_steps), shape=()),
     ]
     return [e.reshape(new, was.shape or ()) for new, was in zip(results, (scale, good, bad), strict=True)] + zeroed
+
+
+def _reached(e: Emitter, rule: dict[str, Any], count: Value, threshold: str) -> Value:
+    return e.op("GreaterOrEqual" if rule["at_least"] else "Equal", count, e.const(rule[threshold], "int32"), shape=())
+
+
+def _grown(e: Emitter, rule: dict[str, Any], grows: Value, old: Value) -> Value:
+    larger = _at_most(e, e.Mul(old, e.like(rule["incr_ratio"], old), shape=()), rule["ceiling"])
+    if rule["finite_growth"]:
+        stays_finite = e.Equal(e.Mul(larger, e.like(0, old)), e.like(0, old))
+        grows = e.And(grows, stays_finite)
+    return e.Where(grows, larger, old, shape=())
+
+
+def _shrunk(e: Emitter, rule: dict[str, Any], shrinks: Value, old: Value) -> Value:
+    smaller = e.Mul(old, e.like(rule["decr_ratio"], old), shape=())
+    return e.Where(shrinks, _at_least(e, smaller, rule["floor"]), old, shape=())
+
+
+def _at_least(e: Emitter, value: Value, floor: float) -> Value:
+    """``value``, or the floor (0: none) where it is below that."""
+    return e.Where(e.Less(value, e.like(floor, value)), e.like(floor, value), value, shape=()) if floor else value
+
+
+def _at_most(e: Emitter, value: Value, ceiling: float) -> Value:
+    """``value``, or the ceiling (0: none) where it is above that."""
+    return e.Where(e.Less(e.like(ceiling, value), value), e.like(ceiling, value), value, shape=()) if ceiling else value
+
+
+def _counter_types(op: Operator) -> Types:
+    return [None if v is None else (v.dtype, v.shape) for v in op.inputs[3:6]]
+
+
+@body(own(COUNT_BAD), infer=_counter_types)
+def _count_bad_steps(e: Emitter, op: Operator, found_inf: Value, scale: Value | None, bad: Value | None,
+                     in_a_row: Value, loss_in_a_row: Value, at_floor: Value | None,
+                     *losses: Value) -> Sequence[Value | None]:  # fmt: skip
+    """Lengths of the runs of steps that end now: of bad ones, of ones whose loss is not finite, of ones that are due to
+    decrease a scale which is at its floor. Attributes: ``floor``, and of the rule ``decr_every_n_nan_or_inf`` and
+    ``at_least``; used for the last of the three alone."""
+    finite = finite_step(e, found_inf)
+
+    def run(stops: Value, count: Value) -> Value:
+        longer = e.Add(count, e.const(1, "int32"), shape=count.shape)
+        return e.op("Where", stops, e.const(0, "int32"), longer, shape=count.shape)
+
+    sums = [e.cast(e.reduce_sum(loss), "float32") for loss in losses]
+    total = sums[0] if len(sums) == 1 else e.op("Sum", *sums, shape=())
+    loss_is_finite = e.Equal(e.Mul(total, e.like(0, total), shape=()), e.like(0, total), shape=())
+    counts: list[Value | None] = [run(finite, in_a_row), run(loss_is_finite, loss_in_a_row), None]
+    if scale is not None and bad is not None and at_floor is not None:
+        rule = {**RULE, **op.attrs}
+        due = _reached(e, rule, e.Add(e.reshape(bad, ()), e.const(1, "int32"), shape=()), "decr_every_n_nan_or_inf")
+        above = e.Less(e.like(rule["floor"], scale), e.reshape(scale, ()), shape=())
+        counts[2] = run(e.Or(finite, above), at_floor)
+        counts[2] = e.op("Where", e.Or(e.Or(finite, above), due), counts[2], at_floor, shape=at_floor.shape)
+    return counts
 
 
 def _gate_types(op: Operator) -> Types:
@@ -116,4 +190,4 @@ def _gate_state(e: Emitter, op: Operator, found_inf: Value, old: Value, new: Val
     return [gate(e, found_inf)(e.cast(new, old.dtype), old)]
 
 
-__all__ = ["CHECK", "GATE", "UPDATE_SCALE", "Gate", "finite_step", "gate", "master_type"]
+__all__ = ["CHECK", "COUNT_BAD", "GATE", "RULE", "UPDATE_SCALE", "Gate", "finite_step", "gate", "master_type"]

@@ -21,8 +21,10 @@ from ..runtime.parameters import cast_parameters_to_fp16
 from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
 from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first, number
-from .scaling import check_finite_and_unscale, scaling_attributes, update_loss_scaling
-from .state import appending, create_state, shared_name
+from .scale_state import ScaleState
+from .scaler import LossScale, LossScaler
+from .scaling import check_finite_and_unscale, scaling_attributes
+from .state import appending
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
@@ -32,7 +34,7 @@ def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = N
              init_loss_scaling: float = 2**15, incr_every_n_steps: int = 1000, decr_every_n_nan_or_inf: int = 2,
              incr_ratio: float = 2.0, decr_ratio: float = 0.8, use_dynamic_loss_scaling: bool = True,
              use_pure_fp16: bool = False, use_fp16_guard: bool | None = None, *,
-             dtype: str = "float16") -> OptimizerWithMixedPrecision:  # fmt: skip
+             dtype: str = "float16", scaler: LossScaler | None = None) -> OptimizerWithMixedPrecision:  # fmt: skip
     """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
 
     Args:
@@ -47,10 +49,12 @@ def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = N
         dtype: "float16" or "bfloat16". bfloat16 has fp32's range: it trains with scale 1 and without dynamic
             scaling unless one of the five scaling numbers is given other than its default; its gradients are
             checked in any case.
+        scaler: another rule for the loss scale, such as ``amp.LossScaler.torch()``; the five scaling numbers and
+            ``use_dynamic_loss_scaling`` then keep their defaults.
 
     Raises:
-        ArgumentTypeError: no optimizer, no lists. ArgumentError: a number out of range, an optimizer
-            decorated already, a ``dtype`` that is not that of ``amp_lists``.
+        ArgumentTypeError: no optimizer, no lists, no scaler. ArgumentError: a number out of range, an optimizer
+            decorated already, a ``dtype`` that is not that of ``amp_lists``, a scaler beside numbers for another.
     """
     if isinstance(optimizer, OptimizerWithMixedPrecision):
         raise ArgumentError("decorate: this optimizer is decorated already")
@@ -72,13 +76,18 @@ def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = N
             raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
     scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
     steps = scaling_attributes("decorate", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio)
-    if dtype == "bfloat16" and scale == _DEFAULT_SCALE and steps == _DEFAULT_STEPS:
-        scale, use_dynamic_loss_scaling = 1.0, False
+    defaults = scale == _DEFAULT_SCALE and steps == _DEFAULT_STEPS
+    if scaler is not None:
+        _check_scaler(scaler, defaults and use_dynamic_loss_scaling)
+    elif not use_dynamic_loss_scaling or (dtype == "bfloat16" and defaults):
+        scaler = LossScaler.fixed(1.0 if dtype == "bfloat16" and defaults else scale)
+    else:
+        scaler = LossScaler(scale, growth_factor=incr_ratio, growth_every=incr_every_n_steps,
+                            backoff_factor=decr_ratio, backoff_after=decr_every_n_nan_or_inf)  # fmt: skip
     decorated = OptimizerWithMixedPrecision(
         optimizer,
         amp_lists or AutoMixedPrecisionLists(dtype=dtype),
-        scale,
-        steps if use_dynamic_loss_scaling else None,
+        scaler,
         use_pure_fp16,
         use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
     )
@@ -95,20 +104,19 @@ class OptimizerWithMixedPrecision:
     every state: a bad step changes the scale, its counters and the randomness counter, nothing else.
     """
 
-    def __init__(self, optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists, scale: float,
-                 steps: dict[str, Any] | None, use_pure_fp16: bool, use_fp16_guard: bool) -> None:  # fmt: skip
+    def __init__(self, optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists, scaler: LossScaler,
+                 use_pure_fp16: bool, use_fp16_guard: bool) -> None:  # fmt: skip
         self._optimizer = optimizer
         self._amp_lists = amp_lists
-        self._init_loss_scaling = scale
-        self._steps = steps
+        self._scaler = scaler
         self._use_pure_fp16 = use_pure_fp16
         self._use_fp16_guard = use_fp16_guard
-        self._checks = steps is not None or scale != 1 or amp_lists.dtype == "bfloat16"
+        self._checks = scaler.dynamic or scaler.init_scale != 1 or scaler.alarm or amp_lists.dtype == "bfloat16"
         self._program: Program | None = None
         self._startup: Program | None = None
         self._to_fp16_var_names: set[str] = set()
-        self._loss_scaling: Variable | None = None
-        self._counters: list[Variable] = []
+        self._scale_state: ScaleState | None = None
+        self._losses: list[Variable] = []
         self._scaled_loss: Variable | None = None
         self._found_inf: Variable | None = None
 
@@ -154,7 +162,7 @@ class OptimizerWithMixedPrecision:
             else:
                 rewrite_program(program, self._amp_lists)
             with context.program_guard(program, startup), context.operator_role(SCALING):
-                self._create_scale(program, startup)
+                self._scale_state = ScaleState.create(program, startup, self._scaler)
                 self._scaled_loss = self._scale(loss)
             params_grads = append_backward(self._scaled_loss, parameter_list, no_grad_set)
             self._program, self._startup = program, startup
@@ -177,14 +185,12 @@ class OptimizerWithMixedPrecision:
 
     def _checked_update(self, program: Program, startup: Program, params_grads: ParamsGrads) -> list[Operator]:
         """Unscale, finite check and scale update, and an update that a bad step skips."""
-        assert self._loss_scaling is not None
+        assert self._scale_state is not None
         params_grads = latest_first(params_grads)
         with context.program_guard(program, startup):
-            grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._loss_scaling)
+            grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._scale_state.scale)
             _gate_forward_state(program, found_inf)
-            if self._steps is not None:
-                good, bad = self._counters
-                update_loss_scaling([], found_inf, self._loss_scaling, good, bad, **self._steps)
+            self._scale_state.append(self._scaler, found_inf, self._losses)
             pairs = [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]
             updates = self._optimizer._apply(pairs, startup, found_inf)
         self._found_inf = found_inf
@@ -227,15 +233,38 @@ class OptimizerWithMixedPrecision:
 
     def get_loss_scaling(self) -> Variable:
         """The loss scale, fp32 of shape [1]. OrderError before ``minimize``."""
-        self._ready("get_loss_scaling")
-        assert self._loss_scaling is not None
-        return self._loss_scaling
+        return self._ready_scale("get_loss_scaling").scale
 
     def get_scaled_loss(self) -> Variable:
         """The loss times the scale, fp32. OrderError before ``minimize``."""
         self._ready("get_scaled_loss")
         assert self._scaled_loss is not None
         return self._scaled_loss
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The rule by which the loss scale changes."""
+        return self._scaler
+
+    def get_loss_scale_state(self, scope: Scope | None = None) -> LossScale:
+        """The loss scale and its counts in a scope. OrderError before ``minimize``, ScopeError before the startup."""
+        return self._ready_scale("get_loss_scale_state").read(scope)
+
+    def set_loss_scale_state(self, state: LossScale, scope: Scope | None = None) -> None:
+        """Let the next step start from this loss scale and these counts. ArgumentError: the state of another scaler."""
+        self._ready_scale("set_loss_scale_state").write(state, scope)
+
+    def check_alarm(self, scope: Scope | None = None) -> None:
+        """Raise LossScaleError where the steps up to now were bad, as the alarm of the scaler says.
+
+        It reads a few numbers from the scope, and may be called after any step, or after every hundredth. OrderError
+        before ``minimize``, or where the scaler has no alarm.
+        """
+        state = self._ready_scale("check_alarm")
+        if not self._scaler.alarm:
+            raise OrderError("check_alarm: this loss scaler has no alarm; decorate with a scaler that has one, such as "
+                             "scaler=amp.LossScaler.paddle(max_bad_in_a_row=50, error_at_floor=True)")  # fmt: skip
+        self._scaler.check(state.read(scope))
 
     def get_found_inf(self) -> Variable | None:
         """The verdict of a step, bool of shape [1], to be fetched; None where gradients are not checked."""
@@ -248,26 +277,35 @@ class OptimizerWithMixedPrecision:
             raise OrderError(f"{call} before minimize: call minimize(loss) (or backward) first")
         return self._program, self._startup
 
-    def _create_scale(self, program: Program, startup: Program) -> None:
-        name = shared_name(program, "loss_scaling")
-        self._loss_scaling = create_state(program, startup, name, "float32", [1], self._init_loss_scaling)
-        if self._steps is not None:
-            self._counters = [
-                create_state(program, startup, shared_name(program, counter), "int32", [1], 0)
-                for counter in ("num_good_steps", "num_bad_steps")
-            ]
+    def _ready_scale(self, call: str) -> ScaleState:
+        self._ready(call)
+        assert self._scale_state is not None
+        return self._scale_state
 
     def _scale(self, loss: Variable) -> Variable:
+        assert self._scale_state is not None
         program = loss.program
         if loss.dtype != "float32":
             wide = program.add_variable(program.unique(f"{loss.name}.cast_fp32"), "float32", loss.shape)
             program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
             loss = wide
+        self._losses.append(loss)
         if not self._checks:
             return loss
         scaled = program.add_variable(program.unique(f"{loss.name}@SCALED"), "float32", loss.shape or (1,))
-        program.add_operator("Mul", [loss, self._loss_scaling], [scaled])
+        program.add_operator("Mul", [loss, self._scale_state.scale], [scaled])
         return scaled
+
+
+def _check_scaler(scaler: LossScaler, alone: bool) -> None:
+    """Raise for a scaler that is none, or that stands beside numbers for another."""
+    if not isinstance(scaler, LossScaler):
+        raise ArgumentTypeError(f"decorate: scaler is {scaler!r}; expected amp.LossScaler.torch() or another scaler")
+    if not alone:
+        raise ArgumentError("decorate: scaler says all about the loss scale; leave out init_loss_scaling, "
+                            "incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio and "
+                            "use_dynamic_loss_scaling, and give the scaler its numbers, as in "
+                            "amp.LossScaler.torch(init_scale=1024)")  # fmt: skip
 
 
 def _take_apart(program: Program) -> None:

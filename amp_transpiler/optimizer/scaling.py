@@ -79,6 +79,12 @@ def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_los
     for name, variable, dtype in zip(("prev_loss_scaling", "num_good_steps", "num_bad_steps"), state,
                                      ("float32", "int32", "int32"), strict=True):  # fmt: skip
         _one_element(name, variable, dtype)
+    return append_scale_update(grads, found_inf, state, {**attrs, "stop_update": bool(stop_update)})
+
+
+def append_scale_update(grads: Sequence[Variable], found_inf: Variable, state: Sequence[Variable],
+                        attrs: dict[str, Any]) -> tuple[list[Variable], Variable, Variable, Variable]:  # fmt: skip
+    """``UpdateLossScaling`` over ``state`` (scale, good steps, bad steps), with all its attributes; see above."""
     program = found_inf.program
     new = [program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape) for v in state]
     zeroed = []
@@ -86,8 +92,7 @@ def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_los
         zeroed.append(program.add_variable(program.unique(f"{grad.name}@ZEROED"), grad.dtype, grad.shape))
         zeroed[-1].grad_of = grad.grad_of
     with context.operator_role(SCALING):
-        program.add_operator(UPDATE_SCALE, [found_inf, *state, *grads], [*new, *zeroed],
-                             attrs={**attrs, "stop_update": bool(stop_update)}, domain=OWN)  # fmt: skip
+        program.add_operator(UPDATE_SCALE, [found_inf, *state, *grads], [*new, *zeroed], attrs=attrs, domain=OWN)
     for variable, value in zip(state, new, strict=True):
         if variable.persistable:
             program.set_update(variable, value)

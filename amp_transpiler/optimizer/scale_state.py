@@ -1,0 +1,109 @@
+"""The loss scale of a program: its state variables, what moves them, and their values in a scope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir import context
+from ..ir.program import OWN, SCALING, Program, Variable
+from ..ops.scaling import COUNT_BAD
+from ..runtime.scope import Scope, check_scope
+from .scaler import LossScale, LossScaler
+from .scaling import append_scale_update
+from .state import create_state, shared_name
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """State variables of shape [1]: the scale fp32, the counts int32. A count that the scaler does not use is None."""
+
+    scale: Variable
+    good: Variable | None = None
+    bad: Variable | None = None
+    bad_in_a_row: Variable | None = None
+    loss_bad_in_a_row: Variable | None = None
+    bad_at_floor: Variable | None = None
+
+    @classmethod
+    def create(cls, program: Program, startup: Program, scaler: LossScaler) -> ScaleState:
+        """Add the variables of ``scaler`` to the program, initialised by the startup program."""
+
+        def state(name: str, dtype: str, value: float, wanted: bool = True) -> Variable | None:
+            return create_state(program, startup, shared_name(program, name), dtype, [1], value) if wanted else None
+
+        scale = state("loss_scaling", "float32", scaler.init_scale)
+        assert scale is not None
+        return cls(
+            scale,
+            state("num_good_steps", "int32", -scaler.growth_delay, scaler.dynamic),
+            state("num_bad_steps", "int32", 0, scaler.dynamic),
+            state("bad_in_a_row", "int32", 0, scaler.alarm),
+            state("loss_bad_in_a_row", "int32", 0, scaler.alarm),
+            state("bad_at_floor", "int32", 0, scaler.error_at_floor),
+        )
+
+    def variables(self) -> list[Variable]:
+        """The variables that are there."""
+        return [variable for variable in self._fields().values() if variable is not None]
+
+    def _fields(self) -> dict[str, Variable | None]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    # -- in the program ------------------------------------------------------------------------------
+    def append(self, scaler: LossScaler, found_inf: Variable, losses: Sequence[Variable]) -> None:
+        """Append what moves the scale and the counts, once a step. ``losses``: float variables, not scaled."""
+        if self.good is not None and self.bad is not None:
+            attrs = {**scaler.attributes(), "stop_update": False}
+            append_scale_update([], found_inf, [self.scale, self.good, self.bad], attrs)
+        if self.bad_in_a_row is None or self.loss_bad_in_a_row is None:
+            return
+        program = found_inf.program
+        counts = [self.bad_in_a_row, self.loss_bad_in_a_row, self.bad_at_floor]
+        new = [None if v is None else program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape)
+               for v in counts]  # fmt: skip
+        rule = scaler.attributes() if self.bad_at_floor is not None else {}
+        attrs = {name: rule[name] for name in ("floor", "decr_every_n_nan_or_inf", "at_least") if name in rule}
+        scale, bad = (self.scale, self.bad) if rule else (None, None)
+        with context.operator_role(SCALING):
+            program.add_operator(COUNT_BAD, [found_inf, scale, bad, *counts, *losses], new, attrs=attrs, domain=OWN)
+        for count, value in zip(counts, new, strict=True):
+            if count is not None and value is not None:
+                program.set_update(count, value)
+
+    # -- in a scope ----------------------------------------------------------------------------------
+    def read(self, scope: Scope | None = None) -> LossScale:
+        """The record in a scope. ScopeError where the startup program never ran."""
+        scope = check_scope(scope)
+        record: dict[str, float | int | None] = {
+            name: None if variable is None else scope.find_var(variable.name).reshape(()).item()
+            for name, variable in self._fields().items()
+        }
+        return LossScale(**record)  # type: ignore[arg-type]
+
+    def write(self, record: LossScale, scope: Scope | None = None) -> None:
+        """Put a record into a scope.
+
+        ArgumentTypeError: no LossScale. ArgumentError: it lacks a count of this scaler, or has one of another.
+        """
+        scope = check_scope(scope)
+        if not isinstance(record, LossScale):
+            raise ArgumentTypeError(f"the state of a loss scale is a LossScale, not {record!r}")
+        if not math.isfinite(record.scale) or record.scale <= 0:
+            raise ArgumentError(f"the loss scale is {record.scale!r}; expected a positive number")
+        own = self._fields()
+        wrong = [name for name, variable in own.items() if (variable is None) != (getattr(record, name) is None)]
+        if wrong:
+            raise ArgumentError(f"{record} is the state of another loss scaler: this one "
+                                f"{'has' if own[wrong[0]] is not None else 'has no'} {wrong[0]}")  # fmt: skip
+        for name, variable in own.items():
+            if variable is not None:
+                dtype = np.float32 if name == "scale" else np.int32
+                scope.set_var(variable.name, np.array([getattr(record, name)], dtype))
+
+
+__all__ = ["ScaleState"]
