@@ -4,7 +4,7 @@
     python demo/speech_ctc.py --synthetic --mode pure-fp16   # telephone tones for digits, no file needed
 
 DIR holds the recordings of the Free Spoken Digit Dataset; five takes of each digit by each speaker are held out.
-``--hidden 256 --layers 3 --longest 7 --epochs 60`` is larger; the frame buckets are in spoken.py.
+``--hidden 256 --layers 3 --longest 7 --buckets 160 320 480 640 --epochs 60`` is larger.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ def network(options: argparse.Namespace) -> tuple[amp.Variable, amp.Variable]:
     return logits, F.ctc_loss(logits, labels, steps, symbols, blank=spoken.BLANK)
 
 
-def feed_of(batch: spoken.Batch, training_too: bool = True) -> dict[str, np.ndarray]:
-    """The inputs; without the labels for transcribing."""
-    feed = {"features": batch.features, "steps": (-(-batch.frames // STRIDE)).astype(np.int32)}
-    return feed | {"labels": batch.labels, "symbols": batch.symbols.astype(np.int32)} if training_too else feed
+def steps_of(frames: np.ndarray) -> np.ndarray:
+    """How many steps the convolutions leave of so many frames."""
+    return (-(-frames // STRIDE)).astype(np.int32)
 
 
 @dataclass
@@ -101,9 +100,16 @@ def _scaling(options: argparse.Namespace) -> dict[str, Any]:
     return {"incr_every_n_steps": 200} if options.dtype == "float16" else {}
 
 
+def sizes_of(options: argparse.Namespace) -> spoken.Sizes:
+    """The sizes of all batches."""
+    return spoken.Sizes(options.batch_size, options.longest, tuple(sorted(options.buckets)))
+
+
 def step(run: Run, batch: spoken.Batch, rate: float) -> None:
     """One training step at learning rate ``rate``."""
-    feed, begin = feed_of(batch), time.perf_counter()
+    feed = {"features": batch.features, "steps": steps_of(batch.frames), "labels": batch.labels,
+            "symbols": batch.symbols.astype(np.int32)}  # fmt: skip
+    begin = time.perf_counter()
     run.optimizer.set_lr(rate, run.scope)
     values = run.executor.run(run.main, feed=feed, fetch_list=run.fetches, scope=run.scope)
     run.speeds.append(len(batch.frames) / (time.perf_counter() - begin))
@@ -112,32 +118,41 @@ def step(run: Run, batch: spoken.Batch, rate: float) -> None:
     run.skipped += bool(np.ravel(values[2])[0]) if len(values) > 2 else 0
 
 
-def rate_at(place: float, options: argparse.Namespace) -> float:
-    """The learning rate at a place in [0, 1] of the run: up over the first tenth, then down to 0 on half a cosine."""
-    return options.lr * min(place / 0.1, (1 + np.cos(np.pi * place)) / 2)
+def rates(options: argparse.Namespace, steps: int) -> np.ndarray:
+    """The learning rate of every step: up over the first tenth, then down to 0 on half a cosine."""
+    place = (np.arange(steps) + 0.5) / steps
+    return options.lr * np.minimum(place / 0.1, (1 + np.cos(np.pi * place)) / 2)
 
 
-def train(run: Run, data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace) -> None:
-    """Every epoch strings the training takes together anew; ``--steps`` ends it early."""
-    progress, number = training.bar(), 0
-    for epoch in range(options.epochs):
-        rng = np.random.default_rng([options.seed, epoch])
-        strings = spoken.utterances(data, ~data.held_out, options.longest, features, rng, vary=not options.plain)
-        parts = spoken.batches(strings, options.batch_size, options.longest, features, rng)
-        for place, batch in enumerate(parts):
-            step(run, batch, rate_at((epoch + (place + 0.5) / len(parts)) / options.epochs, options))
-            number += 1
-            if number == options.steps:
-                return
-        progress(run.mode, epoch + 1, options.epochs, float(np.mean(run.loss[-len(parts) :])))
+def epoch_of(data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace,
+             number: int) -> list[spoken.Batch]:  # fmt: skip
+    """The training takes, strung together anew for each epoch."""
+    rng, sizes = np.random.default_rng([options.seed, number]), sizes_of(options)
+    strings = spoken.utterances(
+        data, ~data.held_out, sizes, features, rng, vary=not (options.plain or options.synthetic)
+    )
+    return spoken.batches(strings, sizes, features, rng)
+
+
+def train(run: Run, data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace,
+          progress: Any) -> None:  # fmt: skip
+    """Epochs until ``--steps`` are done, or as many as ``--epochs`` of the first one's size take."""
+    parts = epoch_of(data, features, options, 0)
+    plan, epoch = rates(options, options.steps or options.epochs * len(parts)), 0
+    for number, rate in enumerate(plan, 1):
+        if not parts:
+            epoch += 1
+            parts = epoch_of(data, features, options, epoch)
+        step(run, parts.pop(), rate)
+        progress(run.mode, number, len(plan), run.loss[-1])
 
 
 def transcribe(run: Run, strings: list[spoken.Utterance], features: spoken.Features,
                options: argparse.Namespace) -> list[list[int]]:  # fmt: skip
     """What the test program hears in each string."""
     heard: list[list[int]] = [[] for _ in strings]
-    for batch in spoken.batches(strings, options.batch_size, options.longest, features, np.random.default_rng(0)):
-        feed = feed_of(batch, training_too=False)
+    for batch in spoken.batches(strings, sizes_of(options), features, np.random.default_rng(0)):
+        feed = {"features": batch.features, "steps": steps_of(batch.frames)}
         (logits,) = run.executor.run(run.test, feed=feed, fetch_list=[run.logits], scope=run.scope)
         for column, row in enumerate(batch.rows):
             heard[row] = spoken.greedy(logits[: feed["steps"][column], column])
@@ -151,8 +166,8 @@ def serve(run: Run, string: spoken.Utterance, path: Path) -> list[int]:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    steps = np.array([-(-len(string.features) // STRIDE)], np.int32)
-    (logits,) = session.run(None, {"features": string.features[None, None], "steps": steps})
+    frames = np.array([len(string.features)])
+    (logits,) = session.run(None, {"features": string.features[None, None], "steps": steps_of(frames)})
     return spoken.greedy(logits[:, 0])
 
 
@@ -178,12 +193,19 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
     parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
     parser.add_argument("--cell", choices=["gru", "lstm"], default="gru", help="the recurrent layers")
-    for name, value, what in (("epochs", 30, "times that every training take is heard"),
-                              ("steps", 0, "stop after so many steps (0: after all epochs)"),
-                              ("hidden", 64, "width of one direction"), ("layers", 1, "recurrent layers"),
-                              ("channels", 24, "filters of a convolution"), ("longest", 4, "digits in a string, at most"),
-                              ("batch-size", 32, "strings in a step"), ("seed", 0, "of everything random")):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value, help=what)
+    for name, value, what in (
+        ("epochs", 25, "times that every training take is heard"),
+        ("steps", 0, "take so many steps instead (0: see --epochs)"),
+        ("hidden", 64, "width of one direction"),
+        ("layers", 1, "recurrent layers"),
+        ("channels", 24, "filters of a convolution"),
+        ("longest", 4, "digits in a string"),
+        ("batch-size", 16, "strings in a step"),
+        ("seed", 0, "of all that is random"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, help=what)  # fmt: skip
+    parser.add_argument("--buckets", type=int, nargs="+", default=[96, 160, 224, 320],
+                        help="frames of 10 ms that batches are padded to")  # fmt: skip
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--dropout", type=float, default=0.2, help="before and behind the recurrent layers")
     parser.add_argument("--plain", action="store_true", help="train on the recordings as they are, not varied")
@@ -202,23 +224,25 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     for name in ("epochs", "hidden", "layers", "channels", "longest", "batch_size"):
         if getattr(options, name) < 1:
             raise SystemExit(f"error: --{name.replace('_', '-')} must be at least 1")
+    if min(options.buckets) < 16:
+        raise SystemExit(f"error: a bucket of {min(options.buckets)} frames holds no digit; give at least 16")
     return options
 
 
 def main() -> int:
     """Run the demo."""
     options = checked(arguments().parse_args())
-    data = spoken.synthetic(400, options.seed) if options.synthetic else spoken.read(options.data)
+    data = spoken.synthetic(1000, 0) if options.synthetic else spoken.read(options.data)
     features = spoken.Features.of(data)
-    test_rng = np.random.default_rng(1)  # one test set for all runs: every held-out take in two strings
-    strings = [u for _ in range(2) for u in spoken.utterances(data, data.held_out, options.longest, features, test_rng)]
+    rng, sizes = np.random.default_rng(1), sizes_of(options)  # one test for every seed: each take is heard twice
+    strings = [u for _ in range(2) for u in spoken.utterances(data, data.held_out, sizes, features, rng)]
     digits = [u.digits for u in strings]
     print(f"takes: {(~data.held_out).sum()} to train on, {data.held_out.sum()} held out, in {len(strings)} strings "
           f"of {sum(map(len, digits))} digits", flush=True)  # fmt: skip
-    runs = []
+    progress, runs = training.bar(), []
     for mode in training.MODES if options.mode == "all" else (options.mode,):
         run = prepare(mode, options)
-        train(run, data, features, options)
+        train(run, data, features, options, progress)
         run.error = spoken.error_rate(transcribe(run, strings, features, options), digits)
         runs.append(run)
     print(table(runs))

@@ -1,4 +1,4 @@
-"""What the speech demo hears and how it is scored: recordings, strings of them, log-mel features, batches, error rate."""
+"""What the speech demo hears, and how it is scored: recordings, strings of them, features, batches, error rate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 
 RATE = 8000
 WINDOW, HOP, BANDS = 200, 80, 40  # samples: 25 ms every 10 ms, as usual for speech
-#: Frames to which a batch is padded: few sizes, for each is compiled once.
-BUCKETS = (96, 160, 224, 320)
 BLANK, CLASSES = 0, 11  # class 1 + d is digit d
+_FFT = 256
 #: Mel energies below this are silence.
 _FLOOR = np.float32(1e-5)
 
@@ -43,9 +42,9 @@ def read(folder: Path) -> Recordings:
     else:
         files = sorted(file for sub in (folder, folder / "recordings") for file in sub.glob("?_*_*.wav"))
         if not files:
-            raise SystemExit(f"error: {folder} has no {{digit}}_{{speaker}}_{{index}}.wav. Clone the Free Spoken Digit Dataset "
-                             "(github.com/Jakobovski/free-spoken-digit-dataset) and pass its folder recordings as --data. "
-                             "Or pass --synthetic")  # fmt: skip
+            raise SystemExit(f"error: {folder} has no {{digit}}_{{speaker}}_{{index}}.wav. Clone the Free Spoken Digit "
+                             "Dataset, github.com/Jakobovski/free-spoken-digit-dataset, and pass its folder "
+                             "'recordings' as --data. Or pass --synthetic")  # fmt: skip
         parts = np.array([file.stem.split("_") for file in files])
         label, speaker, index = parts[:, 0].astype(int), parts[:, 1], parts[:, 2].astype(int)
         waves = [_wav(file) for file in files]
@@ -86,15 +85,10 @@ def mel_filters() -> np.ndarray:
     """[bins, BANDS] triangles of equal width on the mel scale, 2595 log10(1 + f / 700), up to half the rate."""
     top = 2595 * np.log10(1 + RATE / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1)
-    bins = np.fft.rfftfreq(_fft_size(), 1 / RATE)[:, None]
+    bins = np.fft.rfftfreq(_FFT, 1 / RATE)[:, None]
     low, middle, high = edges[:-2], edges[1:-1], edges[2:]
     rise, fall = (bins - low) / (middle - low), (high - bins) / (high - middle)
     return np.maximum(0, np.minimum(rise, fall)).astype(np.float32)
-
-
-def _fft_size() -> int:
-    """Padded with zeros well beyond the window, so that the narrowest triangle still holds a bin."""
-    return 512
 
 
 def log_mel(samples: np.ndarray) -> np.ndarray:
@@ -102,8 +96,9 @@ def log_mel(samples: np.ndarray) -> np.ndarray:
     if len(samples) < WINDOW:
         samples = np.pad(samples, (0, WINDOW - len(samples)))
     frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
-    spectrum = np.fft.rfft(frames * np.hanning(WINDOW).astype(np.float32), _fft_size())
-    return np.log(np.maximum((np.abs(spectrum) ** 2).astype(np.float32) @ mel_filters(), _FLOOR))
+    spectrum = np.fft.rfft(frames * np.hanning(WINDOW).astype(np.float32), _FFT)
+    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32)
+    return np.log(np.maximum(power @ mel_filters(), _FLOOR))
 
 
 @dataclass
@@ -129,6 +124,21 @@ class Features:
 
 
 # -- strings of digits -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Sizes:
+    """Of batches: ``batch`` strings of up to ``longest`` digits, padded to one of ``buckets`` (frames, rising): few
+    sizes, for each is compiled once."""
+
+    batch: int
+    longest: int
+    buckets: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        """What fits the largest bucket."""
+        return self.buckets[-1] * HOP
+
+
 @dataclass
 class Utterance:
     """Features [frames, BANDS] of a string of digits, and the digits."""
@@ -137,27 +147,28 @@ class Utterance:
     digits: list[int]
 
 
-def utterances(data: Recordings, chosen: np.ndarray, longest: int, features: Features, rng: np.random.Generator,
+def utterances(data: Recordings, chosen: np.ndarray, sizes: Sizes, features: Features, rng: np.random.Generator,
                vary: bool = False) -> list[Utterance]:  # fmt: skip
-    """Strings of 1 to ``longest`` digits of one speaker with short silences; each chosen recording occurs once.
+    """Strings of 1 to ``sizes.longest`` digits of one speaker, with short silences; each chosen recording occurs once.
 
-    A string that would not fit the largest bucket ends early. ``vary``: other speeds, loudness and noise, as
-    training does.
+    A string that would not fit the largest bucket ends early; a single recording that does not is cut.
+    ``vary``: other speeds, loudness and noise, for training.
     """
     found = []
     for speaker in np.unique(data.speakers[chosen]):
         left = list(rng.permutation(np.flatnonzero(chosen & (data.speakers == speaker))))
         while left:
-            pieces, digits = [_silence(rng)], []
-            for _ in range(rng.integers(1, longest + 1)):
+            pieces: list[np.ndarray] = [_silence(rng)]
+            digits: list[int] = []
+            for _ in range(rng.integers(1, sizes.longest + 1)):
                 samples = data.waves[left[-1]] if left else None
                 if samples is not None and vary:
                     samples = _varied(samples, rng)
-                if samples is None or not _fits([*pieces, samples]) and digits:
+                if samples is None or (digits and sum(map(len, [*pieces, samples])) > sizes.samples):
                     break
                 digits.append(int(data.labels[left.pop()]))
                 pieces += [samples, _silence(rng)]
-            whole = np.concatenate(pieces)[: BUCKETS[-1] * HOP]
+            whole = np.concatenate(pieces)[: sizes.samples]
             if vary:
                 whole = whole + rng.normal(0, 10 ** rng.uniform(-5, -3), len(whole)).astype(np.float32)
             found.append(Utterance(features(whole), digits))
@@ -166,10 +177,6 @@ def utterances(data: Recordings, chosen: np.ndarray, longest: int, features: Fea
 
 def _silence(rng: np.random.Generator) -> np.ndarray:
     return np.zeros(rng.integers(RATE // 20, RATE // 6), np.float32)
-
-
-def _fits(pieces: Sequence[np.ndarray]) -> bool:
-    return sum(map(len, pieces)) <= BUCKETS[-1] * HOP
 
 
 def _varied(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -190,21 +197,21 @@ class Batch:
     rows: np.ndarray
 
 
-def batches(data: list[Utterance], size: int, longest: int, features: Features,
-            rng: np.random.Generator) -> list[Batch]:  # fmt: skip
-    """All utterances in batches of ``size`` of similar length, each padded to a bucket, in random order.
+def batches(data: list[Utterance], sizes: Sizes, features: Features, rng: np.random.Generator) -> list[Batch]:
+    """All utterances in batches of similar length, each padded to a bucket with silence, in random order.
 
     The last is filled up with utterances that occur elsewhere too.
     """
-    rows = np.concatenate([np.arange(len(data)), rng.integers(0, len(data), -len(data) % size)])
+    rows = np.concatenate([np.arange(len(data)), rng.integers(0, len(data), -len(data) % sizes.batch)])
     rows = rows[np.argsort([len(data[r].features) for r in rows], kind="stable")]
-    return [_batch([data[r] for r in part], part, longest, features) for part in rng.permutation(rows.reshape(-1, size))]
+    return [_batch([data[r] for r in part], part, sizes, features)
+            for part in rng.permutation(rows.reshape(-1, sizes.batch))]  # fmt: skip
 
 
-def _batch(data: list[Utterance], rows: np.ndarray, longest: int, features: Features) -> Batch:
+def _batch(data: list[Utterance], rows: np.ndarray, sizes: Sizes, features: Features) -> Batch:
     frames = np.array([len(u.features) for u in data])
-    padded = np.tile(features.silence, (len(data), next(b for b in BUCKETS if b >= frames.max()), 1))
-    labels = np.zeros((len(data), longest), np.int64)
+    padded = np.tile(features.silence, (len(data), next(b for b in sizes.buckets if b >= frames.max()), 1))
+    labels = np.zeros((len(data), sizes.longest), np.int64)
     for row, utterance in enumerate(data):
         padded[row, : frames[row]] = utterance.features
         labels[row, : len(utterance.digits)] = np.array(utterance.digits) + 1
