@@ -12,6 +12,7 @@ from . import (
     initializers,
     loss,
     matmul,
+    monitor,
     movement,
     norm,
     pool,
@@ -22,6 +23,7 @@ from . import (
     reduce,
     resize,
     scaling,
+    schedule,
     update,
 )
 
@@ -36,6 +38,7 @@ __all__ = [
     "initializers",
     "loss",
     "matmul",
+    "monitor",
     "movement",
     "norm",
     "pool",
@@ -46,6 +49,7 @@ __all__ = [
     "reduce",
     "resize",
     "scaling",
+    "schedule",
     "update",
     "clip",
 ]

@@ -8,7 +8,7 @@ as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..ir.opdef import body_of, group_inputs, lookup
 from ..ir.program import OWN, Operator, Program, Shape, Variable
 from ..ir.tensors import as_array, tensor_type, to_proto
 from ..ir.types import HALF, ONNX_TYPES
+from .carriers import Carriers
 from .lowered import Lowered, Port, carrier_attribute, live, needed, nested_type, rename_tensors, static, used_tensors
 from .opset import TARGET, convert_opset
 
@@ -36,11 +37,15 @@ def lower(
     feed_shapes: dict[str, tuple[int, ...]] | None = None,
     fetches: Sequence[Variable] = (),
     updates: bool = True,
+    wide: Container[str] = frozenset(),
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
 
     Only operators that the fetches and (with ``updates``) the state updates need are emitted; with
     neither, the program's outputs are fetched. GraphError where a body needs a shape that is not fixed.
+
+    ``wide`` (on "cpu" alone) names 16-bit variables that keep their fp32 value, as if the operators that make them ran
+    in fp32; an operator that makes none of them reads the rounded value.
     """
     names, original = [v.name for v in fetches], program
     program = inline_functions(program)
@@ -52,7 +57,7 @@ def lower(
         program = program.clone() if program is original else program
         convert_opset(program)
     fetches = [program.var(name) for name in names]
-    return _Lowering(program, place, feed_shapes or {}, fetches, updates).run()
+    return _Lowering(program, place, feed_shapes or {}, fetches, updates, wide).run()
 
 
 def _lower_program(
@@ -81,7 +86,7 @@ def _lower_program(
 setattr(Program, "lower", _lower_program)  # noqa: B010 - mypy refuses the plain assignment
 
 
-class _Lowering:
+class _Lowering(Carriers):
     def __init__(
         self,
         program: Program,
@@ -89,25 +94,24 @@ class _Lowering:
         feed_shapes: dict[str, tuple[int, ...]],
         fetches: Sequence[Variable],
         updates: bool,
+        wide: Container[str],
     ) -> None:
+        super().__init__(Emitter(place, program.opset()), wide)
         self.program = program
-        self.cpu = place == "cpu"
         self.place = place
         written = [v for v in program.variables if v.persistable and v.producer is not None] if updates else []
         self.updates = {v: v for v in written} | (dict(program.updates) if updates else {})
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
-        self.opset = program.opset()
+        self.opset = self.e.opset
         bodied = any(_bodied(op) for op in self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not bodied else feed_shapes
         self.shapes = Shapes(program, feed_shapes) if bodied else None
-        self.e = Emitter(place, self.opset)
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
-        self.env: dict[int, Value] = {}
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place)
         self.domains = {"": self.opset}
@@ -168,14 +172,6 @@ class _Lowering:
         value = Value(variable.name, variable.dtype or "", static(shape))
         self.env[variable.key] = self._carried(value)
 
-    def _carried(self, value: Value) -> Value:
-        """A real tensor as this place carries it."""
-        if not self.cpu or value.dtype not in HALF:
-            return value
-        carrier = self.e.cast(value, "float32")
-        self.e.narrow[carrier.name] = value
-        return carrier
-
     def _constant(self, variable: Variable) -> Value:
         """Constant content as an initializer; on CPU 16-bit content as the fp32 that carries it."""
         dtype, shape = tensor_type(variable.data)
@@ -219,13 +215,15 @@ class _Lowering:
     def _cast(self, op: Operator) -> None:
         source, target = op.inputs[0], op.outputs[0]
         assert source is not None and target is not None and target.dtype is not None
-        value = self.env[source.key]
+        value = self._read(op, source)
         if source.dtype == target.dtype:
             self.env[target.key] = value
             return
         proto = op.attrs.proto("saturate") if "saturate" in op.attrs else None
         extra: dict[str, Any] = {"saturate": proto.i} if proto is not None else {}
-        if target.dtype in HALF:
+        if target.dtype in HALF and self.cpu and target.name in self.wide:
+            self.env[target.key] = self.e.cast(value, "float32")
+        elif target.dtype in HALF:
             self.env[target.key] = self.e.stored(value, target.dtype)
         elif value.dtype == target.dtype:
             self.env[target.key] = value
@@ -242,7 +240,7 @@ class _Lowering:
             self.shapes.shape(v) if is_gradient and v is not None else None
             for v, is_gradient in zip(op.outputs, gradients, strict=True)
         ]
-        inputs = [None if v is None else self._shaped(v) for v in op.inputs]
+        inputs = [None if v is None else self._shaped(op, v) for v in op.inputs]
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
         results = list(function(self.e, op, *group_inputs(op, inputs)))
@@ -252,31 +250,11 @@ class _Lowering:
                     raise GraphError(f"the body of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'")
                 self.env[variable.key] = self._finished(variable, value, found.exact)
 
-    def _shaped(self, variable: Variable) -> Value:
-        value = self.env[variable.key]
-        if value.shape is None and self.shapes is not None:
-            shape = static(self.shapes[variable][1])
-            if shape is None:
-                self.shapes.shape(variable)  # raises, naming the variable
-            value = Value(value.name, value.dtype, shape)
-            self.env[variable.key] = value
-        return value
-
-    def _finished(self, variable: Variable, value: Value, exact: bool) -> Value:
-        """A body's or operator's raw result as the variable is held here, rounded where that is due."""
-        if variable.dtype is None or value.dtype == "":
-            return value
-        if self.cpu and variable.dtype in HALF:
-            if exact:
-                return value
-            return self.e.stored(value, variable.dtype)
-        return self.e.cast(value, variable.dtype)
-
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
         exact = found is not None and found.exact
         real = self.cpu and (op.domain not in _CARRIED or op.type == "BitCast")
-        inputs = [None if v is None else self.env[v.key] for v in op.inputs]
+        inputs = [None if v is None else self._read(op, v) for v in op.inputs]
         if real:
             inputs = [
                 None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)
@@ -302,9 +280,6 @@ class _Lowering:
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
                 self.env[v.key] = self._carried(value) if real else self._finished(v, value, exact)
-
-    def _real(self, variable: Variable, value: Value) -> Value:
-        return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         protos = op.attrs.protos()
@@ -381,12 +356,6 @@ class _Lowering:
 
     def _shape(self, variable: Variable) -> Shape | None:
         return self.shapes[variable][1] if self.shapes is not None else variable.shape
-
-    def _output_value(self, variable: Variable) -> Value:
-        value = self.env[variable.key]
-        if self.cpu and variable.dtype in HALF:
-            return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or "")
-        return value
 
 
 def _bodied(op: Operator) -> bool:

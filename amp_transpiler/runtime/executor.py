@@ -19,6 +19,7 @@ from . import tensors
 from .binding import PlainStep, Step, needs_plain
 from .feeds import Feeds, shape_of
 from .place import CPUPlace, CUDAPlace, Place, check_place
+from .report import ReportRequest, expanded, joined, requested
 from .scope import Scope, check_scope
 from .session import Settings, create_session, require_cuda
 
@@ -91,7 +92,7 @@ class Executor:
             self.place = CPUPlace()
 
     def run(self, program: Program | None = None, feed: Mapping[Any, Any] | None = None,
-            fetch_list: Sequence[Variable | str] | None = None, scope: Scope | None = None,
+            fetch_list: Sequence[Variable | ReportRequest | str] | None = None, scope: Scope | None = None,
             return_numpy: bool = True) -> list[Any]:  # fmt: skip
         """Run ``program`` (default: the current main program) once, and return what ``fetch_list`` names, in its order.
 
@@ -99,7 +100,8 @@ class Executor:
         are declared under one name must agree); Python numbers and lists take the declared type. ``fetch_list`` holds
         variables or names. A fetched persistable variable has its value *after* the run. Results are numpy arrays
         (ml_dtypes for bfloat16), or OrtValues on the executor's place with ``return_numpy=False``; they belong to the
-        caller and later runs leave them alone.
+        caller and later runs leave them alone. ``fetch_list`` may also hold an ``amp.StepReports``; a StepReport comes
+        out in its place.
 
         State is read from and written to ``scope`` (default: ``global_scope()``). A run that raises leaves the scope as
         it was, with one exception: where onnxruntime itself fails in the middle of the updates, variables that
@@ -111,6 +113,10 @@ class Executor:
         """
         program = _check_program(program)
         scope = check_scope(scope)
+        if requested(fetch_list):
+            on_host = return_numpy and self.place.kind == "cpu"  # there, an array is no copy more than what is bound
+            results = self.run(program, feed, expanded(fetch_list), scope, on_host)
+            return joined(results, fetch_list or (), return_numpy)
         names = _fetch_names(fetch_list)
         _check_home(program, fetch_list or ())
         plan = self._plan(program, names)
@@ -244,7 +250,7 @@ def _fetched(program: Program, name: str) -> Variable:
         raise GraphError(f"fetch_list: {error}") from None
 
 
-def _fetch_names(fetch_list: Sequence[Variable | str] | None) -> tuple[str, ...]:
+def _fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> tuple[str, ...]:
     if fetch_list is None:
         return ()
     if isinstance(fetch_list, (str, Variable)) or not isinstance(fetch_list, Sequence):
@@ -258,7 +264,7 @@ def _fetch_names(fetch_list: Sequence[Variable | str] | None) -> tuple[str, ...]
     return names
 
 
-def _check_home(program: Program, fetch_list: Sequence[Variable | str]) -> None:
+def _check_home(program: Program, fetch_list: Sequence[Variable | ReportRequest | str]) -> None:
     """GraphError for a variable of another program that has no counterpart of its name in ``program``."""
     for item in fetch_list:
         if isinstance(item, Variable) and not program.has_var(item.name):

@@ -1,0 +1,105 @@
+"""``amp.StepReports``: reports of training steps, asked for in the fetch list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError, OrderError
+from ..ir import context
+from ..ir.patterns import matching_names
+from ..ir.program import OWN, UPDATE, Program, Variable
+from ..ops.monitor import INSPECT, SUMMARY
+from ..runtime.report import ReportRequest
+from .steps import TrainingStep, scope_group, training_step
+
+
+class StepReports(ReportRequest):
+    """Reports of the steps of a training program: put it into ``fetch_list``, and a StepReport comes out there::
+
+        reports = amp.StepReports(main)
+        for feed in batches:
+            loss_value, report = exe.run(main, feed=feed, fetch_list=[loss, reports])
+            print(report)
+
+    The program gets two operators more, which run where a report is fetched and nowhere else. A report's values stay
+    on the device until they are read.
+
+    Args:
+        program: a program that an optimizer (decorated or not) has minimised; or that optimizer's loss variable.
+        loss: the loss to report, a variable or name, or several; by default what ``minimize`` was called with.
+        groups: parameter groups for ``found_inf_by_group``, group -> patterns of parameter names (globs, or ``re:`` and
+            a regular expression; the first group that matches counts). By default the outermost name scope of a
+            parameter's reader, or its layer.
+        step: the number of the next report.
+
+    Raises:
+        ArgumentTypeError: no program. OrderError: it updates no parameter. ArgumentError: an unknown loss, a pattern
+        that matches nothing, a step below 0.
+    """
+
+    def __init__(self, program: Program, loss: Variable | str | Sequence[Variable | str] | None = None,
+                 groups: Mapping[str, str | Sequence[str]] | None = None, step: int = 0) -> None:  # fmt: skip
+        parts = training_step(program)
+        if not parts.rates:
+            raise OrderError(f"StepReports: program '{program.name}' updates no parameter; minimize a loss first")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ArgumentError(f"StepReports: step is {step!r}; expected a whole number, at least 0")
+        losses = parts.losses if loss is None else _losses(program, loss)
+        names = [parameter.name for parameter, _ in parts.gradients]
+        super().__init__(
+            program=program,
+            variables=_append(parts, losses),
+            names=names,
+            sizes=[_size(gradient) for _, gradient in parts.gradients],
+            groups=[scope_group(p) for p, _ in parts.gradients] if groups is None else _groups(groups, names),
+            losses=[v.name for v in losses],
+            rates=len(parts.rates),
+            step=step,
+        )
+
+
+def _losses(program: Program, loss: Any) -> list[Variable]:
+    items = [loss] if isinstance(loss, (Variable, str)) else loss
+    if not isinstance(items, Sequence) or not all(isinstance(item, (Variable, str)) for item in items):
+        raise ArgumentTypeError(f"StepReports: loss is {loss!r}; expected a variable or name, or a list of them")
+    found = [program.var(item if isinstance(item, str) else item.name) for item in items]
+    for variable in found:
+        if variable.shape is None or any(size != 1 for size in variable.shape):
+            raise ArgumentError(f"StepReports: loss '{variable.name}' has shape {variable.shape}; expected one number")
+    return found
+
+
+def _groups(groups: Mapping[str, str | Sequence[str]], names: list[str]) -> list[str]:
+    if not isinstance(groups, Mapping):
+        raise ArgumentTypeError(f"StepReports: groups is {groups!r}; expected a dict of group -> patterns")
+    chosen: dict[str, str] = {}
+    for group, patterns in groups.items():
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        for name in matching_names(names, listed, f"StepReports: group '{group}'", lambda name: [name], "parameter"):
+            chosen.setdefault(name, group)
+    return [chosen.get(name, "others") for name in names]
+
+
+def _append(parts: TrainingStep, losses: list[Variable]) -> list[Variable]:
+    """Append the two operators; the variables that a report is made of."""
+    program = parts.program
+    good, bad = (None if c is None else program.updates.get(c, c) for c in parts.counters)
+    scale = parts.scale
+    after = None if scale is None else program.updates.get(scale, scale)
+    scalars = [parts.found_inf, scale, after, good, bad, *losses, *parts.rates]
+    count = len(parts.gradients)
+    summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
+    inspected = [program.add_variable(program.unique(f"step_report.{name}"), dtype, (count,))
+                 for name, dtype in (("found_inf", "bool"), ("squares", "float32"), ("zeros", "int32"))]  # fmt: skip
+    with context.operator_role(UPDATE):
+        program.add_operator(SUMMARY, scalars, [summary], domain=OWN)
+        program.add_operator(INSPECT, [gradient for _, gradient in parts.gradients], inspected, domain=OWN)
+    return [summary, *inspected]
+
+
+def _size(gradient: Variable) -> int:
+    size = 1
+    for dimension in gradient.shape or ():
+        size *= dimension if isinstance(dimension, int) else 1
+    return size

@@ -1,0 +1,116 @@
+"""Files of step reports: CSV, JSON lines, TensorBoard. Each is a context manager with ``write(report)``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from ..errors import ArgumentTypeError, MissingPackageError
+from ..runtime.report import StepReport
+
+
+class _Writer:
+    """Writes reports one by one; closed when its ``with`` block ends."""
+
+    def write(self, report: StepReport) -> None:
+        """Add one step. ArgumentTypeError: no StepReport."""
+        if not isinstance(report, StepReport):
+            raise ArgumentTypeError(f"{type(self).__name__}.write takes a StepReport, got {report!r}")
+        self._write(report)
+
+    def _write(self, report: StepReport) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.close()
+
+
+class _LineWriter(_Writer):
+    """One line a step, readable while training goes on. ``append`` goes on with a file that is there."""
+
+    def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
+        self._file = open(path, "a" if append else "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+        self._empty = self._file.tell() == 0
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CsvWriter(_LineWriter):
+    """A CSV file with a head line; fields as in ``StepReport.to_dict``, groups joined by spaces, nothing for None.
+
+    OSError where the file cannot be written.
+    """
+
+    def _write(self, report: StepReport) -> None:
+        record = report.to_dict()
+        record["overflow"] = " ".join(record["overflow"])
+        writer = csv.DictWriter(self._file, list(record), lineterminator="\n")
+        if self._empty:
+            writer.writeheader()
+        self._empty = False
+        writer.writerow(record)
+
+
+class JsonlWriter(_LineWriter):
+    """A file of JSON objects, one a line; fields as in ``StepReport.to_dict``.
+
+    Numbers that are not finite, which JSON does not have, are the strings "inf", "-inf" and "nan". OSError where the
+    file cannot be written.
+    """
+
+    def _write(self, report: StepReport) -> None:
+        record = {name: _json_number(value) for name, value in report.to_dict().items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def _json_number(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Summary(Protocol):
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
+    def close(self) -> None: ...
+
+
+class TensorBoardWriter(_Writer):
+    """Scalars under ``train/`` in a TensorBoard log folder, through the package tensorboardX.
+
+    Beside the fields of ``StepReport.to_dict``: ``grad_norm/<parameter>`` with ``parameters=True``. Values that are
+    not finite are left out, since TensorBoard cannot draw them. MissingPackageError where tensorboardX is not
+    installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], parameters: bool = False) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise MissingPackageError("TensorBoardWriter needs the package tensorboardX; install it with "
+                                      "`pip install amp-transpiler[tensorboard]`") from None  # fmt: skip
+        self._summary: _Summary = SummaryWriter(str(folder))
+        self._parameters = parameters
+
+    def _write(self, report: StepReport) -> None:
+        record = {
+            f"train/{name}": value for name, value in report.to_dict().items() if name not in ("step", "overflow")
+        }
+        if self._parameters:
+            record |= {f"grad_norm/{name}": norm for name, norm in report.grad_norms.items()}
+        for tag, value in record.items():
+            if value is not None and math.isfinite(value):
+                self._summary.add_scalar(tag, float(value), report.step)
+
+    def close(self) -> None:
+        self._summary.close()
