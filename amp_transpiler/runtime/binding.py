@@ -61,9 +61,9 @@ class _States:
             raise ScopeError(self._missing(scope, state))
         found, wanted = tensors.dtype_of(value), state.port.dtype
         if found != wanted:
-            raise ScopeError(_type_message(state.name, self.program, found, wanted))
+            raise ScopeError(type_message(state.name, self.program, found, wanted))
         shape = state.port.shape
-        if shape is not None and not _fits(value.shape(), shape):
+        if shape is not None and not fits(value.shape(), shape):
             raise ScopeError(
                 f"variable '{state.name}' has shape {list(value.shape())} in the scope; program '{self.program}' "
                 f"declares {list(shape)}. Programs that share a scope must give different variables different names"
@@ -316,7 +316,8 @@ def _failure(error: Exception) -> str:
     return text
 
 
-def _type_message(name: str, program: str, found: str, wanted: str) -> str:
+def type_message(name: str, program: str, found: str, wanted: str) -> str:
+    """What to say of a variable that the scope holds in another element type than the program declares."""
     head = f"variable '{name}' is {found} in the scope, and program '{program}' declares {wanted}"
     if wanted in HALF:
         return (f"{head}; call the optimizer's amp_init(place, scope) after the startup program, or "
@@ -327,7 +328,8 @@ def _type_message(name: str, program: str, found: str, wanted: str) -> str:
     return f"{head}; set it with an array of that type, or run the startup program again"
 
 
-def _fits(shape: Sequence[int], declared: Sequence[Any]) -> bool:
+def fits(shape: Sequence[int], declared: Sequence[Any]) -> bool:
+    """Whether a shape agrees with a declared one, whose unknown sizes are names, None or -1."""
     return len(shape) == len(declared) and all(
         not isinstance(d, int) or d < 0 or d == s for s, d in zip(shape, declared, strict=True)
     )

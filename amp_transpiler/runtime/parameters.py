@@ -29,8 +29,8 @@ def cast_parameters_to_fp16(place: Place, program: Program, scope: Scope | None 
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"cast_parameters_to_fp16 takes a program, got {program!r}")
     scope = check_scope(scope)
-    rounded = {v.name: _rounded(v, scope) for v in _chosen(program, to_fp16_var_names)}
-    values = {name: tensors.from_array(array, place) for name, array in rounded.items() if array is not None}
+    arrays = {v.name: _rounded(v, scope) for v in _chosen(program, to_fp16_var_names)}
+    values = {name: tensors.from_array(array, place) for name, array in arrays.items() if array is not None}
     scope._values.update(values)
 
 
@@ -42,7 +42,8 @@ def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:
         raise ArgumentTypeError(f"to_fp16_var_names is a set of names, got {names!r}")
     wanted = set(names)
     found = [v for v in stored if v.name in wanted]
-    if wanted and not found:
+    # 16-bit operators may read no parameter: the names are then those of what they make.
+    if wanted and not found and not any(v.name in wanted for v in program.variables):
         name = min(map(str, wanted))
         hint = near_names(name, [v.name for v in stored])
         raise ArgumentError(
@@ -68,14 +69,18 @@ def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
         raise PrecisionError(
             f"variable '{variable.name}' is {found} in the scope and cannot be rounded to {variable.dtype}"
         )
-    array = tensors.to_array(value)
+    return rounded(variable.name, tensors.to_array(value), str(variable.dtype))
+
+
+def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """A float array in another float type; PrecisionError where a finite value of parameter ``name`` is beyond it."""
     with np.errstate(over="ignore"):
-        rounded = array.astype(numpy_dtype(str(variable.dtype)))
+        result = array.astype(numpy_dtype(dtype))
     finite = np.isfinite(array)
-    if not np.array_equal(np.isfinite(rounded), finite):
+    if not np.array_equal(np.isfinite(result), finite):
         largest = float(np.abs(array[finite]).max())
         raise PrecisionError(
-            f"parameter '{variable.name}' does not fit {variable.dtype}: its largest value is {largest:g}. Keep what "
+            f"parameter '{name}' does not fit {dtype}: its largest value is {largest:g}. Keep what "
             "reads it in fp32 (custom_black_varnames, or outside fp16_guard), or use bfloat16; nothing was cast"
         )
-    return rounded
+    return result

@@ -1,0 +1,158 @@
+"""What a program keeps between runs, and what each of it is for; and the fingerprint of a program."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..ir.program import FORWARD, OWN, Operator, Program, Variable
+from ..ir.tensors import SMALL, as_array, tensor_type
+from ..ops.random import SEED, STEP
+from ..ops.scaling import CHECK, GATE, UPDATE_SCALE
+from ..ops.update import LAYOUTS
+
+PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
+RANDOM, SCALING, RATE, UNUSED = "random", "loss_scaling", "learning_rate", "unused"
+#: Roles of what a program has under a name of its own, whatever precision it trains in.
+NAMED = frozenset({PARAMETER, STATISTICS, BUFFER, STATE, RANDOM})
+#: Roles of what a program that only infers has.
+INFERENCE = frozenset({PARAMETER, STATISTICS, BUFFER})
+#: Roles of what one precision has and another has not.
+OF_A_MODE = frozenset({MASTER, SCALING, UNUSED})
+
+#: What stands for the same state in two programs: a group, the name or number that it goes by there.
+Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a persistable variable is for: its role, the parameter (or variable) it belongs to, a running number.
+
+    The role of an optimizer's state is its kind ("moment1", "velocity", "beta1_pow_acc"); that of a master weight is
+    "master", and ``of`` its parameter.
+    """
+
+    role: str
+    of: str = ""
+    number: int = 0
+
+    def key(self, name: str) -> Key:
+        """What this state goes by in every program that has it; ``name`` is the variable's."""
+        if self.role in NAMED:
+            return ("value", self.of or name, 0)
+        return (self.role, name if self.role == UNUSED else self.of, self.number)
+
+
+def state_slots(program: Program) -> dict[Variable, Slot]:
+    """The persistable variables of a program, in order, each with what it is for."""
+    slots: dict[Variable, Slot] = {}
+    for variable, slot in _training_state(program):
+        if variable.persistable:
+            slots.setdefault(variable, slot)
+    return {v: slots.get(v) or Slot(_plain_role(v, program), v.name) for v in program.variables if v.persistable}
+
+
+def _training_state(program: Program) -> Iterator[tuple[Variable, Slot]]:
+    operators = [op for op in program.operators if op.domain == OWN]
+    for number, op in enumerate(op for op in operators if op.type in LAYOUTS):
+        yield from _optimizer_state(op, number)
+    for number, op in enumerate(op for op in operators if op.type == UPDATE_SCALE):
+        for slot, variable in enumerate(op.inputs[1:]):
+            if variable is not None:
+                yield variable, Slot(SCALING, str(number), slot)
+    for number, op in enumerate(op for op in operators if op.type == CHECK):  # a static scale has no update
+        if op.inputs[0] is not None:
+            yield op.inputs[0], Slot(SCALING, str(number), 0)
+
+
+def _optimizer_state(op: Operator, number: int) -> Iterator[tuple[Variable, Slot]]:
+    layout = LAYOUTS[op.type]
+    rate, *scalars = op.inputs[1 : layout.head]
+    if rate is not None:
+        yield rate, Slot(RATE, "", number)
+    for kind, scalar in zip(layout.scalars, scalars, strict=True):
+        if scalar is not None:
+            yield scalar, Slot(kind, "", number)
+    for row in layout.read(op.inputs):
+        assert row.parameter is not None
+        of = row.parameter.name
+        yield row.parameter, Slot(PARAMETER, of)
+        if row.master is not None:
+            yield row.master, Slot(MASTER, of)
+        for kind, accumulator in zip(layout.accumulators, row.accumulators, strict=True):
+            if accumulator is not None:
+                yield accumulator, Slot(kind, of)
+
+
+def _plain_role(variable: Variable, program: Program) -> str:
+    if variable.name in (SEED, STEP):
+        return RANDOM
+    if variable.trainable:
+        return PARAMETER
+    new = program.updates.get(variable)
+    if new is None:
+        return BUFFER if variable.readers else UNUSED
+    maker = new.producer
+    if maker is not None and maker.type == GATE and maker.domain == OWN:
+        value = maker.input(2)
+        maker = value.producer if value is not None else None
+    return STATISTICS if maker is not None and maker.role == FORWARD else STATE
+
+
+def trains(program: Program) -> bool:
+    """Whether the program has an update operator."""
+    return any(op.type in LAYOUTS and op.domain == OWN for op in program.operators)
+
+
+def scaler_settings(program: Program) -> list[dict[str, Any]]:
+    """The attributes of every loss scaling update of a program."""
+    found = [op for op in program.operators if op.type == UPDATE_SCALE and op.domain == OWN]
+    return [{name: op.attrs[name] for name in op.attrs} for op in found]
+
+
+# -- fingerprint ---------------------------------------------------------------------------------------
+def fingerprint(program: Program) -> str:
+    """A hash of what a program computes: operators, attributes, small constants, names of inputs and of state.
+
+    Names of intermediate values and the values of weights and seeds play no part.
+    """
+    found = hashlib.sha256()
+    for line in _lines(program, {}):
+        found.update(line)
+        found.update(b"\n")
+    return found.hexdigest()
+
+
+def _lines(program: Program, numbers: dict[Variable, str]) -> Iterator[bytes]:
+    yield repr(sorted(program.info.opsets.items())).encode()
+    for variable in program.variables:
+        if variable.persistable or variable.is_input:
+            numbers[variable] = f"={variable.name}"
+            kind = (variable.is_input, variable.persistable, variable.trainable)
+            yield repr((variable.name, variable.dtype, variable.shape, *kind)).encode()
+        elif variable.outer is not None:
+            numbers[variable] = f"^{numbers.get(variable.outer, '?')}"
+        elif variable.data is not None:
+            numbers[variable] = _constant(variable.data)
+    for op in program.operators:
+        for output in op.outputs:
+            if output is not None:
+                numbers.setdefault(output, f"%{len(numbers)}")
+        names = [[v and numbers.get(v, "?") for v in variables] for variables in (op.inputs, op.outputs)]
+        yield repr((op.type, op.domain, op.role, *names)).encode()
+        for proto in sorted(op.attrs.protos(), key=lambda proto: proto.name):
+            yield proto.SerializeToString(deterministic=True)
+        for nested in op.attrs.programs:
+            yield from _lines(nested, numbers)
+    yield repr([(numbers[state], numbers.get(new, "?")) for state, new in program.updates.items()]).encode()
+
+
+def _constant(data: Any) -> str:
+    dtype, shape = tensor_type(data)
+    content = ""
+    array = as_array(data)
+    if array.size <= SMALL:
+        content = hashlib.sha256(repr(array.tolist()).encode()).hexdigest()
+    return f"#{dtype}{list(shape)}{content}"
