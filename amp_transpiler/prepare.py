@@ -11,7 +11,7 @@ import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError, OrderError
 from .ir.marks import INITIALIZER
-from .ir.patterns import matching_names
+from .ir.patterns import matching_names, names_of_parameter
 from .ir.program import BACKWARD, FORWARD, OWN, Program, Variable
 from .ir.rollback import unchanged_on_error
 from .ir.types import numpy_dtype
@@ -131,17 +131,6 @@ def _matched(program: Program, patterns: Sequence[str], what: str) -> Collection
         return ()
     candidates = [v for v in program.variables if v.persistable and v.data is not None]
     return matching_names(candidates, patterns, what, names_of_parameter, f"parameter of program '{program.name}'")
-
-
-def names_of_parameter(variable: Variable) -> list[str]:
-    """What a parameter is found by: its name, and names and scopes of the operators that read it."""
-    names = [variable.name]
-    for op, _ in variable.readers:
-        out = op.output(0)
-        names += [name for name in (op.name, op.scope) if name]
-        if op.type in ("Identity", "Transpose", "Reshape", "Cast") and out is not None:
-            names += [name for reader, _ in out.readers for name in (reader.name, reader.scope) if name]
-    return names
 
 
 def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[str]) -> None:

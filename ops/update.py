@@ -3,7 +3,8 @@
 Inputs: ``found_inf`` (None: no gate), ``learning_rate``, the optimizer's shared scalars, then one row per
 parameter: parameter, gradient, accumulators, master weight (None where the parameter is its own master).
 Outputs: the new shared scalars, then rows of parameter, accumulators, master weight; :class:`Layout`
-says which. Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``adam``, ``adamw``, ``lamb``).
+says which. ``lr_factor`` multiplies the learning rate where it is given; ``with_decay`` has a flag for every row.
+Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``adam``, ``adamw``, ``lamb``).
 
 Arithmetic is fp32 on the master weight; a 16-bit parameter is the rounded new master. On CPU these
 operators, not the backward pass, decide the time of a step, so the scalar parts of a formula are folded
@@ -91,6 +92,8 @@ def _update(type_: str) -> Callable[[Prepare], Prepare]:
             kept = gate(e, found_inf)
             head, values = inputs[: layout.head - 1], [None, *inputs]
             scalars = [e.reshape(v, ()) for v in head if v is not None]
+            if "lr_factor" in op.attrs:
+                scalars[0] = e.Mul(scalars[0], e.like(op.attrs["lr_factor"], scalars[0]))
             advanced, step = prepare(e, op, *scalars)
             results: list[Value | None] = [
                 e.reshape(kept(new, old), was.shape or ())
@@ -112,18 +115,21 @@ def _update(type_: str) -> Callable[[Prepare], Prepare]:
     return register
 
 
-def _decayed(e: Emitter, op: Operator, gradient: Value, master: Value) -> Value:
+def _decay(op: Operator, index: int, attribute: str) -> float:
+    """The decay of the parameter of row ``index``: the attribute, or 0 where ``with_decay`` leaves the row out."""
+    return float(op.attrs[attribute]) if op.attrs["with_decay"][index] else 0.0
+
+
+def _decayed(e: Emitter, op: Operator, index: int, gradient: Value, master: Value) -> Value:
     """The gradient of the L2 penalty ``l2_decay / 2 * |master|^2`` added."""
-    decay = op.attrs["l2_decay"]
+    decay = _decay(op, index, "l2_decay")
     return e.Add(gradient, e.Mul(master, e.like(decay, master))) if decay else gradient
 
 
 @_update("SGD")
 def _sgd(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
-    decay = op.attrs["l2_decay"]
-
     def step(index: int, p: Value, g: Value) -> tuple[Value, ...]:
-        rate = e.cast(lr, p.dtype)
+        rate, decay = e.cast(lr, p.dtype), _decay(op, index, "l2_decay")
         if decay:
             p = e.Mul(p, e.Sub(e.like(1, p), e.Mul(rate, e.like(decay, p))))
         return (e.Sub(p, e.Mul(g, rate)),)
@@ -137,7 +143,7 @@ def _momentum(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
 
     def step(index: int, p: Value, g: Value, velocity: Value) -> tuple[Value, ...]:
         rate = e.cast(lr, p.dtype)
-        g = _decayed(e, op, g, p)
+        g = _decayed(e, op, index, g, p)
         new = e.Add(e.Mul(velocity, e.like(mu, p)), g)
         if not op.attrs["use_nesterov"]:
             return e.Sub(p, e.Mul(new, rate)), new
@@ -181,7 +187,7 @@ def _adam(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tupl
     rate = e.Mul(lr, moments.rate)
 
     def step(index: int, p: Value, g: Value, m: Value, v: Value) -> tuple[Value, ...]:
-        m, v, direction = moments.step(_decayed(e, op, g, p), m, v)
+        m, v, direction = moments.step(_decayed(e, op, index, g, p), m, v)
         return e.Sub(p, e.Mul(direction, e.cast(rate, p.dtype))), m, v
 
     return moments.advanced, step
@@ -195,7 +201,7 @@ def _adamw(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tup
 
     def step(index: int, p: Value, g: Value, m: Value, v: Value) -> tuple[Value, ...]:
         m, v, direction = moments.step(g, m, v)
-        if op.attrs["with_decay"][index]:
+        if _decay(op, index, "coeff"):
             p = e.Mul(p, e.cast(kept, p.dtype))
         return e.Sub(p, e.Mul(direction, e.cast(rate, p.dtype))), m, v
 
@@ -209,7 +215,7 @@ def _lamb(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tupl
     def step(index: int, p: Value, g: Value, m: Value, v: Value) -> tuple[Value, ...]:
         m, v, direction = moments.step(g, m, v)
         direction = e.Mul(direction, e.cast(moments.rate, p.dtype))
-        decay = op.attrs["lamb_weight_decay"] if op.attrs["with_decay"][index] else 0.0
+        decay = _decay(op, index, "lamb_weight_decay")
         if decay:
             direction = e.Add(direction, e.Mul(p, e.like(decay, p)))
         rate = e.cast(lr, p.dtype)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .nodes import Operator
+from .nodes import FORWARD, Operator, Variable
 
 Item = TypeVar("Item")
 
@@ -86,3 +86,17 @@ def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, na
         for item in hits:
             found.setdefault(item, pattern)
     return found
+
+
+def names_of_parameter(variable: Variable) -> list[str]:
+    """What a parameter is found by: its name, and names and scopes of the forward operators that read it."""
+    readers = _forward_readers(variable)
+    for op in list(readers):
+        out = op.output(0)
+        if op.type in ("Identity", "Transpose", "Reshape", "Cast") and out is not None:
+            readers += _forward_readers(out)
+    return [variable.name, *(name for op in readers for name in (op.name, op.scope) if name)]
+
+
+def _forward_readers(variable: Variable) -> list[Operator]:
+    return [op for op, _ in variable.readers if op.role == FORWARD]

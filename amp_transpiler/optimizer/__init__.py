@@ -1,13 +1,16 @@
 """Optimizers, gradient clipping, loss scaling and ``decorate``."""
 
+from . import lr
 from .amp_optimizer import OptimizerWithMixedPrecision, decorate
 from .base import Optimizer
 from .clip import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
 from .optimizers import SGD, Adam, AdamW, Lamb, Momentum
+from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, update_loss_scaling
 
 __all__ = [
     "SGD", "Momentum", "Adam", "AdamW", "Lamb", "Optimizer",
     "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue",
-    "OptimizerWithMixedPrecision", "decorate", "check_finite_and_unscale", "update_loss_scaling",
+    "LossScale", "LossScaler", "OptimizerWithMixedPrecision", "decorate", "lr", "check_finite_and_unscale",
+    "update_loss_scaling",
 ]  # fmt: skip

@@ -20,7 +20,8 @@ from ..passes.rewrite import rewrite_program
 from ..runtime.parameters import cast_parameters_to_fp16
 from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
-from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first, number
+from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first
+from .groups import number
 from .scale_state import ScaleState
 from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, scaling_attributes

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,64 +12,73 @@ from ..errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from ..ir import context
 from ..ir.program import OWN, UPDATE, Operator, Program, Variable
 from ..ir.types import HALF
-from ..ops.scaling import master_type
+from ..ops.scaling import GATE, master_type
+from ..ops.schedule import LEARNING_RATE
 from ..ops.update import LAYOUTS, Layout
 from ..passes.backward import append_backward
 from ..runtime.scope import Scope, check_scope
 from .clip import GradientClip
+from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, without_decay
+from .lr import LRScheduler
 from .state import appending, create_master, create_state, initial_value, owned_name, shared_name, static_shape
 
 ParamsGrads = list[tuple[Variable, Variable]]
 Names = Collection[Variable | str]
-
-
-def number(owner: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
-    """``value`` as a float in ``[low, high)``; ArgumentError that names the owner and the argument otherwise."""
-    bad = isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)
-    if bad or not low <= value < high or (open_low and value == low):
-        bounds = f"{'(' if open_low else '['}{low:g}, {high:g})"
-        raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number in {bounds}")
-    return float(value)
+Parameters = Sequence[Variable | str] | Sequence[dict[str, Any]] | None
 
 
 class Optimizer:
     """Base of SGD, Momentum, Adam, AdamW and Lamb.
 
     Args:
-        learning_rate: a number >= 0, kept in the fp32 scalar variable ``learning_rate_<n>``.
-        parameter_list: parameters (variables or names) to update; every trainable parameter by default.
+        learning_rate: a number >= 0, kept in the fp32 scalar variable ``learning_rate_<n>``, or a schedule of
+            ``amp.optimizer.lr``, by which the program computes this variable.
+        parameter_list: parameters to update (variables, names or patterns); every trainable parameter by default.
+            Or groups, ``[{"params": [...], "learning_rate": factor, "weight_decay": ..., "grad_clip": ...}, ...]``:
+            the first is a factor on this optimizer's rate, the others default to this optimizer's, and a group
+            with a ``grad_clip`` of its own is clipped by itself. Parameters of no group are not trained.
         weight_decay: coefficient of an L2 penalty, added to the gradient after clipping.
-        grad_clip: a ``ClipGradBy…`` object.
+        grad_clip: a ``ClipGradBy…`` object; a global norm is that of all groups together.
         multi_precision: keep an fp32 master weight for every 16-bit parameter and update that.
         name: prefix of this optimizer's own state (beta powers); the class name in lower case by default.
+        weight_decay_exclude: names and patterns, as in ``["*.b_0", "*norm*"]``, of parameters without decay. A
+            pattern is tried on the name of a parameter, and on names and scopes of the operators that read it.
 
     Raises:
         ArgumentError, ArgumentTypeError: a value out of range or of the wrong kind.
     """
 
     type: str = ""
+    #: The attribute of the update operator that holds the decay.
+    decay_attribute: str = "l2_decay"
 
-    def __init__(self, learning_rate: float = 0.001, parameter_list: Sequence[Variable | str] | None = None,
+    def __init__(self, learning_rate: float | LRScheduler = 0.001, parameter_list: Parameters = None,
                  weight_decay: float | None = None, grad_clip: GradientClip | None = None,
-                 multi_precision: bool = False, name: str | None = None) -> None:  # fmt: skip
+                 multi_precision: bool = False, name: str | None = None, *,
+                 weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         owner = type(self).__name__
-        self.learning_rate = number(owner, "learning_rate", learning_rate, 0)
+        scheduled = isinstance(learning_rate, LRScheduler)
+        self.learning_rate = learning_rate if scheduled else number(owner, "learning_rate", learning_rate, 0)
         self.weight_decay = number(owner, "weight_decay", 0.0 if weight_decay is None else weight_decay, 0)
-        if isinstance(parameter_list, str) or not isinstance(parameter_list, (Iterable, type(None))):
-            raise ArgumentTypeError(f"{owner}: parameter_list is {parameter_list!r}; expected a list of parameters")
-        if not isinstance(grad_clip, (GradientClip, type(None))):
-            raise ArgumentTypeError(f"{owner}: grad_clip is {grad_clip!r}; expected a ClipGradBy… object")
-        self.parameter_list = None if parameter_list is None else list(parameter_list)
-        self.grad_clip = grad_clip
+        self.grad_clip = checked_clip(owner, grad_clip)
+        self._groups = parsed(owner, parameter_list, self.weight_decay, self.grad_clip)
+        items = [group.items for group in self._groups]
+        self.parameter_list = None if items == [None] else [item for some in items for item in some or ()]
+        self.weight_decay_exclude = checked_patterns(owner, weight_decay_exclude)
         self.multi_precision = bool(multi_precision)
         self.name = name or self.type.lower()
         self._rate: Variable | None = None
+        self._lr_step: Variable | None = None
         self._warned = False
 
     # -- for subclasses ------------------------------------------------------------------------------
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
-        """Attributes of the update operator."""
-        raise NotImplementedError
+    def _attributes(self) -> dict[str, Any]:
+        """Attributes of the update operator beside those of its group."""
+        return {}
+
+    def _decays(self, name: str) -> bool:
+        """Whether the parameter of this name decays, beside ``weight_decay_exclude``."""
+        return True
 
     def _initial(self, scalar: str) -> float:
         """The initial value of a shared scalar."""
@@ -112,9 +119,12 @@ class Optimizer:
     def _apply(self, params_grads: ParamsGrads, startup: Program, found_inf: Variable | None) -> list[Operator]:
         """Clip and update. With ``found_inf`` (bool [1]) nothing changes where it is true."""
         program = checked_pairs(params_grads)
-        params_grads = latest_first(params_grads)
-        parameters = [parameter for parameter, _ in params_grads]
-        for parameter in parameters:
+        given = [parameter for parameter, _ in params_grads]
+        groups = assigned(type(self).__name__, self._groups, program, given)
+        params_grads = latest_first([pair for pair in params_grads if pair[0].key in groups])
+        if not params_grads:
+            raise ArgumentError(f"{type(self).__name__}: none of its groups has a parameter with a gradient")
+        for parameter, _ in params_grads:
             static_shape(parameter)
             initial_value(startup, parameter)
             if parameter in program.updates:
@@ -122,28 +132,37 @@ class Optimizer:
                     f"parameter '{parameter.name}' of program '{program.name}' is updated already; minimize a program "
                     "once, or give each optimizer its own parameter_list"
                 )
-        grads = [grad for _, grad in params_grads]
         with context.program_guard(program, startup), context.operator_role(UPDATE):
-            if self.grad_clip is not None:
-                grads = self.grad_clip.append(grads)
-            return [self._append_update(program, startup, parameters, grads, found_inf)]
+            params_grads = clipped(params_grads, groups)
+            alike = split(params_grads, lambda p: (groups[p.key].lr_factor, groups[p.key].weight_decay))
+            rate = self._learning_rate(program, startup, found_inf)
+            return [
+                self._append_update(program, startup, groups[pairs[0][0].key], pairs, rate, found_inf)
+                for pairs in alike
+            ]
 
-    def _append_update(self, program: Program, startup: Program, parameters: list[Variable], grads: list[Variable],
+    def _append_update(self, program: Program, startup: Program, group: Group, pairs: ParamsGrads, rate: Variable,
                        found_inf: Variable | None) -> Operator:  # fmt: skip
         layout = LAYOUTS[self.type]
-        inputs: list[Variable | None] = [found_inf, self._learning_rate(program, startup)]
+        inputs: list[Variable | None] = [found_inf, rate]
         for scalar in layout.scalars:
             name = shared_name(program, f"{self.name}_{scalar}")
             inputs.append(create_state(program, startup, name, "float32", [1], self._initial(scalar)))
-        for parameter, grad in zip(parameters, grads, strict=True):
+        for parameter, grad in pairs:
             inputs += self._row(program, startup, layout, parameter, grad)
         outputs = [None if state is None else _next_value(state) for state in layout.states(inputs)]
-        attrs = {"n": len(parameters), **self._attributes(parameters)}
+        attrs = {"n": len(pairs), **self._attributes(), **self._group_attributes(program, group, pairs)}
         op = program.add_operator(self.type, inputs, outputs, attrs=attrs, domain=OWN)
         for state, new in zip(layout.states(inputs), outputs, strict=True):
             if state is not None and new is not None:
                 program.set_update(state, new)
         return op
+
+    def _group_attributes(self, program: Program, group: Group, pairs: ParamsGrads) -> dict[str, Any]:
+        spared = without_decay(type(self).__name__, self.weight_decay_exclude, program)
+        decays = [int(p.key not in spared and self._decays(p.name)) for p, _ in pairs]
+        factor = {} if group.lr_factor == 1 else {"lr_factor": group.lr_factor}
+        return {self.decay_attribute: group.weight_decay, "with_decay": decays, **factor}
 
     def _row(self, program: Program, startup: Program, layout: Layout, parameter: Variable,
              grad: Variable) -> list[Variable | None]:  # fmt: skip
@@ -172,16 +191,43 @@ class Optimizer:
         self._warned = True
 
     # -- learning rate -------------------------------------------------------------------------------
-    def _learning_rate(self, program: Program, startup: Program) -> Variable:
+    def _learning_rate(self, program: Program, startup: Program, found_inf: Variable | None) -> Variable:
         if self._rate is None or self._rate.program is not program:
             name = shared_name(program, "learning_rate")
-            self._rate = create_state(program, startup, name, "float32", [], self.learning_rate)
+            if isinstance(self.learning_rate, LRScheduler):
+                self._rate = self._scheduled(program, startup, name, self.learning_rate, found_inf)
+            else:
+                self._rate = create_state(program, startup, name, "float32", [], self.learning_rate)
         return self._rate
 
+    def _scheduled(self, program: Program, startup: Program, name: str, schedule: LRScheduler,
+                   found_inf: Variable | None) -> Variable:  # fmt: skip
+        """The rate that the program computes from its count of good steps, which is state."""
+        step = create_state(program, startup, shared_name(program, "lr_step"), "int32", [], 0)
+        rate, new = program.add_variable(name, "float32", ()), _next_value(step)
+        program.add_operator(LEARNING_RATE, [step], [rate, new], attrs={"schedule": schedule.description}, domain=OWN)
+        rate.stop_gradient = True
+        if found_inf is not None:
+            kept = program.add_variable(program.unique(f"{step.name}@GATED"), "int32", ())
+            kept.stop_gradient = True
+            program.add_operator(GATE, [found_inf, step, new], [kept], domain=OWN)
+            new = kept
+        program.set_update(step, new)
+        self._lr_step = step
+        return rate
+
     def set_lr(self, value: float, scope: Scope | None = None) -> None:
-        """Let later steps use this learning rate. OrderError before ``minimize``, ScopeError before the startup ran."""
+        """Let later steps use this learning rate.
+
+        OrderError: before ``minimize``, or with a schedule. ScopeError: before the startup program ran.
+        """
         owner = type(self).__name__
         rate = number(owner, "learning_rate", value, 0)
+        if isinstance(self.learning_rate, LRScheduler):
+            raise OrderError(
+                f"{owner}.set_lr: the rate follows {self.learning_rate!r}, which the program computes anew at every "
+                "step; give the optimizer a number to set it by hand"
+            )
         if self._rate is None:
             raise OrderError(
                 f"{owner}.set_lr before minimize: there is no learning rate to set yet; call minimize first"
@@ -191,11 +237,17 @@ class Optimizer:
         scope.set_var(self._rate.name, np.array(rate, np.float32))
 
     def get_lr(self, scope: Scope | None = None) -> float:
-        """The learning rate in the scope; the initial one before ``minimize`` or before the startup program ran."""
+        """The learning rate of the next step, by what the scope holds.
+
+        The first one before ``minimize``, or before the startup program ran.
+        """
         scope = check_scope(scope)
-        if self._rate is None or not scope.has_var(self._rate.name):
-            return self.learning_rate
-        return float(scope.find_var(self._rate.name))
+        state = self._rate if self._lr_step is None else self._lr_step
+        known = state is not None and scope.has_var(state.name)
+        found = scope.find_var(state.name) if known and state is not None else None
+        if isinstance(self.learning_rate, LRScheduler):
+            return self.learning_rate.value(0 if found is None else int(found))
+        return self.learning_rate if found is None else float(found)
 
 
 def latest_first(params_grads: ParamsGrads) -> ParamsGrads:
@@ -206,6 +258,25 @@ def latest_first(params_grads: ParamsGrads) -> ParamsGrads:
     are kept until the whole pass has gone by.
     """
     return sorted(params_grads, key=lambda pair: -1 if pair[1].producer is None else pair[1].producer.key, reverse=True)
+
+
+def split(params_grads: ParamsGrads, key: Callable[[Variable], Hashable]) -> list[ParamsGrads]:
+    """The pairs in parts of equal ``key(parameter)``, in order."""
+    parts: dict[Hashable, ParamsGrads] = {}
+    for parameter, grad in params_grads:
+        parts.setdefault(key(parameter), []).append((parameter, grad))
+    return list(parts.values())
+
+
+def clipped(params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:
+    """The pairs with clipped gradients, in order; groups that share a clipping are clipped together."""
+    found = {parameter.key: grad for parameter, grad in params_grads}
+    for pairs in split(params_grads, lambda p: groups[p.key].clip_set):
+        clip = groups[pairs[0][0].key].clip
+        if clip is not None:
+            new = clip.append([grad for _, grad in pairs])
+            found |= {parameter.key: grad for (parameter, _), grad in zip(pairs, new, strict=True)}
+    return [(parameter, found[parameter.key]) for parameter, _ in params_grads]
 
 
 def checked_loss(loss: Variable) -> Variable:

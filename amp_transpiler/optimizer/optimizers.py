@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ArgumentTypeError
-from ..ir.program import Variable
-from .base import Optimizer, number
+from .base import Optimizer, Parameters
 from .clip import GradientClip
+from .groups import number
+from .lr import LRScheduler
 
-Parameters = Sequence[Variable | str] | None
+Rate = float | LRScheduler
 Choice = Callable[[str], bool] | None
 
 
@@ -18,9 +19,6 @@ class SGD(Optimizer):
     """``p -= lr * (g + weight_decay * p)``. Arguments: see :class:`Optimizer`."""
 
     type = "SGD"
-
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
-        return {"l2_decay": self.weight_decay}
 
 
 class Momentum(Optimizer):
@@ -31,15 +29,17 @@ class Momentum(Optimizer):
 
     type = "Momentum"
 
-    def __init__(self, learning_rate: float = 0.001, momentum: float = 0.9, parameter_list: Parameters = None,
+    def __init__(self, learning_rate: Rate = 0.001, momentum: float = 0.9, parameter_list: Parameters = None,
                  use_nesterov: bool = False, weight_decay: float | None = None, grad_clip: GradientClip | None = None,
-                 multi_precision: bool = False, name: str | None = None) -> None:  # fmt: skip
-        super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name)
+                 multi_precision: bool = False, name: str | None = None, *,
+                 weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
+        super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name,
+                         weight_decay_exclude=weight_decay_exclude)  # fmt: skip
         self.momentum = number("Momentum", "momentum", momentum, 0)
         self.use_nesterov = bool(use_nesterov)
 
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
-        return {"mu": self.momentum, "use_nesterov": self.use_nesterov, "l2_decay": self.weight_decay}
+    def _attributes(self) -> dict[str, Any]:
+        return {"mu": self.momentum, "use_nesterov": self.use_nesterov}
 
 
 class _Adaptive(Optimizer):
@@ -48,10 +48,11 @@ class _Adaptive(Optimizer):
     Paddle keeps a pair of powers for each parameter; they are equal in all of them.
     """
 
-    def __init__(self, learning_rate: float, beta1: float, beta2: float, epsilon: float, parameter_list: Parameters,
+    def __init__(self, learning_rate: Rate, beta1: float, beta2: float, epsilon: float, parameter_list: Parameters,
                  weight_decay: float | None, grad_clip: GradientClip | None, multi_precision: bool,
-                 name: str | None) -> None:  # fmt: skip
-        super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name)
+                 name: str | None, weight_decay_exclude: Sequence[str]) -> None:  # fmt: skip
+        super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name,
+                         weight_decay_exclude=weight_decay_exclude)  # fmt: skip
         owner = type(self).__name__
         self.beta1 = number(owner, "beta1", beta1, 0, 1)
         self.beta2 = number(owner, "beta2", beta2, 0, 1)
@@ -60,7 +61,7 @@ class _Adaptive(Optimizer):
     def _initial(self, scalar: str) -> float:
         return self.beta1 if scalar == "beta1_pow_acc" else self.beta2
 
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
+    def _attributes(self) -> dict[str, Any]:
         return {"beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon}
 
 
@@ -73,15 +74,12 @@ class Adam(_Adaptive):
 
     type = "Adam"
 
-    def __init__(self, learning_rate: float = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+    def __init__(self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
                  parameter_list: Parameters = None, weight_decay: float | None = None,
                  grad_clip: GradientClip | None = None, multi_precision: bool = False,
-                 name: str | None = None) -> None:  # fmt: skip
+                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, weight_decay, grad_clip,
-                         multi_precision, name)  # fmt: skip
-
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
-        return super()._attributes(parameters) | {"l2_decay": self.weight_decay}
+                         multi_precision, name, weight_decay_exclude)  # fmt: skip
 
 
 class AdamW(_Adaptive):
@@ -91,19 +89,18 @@ class AdamW(_Adaptive):
     """
 
     type = "AdamW"
+    decay_attribute = "coeff"
 
-    def __init__(self, learning_rate: float = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+    def __init__(self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
                  parameter_list: Parameters = None, weight_decay: float = 0.01, apply_decay_param_fun: Choice = None,
                  grad_clip: GradientClip | None = None, multi_precision: bool = False,
-                 name: str | None = None) -> None:  # fmt: skip
+                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, weight_decay, grad_clip,
-                         multi_precision, name)  # fmt: skip
+                         multi_precision, name, weight_decay_exclude)  # fmt: skip
         self.apply_decay_param_fun = _choice("AdamW", "apply_decay_param_fun", apply_decay_param_fun)
 
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
-        decays = self.apply_decay_param_fun or (lambda name: True)
-        with_decay = [int(bool(decays(parameter.name))) for parameter in parameters]
-        return super()._attributes(parameters) | {"coeff": self.weight_decay, "with_decay": with_decay}
+    def _decays(self, name: str) -> bool:
+        return self.apply_decay_param_fun is None or bool(self.apply_decay_param_fun(name))
 
 
 class Lamb(_Adaptive):
@@ -114,26 +111,25 @@ class Lamb(_Adaptive):
     """
 
     type = "Lamb"
+    decay_attribute = "lamb_weight_decay"
 
-    def __init__(self, learning_rate: float = 0.001, lamb_weight_decay: float = 0.01, beta1: float = 0.9,
+    def __init__(self, learning_rate: Rate = 0.001, lamb_weight_decay: float = 0.01, beta1: float = 0.9,
                  beta2: float = 0.999, epsilon: float = 1e-6, parameter_list: Parameters = None,
                  grad_clip: GradientClip | None = None, exclude_from_weight_decay_fn: Choice = None,
                  always_adapt: bool = False, multi_precision: bool = False,
-                 name: str | None = None) -> None:  # fmt: skip
+                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, lamb_weight_decay, grad_clip,
-                         multi_precision, name)  # fmt: skip
+                         multi_precision, name, weight_decay_exclude)  # fmt: skip
         self.exclude_from_weight_decay_fn = _choice(
             "Lamb", "exclude_from_weight_decay_fn", exclude_from_weight_decay_fn
         )
         self.always_adapt = bool(always_adapt)
 
-    def _attributes(self, parameters: Sequence[Variable]) -> dict[str, Any]:
-        excluded = self.exclude_from_weight_decay_fn or (lambda name: False)
-        return super()._attributes(parameters) | {
-            "lamb_weight_decay": self.weight_decay,
-            "with_decay": [int(not excluded(parameter.name)) for parameter in parameters],
-            "always_adapt": self.always_adapt,
-        }
+    def _attributes(self) -> dict[str, Any]:
+        return super()._attributes() | {"always_adapt": self.always_adapt}
+
+    def _decays(self, name: str) -> bool:
+        return self.exclude_from_weight_decay_fn is None or not self.exclude_from_weight_decay_fn(name)
 
 
 def _choice(owner: str, name: str, function: Choice) -> Choice:

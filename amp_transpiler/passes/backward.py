@@ -12,6 +12,7 @@ from ..ir import context
 from ..ir.decompose import decompose, has_decomposition, take_apart
 from ..ir.infer import Declared, infer_operator
 from ..ir.opdef import Gradient, body_of, gradient_type, lookup
+from ..ir.patterns import is_pattern, matching_names, names_of_parameter
 from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, numpy_dtype
@@ -29,8 +30,9 @@ def append_backward(
 ) -> list[tuple[Variable, Variable]]:
     """Append the gradient of ``loss`` with respect to parameters to the loss's program.
 
-    ``loss`` is a float scalar (shape [] or all ones). ``parameter_list`` (variables or names) defaults
-    to every trainable parameter; ``no_grad_set`` names variables that gradients must not pass.
+    ``loss`` is a float scalar (shape [] or all ones). ``parameter_list`` (variables, names, or patterns such as
+    ``"encoder/*"``, which stand for trainable parameters) defaults to every trainable parameter; ``no_grad_set``
+    names variables that gradients must not pass.
     Gradients have the element type and shape of their variable and are named ``<variable>@GRAD``;
     where several readers contribute, one ``GradSum`` adds them (in fp32) and rounds once.
 
@@ -66,13 +68,14 @@ def _append(
 ) -> list[tuple[Variable, Variable]]:
     order = program.operators
     wanted, needs = _wanted(program, order, parameter_list, no_grad_set)
+    by_name = {item.name if isinstance(item, Variable) else item for item in parameter_list or ()}
     with context.operator_role(BACKWARD):
         sweep = _Sweep(order, [(loss, _seed(loss))], needs)
         pairs = []
         for parameter in wanted:
             if sweep.reaches(parameter):
                 pairs.append((parameter, sweep.total(parameter)))
-            elif parameter_list is not None:
+            elif parameter.name in by_name:  # not where a pattern stands for it
                 raise GradientError(
                     f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
                 )
@@ -115,9 +118,29 @@ def _wanted(
     no_grad_set: Collection[Variable | str] | None,
 ) -> tuple[list[Variable], set[int]]:
     """The parameters to differentiate for, and the float variables that depend on them."""
-    wanted = _variables(program, parameter_list, "parameter_list") if parameter_list is not None else program.parameters
+    listed = parameter_list is not None
+    wanted = listed_parameters(program, parameter_list or (), "parameter_list") if listed else program.parameters
     blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
     return wanted, _dependents(order, wanted, blocked)
+
+
+def listed_parameters(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
+    """The parameters that variables, names and patterns stand for, each once; a pattern stands for trainable ones.
+
+    ``what`` names the list in errors: ArgumentTypeError for what is no list, or holds anything else, GraphError for
+    an unknown name, ArgumentError for a pattern that fits none.
+    """
+    if isinstance(items, (str, Variable)) or not isinstance(items, Iterable):
+        raise ArgumentTypeError(f"{what} must be a list of variables, names or patterns, not {items!r}")
+    found: dict[int, Variable] = {}
+    for item in items:
+        if isinstance(item, str) and is_pattern(item) and not program.has_var(item):
+            kind = f"trainable parameter of program '{program.name}'"
+            fitting = list(matching_names(program.parameters, [item], what, names_of_parameter, kind))
+        else:
+            fitting = _variables(program, [item], what)
+        found |= {variable.key: variable for variable in fitting}
+    return list(found.values())
 
 
 def _variables(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:

@@ -1,0 +1,134 @@
+"""Parameter groups: parameters of one optimizer with a rate, a decay or a clipping of their own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.patterns import matching_names, names_of_parameter
+from ..ir.program import Program, Variable
+from ..passes.backward import listed_parameters
+from .clip import GradientClip
+
+_log = logging.getLogger(__name__)
+_KEYS = ("params", "learning_rate", "weight_decay", "grad_clip")
+
+Items = Sequence[Variable | str]
+
+
+def number(owner: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
+    """``value`` as a float in ``[low, high)``; ArgumentError that names the owner and the argument otherwise."""
+    bad = isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)
+    if bad or not low <= value < high or (open_low and value == low):
+        bounds = f"{'(' if open_low else '['}{low:g}, {high:g})"
+        raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number in {bounds}")
+    return float(value)
+
+
+def checked_clip(owner: str, clip: Any) -> GradientClip | None:
+    """``clip`` itself; ArgumentTypeError where it is no ``ClipGradBy…`` object."""
+    if not isinstance(clip, (GradientClip, type(None))):
+        raise ArgumentTypeError(f"{owner}: grad_clip is {clip!r}; expected a ClipGradBy… object")
+    return clip
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One entry of ``parameter_list``, or all parameters where ``items`` is None.
+
+    ``lr_factor`` multiplies the optimizer's learning rate. Groups with the same ``clip_set`` are clipped together:
+    all that take the optimizer's clipping have None, one with its own clipping has its label.
+    """
+
+    label: str
+    items: Items | None
+    lr_factor: float
+    weight_decay: float
+    clip: GradientClip | None
+    clip_set: str | None = None
+
+
+def parsed(owner: str, parameter_list: Any, weight_decay: float, clip: GradientClip | None) -> list[Group]:
+    """The groups that ``parameter_list`` stands for: one of all parameters (None), of a list, or one for each dict."""
+    if isinstance(parameter_list, (str, dict)) or not isinstance(parameter_list, (Iterable, type(None))):
+        raise ArgumentTypeError(
+            f"{owner}: parameter_list is {parameter_list!r}; expected a list of parameters, or of groups, as in "
+            "[{'params': [...], 'learning_rate': 0.1}, ...]"
+        )
+    entries = None if parameter_list is None else list(parameter_list)
+    if not entries or not any(isinstance(entry, dict) for entry in entries):
+        return [Group("parameter_list", entries, 1.0, weight_decay, clip)]
+    return [_group(owner, index, entry, weight_decay, clip) for index, entry in enumerate(entries)]
+
+
+def _group(owner: str, index: int, entry: Any, weight_decay: float, clip: GradientClip | None) -> Group:
+    where = f"{owner}: parameter_list[{index}]"
+    if not isinstance(entry, dict):
+        raise ArgumentTypeError(f"{where} is {entry!r}, and other entries are groups; put it into a group as well")
+    unknown = [key for key in entry if key not in _KEYS]
+    if unknown or "params" not in entry:
+        what = f"has the key {unknown[0]!r}" if unknown else "has no 'params'"
+        raise ArgumentError(f"{where} {what}; a group has {', '.join(map(repr, _KEYS))}")
+    items = entry["params"]
+    if isinstance(items, (str, Variable)):
+        items = [items]
+    if not isinstance(items, Iterable) or not (items := list(items)):
+        raise ArgumentTypeError(f"{where}: params is {entry['params']!r}; expected variables, names or patterns")
+    decay = entry.get("weight_decay", weight_decay)
+    return Group(
+        label=f"parameter_list[{index}] ({', '.join(repr(_name(item)) for item in items[:3])}"
+              f"{', …' if len(items) > 3 else ''})",
+        items=items,
+        lr_factor=number(where, "learning_rate", entry.get("learning_rate", 1.0), 0),
+        weight_decay=number(where, "weight_decay", 0.0 if decay is None else decay, 0),
+        clip=checked_clip(where, entry["grad_clip"]) if "grad_clip" in entry else clip,
+        clip_set=str(index) if "grad_clip" in entry else None,
+    )  # fmt: skip
+
+
+def _name(item: Any) -> Any:
+    return item.name if isinstance(item, Variable) else item
+
+
+def assigned(owner: str, groups: Sequence[Group], program: Program, given: Sequence[Variable]) -> dict[int, Group]:
+    """The group of each given parameter, by key; parameters of no group are left out, with a log line.
+
+    ArgumentError: a parameter in two groups, a pattern that matches nothing.
+    """
+    if len(groups) == 1 and groups[0].label == "parameter_list":
+        return {parameter.key: groups[0] for parameter in given}
+    found: dict[int, Group] = {}
+    for group in groups:
+        for parameter in listed_parameters(program, group.items or (), f"{owner}: {group.label}"):
+            other = found.setdefault(parameter.key, group)
+            if other is not group:
+                raise ArgumentError(f"{owner}: parameter '{parameter.name}' is in two groups, {other.label} and "
+                                    f"{group.label}; a parameter has one group")  # fmt: skip
+    left = dict.fromkeys(p.name for p in [*program.parameters, *given] if p.key not in found)
+    if left:
+        some = ", ".join(f"'{name}'" for name in list(left)[:5]) + (", …" if len(left) > 5 else "")
+        _log.info("%s does not train %d parameters of program '%s' that are in none of its groups: %s",
+                  owner, len(left), program.name, some)  # fmt: skip
+    return {parameter.key: found[parameter.key] for parameter in given if parameter.key in found}
+
+
+def without_decay(owner: str, patterns: Sequence[str], program: Program) -> set[int]:
+    """Keys of the parameters that ``weight_decay_exclude`` names; ArgumentError for a pattern that matches none."""
+    kind = f"parameter of program '{program.name}'"
+    return {p.key for p in matching_names(program.parameters, patterns, f"{owner}: weight_decay_exclude",
+                                          names_of_parameter, kind)}  # fmt: skip
+
+
+def checked_patterns(owner: str, patterns: Any) -> list[str]:
+    """``weight_decay_exclude`` as a list of strings; ArgumentTypeError for anything else."""
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        raise ArgumentTypeError(f"{owner}: weight_decay_exclude is {patterns!r}; expected a list of patterns")
+    found = list(patterns)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise ArgumentTypeError(f"{owner}: weight_decay_exclude is {patterns!r}; expected patterns, as in ['*.b_0']")
+    return found
