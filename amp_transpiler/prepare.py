@@ -15,6 +15,7 @@ from .ir.patterns import matching_names, names_of_parameter
 from .ir.program import BACKWARD, FORWARD, OWN, Program, Variable
 from .ir.rollback import unchanged_on_error
 from .ir.types import numpy_dtype
+from .ir.weights import not_a_weight
 from .passes.control_flow import expand_control_flow
 from .passes.import_weights import restore_names, retie, untie, weights_from_constants
 from .passes.opset import convert_opset
@@ -87,7 +88,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         notes += insert_dropout(program, dropout or {})
         _select(program, trainable, freeze)
         _settle_startup(program)
-    kept = [v for v in program.variables if v.persistable and v.data is not None]
+    kept = [v for v in program.variables if v.persistable and v.data is not None and not not_a_weight(v)]
     done = Preparation(tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable),
                        tuple(notes))  # fmt: skip
     _log.info("program '%s': %s", program.name, done)

@@ -15,10 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 
 
+def block(sign: str) -> str:
+    """The one example that holds ``sign``."""
+    (found,) = (text for text in BLOCKS if sign in text)
+    return found
+
+
 def test_training_example() -> None:
     names: dict[str, object] = {}
     with amp.scope_guard(amp.Scope()), amp.unique_name.guard():
-        exec(BLOCKS[0], names)
+        exec(block("executor.run(startup)"), names)
         assert np.isfinite(np.ravel(names["value"])).all() and names["scale"][0] == 128.0
         assert amp.global_scope().find_var("fc_0.w_0").dtype == np.float16
 
@@ -29,13 +35,33 @@ def test_conversion_example(
     monkeypatch.chdir(tmp_path)
     text = """<ir_version: 10, opset_import: ["" : 21]> net (float[2,4] x) => (float[2,4] y) { h = Relu(x) y = Softmax(h) }"""
     onnx.save(onnx.parser.parse_model(text), "model.onnx")
-    exec(BLOCKS[1], {})
+    exec(block("amp.convert("), {})
     onnx.checker.check_model(onnx.load("model_fp16.onnx"), full_check=True)
     assert "black list" in capsys.readouterr().out
 
 
+def test_fine_tuning_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stem, head = (", ".join(f"{v:.3f}" for v in np.random.default_rng(0).normal(size=n)) for n in (27, 30))
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
+      net (float[N,3,64,64] image) => (float[N,10] scores)
+        <float[1,3,3,3] stem = {{{stem}}}, float[3,10] w = {{{head}}}>
+      {{ a = Conv(image, stem)  b = MaxPool <kernel_shape = [20, 62], strides = [21, 62]> (a)
+         c = Flatten(b)  scores = MatMul(c, w) }}""")
+    for node, name in zip(model.graph.node, ("conv_stem/Conv", "pool/MaxPool", "Flatten", "head/MatMul"), strict=True):
+        node.name = f"/{name}"
+    onnx.save(model, "model.onnx")
+    names: dict[str, object] = {}
+    with amp.scope_guard(amp.Scope()), amp.unique_name.guard():
+        exec(block("amp.prepare_training(main"), names)
+    told = capsys.readouterr().out
+    assert "1 parameters are trained, 1 are frozen" in told and "1 Dropout of 0.1" in told and "peak" in told
+
+
 def test_gradient_example() -> None:
-    exec(BLOCKS[2], {"amp": amp})
+    exec(block("@amp.register_gradient"), {"amp": amp})
     program = amp.Program()
     with amp.program_guard(program, amp.Program("startup")):
         w = amp.create_parameter([3], "float32", name="w", initializer=np.array([1, 2, 3], np.float32))
