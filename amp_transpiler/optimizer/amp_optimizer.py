@@ -20,7 +20,7 @@ from ..passes.rewrite import rewrite_program
 from ..runtime.parameters import cast_parameters_to_fp16
 from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
-from .base import Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first
+from .base import GivenGrads, Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first, without_none
 from .groups import number
 from .scale_state import ScaleState
 from .scaler import LossScale, LossScaler
@@ -169,12 +169,14 @@ class OptimizerWithMixedPrecision:
             self._program, self._startup = program, startup
             return params_grads
 
-    def apply_gradients(self, params_grads: ParamsGrads) -> list[Operator]:
+    def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:
         """Append unscale, finite check, scale update and the update of [(parameter, scaled gradient)].
 
-        Returns the update operators. OrderError: before ``backward``.
+        A parameter whose gradient is None is left out, with a warning. Returns the update operators. OrderError:
+        before ``backward``.
         """
         program, startup = self._ready("apply_gradients")
+        params_grads = without_none(params_grads)
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
         if self._found_inf is not None:

@@ -23,6 +23,7 @@ from .lr import LRScheduler
 from .state import appending, create_master, create_state, initial_value, owned_name, shared_name, static_shape
 
 ParamsGrads = list[tuple[Variable, Variable]]
+GivenGrads = Sequence[tuple[Variable, Variable | None]]
 Names = Collection[Variable | str]
 Parameters = Sequence[Variable | str] | Sequence[dict[str, Any]] | None
 
@@ -106,13 +107,19 @@ class Optimizer:
             return append_backward(loss, self.parameter_list if parameter_list is None else parameter_list, no_grad_set)
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
-                       params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip
+                       params_grads: GivenGrads) -> list[Operator]:  # fmt: skip
         """``apply_gradients``, with new state initialised in ``startup_program``."""
+        params_grads = without_none(params_grads)
         with appending(checked_loss(loss).program, startup_program, self) as startup:
             return self._apply(params_grads, startup, None)
 
-    def apply_gradients(self, params_grads: ParamsGrads) -> list[Operator]:
-        """Append clipping and the update operator for [(parameter, gradient)]; returns the update operators."""
+    def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:
+        """Append clipping and the update of [(parameter, gradient)]; returns the update operators, one for each group.
+
+        A parameter whose gradient is None is left out, with a warning. ArgumentError: all are None, the list is empty,
+        a parameter comes twice.
+        """
+        params_grads = without_none(params_grads)
         with appending(checked_pairs(params_grads), None, self) as startup:
             return self._apply(params_grads, startup, None)
 
@@ -284,6 +291,20 @@ def checked_loss(loss: Variable) -> Variable:
     if not isinstance(loss, Variable):
         raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
     return loss
+
+
+def without_none(params_grads: Any) -> ParamsGrads:
+    """The pairs with a gradient, with one warning that names the others; ArgumentError where all are None."""
+    pairs = list(params_grads)
+    none = [isinstance(pair, tuple) and len(pair) == 2 and pair[1] is None for pair in pairs]
+    if any(none):
+        names = ", ".join(
+            f"'{getattr(pair[0], 'name', pair[0])}'" for pair, bad in zip(pairs, none, strict=True) if bad
+        )
+        if all(none):
+            raise ArgumentError(f"params_grads: every gradient is None ({names}); there is nothing to update")
+        warnings.warn(f"parameters without a gradient (None) are not updated: {names}", UserWarning, stacklevel=3)
+    return [pair for pair, bad in zip(pairs, none, strict=True) if not bad]
 
 
 def checked_pairs(params_grads: ParamsGrads) -> Program:
