@@ -159,10 +159,14 @@ def transcribe(run: Run, strings: list[spoken.Utterance], features: spoken.Featu
     return heard
 
 
-def serve(run: Run, string: spoken.Utterance, path: Path) -> list[int]:
-    """Save the model as ONNX and transcribe one string, unpadded, with nothing but onnxruntime."""
+def save(run: Run, path: Path) -> None:
+    """Write the test program as an ONNX model: features and steps to logits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     amp.save_inference_model(path, ["features", "steps"], [run.logits], run.executor, run.test, scope=run.scope)
+
+
+def serve(path: Path, string: spoken.Utterance) -> list[int]:
+    """What a saved model hears in one string, unpadded, with nothing but onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -247,10 +251,13 @@ def main() -> int:
         runs.append(run)
     print(table(runs))
     path = options.out / "speech.onnx"
-    heard = serve(runs[-1], strings[0], path)
+    save(runs[-1], path)
     print(f"model: {path} ({runs[-1].mode}, {path.stat().st_size:,} bytes)")
-    said, got = (" ".join(map(str, each)) for each in (digits[0], heard))
-    print(f"bare onnxruntime hears: {got or 'nothing'} (said: {said})")
+    if options.dtype == "bfloat16" and runs[-1].mode != "fp32":
+        print("it needs a CUDA device: onnxruntime has no bfloat16 arithmetic on CPU")
+        return 0
+    said, heard = (" ".join(map(str, each)) for each in (digits[0], serve(path, strings[0])))
+    print(f"bare onnxruntime hears: {heard or 'nothing'} (said: {said})")
     return 0
 
 
