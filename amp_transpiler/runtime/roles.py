@@ -10,11 +10,12 @@ from typing import Any
 from ..ir.program import FORWARD, OWN, Operator, Program, Variable
 from ..ir.tensors import SMALL, as_array, tensor_type
 from ..ops.random import SEED, STEP
-from ..ops.scaling import CHECK, GATE, UPDATE_SCALE
+from ..ops.scaling import CHECK, COUNT_BAD, GATE, UPDATE_SCALE
+from ..ops.schedule import LEARNING_RATE
 from ..ops.update import LAYOUTS
 
 PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
-RANDOM, SCALING, RATE, UNUSED = "random", "loss_scaling", "learning_rate", "unused"
+RANDOM, SCALING, RATE, RATE_STEP, UNUSED = "random", "loss_scaling", "learning_rate", "lr_step", "unused"
 #: Roles of what a program has under a name of its own, whatever precision it trains in.
 NAMED = frozenset({PARAMETER, STATISTICS, BUFFER, STATE, RANDOM})
 #: Roles of what a program that only infers has.
@@ -49,41 +50,34 @@ def state_slots(program: Program) -> dict[Variable, Slot]:
     """The persistable variables of a program, in order, each with what it is for."""
     slots: dict[Variable, Slot] = {}
     for variable, slot in _training_state(program):
-        if variable.persistable:
+        if variable is not None and variable.persistable:
             slots.setdefault(variable, slot)
     return {v: slots.get(v) or Slot(_plain_role(v, program), v.name) for v in program.variables if v.persistable}
 
 
-def _training_state(program: Program) -> Iterator[tuple[Variable, Slot]]:
+def _training_state(program: Program) -> Iterator[tuple[Variable | None, Slot]]:
     operators = [op for op in program.operators if op.domain == OWN]
     for number, op in enumerate(op for op in operators if op.type in LAYOUTS):
         yield from _optimizer_state(op, number)
-    for number, op in enumerate(op for op in operators if op.type == UPDATE_SCALE):
-        for slot, variable in enumerate(op.inputs[1:]):
-            if variable is not None:
-                yield variable, Slot(SCALING, str(number), slot)
-    for number, op in enumerate(op for op in operators if op.type == CHECK):  # a static scale has no update
-        if op.inputs[0] is not None:
-            yield op.inputs[0], Slot(SCALING, str(number), 0)
+    for number, op in enumerate(op for op in operators if op.type == LEARNING_RATE):
+        yield op.inputs[0], Slot(RATE_STEP, "", number)
+    # A static scale has no update, only the check; the alarm's counters come after the three of the rule.
+    for type_, first, last, slot in ((UPDATE_SCALE, 1, 4, 0), (CHECK, 0, 1, 0), (COUNT_BAD, 3, 6, 3)):
+        for number, op in enumerate(op for op in operators if op.type == type_):
+            yield from ((v, Slot(SCALING, str(number), i)) for i, v in enumerate(op.inputs[first:last], slot))
 
 
-def _optimizer_state(op: Operator, number: int) -> Iterator[tuple[Variable, Slot]]:
+def _optimizer_state(op: Operator, number: int) -> Iterator[tuple[Variable | None, Slot]]:
     layout = LAYOUTS[op.type]
     rate, *scalars = op.inputs[1 : layout.head]
-    if rate is not None:
-        yield rate, Slot(RATE, "", number)
-    for kind, scalar in zip(layout.scalars, scalars, strict=True):
-        if scalar is not None:
-            yield scalar, Slot(kind, "", number)
+    yield rate, Slot(RATE, "", number)
+    yield from ((scalar, Slot(kind, "", number)) for kind, scalar in zip(layout.scalars, scalars, strict=True))
     for row in layout.read(op.inputs):
         assert row.parameter is not None
         of = row.parameter.name
         yield row.parameter, Slot(PARAMETER, of)
-        if row.master is not None:
-            yield row.master, Slot(MASTER, of)
-        for kind, accumulator in zip(layout.accumulators, row.accumulators, strict=True):
-            if accumulator is not None:
-                yield accumulator, Slot(kind, of)
+        yield row.master, Slot(MASTER, of)
+        yield from ((one, Slot(kind, of)) for kind, one in zip(layout.accumulators, row.accumulators, strict=True))
 
 
 def _plain_role(variable: Variable, program: Program) -> str:

@@ -1,0 +1,81 @@
+"""Training that goes on from a checkpoint gives the bits of training that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import BAD, CASES, HALF, MODES, OPTIMIZERS, SCALINGS, STEPS, build, digest, state
+
+import amp_transpiler as amp
+
+HERE = Path(__file__).resolve().parent
+
+
+def run(*arguments: object) -> str:
+    paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *map(str, arguments)], capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("mode", "scaling"), [("fp32", "none"), *((mode, scaling) for mode in MODES[1:] for scaling in SCALINGS)]
+)
+def test_resume_is_bit_for_bit(optimizer: str, mode: str, scaling: str, tmp_path: Path) -> None:
+    net = build(optimizer, mode, scaling)
+    scope = net.start()
+    before = net.train(scope, 0, HALF)
+    saved = state(net.main, scope)
+    amp.save_checkpoint(tmp_path / "saved", net.main, scope)
+    assert state(net.main, scope) == saved
+    rest = net.train(scope, HALF, STEPS)
+
+    fresh = amp.Scope()
+    loaded = amp.load_checkpoint(tmp_path / "saved", net.main, fresh)
+    assert loaded.exact
+    assert state(net.main, fresh) == saved
+    assert net.train(fresh, HALF, STEPS) == rest
+    assert state(net.main, fresh) == state(net.main, scope)
+    if net.checked and scaling == "dynamic":  # the run was worth the test
+        scale = net.optimizer.get_loss_scaling().name
+        assert saved[scale] != state(net.main, scope)[scale]
+        assert BAD[0] < HALF <= BAD[1] < STEPS
+    assert len(set(before + rest)) > STEPS - 2
+
+
+def test_after_startup_and_amp_init(tmp_path: Path) -> None:
+    net = build()
+    scope = net.start()
+    net.train(scope, 0, HALF)
+    amp.save_checkpoint(tmp_path / "saved", net.main, scope)
+    rest = net.train(scope, HALF, STEPS)
+    other = net.start()
+    net.train(other, 1, 3)
+    amp.load_checkpoint(tmp_path / "saved", net.main, other)
+    net.optimizer.amp_init(net.exe.place, other)
+    assert net.train(other, HALF, STEPS) == rest
+
+
+def test_fresh_processes(tmp_path: Path) -> None:
+    run("part", tmp_path)
+    results = json.loads(run("rest", tmp_path))
+    for case, (found, losses) in zip(CASES, results, strict=True):
+        net = build(*case)
+        scope = net.start()
+        net.train(scope, 0, HALF)
+        expected = [loss.hex() for loss in net.train(scope, HALF, STEPS)]
+        assert (found, losses) == (digest(net.main, scope), expected), case
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_while_saving(tmp_path: Path) -> None:
+    result = json.loads(run("kills", tmp_path, 10, 120, 1))
+    assert result["kills"] == 10
+    assert sum(name.startswith("step_") for name in result["left"]) in (2, 3)  # 3: killed before the oldest went
