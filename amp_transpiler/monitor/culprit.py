@@ -1,0 +1,245 @@
+"""``amp.find_culprit``: which operator of a bad training step made the first number that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..ir.program import OWN, Operator, Program, Variable
+from ..ops.scaling import CHECK
+from ..passes.precision import label, source
+from ..runtime.executor import Executor
+from ..runtime.scope import Scope
+from .rerun import Rerun, is_nonfinite
+from .steps import TrainingStep, training_step
+from .taps import floats, nonfinite, operators_of, reads
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values of one tensor. ``min``, ``max`` and ``absmax`` are over its finite numbers, NaN where it has none."""
+
+    variable: str
+    dtype: str
+    shape: tuple[int, ...]
+    min: float
+    max: float
+    absmax: float
+    nan: int
+    inf: int
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        bad = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.inf, "infinite")) if count]
+        extent = f"{self.min:.4g} … {self.max:.4g}, absmax {self.absmax:.4g}"
+        return f"'{self.variable}' {self.dtype}[{shape}]: {extent}{''.join(f', {b}' for b in bad)}"
+
+
+@dataclass(frozen=True)
+class Cure:
+    """A change that was tried by running the step again with it. ``works``: it makes the step good."""
+
+    change: str
+    works: bool
+
+    def __str__(self) -> str:
+        return f"{self.change}: {'makes the step good' if self.works else 'does not help'}"
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where the first number that is not finite came from.
+
+    ``kind``: "operator"; or "feed", "parameter", "state", "constant" where ``variable`` was not finite to begin with.
+    ``operator``, ``type``, ``role`` ("forward", "backward", "loss_scaling"), ``scope``, ``precision`` and ``reason``
+    are those of the operator ("" for another kind). ``inputs`` and ``output`` are ranges of its floating-point
+    tensors. ``others`` names operators that went wrong on their own account later in the step. ``loss_finite``: whether
+    the loss itself is (None: not known). ``loss_scaling``: the scale of the step, None without one.
+    """
+
+    kind: str
+    variable: str
+    operator: str = ""
+    type: str = ""
+    role: str = ""
+    scope: str = ""
+    precision: str = ""
+    reason: str = ""
+    inputs: tuple[Range, ...] = ()
+    output: Range | None = None
+    others: tuple[str, ...] = ()
+    loss_finite: bool | None = None
+    loss_scaling: float | None = None
+    cures: tuple[Cure, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        lines += [f"  reads {r}" for r in self.inputs]
+        if self.output is not None:
+            lines.append(f"  {'makes' if self.kind == 'operator' else 'holds'} {self.output}")
+        if self.loss_finite is not None:
+            lines.append(f"  the loss itself is {'finite' if self.loss_finite else 'not finite'}"
+                         + (f"; loss scale {self.loss_scaling:g}" if self.loss_scaling is not None else ""))  # fmt: skip
+        lines += [f"  {cure}" for cure in self.cures]
+        if self.others:
+            some = ", ".join(f"'{name}'" for name in self.others[:3])
+            lines.append(f"  on their own account, later: {some}{' …' if len(self.others) > 3 else ''}")
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if self.kind != "operator":
+            return f"{self.kind} '{self.variable}' is not finite before the step begins"
+        where = f", scope {self.scope}" if self.scope else ""
+        why = f", {self.precision or 'its own precision'} ({self.reason})" if self.reason else ""
+        return f"{self.role} operator '{self.operator}' ({self.type}{where}{why}) makes '{self.variable}' not finite"
+
+
+def find_culprit(program: Program, feed: Mapping[Any, Any] | None = None, scope: Scope | None = None, *,
+                 executor: Executor | None = None, before: Mapping[str, Any] | None = None,
+                 cures: bool = True) -> Culprit | None:  # fmt: skip
+    """Run a step again with every float variable watched, and name where its first number that is not finite came from.
+
+    That is, in the order of execution, the first operator, forward or backward, that reads finite numbers, makes one
+    that is not, and from which such numbers reach a gradient (or the loss, or an output, where the program has none).
+    A mask of -infinity that a softmax takes away again is no culprit. A feed or a persistable variable that holds NaN
+    or infinity to begin with is named as such. An operator of this package (``LayerNormalizationGrad``) and one with
+    nested graphs are one operator here.
+
+    Args:
+        program: a training program, or any other.
+        feed: as it was given to ``Executor.run``.
+        scope: its state (default: ``global_scope()``), which stays as it is.
+        executor: on whose place, and with whose settings, to run; one on ``CPUPlace()`` by default.
+        before: values by name that the bad step found, where they are others than those that ``scope`` holds now. A
+            bad step changes the loss scale, its counters and the randomness counter: take ``amp.step_state(program,
+            scope)`` before the step, or use ``amp.watch``, which does. Without it the step that would come next is run.
+        cures: also try changes, each by running the step again with it: a smaller loss scale, and entries of
+            ``AutoMixedPrecisionLists`` that let operators run in fp32.
+
+    Returns:
+        the Culprit, None where the step is good.
+
+    Raises:
+        FeedError, ScopeError: as ``Executor.run``. ArgumentError: ``before`` names no variable of the scope.
+        ArgumentTypeError: no program, scope or executor.
+    """
+    parts = training_step(program)
+    rerun = Rerun(feed, scope, executor, before)
+    if not parts.verdicts:
+        raise ArgumentError(f"find_culprit: program '{program.name}' has neither gradients nor outputs to look at")
+    order = operators_of(program, parts.verdicts)
+    bad = nonfinite(program, order, rerun)
+    search = _Search(program, parts, order, bad, rerun)
+    found = search.culprit()
+    if found is None or not cures or found.kind != "operator":
+        return found
+    from .cures import tried
+
+    return tried(found, search.at, parts, rerun)
+
+
+class _Search:
+    """The culprit among the operators from which numbers that are not finite reach a verdict."""
+
+    def __init__(self, program: Program, parts: TrainingStep, order: Sequence[Operator], bad: set[str], rerun: Rerun) -> None:
+        self.program, self.parts, self.bad, self.rerun = program, parts, bad, rerun
+        self.chain, self.sources = self._chain(order)
+        #: The culprit, once it is found to be an operator.
+        self.at: Operator | None = None
+
+    def _chain(self, order: Sequence[Operator]) -> tuple[list[Operator], list[Variable]]:
+        """Backwards from the verdicts through bad variables: operators in order, and variables without a producer."""
+        ends = self._ends()
+        reached = {v.name for v in ends}
+        chain: list[Operator] = []
+        sources = {v.name: v for v in ends if v.producer is None}
+        for op in reversed(order):
+            if any(v is not None and v.name in reached for v in op.outputs):
+                chain.append(op)
+                for v in reads(op):
+                    if v.name in self.bad:
+                        reached.add(v.name)
+                        if v.producer is None:
+                            sources[v.name] = v
+        return chain[::-1], list(sources.values())
+
+    def _ends(self) -> list[Variable]:
+        bad = [v for v in floats(self.parts.verdicts) if v.name in self.bad]
+        if bad or len(self.parts.checks) != 1:
+            return bad
+        verdict = self.parts.checks[0].output(0)  # finite gradients whose sum is not
+        assert verdict is not None
+        return [verdict] if self.rerun.run(self.program, [verdict.name])[0].any() else []
+
+    def culprit(self) -> Culprit | None:
+        broken = [v for v in self.sources if not self._is_mask(v)]
+        if broken:
+            return self._source(broken[0])
+        alone = [op for op in self.chain if not any(v.name in self.bad for v in reads(op))]
+        if not alone:
+            alone = [op for op in self.chain if self._makes_nan(op)]
+        if alone:
+            return self._operator(alone[0], [label(op) for op in alone[1:]])
+        return self._source(self.sources[0]) if self.sources else None
+
+    def _is_mask(self, variable: Variable) -> bool:
+        """Whether a source may well hold infinity: a constant, or a feed of -infinity without NaN."""
+        if variable.persistable:
+            return False
+        value = np.asarray(self.rerun.source(variable)).astype(np.float64)
+        return not np.isnan(value).any() and (variable.is_constant or not np.isposinf(value).any())
+
+    def _makes_nan(self, op: Operator) -> bool:
+        """Whether an operator that reads infinite masks makes NaN, or +infinity, of numbers without either."""
+        read = [v.name for v in reads(op)]
+        made = [v.name for v in floats(op.outputs)]
+        values = self.rerun.run(self.program, [*read, *made])
+        return not any(map(_is_wrong, values[: len(read)])) and any(map(_is_wrong, values[len(read) :]))
+
+    # -- reports -------------------------------------------------------------------------------------
+    def _common(self) -> dict[str, Any]:
+        losses = [v.name for v in self.parts.losses]
+        scale = self.parts.scale
+        return {
+            "loss_finite": not any(map(is_nonfinite, self.rerun.run(self.program, losses))) if losses else None,
+            "loss_scaling": None if scale is None else float(self.rerun.run(self.program, [scale.name])[0].reshape(())),
+        }
+
+    def _source(self, variable: Variable) -> Culprit:
+        kind = "feed" if variable.is_input and not variable.persistable else "constant"
+        if variable.persistable:
+            kind = "parameter" if variable.is_parameter else "state"
+        return Culprit(kind, variable.name, output=_range(variable, self.rerun.source(variable)), **self._common())
+
+    def _operator(self, op: Operator, others: list[str]) -> Culprit:
+        self.at = op
+        read, made = reads(op), floats(op.outputs)
+        wrong = next((v for v in made if v.name in self.bad), None)
+        shown = [*read, *([wrong] if wrong is not None else [])]
+        values = self.rerun.run(self.program, [v.name for v in shown])
+        ranges = [_range(v, value) for v, value in zip(shown, values, strict=True)]
+        output = ranges.pop() if wrong is not None else None
+        reason = op.reason
+        if op.domain == OWN and op.type == CHECK:
+            reason = "the unscaled gradients, or their sum, leave fp32"
+        name = wrong.name if wrong is not None else next(v.name for v in op.outputs if v is not None)
+        return Culprit("operator", name, label(op), op.full_type, op.role, op.scope, op.precision, reason,
+                       tuple(ranges), output, tuple(others), **self._common())  # fmt: skip
+
+
+def _is_wrong(value: Any) -> bool:
+    array = np.asarray(value).astype(np.float64)
+    return bool(np.isnan(array).any() or np.isposinf(array).any())
+
+
+def _range(variable: Variable, value: Any) -> Range:
+    array = np.asarray(value).astype(np.float64)
+    finite = array[np.isfinite(array)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
+    return Range(source(variable).name if variable.producer is None else variable.name, variable.dtype or "",
+                 tuple(array.shape), low, high, max(abs(low), abs(high)), int(np.isnan(array).sum()),
+                 int(np.isinf(array).sum()))  # fmt: skip

@@ -1,0 +1,106 @@
+"""A training step run again: same program, feeds and state, nothing changed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.program import Program, Variable
+from ..passes.lowering import lower
+from ..runtime import tensors
+from ..runtime.binding import PlainStep, Step, needs_plain
+from ..runtime.executor import Executor
+from ..runtime.feeds import Feeds, shape_of
+from ..runtime.place import CPUPlace, Place
+from ..runtime.scope import Scope, check_scope
+from ..runtime.session import Settings, create_session
+from .steps import TrainingStep
+
+Values = Mapping[str, Any]
+
+
+class Rerun:
+    """Runs parts of a step on values of ``scope``, ``before`` instead of what it holds where that names a variable.
+
+    The scope is left alone: no update is computed. Sessions are kept for as long as this lives.
+    """
+
+    def __init__(self, feed: Values | None, scope: Scope | None, executor: Executor | None, before: Values | None) -> None:
+        if executor is not None and not isinstance(executor, Executor):
+            raise ArgumentTypeError(f"executor is {executor!r}; expected an amp.Executor")
+        self.feed = feed
+        self.place: Place = CPUPlace() if executor is None else executor.place
+        self.settings = Settings() if executor is None else executor.settings
+        self.scope = Scope()
+        self.scope._values.update(check_scope(scope)._values)
+        self.change(before or {})
+        self._steps: dict[Any, tuple[Program, Feeds, Step | PlainStep]] = {}
+
+    def change(self, values: Values) -> None:
+        """Let variables of the scope have other values from now on. ArgumentError for one that it does not have."""
+        for name, value in values.items():
+            if not self.scope.has_var(name):
+                raise ArgumentError(f"'{name}' is no variable of the scope, so the step had no value of it before")
+            old = self.scope._values[name]
+            array = np.asarray(value, self.scope.find_var(name).dtype).reshape(old.shape())
+            self.scope.set_var(name, array)
+
+    def run(self, program: Program, names: Sequence[str], wide: Collection[str] = frozenset()) -> list[Any]:
+        """The values of variables of ``program``; with those in ``wide`` held in fp32 (see ``passes.lowering.lower``).
+
+        What is persistable has its value before the step.
+        """
+        computed = list(dict.fromkeys(n for n in names if program.var(n).producer is not None))
+        found = dict(zip(computed, self._compute(program, computed, wide), strict=True)) if computed else {}
+        return [found[name] if name in found else self.source(program.var(name)) for name in names]
+
+    def source(self, variable: Variable) -> Any:
+        """The value of a feed, a persistable variable or a constant."""
+        if variable.is_constant:
+            from ..ir.tensors import as_array
+
+            return as_array(variable.data)
+        if variable.persistable:
+            return self.scope.find_var(variable.name)
+        value = next(v for k, v in (self.feed or {}).items() if (k.name if isinstance(k, Variable) else k) == variable.name)
+        return tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
+
+    def _compute(self, program: Program, names: Sequence[str], wide: Collection[str]) -> list[Any]:
+        key = (program.name, id(program), program._version, tuple(names), frozenset(wide))
+        if key not in self._steps:
+            self._steps[key] = (program, *self._compile(program, names, wide))
+        _, feeds, step = self._steps[key]
+        return step.run(self.scope, feeds.check(self.feed), True)
+
+    def _compile(self, program: Program, names: Sequence[str], wide: Collection[str]) -> tuple[Feeds, Step | PlainStep]:
+        targets = [program.var(name) for name in names]
+        feeds = Feeds(program, targets)
+        fed = feeds.check(self.feed)
+        feeds.check_shapes(fed)
+        shapes = {name: shape_of(value) for name, value in fed.items() if program.var(name).dtype is not None}
+        # Arithmetic in fp32 is that of the lowering for CPU, which runs on CUDA just as well.
+        kind = "cpu" if wide else self.place.kind
+        lowered = lower(program, kind, shapes, targets, updates=False, wide=wide)
+        settings = self.settings
+        if wide and self.place.kind == "cuda":
+            settings = Settings(settings.optimization_level, settings.threads, settings.tf32, allow_cpu_fallback=True)
+        session, _ = create_session(lowered.model, self.place, settings, program.name)
+        startup = program.startup.name if program.startup is not None else ""
+        if needs_plain(lowered):
+            return feeds, PlainStep(session, lowered, self.place, program.name, startup)
+        return feeds, Step(session, None, lowered, self.place, program.name, startup)
+
+    def is_bad(self, parts: TrainingStep, wide: Collection[str] = frozenset()) -> bool:
+        """Whether the step is bad: a verdict that is true, or a number among what is tested that is not finite."""
+        names = [v.name for v in (parts.checks[0].outputs[:1] if len(parts.checks) == 1 else parts.verdicts) if v]
+        return any(is_nonfinite(value) or (value.dtype == bool and value.any())
+                   for value in self.run(parts.program, names, wide))  # fmt: skip
+
+
+def is_nonfinite(value: Any) -> bool:
+    """Whether an array holds NaN or infinity."""
+    array = np.asarray(value)
+    return array.dtype.kind not in "biuOSU" and not bool(np.isfinite(array.astype(np.float64)).all())
