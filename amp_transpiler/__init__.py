@@ -14,9 +14,10 @@ from .ir.context import default_main_program, default_startup_program, fp16_guar
 from .ir.opdef import gradient as register_gradient
 from .ir.program import Operator, Program, Variable
 from .lists.amp_lists import AutoMixedPrecisionLists
+from .monitor import CsvWriter, JsonlWriter, StepReports, TensorBoardWriter
 from .nn import create_parameter, data
 from .nn.initializer import set_seed as seed
-from .optimizer import check_finite_and_unscale, decorate, update_loss_scaling
+from .optimizer import LossScale, LossScaler, check_finite_and_unscale, decorate, update_loss_scaling
 from .passes.backward import append_backward
 from .passes.check_step import check_step
 from .passes.pure import cast_model_to_fp16
@@ -25,16 +26,20 @@ from .passes.segments import recompute
 from .prepare import prepare_training
 from .report.memory import MemoryEstimate
 from .runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
+from .runtime.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from .runtime.inference import load_inference_model, save_inference_model
 from .runtime.parameters import cast_parameters_to_fp16
+from .runtime.weights import load_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Executor", "MemoryEstimate", "Operator",
-    "Program", "Scope", "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16",
+    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Executor",
+    "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate", "Operator", "Program", "Scope", "StepReports",
+    "TensorBoardWriter", "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16",
     "check_finite_and_unscale", "check_step", "convert", "create_parameter", "data", "decorate",
-    "default_main_program", "default_startup_program", "fp16_guard", "global_scope", "load_inference_model",
-    "name_scope", "nn", "ops", "optimizer", "prepare_training", "program_guard", "recompute", "register_gradient",
-    "rewrite_program", "save_inference_model", "scope_guard", "seed", "unique_name", "update_loss_scaling",
+    "default_main_program", "default_startup_program", "fp16_guard", "global_scope", "latest_checkpoint",
+    "load_checkpoint", "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer",
+    "prepare_training", "program_guard", "recompute", "register_gradient", "rewrite_program", "save_checkpoint",
+    "save_inference_model", "scope_guard", "seed", "unique_name", "update_loss_scaling",
 ]  # fmt: skip
