@@ -1,5 +1,5 @@
-"""What only a Program knows, in a model file: the marks of an operator in the node's metadata_props (role, guard,
-scope, precision, reason), the state of a training program in those of the graph (what is persistable, updates)."""
+"""What only a Program knows, in a model file: the marks of an operator in the node's metadata_props (role, guard, scope,
+precision, reason), the state of a training program in those of the graph (what is persistable, updates, gradients)."""
 
 from __future__ import annotations
 
@@ -91,15 +91,18 @@ def written_state(program: Program) -> dict[str, str]:
     """The metadata entry that says which variables are persistable and trainable, and the updates.
 
     None is needed, and none written, where importing would find the same: all weights are trainable, nothing is
-    updated.
+    updated or a gradient.
     """
     kept = [v for v in program.variables if v.persistable]
-    if not program.updates and all(v.data is not None and v.trainable == (not not_a_weight(v)) for v in kept):
+    gradients = {v.name: v.grad_of.name for v in program.variables if v.grad_of is not None}
+    imported = all(v.data is not None and v.trainable == (not not_a_weight(v)) for v in kept)
+    if not program.updates and not gradients and imported:
         return {}
     state = {
         "trainable": [v.name for v in kept if v.trainable],
         "persistable": [v.name for v in kept if not v.trainable],
         "updates": {state.name: new.name for state, new in program.updates.items()},
+        "gradients": gradients,
     }
     return {_STATE: json.dumps(state)}
 
@@ -113,6 +116,7 @@ def read_state(program: Program) -> bool:
         state = json.loads(text)
         kept = [(name, True) for name in state["trainable"]] + [(name, False) for name in state["persistable"]]
         updates = dict(state["updates"])
+        gradients = dict(state.get("gradients", {}))
     except (ValueError, KeyError, TypeError):
         raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "
                          "it") from None  # fmt: skip
@@ -122,4 +126,6 @@ def read_state(program: Program) -> bool:
     program.inputs = [v for v in program.inputs if not v.persistable]
     for name, new in updates.items():
         program.set_update(program.var(name), program.var(new))
+    for name, variable in gradients.items():
+        program.var(name).grad_of = program.var(variable)
     return True

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ops.scaling import CHECK
 from ..passes.precision import label, source
 from ..runtime.executor import Executor
 from ..runtime.scope import Scope
 from .rerun import Rerun, is_nonfinite
+from .state import load_step
 from .steps import TrainingStep, training_step
 from .taps import floats, nonfinite, operators_of, reads
 
@@ -98,9 +100,9 @@ class Culprit:
         return f"{self.role} operator '{self.operator}' ({self.type}{where}{why}) makes '{self.variable}' not finite"
 
 
-def find_culprit(program: Program, feed: Mapping[Any, Any] | None = None, scope: Scope | None = None, *,
-                 executor: Executor | None = None, before: Mapping[str, Any] | None = None,
-                 cures: bool = True) -> Culprit | None:  # fmt: skip
+def find_culprit(program: Program | str | os.PathLike[str], feed: Mapping[Any, Any] | None = None,
+                 scope: Scope | None = None, *, executor: Executor | None = None,
+                 before: Mapping[str, Any] | None = None, cures: bool = True) -> Culprit | None:  # fmt: skip
     """Run a step again with every float variable watched, and name where its first number that is not finite came from.
 
     That is, in the order of execution, the first operator, forward or backward, that reads finite numbers, makes one
@@ -110,7 +112,8 @@ def find_culprit(program: Program, feed: Mapping[Any, Any] | None = None, scope:
     nested graphs are one operator here.
 
     Args:
-        program: a training program, or any other.
+        program: a training program, or any other; or the path of a step that :func:`save_step` wrote, which has feed and
+            scope with it.
         feed: as it was given to ``Executor.run``.
         scope: its state (default: ``global_scope()``), which stays as it is.
         executor: on whose place, and with whose settings, to run; one on ``CPUPlace()`` by default.
@@ -125,8 +128,13 @@ def find_culprit(program: Program, feed: Mapping[Any, Any] | None = None, scope:
 
     Raises:
         FeedError, ScopeError: as ``Executor.run``. ArgumentError: ``before`` names no variable of the scope.
-        ArgumentTypeError: no program, scope or executor.
+        ArgumentTypeError: no program, scope or executor; a feed or scope beside a path. ModelFileError: the path is that
+        of no saved step.
     """
+    if isinstance(program, (str, os.PathLike)):
+        if feed is not None or scope is not None:
+            raise ArgumentTypeError("find_culprit: a saved step has its feed and scope; give it neither")
+        program, feed, scope = load_step(program)
     parts = training_step(program)
     rerun = Rerun(feed, scope, executor, before)
     if not parts.verdicts:
@@ -145,7 +153,9 @@ def find_culprit(program: Program, feed: Mapping[Any, Any] | None = None, scope:
 class _Search:
     """The culprit among the operators from which numbers that are not finite reach a verdict."""
 
-    def __init__(self, program: Program, parts: TrainingStep, order: Sequence[Operator], bad: set[str], rerun: Rerun) -> None:
+    def __init__(
+        self, program: Program, parts: TrainingStep, order: Sequence[Operator], bad: set[str], rerun: Rerun
+    ) -> None:
         self.program, self.parts, self.bad, self.rerun = program, parts, bad, rerun
         self.chain, self.sources = self._chain(order)
         #: The culprit, once it is found to be an operator.

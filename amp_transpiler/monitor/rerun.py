@@ -28,7 +28,9 @@ class Rerun:
     The scope is left alone: no update is computed. Sessions are kept for as long as this lives.
     """
 
-    def __init__(self, feed: Values | None, scope: Scope | None, executor: Executor | None, before: Values | None) -> None:
+    def __init__(
+        self, feed: Values | None, scope: Scope | None, executor: Executor | None, before: Values | None
+    ) -> None:
         if executor is not None and not isinstance(executor, Executor):
             raise ArgumentTypeError(f"executor is {executor!r}; expected an amp.Executor")
         self.feed = feed
@@ -65,7 +67,9 @@ class Rerun:
             return as_array(variable.data)
         if variable.persistable:
             return self.scope.find_var(variable.name)
-        value = next(v for k, v in (self.feed or {}).items() if (k.name if isinstance(k, Variable) else k) == variable.name)
+        value = next(
+            v for k, v in (self.feed or {}).items() if (k.name if isinstance(k, Variable) else k) == variable.name
+        )
         return tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
 
     def _compute(self, program: Program, names: Sequence[str], wide: Collection[str]) -> list[Any]:

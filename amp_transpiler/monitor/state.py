@@ -1,0 +1,100 @@
+"""What a bad step changes, as it is before the step; and a whole step in one file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx
+
+from ..errors import ModelFileError, ModelFileNotFoundError
+from ..ir.files import serialized, write_files
+from ..ir.program import Program, Variable
+from ..ir.types import element_type, numpy_dtype
+from ..passes.check_step import UNGATED
+from ..runtime import tensors
+from ..runtime.scope import Scope, check_scope
+from .steps import training_step
+
+_BITS = {1: np.uint8, 2: np.uint16}
+_META, _PROGRAM, _FEED, _STATE = "meta", "program", "feed/", "state/"
+
+
+def step_state(program: Program, scope: Scope | None = None) -> dict[str, np.ndarray]:
+    """Copies of what a bad step of ``program`` changes: the loss scale with its counters, and the randomness counter.
+
+    Give it to :func:`find_culprit` as ``before``. Variables without a value in ``scope`` are left out.
+    """
+    scope = check_scope(scope)
+    return {name: scope.find_var(name) for name in changed_names(program) if scope.has_var(name)}
+
+
+def changed_names(program: Program) -> list[str]:
+    """The names of the variables that a bad step changes."""
+    found = [v.name for op in training_step(program).scalings for v in op.inputs if v is not None and v.persistable]
+    return list(dict.fromkeys([*found, *(name for name in UNGATED if program.has_var(name))]))
+
+
+def save_step(path: str | os.PathLike[str], program: Program, feed: Mapping[Any, Any] | None = None,
+              scope: Scope | None = None, *, before: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+    """Write one step to a file that :func:`find_culprit` can run elsewhere: the program, its feed and its state.
+
+    The file is an ``.npz`` of plain arrays (the program as the bytes of an ONNX model), without pickles; it appears
+    whole or not at all. ``before`` as in :func:`find_culprit`. ScopeError where the scope lacks a variable of the
+    program, ModelFileWriteError where the file cannot be written.
+    """
+    scope = check_scope(scope)
+    stripped = program.clone()
+    for variable in stripped.variables:
+        if variable.persistable:
+            variable.data = None
+    content = {_PROGRAM: np.frombuffer(serialized(stripped.to_onnx()), np.uint8)}
+    states = {v.name: scope.find_var(v.name) for v in program.variables if v.persistable}
+    states |= {name: np.asarray(v, states[name].dtype).reshape(states[name].shape) for name, v in (before or {}).items()
+               if name in states}  # fmt: skip
+    arrays = {_STATE + name: value for name, value in states.items()}
+    for key, value in (feed or {}).items():
+        name = key.name if isinstance(key, Variable) else key
+        array = tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
+        arrays[_FEED + name] = array
+    types = {name: element_type(array.dtype) for name, array in arrays.items() if array.dtype.isbuiltin == 2}
+    content |= {name: array.view(_BITS[array.dtype.itemsize]) if name in types else array
+                for name, array in arrays.items()}  # fmt: skip
+    meta = {"format": "amp_transpiler step", "version": 1, "name": program.name, "types": types}
+    content[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+
+    def write(stream: BinaryIO) -> None:
+        np.savez(stream, allow_pickle=False, **content)
+
+    write_files([(Path(path), write)])
+
+
+def load_step(path: str | os.PathLike[str]) -> tuple[Program, dict[str, np.ndarray], Scope]:
+    """The program, feed and state of a file that :func:`save_step` wrote.
+
+    ModelFileNotFoundError: there is no such file. ModelFileError: it is no such file, or is cut short.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ModelFileNotFoundError(f"there is no saved step '{path}'")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            content = {name: stored[name] for name in stored.files}
+        meta = json.loads(content.pop(_META).tobytes())
+        model = onnx.ModelProto.FromString(content.pop(_PROGRAM).tobytes())
+        types = dict(meta["types"])
+    except Exception as error:  # zipfile's, numpy's, protobuf's and json's have no common base class
+        raise ModelFileError(f"'{path}' is no step that amp.save_step wrote, or is damaged ({error})") from None
+    program = Program.from_onnx(model, name=meta["name"])
+    feed, scope = {}, Scope()
+    for name, array in content.items():
+        value = array.view(numpy_dtype(types[name])) if name in types else array
+        if name.startswith(_FEED):
+            feed[name.removeprefix(_FEED)] = value
+        else:
+            scope.set_var(name.removeprefix(_STATE), value)
+    return program, feed, scope

@@ -1,0 +1,122 @@
+"""``amp.watch``: an executor that names the culprit of every bad step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError, NonFiniteError
+from ..ir import context
+from ..ir.program import Program, Variable
+from ..runtime import tensors
+from ..runtime.executor import Executor
+from ..runtime.scope import Scope, check_scope
+from .culprit import Culprit, find_culprit
+from .rerun import is_nonfinite
+from .state import changed_names
+from .steps import training_step
+
+OnBad = Literal["warn", "raise"] | Callable[[Culprit | None], None]
+
+
+def watch(executor: Executor, on_bad: OnBad = "warn", *, cures: bool = False, limit: int | None = None) -> Watch:
+    """An executor that runs programs as ``executor`` does and, on a bad step alone, runs it again to name the culprit::
+
+        exe = amp.watch(amp.Executor(amp.CPUPlace()), on_bad="raise")
+        exe.run(main, feed=feed, fetch_list=[loss])
+
+    A good step costs one more fetched flag (the verdict; the losses in a program without a finite check), and copies
+    of the loss scale and the counters. Programs that update nothing are passed on.
+
+    Args:
+        executor: an ``amp.Executor``.
+        on_bad: "warn" with the report, "raise" NonFiniteError (the bad step is over then, and the scope as it left
+            it), or a function that is given the Culprit (None: run again, the step was good).
+        cures: see :func:`find_culprit`; sessions are compiled for what is tried.
+        limit: run this many bad steps again at most (an initial scale that is too high has many), None: all.
+
+    ArgumentTypeError, ArgumentError: an argument of another kind.
+    """
+    return Watch(executor, on_bad, cures=cures, limit=limit)
+
+
+class Watch:
+    """What :func:`watch` returns. ``bad_steps`` counts bad steps, ``culprits`` holds the reports on them."""
+
+    def __init__(
+        self, executor: Executor, on_bad: OnBad = "warn", *, cures: bool = False, limit: int | None = None
+    ) -> None:
+        if not isinstance(executor, Executor):
+            raise ArgumentTypeError(f"watch takes an amp.Executor, got {executor!r}")
+        if on_bad not in ("warn", "raise") and not callable(on_bad):
+            raise ArgumentError(f"watch: on_bad is {on_bad!r}; expected 'warn', 'raise' or a function")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise ArgumentError(f"watch: limit is {limit!r}; expected a number of steps, or None")
+        self.executor, self.on_bad, self.cures, self.limit = executor, on_bad, cures, limit
+        self.bad_steps = 0
+        self.culprits: list[Culprit | None] = []
+        self._watched: weakref.WeakKeyDictionary[Program, _Watched] = weakref.WeakKeyDictionary()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.executor, name)
+
+    def run(self, program: Program | None = None, feed: Mapping[Any, Any] | None = None,
+            fetch_list: Sequence[Any] | None = None, scope: Scope | None = None,
+            return_numpy: bool = True) -> list[Any]:  # fmt: skip
+        """As ``Executor.run``. NonFiniteError, with ``on_bad="raise"``: the step was bad; its results are lost."""
+        program = context.default_main_program() if program is None else program
+        watched = self._parts(program)
+        if not watched.flags:
+            return self.executor.run(program, feed, fetch_list, scope, return_numpy)
+        scope = check_scope(scope)
+        before = {name: scope.find_var(name) for name in watched.changed if scope.has_var(name)}
+        results = self.executor.run(program, feed, [*(fetch_list or ()), *watched.flags], scope, return_numpy)
+        count = len(results) - len(watched.flags)
+        if any(_is_bad(flag) for flag in results[count:]):
+            self._bad(program, feed, scope, before)
+        return results[:count]
+
+    def _parts(self, program: Program) -> _Watched:
+        watched = self._watched.get(program)
+        if watched is None or watched.version != program.version:
+            watched = self._watched[program] = _Watched(program)
+        return watched
+
+    def _bad(
+        self, program: Program, feed: Mapping[Any, Any] | None, scope: Scope, before: dict[str, np.ndarray]
+    ) -> None:
+        self.bad_steps += 1
+        if self.limit is not None and len(self.culprits) >= self.limit:
+            return
+        culprit = find_culprit(program, feed, scope, executor=self.executor, before=before, cures=self.cures)
+        self.culprits.append(culprit)
+        if callable(self.on_bad):
+            self.on_bad(culprit)
+            return
+        message = f"a step of program '{program.name}' is bad: {culprit or 'run again, every number was finite'}"
+        if self.on_bad == "raise":
+            raise NonFiniteError(message, culprit)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+class _Watched:
+    """What is fetched and kept of one program; names alone, so that the program is not kept alive."""
+
+    def __init__(self, program: Program) -> None:
+        self.version = program.version
+        parts = training_step(program)
+        verdict: Variable | None = parts.found_inf
+        flags = [verdict] if verdict is not None else parts.losses
+        self.flags = [v.name for v in flags] if program.updates else []
+        self.changed = changed_names(program) if self.flags else []
+
+
+def _is_bad(flag: Any) -> bool:
+    value = tensors.to_array(flag) if hasattr(flag, "device_name") else flag
+    return bool(value.any()) if value.dtype == bool else is_nonfinite(value)
