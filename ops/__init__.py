@@ -3,6 +3,7 @@
 from . import (
     activation,
     attention,
+    average,
     clip,
     contrib,
     conv,
@@ -30,6 +31,7 @@ from . import (
 __all__ = [
     "activation",
     "attention",
+    "average",
     "contrib",
     "conv",
     "ctc",

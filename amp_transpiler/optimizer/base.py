@@ -20,7 +20,16 @@ from ..runtime.scope import Scope, check_scope
 from .clip import GradientClip
 from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, without_decay
 from .lr import LRScheduler
-from .state import appending, create_master, create_state, initial_value, owned_name, shared_name, static_shape
+from .state import (
+    appending,
+    create_master,
+    create_state,
+    initial_value,
+    next_value,
+    owned_name,
+    shared_name,
+    static_shape,
+)
 
 ParamsGrads = list[tuple[Variable, Variable]]
 GivenGrads = Sequence[tuple[Variable, Variable | None]]
@@ -157,7 +166,7 @@ class Optimizer:
             inputs.append(create_state(program, startup, name, "float32", [1], self._initial(scalar)))
         for parameter, grad in pairs:
             inputs += self._row(program, startup, layout, parameter, grad)
-        outputs = [None if state is None else _next_value(state) for state in layout.states(inputs)]
+        outputs = [None if state is None else next_value(state) for state in layout.states(inputs)]
         attrs = {"n": len(pairs), **self._attributes(), **self._group_attributes(program, group, pairs)}
         op = program.add_operator(self.type, inputs, outputs, attrs=attrs, domain=OWN)
         for state, new in zip(layout.states(inputs), outputs, strict=True):
@@ -211,7 +220,7 @@ class Optimizer:
                    found_inf: Variable | None) -> Variable:  # fmt: skip
         """The rate that the program computes from its count of good steps, which is state."""
         step = create_state(program, startup, shared_name(program, "lr_step"), "int32", [], 0)
-        rate, new = program.add_variable(name, "float32", ()), _next_value(step)
+        rate, new = program.add_variable(name, "float32", ()), next_value(step)
         program.add_operator(LEARNING_RATE, [step], [rate, new], attrs={"schedule": schedule.description}, domain=OWN)
         rate.stop_gradient = True
         if found_inf is not None:
@@ -324,11 +333,3 @@ def checked_pairs(params_grads: ParamsGrads) -> Program:
         if parameter.program is not pairs[0][0].program or grad.program is not parameter.program:
             raise GraphError(f"parameter '{parameter.name}' and gradient '{grad.name}' belong to different programs")
     return pairs[0][0].program
-
-
-def _next_value(state: Variable) -> Variable:
-    """The variable ``<state>@NEW``, of the state's type and shape."""
-    program = state.program
-    new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
-    new.stop_gradient = True
-    return new

@@ -88,16 +88,28 @@ def create_master(program: Program, startup: Program, parameter: Variable) -> Va
     The startup program writes the parameter in fp32; it is rounded to 16 bit later, by ``amp_init``, so
     the master keeps the digits that the rounding drops.
     """
+    return create_copy(program, startup, parameter, owned_name(program, f"{parameter.name}_fp32_master"), "float32")
+
+
+def create_copy(program: Program, startup: Program, parameter: Variable, name: str, dtype: str) -> Variable:
+    """A state of this element type that starts with the initial value of a parameter, not rounded to 16 bit."""
     initial = initial_value(startup, parameter)
-    name = owned_name(program, f"{parameter.name}_fp32_master")
-    master = program.add_variable(name, "float32", parameter.shape, persistable=True)
-    master.stop_gradient = True
-    copy = startup.add_variable(name, "float32", parameter.shape, persistable=True)
-    if initial.dtype == "float32":
+    state = program.add_variable(name, dtype, parameter.shape, persistable=True)
+    state.stop_gradient = True
+    copy = startup.add_variable(name, dtype, parameter.shape, persistable=True)
+    if initial.dtype == dtype:
         startup.add_operator("Identity", [initial], [copy])
     else:
-        startup.add_operator("Cast", [initial], [copy], attrs={"to": ONNX_TYPES["float32"]})
-    return master
+        startup.add_operator("Cast", [initial], [copy], attrs={"to": ONNX_TYPES[dtype]})
+    return state
+
+
+def next_value(state: Variable) -> Variable:
+    """The variable ``<state>@NEW``, of the state's type and shape."""
+    program = state.program
+    new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
+    new.stop_gradient = True
+    return new
 
 
 def initial_value(startup: Program, parameter: Variable) -> Variable:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..ir.program import FORWARD, OWN, Operator, Program, Variable
 from ..ir.tensors import SMALL, as_array, tensor_type
+from ..ops.average import AVERAGE, average_states, averaged_parameters
 from ..ops.random import SEED, STEP
 from ..ops.scaling import CHECK, COUNT_BAD, GATE, UPDATE_SCALE
 from ..ops.schedule import LEARNING_RATE
@@ -16,6 +17,7 @@ from ..ops.update import LAYOUTS
 
 PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
 RANDOM, SCALING, RATE, RATE_STEP, UNUSED = "random", "loss_scaling", "learning_rate", "lr_step", "unused"
+AVERAGED, AVERAGE_STEP = "ema", "ema_step"
 #: Roles of what a program has under a name of its own, whatever precision it trains in.
 NAMED = frozenset({PARAMETER, STATISTICS, BUFFER, STATE, RANDOM})
 #: Roles of what a program that only infers has.
@@ -61,6 +63,10 @@ def _training_state(program: Program) -> Iterator[tuple[Variable | None, Slot]]:
         yield from _optimizer_state(op, number)
     for number, op in enumerate(op for op in operators if op.type == LEARNING_RATE):
         yield op.inputs[0], Slot(RATE_STEP, "", number)
+    for number, op in enumerate(op for op in operators if op.type == AVERAGE):
+        step, *averages = average_states(op.inputs)
+        yield step, Slot(AVERAGE_STEP, "", number)
+        yield from ((a, Slot(AVERAGED, p.name, number)) for a, p in zip(averages, averaged_parameters(op), strict=True))
     # A static scale has no update, only the check; the alarm's counters come after the three of the rule.
     for type_, first, last, slot in ((UPDATE_SCALE, 1, 4, 0), (CHECK, 0, 1, 0), (COUNT_BAD, 3, 6, 3)):
         for number, op in enumerate(op for op in operators if op.type == type_):

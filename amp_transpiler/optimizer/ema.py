@@ -1,0 +1,136 @@
+"""Moving averages of the weights, kept by the training program beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import ArgumentTypeError, OrderError
+from ..ir import context
+from ..ir.program import OWN, UPDATE, Operator, Program, Variable
+from ..ir.types import numpy_dtype
+from ..ops.average import AVERAGE, average_states
+from ..ops.scaling import master_type
+from ..ops.update import LAYOUTS, Row
+from ..passes.check_step import check_step
+from ..runtime import tensors
+from ..runtime.scope import Scope, check_scope
+from .groups import number
+from .state import appending, create_copy, create_state, next_value, owned_name, shared_name
+
+
+class ExponentialMovingAverage:
+    """fp32 averages of the parameters, ``average += (1 - decay) * (parameter - average)`` after every good step.
+
+    An average is the state ``<parameter>_ema_0``, of the fp32 master weight where the parameter has one. It starts
+    as the parameter's initial value, so that its weights always sum to one and nothing has to be corrected for the
+    start; ``decay^t`` of it is the initial value after ``t`` steps. With ``warmup`` the decay of step ``t`` (the first
+    is 0) is ``min(decay, (1 + t) / (10 + t))``, the ``thres_steps`` rule of Paddle and TensorFlow, by which the initial
+    value is forgotten within a few steps; the program counts the steps in ``ema_step_<n>``. A bad step leaves averages
+    and counter as they are, bit for bit.
+
+    Use::
+
+        ema = amp.optimizer.ExponentialMovingAverage(0.999)
+        optimizer.minimize(loss, startup)
+        ema.update(main, startup)          # before the startup program runs
+        ...
+        with ema.applied(scope):
+            exe.run(test_program, ...)     # with the averages
+
+    Running statistics of normalisation are averages already, and parameters that are not trained have none.
+    ArgumentError: ``decay`` is not in [0, 1).
+    """
+
+    def __init__(self, decay: float = 0.999, warmup: bool = False) -> None:
+        if not isinstance(warmup, bool):
+            raise ArgumentTypeError(f"ExponentialMovingAverage: warmup is {warmup!r}; expected True or False")
+        self.decay = number("ExponentialMovingAverage", "decay", decay, 0, 1)
+        self.warmup = warmup
+        self._program: Program | None = None
+        #: Average, parameter, and master weight (None: it has none), by name.
+        self._rows: list[tuple[str, str, str | None]] = []
+
+    def update(self, program: Program, startup_program: Program | None = None) -> Operator:
+        """Append the averages of every parameter that ``program`` updates; returns the operator that moves them.
+
+        Their initial values are computed by ``startup_program`` (default: the program's own). OrderError: before
+        ``minimize``, or a second time.
+        """
+        if not isinstance(program, Program):
+            raise ArgumentTypeError(f"ExponentialMovingAverage.update takes a program, got {program!r}")
+        if self._program is not None:
+            raise OrderError(f"this ExponentialMovingAverage follows program '{self._program.name}' already; make "
+                             "another one for another program")  # fmt: skip
+        updates = [op for op in program.operators if op.domain == OWN and op.type in LAYOUTS]
+        if not updates:
+            raise OrderError(f"ExponentialMovingAverage.update: program '{program.name}' updates no parameter yet; call "
+                             "minimize first")  # fmt: skip
+        with appending(program, startup_program, self) as startup:
+            rows = [row for op in updates for row in LAYOUTS[op.type].read(op.inputs)]
+            with context.program_guard(program, startup), context.operator_role(UPDATE):
+                op = self._append(program, startup, rows, updates[0].input(0))
+            if updates[0].input(0) is not None:
+                check_step(program)
+            self._program = program
+            return op
+
+    def _append(self, program: Program, startup: Program, rows: list[Row[Variable | None]],
+                found_inf: Variable | None) -> Operator:  # fmt: skip
+        step = None
+        if self.warmup:
+            step = create_state(program, startup, shared_name(program, "ema_step"), "int32", [], 0)
+        inputs: list[Variable | None] = [found_inf, step]
+        for row in rows:
+            assert row.parameter is not None
+            name = owned_name(program, f"{row.parameter.name}_ema")
+            average = create_copy(program, startup, row.parameter, name, master_type(row.parameter.dtype))
+            inputs += [average, program.updates[row.parameter if row.master is None else row.master]]
+            self._rows.append((name, row.parameter.name, None if row.master is None else row.master.name))
+        outputs = [None if state is None else next_value(state) for state in average_states(inputs)]
+        op = program.add_operator(AVERAGE, inputs, outputs, attrs={"decay": self.decay}, domain=OWN)
+        for state, new in zip(average_states(inputs), outputs, strict=True):
+            if state is not None and new is not None:
+                program.set_update(state, new)
+        return op
+
+    @contextmanager
+    def applied(self, scope: Scope | None = None) -> Iterator[Scope]:
+        """Let the parameters in ``scope`` (default: the global one) be their averages inside, to evaluate or to save.
+
+        A 16-bit parameter gets its average rounded to nearest. Afterwards, also after an error or Ctrl-C, the very
+        values of before are back; train outside, where they are. OrderError: before ``update``. ScopeError: the
+        startup program never ran.
+        """
+        scope = check_scope(scope)
+        averages = self._values(scope)
+        before = {name: scope._values[name] for name in averages}
+        try:
+            scope._values.update(averages)
+            yield scope
+        finally:
+            try:
+                scope._values.update(before)
+            finally:
+                scope._values.update(before)  # where Ctrl-C came just before the first
+
+    def copy_to(self, scope: Scope | None = None) -> None:
+        """Give parameters, and master weights, the values of their averages for good; errors as of ``applied``."""
+        scope = check_scope(scope)
+        averages = self._values(scope)
+        averages |= {master: tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master}
+        scope._values.update(averages)
+
+    def _values(self, scope: Scope) -> dict[str, Any]:
+        """The averages by parameter, each in the element type that the parameter has in the scope."""
+        if self._program is None:
+            raise OrderError("this ExponentialMovingAverage follows no program yet; call update(program) first")
+        found = {}
+        for name, parameter, _ in self._rows:
+            dtype = tensors.dtype_of(scope._require(parameter))
+            found[parameter] = tensors.from_array(scope.find_var(name).astype(numpy_dtype(dtype), copy=False))
+        return found
+
+
+__all__ = ["ExponentialMovingAverage"]
