@@ -14,7 +14,20 @@ from .ir.context import default_main_program, default_startup_program, fp16_guar
 from .ir.opdef import gradient as register_gradient
 from .ir.program import Operator, Program, Variable
 from .lists.amp_lists import AutoMixedPrecisionLists
-from .monitor import CsvWriter, JsonlWriter, StepReports, TensorBoardWriter
+from .monitor import (
+    CsvWriter,
+    Culprit,
+    GradientUnderflow,
+    JsonlWriter,
+    StepReports,
+    TensorBoardWriter,
+    Watch,
+    find_culprit,
+    gradient_underflow,
+    save_step,
+    step_state,
+    watch,
+)
 from .nn import create_parameter, data
 from .nn.initializer import set_seed as seed
 from .optimizer import LossScale, LossScaler, check_finite_and_unscale, decorate, update_loss_scaling
@@ -34,12 +47,13 @@ from .runtime.weights import load_weights
 __version__ = "0.1.0"
 
 __all__ = [
-    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Executor",
-    "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate", "Operator", "Program", "Scope", "StepReports",
-    "TensorBoardWriter", "Variable", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16",
-    "check_finite_and_unscale", "check_step", "convert", "create_parameter", "data", "decorate",
-    "default_main_program", "default_startup_program", "fp16_guard", "global_scope", "latest_checkpoint",
-    "load_checkpoint", "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer",
-    "prepare_training", "program_guard", "recompute", "register_gradient", "rewrite_program", "save_checkpoint",
-    "save_inference_model", "scope_guard", "seed", "unique_name", "update_loss_scaling",
+    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit", "Executor",
+    "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate", "Operator", "Program", "Scope",
+    "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward", "cast_model_to_fp16",
+    "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step", "convert", "create_parameter", "data",
+    "decorate", "default_main_program", "default_startup_program", "find_culprit", "fp16_guard", "global_scope",
+    "gradient_underflow", "latest_checkpoint", "load_checkpoint", "load_inference_model", "load_weights", "name_scope",
+    "nn", "ops", "optimizer", "prepare_training", "program_guard", "recompute", "register_gradient", "rewrite_program",
+    "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed", "step_state", "unique_name",
+    "update_loss_scaling", "watch",
 ]  # fmt: skip
