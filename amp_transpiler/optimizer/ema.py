@@ -65,8 +65,9 @@ class ExponentialMovingAverage:
                              "another one for another program")  # fmt: skip
         updates = [op for op in program.operators if op.domain == OWN and op.type in LAYOUTS]
         if not updates:
-            raise OrderError(f"ExponentialMovingAverage.update: program '{program.name}' updates no parameter yet; call "
-                             "minimize first")  # fmt: skip
+            raise OrderError(
+                f"ExponentialMovingAverage.update: program '{program.name}' updates no parameter yet; call minimize first"
+            )
         with appending(program, startup_program, self) as startup:
             rows = [row for op in updates for row in LAYOUTS[op.type].read(op.inputs)]
             with context.program_guard(program, startup), context.operator_role(UPDATE):

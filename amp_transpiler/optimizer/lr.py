@@ -12,6 +12,7 @@ import json
 import math
 import numbers
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
@@ -60,7 +61,7 @@ class PiecewiseDecay(LRScheduler):
     def __init__(self, boundaries: Sequence[int], values: Sequence[float]) -> None:
         steps = [_count(self, "boundaries", b, 1) for b in _list(self, "boundaries", boundaries)]
         rates = [_rate(self, "values", v) for v in _list(self, "values", values)]
-        if not steps or any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+        if not steps or any(b <= a for a, b in pairwise(steps)):
             raise ArgumentError(f"PiecewiseDecay: boundaries are {steps}; expected ascending steps")
         if len(rates) != len(steps) + 1:
             raise ArgumentError(
