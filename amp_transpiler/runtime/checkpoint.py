@@ -50,6 +50,8 @@ from .roles import NAMED, UNUSED, Key, Slot, fingerprint, scaler_settings, state
 from .scope import Scope, check_scope
 
 PathLike = str | os.PathLike[str]
+#: In place of the number of a checkpoint that cannot be read; they are the first to be removed.
+_DAMAGED = 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     file = TensorFile(folder, meta)
     found = restore(program, _stored(meta, file, rename), scope, f"checkpoint '{folder}'", strict=strict)
     same = meta["program"]["fingerprint"] == fingerprint(program)
-    if not same and not found.converted:
+    if not same and not found.converted and rename is None:
         _warn_of_change(folder, meta, program)
     scope._values.update(found.values)
     return Checkpoint(folder, meta["step"], meta["data_position"], meta["extra"], same and not found.converted,
@@ -167,13 +169,19 @@ def latest_checkpoint(path: PathLike) -> Path | None:
     """The checkpoint below ``path`` that was written last, or ``path`` itself where it is one; None if there is none.
 
     What a killed save left behind does not count. Written last is not always the highest step: training may have gone
-    back to an earlier one.
+    back to an earlier one. CheckpointError where a checkpoint of a higher step is damaged: it may be the last.
     """
     home = _path(path, "latest_checkpoint")
     if (home / META).is_file():
         return home
     written = _written(step_folders(home))
-    return max(written, key=lambda folder: (written[folder], folder.name)) if written else None
+    latest = max(written, key=lambda folder: written[folder], default=None)
+    for folder in reversed(written):
+        if folder == latest:
+            break
+        if written[folder] == _DAMAGED:
+            read_meta(folder)  # raises
+    return latest
 
 
 def _chosen(path: Path) -> Path:
@@ -213,13 +221,13 @@ def _described(name: str, value: Any, slot: Slot) -> dict[str, Any]:
 
 
 def _written(folders: list[Path]) -> dict[Path, int]:
-    """Checkpoints with the number that says in what order they were written; damaged ones come first of all."""
+    """Checkpoints, by step, with the number that says in what order they were written."""
     found = {}
     for folder in folders:
         try:
             found[folder] = int(read_meta(folder)["number"])
         except CheckpointError:
-            found[folder] = 0
+            found[folder] = _DAMAGED
     return found
 
 

@@ -137,7 +137,8 @@ def _onnx(path: Path) -> list[Stored]:
     for variable in Program.from_onnx(path).variables:
         if variable.data is not None:
             dtype, shape = tensor_type(variable.data)
-            role = PARAMETER if variable.persistable else UNUSED
+            own = variable.name.startswith("@")  # the seed of a program of this package
+            role = PARAMETER if variable.persistable and not own else UNUSED
             found.append(Stored(variable.name, dtype, shape, role, _getter(as_array, variable.data)))
     return found
 
