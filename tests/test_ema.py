@@ -28,7 +28,8 @@ DATA = np.random.default_rng(0).standard_normal((20, 4, 3)).astype(np.float32)
 class Net:
     """Two layers, an optimizer and averages, in one of the modes; "bare" is pure 16 bit without masters."""
 
-    def __init__(self, mode: str = "fp32", dtype: str = "float16", decay: float = 0.75, warmup: bool = False) -> None:
+    def __init__(self, mode: str = "fp32", dtype: str = "float16", decay: float = 0.75, warmup: bool = False,
+                 exe: amp.Executor | None = None) -> None:  # fmt: skip
         self.main, self.startup = amp.Program(), amp.Program("startup")
         self.main.seed = self.startup.seed = 5
         self.ema = ExponentialMovingAverage(decay, warmup)
@@ -45,11 +46,11 @@ class Net:
                 opt = amp.decorate(opt, use_pure_fp16=mode != "amp", dtype=dtype, **scaling)
             opt.minimize(self.loss, self.startup)
             self.op = self.ema.update(self.main, self.startup)
-        self.exe, self.scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+        self.exe, self.scope = exe or amp.Executor(amp.CPUPlace()), amp.Scope()
         self.exe.run(self.startup, scope=self.scope)
         self.initial = {name: self[name] for name in PARAMETERS}
         if mode != "fp32":
-            opt.amp_init(amp.CPUPlace(), self.scope, self.test, use_fp16_test=True)
+            opt.amp_init(self.exe.place, self.scope, self.test, use_fp16_test=True)
 
     def step(self, x: Array) -> None:
         self.exe.run(self.main, feed={"x": x}, fetch_list=[], scope=self.scope)
@@ -134,6 +135,22 @@ def test_training_goes_on_as_if_nothing_had_been_evaluated() -> None:
         with with_it.ema.applied(with_it.scope):
             with_it.evaluate()
     assert with_it.bytes() == without.bytes()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure"])
+def test_every_place_averages_and_evaluates_alike(exe: amp.Executor, mode: str) -> None:
+    net, cpu = Net(mode, warmup=True, exe=exe), Net(mode, warmup=True)
+    for x in (*DATA[:5], np.full((4, 3), np.inf, np.float32) if mode != "fp32" else DATA[5]):
+        net.step(x)
+        cpu.step(x)
+    close = {"rtol": 1e-5, "atol": 1e-5} if mode == "fp32" else {"rtol": 1e-2, "atol": 1e-2}
+    for name in PARAMETERS:
+        assert np.allclose(net[f"{name}_ema_0"], cpu[f"{name}_ema_0"], **close)
+    assert net["ema_step_0"] == cpu["ema_step_0"]
+    before = net.bytes()
+    with net.ema.applied(net.scope), cpu.ema.applied(cpu.scope):
+        assert np.allclose(net.evaluate(), cpu.evaluate(), **close)
+    assert net.bytes() == before
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])

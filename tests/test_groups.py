@@ -221,21 +221,22 @@ def grouped(kind: str, mode: str, **more: Any) -> tuple[Program, Program, Any, A
               {"params": ["layer_norm_0.*"], "grad_clip": optim.ClipGradByNorm(0.5)}]  # fmt: skip
     schedule = optim.lr.LinearWarmup(optim.lr.CosineAnnealingDecay(0.05, 20), 3, 0.01, 0.05)
     opt: Any = KINDS[kind](schedule, parameter_list=groups, weight_decay=0.01, weight_decay_exclude=["*.b_0"],
-                           grad_clip=optim.ClipGradByGlobalNorm(1.0), multi_precision=mode == "pure")  # fmt: skip
+                           grad_clip=optim.ClipGradByGlobalNorm(1.0), multi_precision=mode.startswith("pure"))  # fmt: skip
     with amp.program_guard(main, startup), amp.unique_name.guard():
         x, y = amp.data("x", [4, 3], "float32"), amp.data("y", [4, 2], "float32")
         with amp.fp16_guard():
             out = amp.nn.fc(amp.nn.layer_norm(amp.nn.fc(x, 5, act="relu")), 2)
         loss = F.mean((out - y) * (out - y))
         if mode != "fp32":
-            opt = amp.decorate(opt, use_pure_fp16=mode == "pure", init_loss_scaling=8.0, decr_every_n_nan_or_inf=1)
+            opt = amp.decorate(opt, use_pure_fp16=mode.startswith("pure"), init_loss_scaling=8.0,
+                               decr_every_n_nan_or_inf=1, dtype="bfloat16" if mode.endswith("bf16") else "float16")  # fmt: skip
         opt.minimize(loss, startup)
     return main, startup, loss, opt
 
 
-@pytest.mark.parametrize("mode", ["fp32", "amp", "pure"])
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure", "pure-bf16"])
 @EVERY
-def test_groups_train_in_every_mode_and_a_bad_step_changes_nothing(kind: str, mode: str) -> None:
+def test_groups_train_in_every_mode_and_a_bad_step_changes_nothing(kind: str, mode: str, exe: amp.Executor) -> None:
     main, startup, loss, opt = grouped(kind, mode)
     updates = [op for op in main.operators if op.type in ("SGD", "Momentum", "Adam", "AdamW", "Lamb")]
     assert len(updates) == 3
@@ -245,10 +246,10 @@ def test_groups_train_in_every_mode_and_a_bad_step_changes_nothing(kind: str, mo
     lowered = lower(main, "cuda", {"x": (4, 3), "y": (4, 2)}, [loss])
     check_lowered(main, lowered)
     assert not without_cuda_kernel(lowered.model)
-    exe, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    scope = amp.Scope()
     exe.run(startup, scope=scope)
     if mode != "fp32":
-        opt.amp_init(amp.CPUPlace(), scope)
+        opt.amp_init(exe.place, scope)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 3)).astype(np.float32)
     feeds = {"x": x, "y": x[:, :2] * 0.5}
