@@ -7,6 +7,7 @@ the settings of the loss scaling, versions of libraries, and checksums. There is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -262,7 +263,7 @@ def _stored(meta: Mapping[str, Any], file: TensorFile, rename: Renames | None) -
             continue
         one = said[name]
         stored[Slot(slot.role, of, slot.number).key(name)] = Stored(
-            name, one["dtype"], tuple(one["shape"]), slot.role, lambda name=name: file.read(name)
+            name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name)
         )
     return stored
 
