@@ -227,6 +227,19 @@ def _trim(slots: list[Variable | None]) -> None:
         slots.pop()
 
 
+@dataclass(frozen=True)
+class Window:
+    """A step that is spread over ``steps`` runs of its program.
+
+    ``counter``, a persistable int32 scalar, counts the runs since the last whole step; the executor moves it. Every
+    run but the last writes ``updates`` in the place of the program's.
+    """
+
+    steps: int
+    counter: Variable
+    updates: dict[Variable, Variable]
+
+
 @dataclass
 class ModelInfo:
     """What a model file says besides its graph; kept so that it leaves as it came."""

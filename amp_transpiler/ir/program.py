@@ -29,6 +29,7 @@ from .nodes import (
     Operator,
     Shape,
     Variable,
+    Window,
 )
 from .order import topological_order
 from .patterns import matching
@@ -67,6 +68,8 @@ class Program:
         self.inputs: list[Variable] = []
         self.outputs: list[Variable] = []
         self.updates: dict[Variable, Variable] = {}
+        #: Where a step is spread over several runs (gradient accumulation): what all but the last of them update.
+        self.window: Window | None = None
         self._startup = startup
         self._make_startup: Callable[[], Program] | None = None
         #: The operator that holds this program as an attribute, for a nested graph.

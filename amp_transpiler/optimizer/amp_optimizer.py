@@ -1,113 +1,51 @@
-"""``decorate``: an optimizer whose ``minimize`` trains in mixed or pure 16 bit, with loss scaling."""
+"""An optimizer whose ``minimize`` trains in mixed or pure 16 bit, with loss scaling: what ``decorate`` returns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ir import context
-from ..ir.decompose import has_decomposition
-from ..ir.program import BACKWARD, OWN, SCALING, Operator, Program, Variable
+from ..ir.program import BACKWARD, SCALING, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
-from ..ir.types import HALF, ONNX_TYPES
 from ..lists import AutoMixedPrecisionLists
-from ..ops.scaling import GATE
-from ..passes.backward import append_backward, check_loss, standardize
+from ..passes.backward import append_backward, check_loss, listed_parameters
 from ..passes.check_step import UNGATED, check_step
 from ..passes.pure import cast_model_to_fp16
 from ..passes.rewrite import rewrite_program
 from ..runtime.parameters import cast_parameters_to_fp16
 from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
-from .base import GivenGrads, Names, Optimizer, ParamsGrads, checked_loss, checked_pairs, latest_first, without_none
-from .groups import number
+from .accumulation import Accumulation
+from .base import GivenGrads, Names, Optimizer, ParamsGrads, checked_pairs, latest_first, without_none
+from .parts import checked_losses, gate, made_of, take_apart, wide_loss
 from .scale_state import ScaleState
 from .scaler import LossScale, LossScaler
-from .scaling import check_finite_and_unscale, scaling_attributes
+from .scaling import check_finite_and_unscale, extend_check
 from .state import appending
 
-_DEFAULT_SCALE = 2.0**15
-_DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
-
-
-def decorate(optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists | None = None,
-             init_loss_scaling: float = 2**15, incr_every_n_steps: int = 1000, decr_every_n_nan_or_inf: int = 2,
-             incr_ratio: float = 2.0, decr_ratio: float = 0.8, use_dynamic_loss_scaling: bool = True,
-             use_pure_fp16: bool = False, use_fp16_guard: bool | None = None, *,
-             dtype: str = "float16", scaler: LossScaler | None = None) -> OptimizerWithMixedPrecision:  # fmt: skip
-    """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
-
-    Args:
-        optimizer: an optimizer of this package, not yet used.
-        amp_lists: operator lists; the defaults for ``dtype`` where None.
-        init_loss_scaling: initial loss scale, > 0. With a scale of 1 and no dynamic scaling gradients are
-            not checked in float16.
-        incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio: see ``update_loss_scaling``.
-        use_dynamic_loss_scaling: adapt the scale. A static scale checks gradients and skips bad steps as well.
-        use_pure_fp16: run everything that can in 16 bit and store parameters so, instead of black/white lists.
-        use_fp16_guard: in pure mode, only what ``fp16_guard`` or ``mark_fp16`` marks; default: ``use_pure_fp16``.
-        dtype: "float16" or "bfloat16". bfloat16 has fp32's range: it trains with scale 1 and without dynamic
-            scaling unless one of the five scaling numbers is given other than its default; its gradients are
-            checked in any case.
-        scaler: another rule for the loss scale, such as ``amp.LossScaler.torch()``; the five scaling numbers and
-            ``use_dynamic_loss_scaling`` then keep their defaults.
-
-    Raises:
-        ArgumentTypeError: no optimizer, no lists, no scaler. ArgumentError: a number out of range, an optimizer
-            decorated already, a ``dtype`` that is not that of ``amp_lists``, a scaler beside numbers for another.
-    """
-    if isinstance(optimizer, OptimizerWithMixedPrecision):
-        raise ArgumentError("decorate: this optimizer is decorated already")
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(
-            f"decorate: optimizer is {optimizer!r}; expected one of amp.optimizer, such as amp.optimizer.Adam()"
-        )
-    if not isinstance(dtype, str) or dtype.lower() not in HALF:
-        raise ArgumentError(f"decorate: dtype is {dtype!r}; expected 'float16' or 'bfloat16'")
-    dtype = dtype.lower()
-    if not isinstance(amp_lists, (AutoMixedPrecisionLists, type(None))):
-        raise ArgumentTypeError(f"decorate: amp_lists is {amp_lists!r}; expected amp.AutoMixedPrecisionLists(...)")
-    if amp_lists is not None and amp_lists.dtype != dtype:
-        raise ArgumentError(f"decorate: dtype is {dtype}, but amp_lists are for {amp_lists.dtype}; pass dtype="
-                            f"'{amp_lists.dtype}', or lists made with dtype='{dtype}'")  # fmt: skip
-    for name, flag in (("use_dynamic_loss_scaling", use_dynamic_loss_scaling), ("use_pure_fp16", use_pure_fp16),
-                       ("use_fp16_guard", use_fp16_guard)):  # fmt: skip
-        if not isinstance(flag, bool) and not (flag is None and name == "use_fp16_guard"):
-            raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
-    scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
-    steps = scaling_attributes("decorate", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio)
-    defaults = scale == _DEFAULT_SCALE and steps == _DEFAULT_STEPS
-    if scaler is not None:
-        _check_scaler(scaler, defaults and use_dynamic_loss_scaling)
-    elif not use_dynamic_loss_scaling or (dtype == "bfloat16" and defaults):
-        scaler = LossScaler.fixed(1.0 if dtype == "bfloat16" and defaults else scale)
-    else:
-        scaler = LossScaler(scale, growth_factor=incr_ratio, growth_every=incr_every_n_steps,
-                            backoff_factor=decr_ratio, backoff_after=decr_every_n_nan_or_inf)  # fmt: skip
-    decorated = OptimizerWithMixedPrecision(
-        optimizer,
-        amp_lists or AutoMixedPrecisionLists(dtype=dtype),
-        scaler,
-        use_pure_fp16,
-        use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
-    )
-    if use_pure_fp16 and not optimizer.multi_precision:
-        optimizer.warn_low_precision(f"use_pure_fp16 stores parameters in {dtype}")
-    return decorated
+Losses = Variable | Sequence[Variable]
 
 
 class OptimizerWithMixedPrecision:
-    """What :func:`decorate` returns. Attributes of the wrapped optimizer are read through it.
+    """What ``amp.decorate`` returns. Attributes of the (first) wrapped optimizer are read through it.
 
     A step is: forward, loss × scale, backward, cast to fp32 and unscale, finite check, update of the
     scale, clipping, decay, update, rounding of master weights. One verdict over every gradient gates
     every state: a bad step changes the scale, its counters and the randomness counter, nothing else.
+
+    Three ways to build it: ``minimize``; ``backward``, code of your own on the pairs, ``apply_gradients``; or
+    ``get_scaled_loss(loss)``, ``append_backward`` on that, ``get_unscaled_gradients``, code of your own on fp32
+    gradients, ``apply_gradients``.
     """
 
-    def __init__(self, optimizer: Optimizer, amp_lists: AutoMixedPrecisionLists, scaler: LossScaler,
-                 use_pure_fp16: bool, use_fp16_guard: bool) -> None:  # fmt: skip
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[Optimizer], amp_lists: AutoMixedPrecisionLists, scaler: LossScaler,
+                 use_pure_fp16: bool, use_fp16_guard: bool, accumulation: Accumulation | None) -> None:  # fmt: skip
+        self.optimizers = tuple(optimizers)
+        self._accumulation = accumulation
         self._amp_lists = amp_lists
         self._scaler = scaler
         self._use_pure_fp16 = use_pure_fp16
@@ -119,86 +57,195 @@ class OptimizerWithMixedPrecision:
         self._scale_state: ScaleState | None = None
         self._losses: list[Variable] = []
         self._scaled_loss: Variable | None = None
+        #: The one finite check, and what it was given by which call: scaled gradient -> unscaled one.
+        self._check: Operator | None = None
+        self._unscaled: dict[Variable, Variable] = {}
         self._found_inf: Variable | None = None
+        self._applied = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._optimizer, name)
+        return getattr(self.optimizers[0], name)
 
-    # -- minimize and its two halves -----------------------------------------------------------------
-    def minimize(self, loss: Variable, startup_program: Program | None = None,
+    # -- minimize and its parts ----------------------------------------------------------------------
+    def minimize(self, loss: Losses, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
         """Rewrite the program of ``loss`` (a float scalar) and append the whole training step.
 
-        Returns the update operators and [(parameter, gradient)]; the gradients are those of the scaled
-        loss, in the element type of their parameter. Run the startup program next, then ``amp_init``.
-        GradientError: see ``append_backward``. OrderError: minimize was called before. Where anything raises, the
-        programs and this optimizer are as before.
+        ``loss`` may be a list of losses, whose gradients add up. Returns the update operators and [(parameter,
+        gradient)]; the gradients are those of the scaled loss, in the element type of their parameter. Run the
+        startup program next, then ``amp_init``. GradientError: see ``append_backward``. OrderError: minimize was
+        called before. Where anything raises, the programs and this optimizer are as before.
         """
-        with appending(checked_loss(loss).program, startup_program, self, self._optimizer):
+        with appending(checked_losses(loss)[0].program, startup_program, self, *self.optimizers):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
             return self.apply_gradients(params_grads), params_grads
 
-    def backward(self, loss: Variable, startup_program: Program | None = None,
+    def backward(self, loss: Losses, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
-        """Rewrite the program, scale the loss and append its gradients; returns [(parameter, scaled gradient)]."""
-        if self._program is not None:
-            raise OrderError(
-                f"this optimizer works on program '{self._program.name}' already; decorate another one for another "
-                "program"
-            )
-        if parameter_list is None:
-            parameter_list = self._optimizer.parameter_list
-        program = check_loss(loss, parameter_list, no_grad_set)
-        if any(op.role == BACKWARD for op in program.operators):
-            raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
-                             "a program once, or build it anew")  # fmt: skip
-        with appending(program, startup_program, self) as startup:
-            _take_apart(program)
-            if self._use_pure_fp16:
-                self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
-            else:
-                rewrite_program(program, self._amp_lists)
-            with context.program_guard(program, startup), context.operator_role(SCALING):
-                self._scale_state = ScaleState.create(program, startup, self._scaler)
-                self._scaled_loss = self._scale(loss)
-            params_grads = append_backward(self._scaled_loss, parameter_list, no_grad_set)
-            self._program, self._startup = program, startup
-            return params_grads
+        """Rewrite the program, scale the loss and append its gradients; returns [(parameter, scaled gradient)].
+
+        Of a list of losses, all of one program, the gradients add up. Further calls, each for another loss of the
+        program and with a ``parameter_list`` of its own, may follow before ``apply_gradients``.
+        """
+        losses = checked_losses(loss)
+        parameter_list = self._listed(losses[0].program) if parameter_list is None else parameter_list
+        for each in losses:
+            check_loss(each, parameter_list, no_grad_set)
+        with appending(losses[0].program, startup_program, self) as startup:
+            self._rewrite(losses[0].program, startup)
+            with context.program_guard(losses[0].program, startup), context.operator_role(SCALING):
+                self._scaled_loss = self._scale(losses)
+            return append_backward(self._scaled_loss, parameter_list, no_grad_set)
+
+    def get_scaled_loss(self, loss: Losses | None = None, startup_program: Program | None = None) -> Variable:
+        """The loss times the scale, fp32: what ``append_backward`` is given in a loop of your own.
+
+        With ``loss`` the program is rewritten in this optimizer's precision and the product appended; without it,
+        after ``minimize``, the variable that there is. OrderError: without ``loss`` before ``minimize``.
+        """
+        if loss is None:
+            self._ready("get_scaled_loss")
+            assert self._scaled_loss is not None
+            return self._scaled_loss
+        losses = checked_losses(loss)
+        with appending(losses[0].program, startup_program, self) as startup:
+            self._rewrite(losses[0].program, startup)
+            with context.program_guard(losses[0].program, startup), context.operator_role(SCALING):
+                self._scaled_loss = self._scale(losses)
+            return self._scaled_loss
+
+    def get_unscaled_gradients(self, grads: Sequence[Variable | None]) -> list[Variable | None]:
+        """Gradients of the scaled loss divided by the scale, in fp32 (fp64 for fp64), None where None is given.
+
+        All that go through here, in one call or in several, share one verdict. Code of your own may then work on them
+        (clip, mask, add noise) and hand the results to ``apply_gradients``. OrderError: before the loss was scaled,
+        after ``apply_gradients``, or for a gradient that was unscaled before.
+        """
+        program, startup = self._ready("get_unscaled_gradients")
+        if self._applied:
+            raise OrderError("get_unscaled_gradients after apply_gradients: the step is complete; unscale first")
+        if self._accumulation is not None:
+            raise OrderError("get_unscaled_gradients: with accumulate_steps the sums over a window are unscaled, by "
+                             "apply_gradients; hand it the scaled gradients, and clip with grad_clip")  # fmt: skip
+        given = [grad for grad in grads if grad is not None]
+        for grad in given:
+            if not isinstance(grad, Variable):
+                raise ArgumentTypeError(f"get_unscaled_gradients takes gradient variables or None, not {grad!r}")
+            if grad in self._unscaled or grad in self._unscaled.values():
+                raise OrderError(f"get_unscaled_gradients: '{grad.name}' was unscaled by an earlier call of "
+                                 "get_unscaled_gradients; use what that returned")  # fmt: skip
+        if not given:
+            raise ArgumentError("get_unscaled_gradients: every gradient is None; the loss depends on none of these "
+                                "parameters")  # fmt: skip
+        with appending(program, startup, self), context.program_guard(program, startup):
+            self._unscale(given)
+        return [None if grad is None else self._unscaled[grad] for grad in grads]
 
     def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:
         """Append unscale, finite check, scale update and the update of [(parameter, scaled gradient)].
 
-        A parameter whose gradient is None is left out, with a warning. Returns the update operators. OrderError:
-        before ``backward``.
+        Gradients that ``get_unscaled_gradients`` gave, or that were made of them, are not unscaled again. A parameter
+        whose gradient is None is left out, with a warning. Returns the update operators. OrderError: before
+        ``backward`` or ``get_scaled_loss``, or a second time. ArgumentError: some gradients unscaled and some not.
         """
         program, startup = self._ready("apply_gradients")
         params_grads = without_none(params_grads)
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
-        if self._found_inf is not None:
-            raise OrderError(f"apply_gradients: program '{program.name}' has its update already; give it all gradients")
-        with appending(program, startup, self, self._optimizer):
-            if not self._checks:
-                return self._optimizer._apply(params_grads, startup, None)
-            return self._checked_update(program, startup, params_grads)
+        if self._applied:
+            raise OrderError(f"apply_gradients: program '{program.name}' has its update already, from an earlier call "
+                             "of apply_gradients or minimize; give it all gradients at once")  # fmt: skip
+        with appending(program, startup, self, *self.optimizers):
+            self._applied = True
+            with context.program_guard(program, startup):
+                updates = self._complete(program, startup, latest_first(params_grads))
+            if self._accumulation is not None:
+                self._accumulation.close(program, startup)
+            if self._checks:
+                check_step(program)
+            return updates
 
-    def _checked_update(self, program: Program, startup: Program, params_grads: ParamsGrads) -> list[Operator]:
-        """Unscale, finite check and scale update, and an update that a bad step skips."""
+    def _complete(self, program: Program, startup: Program, params_grads: ParamsGrads) -> list[Operator]:
+        """Finite check and scale update, and an update that a bad step skips; without a check, the update alone."""
+        state, accumulation = self._scale_state, self._accumulation
+        assert state is not None
+        forward_states = list(program.updates)
+        if accumulation is not None:
+            params_grads = accumulation.add_up(program, startup, params_grads)
+        if self._checks:
+            params_grads = self._all_unscaled(params_grads)
+        found_inf = self._found_inf
+        with context.operator_role(SCALING):
+            for each in forward_states:
+                if accumulation is not None:
+                    accumulation.gate(program, startup, found_inf, each)
+                elif found_inf is not None and each.name not in UNGATED:
+                    gate(program, found_inf, each)
+        if found_inf is not None:
+            state.append(self._scaler, found_inf, self._losses)
+        return [update for optimizer, pairs in self._shares(program, params_grads)
+                for update in optimizer._apply(pairs, startup, found_inf)]  # fmt: skip
+
+    def _all_unscaled(self, params_grads: ParamsGrads) -> ParamsGrads:
+        """The pairs with unscaled gradients; those of code of the user's stay as they are."""
+        if not self._unscaled:
+            self._unscale([grad for _, grad in params_grads])
+            return [(parameter, self._unscaled[grad]) for parameter, grad in params_grads]
+        made = made_of(self._unscaled.values())
+        for parameter, grad in params_grads:
+            if grad not in made:
+                raise ArgumentError(
+                    f"apply_gradients: gradient '{grad.name}' of '{parameter.name}' is still scaled, but others went "
+                    "through get_unscaled_gradients; pass it through that as well"
+                )
+        return params_grads
+
+    def _unscale(self, grads: list[Variable]) -> None:
+        """Append the finite check, or let the one that there is read these gradients too."""
         assert self._scale_state is not None
-        params_grads = latest_first(params_grads)
-        with context.program_guard(program, startup):
-            grads, found_inf = check_finite_and_unscale([grad for _, grad in params_grads], self._scale_state.scale)
-            _gate_forward_state(program, found_inf)
-            self._scale_state.append(self._scaler, found_inf, self._losses)
-            pairs = [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]
-            updates = self._optimizer._apply(pairs, startup, found_inf)
-        self._found_inf = found_inf
-        check_step(program)
-        return updates
+        if self._check is None:
+            unscaled, self._found_inf = check_finite_and_unscale(grads, self._scale_state.scale)
+            self._check = self._found_inf.producer
+        else:
+            unscaled = extend_check(self._check, grads)
+        self._unscaled |= dict(zip(grads, unscaled, strict=True))
+
+    def _shares(self, program: Program, params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:
+        """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
+        owner: dict[Variable, Optimizer] = {}
+        for optimizer in self.optimizers:
+            items = optimizer.parameter_list
+            for parameter in listed_parameters(program, items, type(optimizer).__name__) if items is not None else ():
+                if owner.setdefault(parameter, optimizer) is not optimizer:
+                    raise ArgumentError(
+                        f"parameter '{parameter.name}' is in the parameter_list of two optimizers, "
+                        f"{type(owner[parameter]).__name__} and {type(optimizer).__name__}; give it to one of them"
+                    )
+        rest = next((optimizer for optimizer in self.optimizers if optimizer.parameter_list is None), None)
+        shares: dict[Optimizer, ParamsGrads] = {optimizer: [] for optimizer in self.optimizers}
+        for parameter, grad in params_grads:
+            found = owner.get(parameter, rest)
+            if found is None:
+                raise ArgumentError(f"parameter '{parameter.name}' is in the parameter_list of no optimizer; add it "
+                                    "to one, or leave its gradient out")  # fmt: skip
+            shares[found].append((parameter, grad))
+        idle = next((optimizer for optimizer, pairs in shares.items() if not pairs), None)
+        if idle is not None:
+            raise ArgumentError(f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, or "
+                                "give it a parameter_list that the loss depends on")  # fmt: skip
+        return list(shares.items())
+
+    def _listed(self, program: Program) -> list[Variable] | None:
+        """The parameters that the optimizers are for; None for all."""
+        lists = [optimizer.parameter_list for optimizer in self.optimizers]
+        if any(items is None for items in lists):
+            return None
+        found = (listed_parameters(program, items or (), "parameter_list") for items in lists)
+        return list(dict.fromkeys(parameter for some in found for parameter in some))
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip
@@ -226,7 +273,7 @@ class OptimizerWithMixedPrecision:
                                 "program for evaluation, such as program.clone(for_test=True)")  # fmt: skip
         with unchanged_on_error(test_program):
             if test_program is not None and (self._use_pure_fp16 or use_fp16_test):
-                _take_apart(test_program)
+                take_apart(test_program)
             if test_program is not None and self._use_pure_fp16:
                 cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False)
             elif test_program is not None and use_fp16_test:
@@ -237,12 +284,6 @@ class OptimizerWithMixedPrecision:
     def get_loss_scaling(self) -> Variable:
         """The loss scale, fp32 of shape [1]. OrderError before ``minimize``."""
         return self._ready_scale("get_loss_scaling").scale
-
-    def get_scaled_loss(self) -> Variable:
-        """The loss times the scale, fp32. OrderError before ``minimize``."""
-        self._ready("get_scaled_loss")
-        assert self._scaled_loss is not None
-        return self._scaled_loss
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -277,7 +318,8 @@ class OptimizerWithMixedPrecision:
     # -- pieces --------------------------------------------------------------------------------------
     def _ready(self, call: str) -> tuple[Program, Program]:
         if self._program is None or self._startup is None:
-            raise OrderError(f"{call} before minimize: call minimize(loss) (or backward) first")
+            raise OrderError(f"{call} before minimize: call minimize(loss), backward(loss) or get_scaled_loss(loss) "
+                             "first")  # fmt: skip
         return self._program, self._startup
 
     def _ready_scale(self, call: str) -> ScaleState:
@@ -285,45 +327,43 @@ class OptimizerWithMixedPrecision:
         assert self._scale_state is not None
         return self._scale_state
 
-    def _scale(self, loss: Variable) -> Variable:
+    def _rewrite(self, program: Program, startup: Program) -> None:
+        """Bring the program into this optimizer's precision, and create the scale; once."""
+        if self._program is program and not self._applied:
+            return
+        if self._program is not None:
+            raise OrderError(
+                f"this optimizer works on program '{self._program.name}' already; decorate another one for another "
+                "program"
+            )
+        if any(op.role == BACKWARD for op in program.operators):
+            raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
+                             "a program once, or build it anew")  # fmt: skip
+        take_apart(program)
+        if self._use_pure_fp16:
+            self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
+        else:
+            rewrite_program(program, self._amp_lists)
+        self._scale_state = ScaleState.create(program, startup, self._scaler)
+        self._program, self._startup = program, startup
+
+    def _scale(self, losses: Sequence[Variable]) -> Variable:
+        """The sum of the losses times the scale; its share of a window where gradients accumulate."""
         assert self._scale_state is not None
-        program = loss.program
-        if loss.dtype != "float32":
-            wide = program.add_variable(program.unique(f"{loss.name}.cast_fp32"), "float32", loss.shape)
-            program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
-            loss = wide
-        self._losses.append(loss)
+        program = losses[0].program
+        wide = [wide_loss(loss) for loss in losses]
+        self._losses += wide
+        total = wide[0]
+        if len(wide) > 1:
+            total = program.add_variable(program.unique("total_loss"), "float32", wide[0].shape)
+            program.add_operator("Sum", wide, [total])
+        if self._accumulation is not None:
+            share = program.add_variable(program.unique(f"{total.name}@SHARE"), "float32", total.shape)
+            count = program.add_constant("accumulate_steps", np.array(self._accumulation.steps, np.float32))
+            program.add_operator("Div", [total, count], [share])
+            total = share
         if not self._checks:
-            return loss
-        scaled = program.add_variable(program.unique(f"{loss.name}@SCALED"), "float32", loss.shape or (1,))
-        program.add_operator("Mul", [loss, self._scale_state.scale], [scaled])
+            return total
+        scaled = program.add_variable(program.unique(f"{losses[0].name}@SCALED"), "float32", total.shape or (1,))
+        program.add_operator("Mul", [total, self._scale_state.scale], [scaled])
         return scaled
-
-
-def _check_scaler(scaler: LossScaler, alone: bool) -> None:
-    """Raise for a scaler that is none, or that stands beside numbers for another."""
-    if not isinstance(scaler, LossScaler):
-        raise ArgumentTypeError(f"decorate: scaler is {scaler!r}; expected amp.LossScaler.torch() or another scaler")
-    if not alone:
-        raise ArgumentError("decorate: scaler says all about the loss scale; leave out init_loss_scaling, "
-                            "incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio and "
-                            "use_dynamic_loss_scaling, and give the scaler its numbers, as in "
-                            "amp.LossScaler.torch(init_scale=1024)")  # fmt: skip
-
-
-def _take_apart(program: Program) -> None:
-    """Operators that the lists do not know become those that they do, before the lists decide."""
-    if any(has_decomposition(op) for op in program.walk()):
-        standardize(program)
-
-
-def _gate_forward_state(program: Program, found_inf: Variable) -> None:
-    """Let state that the forward pass writes (running statistics) keep its value on a bad step."""
-    with context.operator_role(SCALING):
-        for state, new in list(program.updates.items()):
-            if state.name in UNGATED:
-                continue
-            kept = program.add_variable(program.unique(f"{state.name}@GATED"), state.dtype, state.shape)
-            kept.stop_gradient = True
-            program.add_operator(GATE, [found_inf, state, new], [kept], domain=OWN)
-            program.set_update(state, kept)

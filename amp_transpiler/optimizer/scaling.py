@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir import context
-from ..ir.program import OWN, SCALING, Program, Variable
+from ..ir.program import OWN, SCALING, Operator, Program, Variable
 from ..ir.types import FLOATS
 from ..ops.scaling import CHECK, UPDATE_SCALE, master_type
 from .state import owned_name
@@ -34,15 +34,31 @@ def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tupl
     """
     program = _gradients("check_finite_and_unscale", grads)
     _one_element("scale", scale, "float32")
-    unscaled = []
-    for grad in grads:
-        new = program.add_variable(program.unique(f"{grad.name}@UNSCALED"), master_type(grad.dtype), grad.shape)
-        new.grad_of = grad.grad_of
-        unscaled.append(new)
+    unscaled = [_unscaled(grad) for grad in grads]
     found_inf = program.add_variable(owned_name(program, "found_inf"), "bool", (1,))
     with context.operator_role(SCALING):
         program.add_operator(CHECK, [scale, *grads], [found_inf, *unscaled], attrs={"n": len(grads)}, domain=OWN)
     return unscaled, found_inf
+
+
+def extend_check(check: Operator, grads: Sequence[Variable]) -> list[Variable]:
+    """Let a finite check that is there read more gradients: its verdict is over all. Returns the unscaled ones."""
+    _gradients("check_finite_and_unscale", grads)
+    unscaled = [_unscaled(grad) for grad in grads]
+    for grad, new in zip(grads, unscaled, strict=True):
+        slot = len(check.inputs)
+        check.set_input(slot, grad)
+        check.set_output(slot, new)
+    check.attrs["n"] = len(check.inputs) - 1
+    return unscaled
+
+
+def _unscaled(grad: Variable) -> Variable:
+    """A variable for a gradient divided by the scale."""
+    program = grad.program
+    new = program.add_variable(program.unique(f"{grad.name}@UNSCALED"), master_type(grad.dtype), grad.shape)
+    new.grad_of = grad.grad_of
+    return new
 
 
 def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_loss_scaling: Variable,

@@ -43,7 +43,7 @@ def appending(program: Program, startup_program: Program | None, *owners: Any) -
     :func:`startup_of`.
     """
     startup = startup_of(program, startup_program)
-    before = [(owner, dict(vars(owner))) for owner in owners]
+    before = [(owner, {name: _kept(value) for name, value in vars(owner).items()}) for owner in owners]
     try:
         with unchanged_on_error(program, startup):
             program.startup = program.startup or startup
@@ -53,6 +53,10 @@ def appending(program: Program, startup_program: Program | None, *owners: Any) -
             vars(owner).clear()
             vars(owner).update(attributes)
         raise
+
+
+def _kept(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value
 
 
 def shared_name(program: Program, prefix: str) -> str:

@@ -8,7 +8,7 @@ as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows ev
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,13 @@ def lower(
     place: str,
     feed_shapes: dict[str, tuple[int, ...]] | None = None,
     fetches: Sequence[Variable] = (),
-    updates: bool = True,
+    updates: bool | Mapping[Variable, Variable] = True,
     wide: Container[str] = frozenset(),
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
 
-    Only operators that the fetches and (with ``updates``) the state updates need are emitted; with
-    neither, the program's outputs are fetched. GraphError where a body needs a shape that is not fixed.
+    Only operators that the fetches and the state updates need are emitted; with neither, the program's outputs are
+    fetched. ``updates``: those of the program (True), none (False), or others, {state: its new value}. GraphError where a body needs a shape that is not fixed.
 
     ``wide`` (on "cpu" alone) names 16-bit variables that keep their fp32 value, as if the operators that make them ran
     in fp32; an operator that makes none of them reads the rounded value.
@@ -57,7 +57,13 @@ def lower(
         program = program.clone() if program is original else program
         convert_opset(program)
     fetches = [program.var(name) for name in names]
-    return _Lowering(program, place, feed_shapes or {}, fetches, updates, wide).run()
+    if isinstance(updates, Mapping):
+        written = {program.var(state.name): program.var(new.name) for state, new in updates.items()}
+    else:
+        written = dict(program.updates) if updates else {}
+    if updates is True:
+        written = {v: v for v in program.variables if v.persistable and v.producer is not None} | written
+    return _Lowering(program, place, feed_shapes or {}, fetches, written, wide).run()
 
 
 def _lower_program(
@@ -93,14 +99,13 @@ class _Lowering(Carriers):
         place: str,
         feed_shapes: dict[str, tuple[int, ...]],
         fetches: Sequence[Variable],
-        updates: bool,
+        updates: dict[Variable, Variable],
         wide: Container[str],
     ) -> None:
         super().__init__(Emitter(place, program.opset()), wide)
         self.program = program
         self.place = place
-        written = [v for v in program.variables if v.persistable and v.producer is not None] if updates else []
-        self.updates = {v: v for v in written} | (dict(program.updates) if updates else {})
+        self.updates = updates
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
         self.opset = self.e.opset

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, GraphError, OrderError, PlaceError, ScopeError
 from ..ir import context
 from ..ir.marks import INITIALIZER
@@ -39,9 +41,11 @@ class _Plan:
     """What a program does for one list of fetches; compiled once for each set of feed shapes.
 
     ``sources`` says for each fetch where it comes from: the number of a session output, or the name of a variable
-    in the scope. ``outputs`` are the names of the session outputs.
+    in the scope. ``outputs`` are the names of the session outputs. ``updates`` is what a run writes: True for the
+    program's updates, or those of a run that does not end a window of accumulation.
     """
 
+    updates: bool | dict[Variable, Variable]
     feeds: Feeds
     sources: list[int | str]
     outputs: list[str]
@@ -54,7 +58,7 @@ class _Plan:
 @dataclass
 class _Cache:
     version: int
-    plans: dict[tuple[str, ...], _Plan] = field(default_factory=dict)
+    plans: dict[tuple[tuple[str, ...], bool], _Plan] = field(default_factory=dict)
     last: _Plan | None = None
 
 
@@ -119,11 +123,16 @@ class Executor:
             return joined(results, fetch_list or (), return_numpy)
         names = _fetch_names(fetch_list)
         _check_home(program, fetch_list or ())
-        plan = self._plan(program, names)
+        window = program.window
+        turn = 0 if window is None else int(scope.find_var(window.counter.name))
+        plan = self._plan(program, names, window is not None and turn + 1 < window.steps)
         feeds = plan.feeds.check(feed)
         if plan.initialises:
             return self._initialise(program, plan, feeds, scope, return_numpy)
-        return self._run(program, plan, feeds, scope, return_numpy)
+        results = self._run(program, plan, feeds, scope, return_numpy)
+        if window is not None:
+            scope.set_var(window.counter.name, np.array((turn + 1) % window.steps, np.int32))
+        return results
 
     def memory_report(self, program: Program | None = None) -> MemoryReport:
         """Which updated variables the last run of ``program`` kept in place. OrderError where it never ran."""
@@ -141,13 +150,13 @@ class Executor:
         self._programs.clear()
 
     # -- compiling ------------------------------------------------------------------------------------
-    def _plan(self, program: Program, names: tuple[str, ...]) -> _Plan:
+    def _plan(self, program: Program, names: tuple[str, ...], spread: bool = False) -> _Plan:
         cache = self._programs.get(program)
         if cache is None or cache.version != program.version:
             cache = self._programs[program] = _Cache(program.version)
-        plan = cache.plans.get(names)
+        plan = cache.plans.get((names, spread))
         if plan is None:
-            plan = cache.plans[names] = _make_plan(program, names)
+            plan = cache.plans[names, spread] = _make_plan(program, names, spread)
         cache.last = plan
         return plan
 
@@ -170,7 +179,7 @@ class Executor:
 
     def _compile(self, program: Program, plan: _Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {name: shape for name, shape in shapes.items() if program.var(name).dtype is not None}
-        lowered = lower(program, self.place.kind, tensors_fed, [program.var(name) for name in plan.outputs])
+        lowered = lower(program, self.place.kind, tensors_fed, [program.var(name) for name in plan.outputs], plan.updates)
         in_place = bool(lowered.updates) and not plan.initialises
         session, graph = create_session(lowered.model, self.place, self.settings, program.name, keep_graph=in_place)
         startup = program.startup.name if program.startup is not None else ""
@@ -223,13 +232,15 @@ class Executor:
         return results
 
 
-def _make_plan(program: Program, names: tuple[str, ...]) -> _Plan:
+def _make_plan(program: Program, names: tuple[str, ...], spread: bool) -> _Plan:
+    updates = program.window.updates if spread and program.window is not None else program.updates
     fetched = {name: _fetched(program, name) for name in names}
     outputs = [name for name, variable in fetched.items() if not variable.persistable]
     number = {name: index for index, name in enumerate(outputs)}
     written = [v for v in program.variables if v.persistable and v.producer is not None]
-    targets = [*(fetched[name] for name in outputs), *written, *program.updates.values()]
+    targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
     return _Plan(
+        updates=dict(updates) if spread else True,
         feeds=Feeds(program, targets),
         sources=[number.get(name, name) for name in names],
         outputs=outputs,
