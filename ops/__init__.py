@@ -1,6 +1,7 @@
 """What each operator means: gradient rules and bodies. Importing this package fills the operator table."""
 
 from . import (
+    accumulate,
     activation,
     attention,
     average,
@@ -29,6 +30,7 @@ from . import (
 )
 
 __all__ = [
+    "accumulate",
     "activation",
     "attention",
     "average",

@@ -1,15 +1,17 @@
 """Optimizers, gradient clipping, loss scaling and ``decorate``."""
 
 from . import lr
-from .amp_optimizer import OptimizerWithMixedPrecision, decorate
+from .amp_optimizer import OptimizerWithMixedPrecision
 from .base import Optimizer
 from .clip import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
+from .decorate import decorate
+from .ema import ExponentialMovingAverage
 from .optimizers import SGD, Adam, AdamW, Lamb, Momentum
 from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, update_loss_scaling
 
 __all__ = [
-    "SGD", "Momentum", "Adam", "AdamW", "Lamb", "Optimizer",
+    "SGD", "Momentum", "Adam", "AdamW", "Lamb", "Optimizer", "ExponentialMovingAverage",
     "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue",
     "LossScale", "LossScaler", "OptimizerWithMixedPrecision", "decorate", "lr", "check_finite_and_unscale",
     "update_loss_scaling",
