@@ -10,32 +10,42 @@ from collections.abc import Iterator
 import onnx
 
 from ..errors import StepError
-from ..ir.program import OWN, Program
-from ..ops.scaling import GATE
-from ..ops.update import LAYOUTS
+from ..ir.opdef import lookup
+from ..ir.program import OWN, Program, Variable
+from ..ir.types import HALF
+from ..ops.scaling import CHECK
+from .gated import gated_state
 from .lowering import Lowered
 
 #: Operators that hand a value on as it is, or in another element type or shape.
 _MOVES = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 #: What lies between a gate's condition and the sums that the verdict looks at.
 _VERDICT = _MOVES | {"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"}
+_SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
 _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
 
 
 def check_lowered(program: Program, lowered: Lowered) -> None:
     """Check that every gated state of ``program`` is ``Where(ok, new, old)`` in ``lowered``, with a sound ``ok``.
 
-    StepError lists every state that is written without a gate, through one with its branches swapped,
-    through one whose condition goes through Not (which the runtime fuses by swapping branches), and
-    every verdict that is taken with an operator that drops NaN on CPU.
+    StepError lists every state that is not carried from step to step, that is written without a gate, through one with
+    its branches swapped, through one whose condition goes through Not (which the runtime fuses by swapping branches);
+    every verdict that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
+    16-bit gradient that is looked at before it is rounded.
     """
     gates = _Gates(lowered)
     for state, new in program.updates.items():
-        op = new.producer
-        if op is not None and op.domain == OWN and (op.type == GATE or op.type in LAYOUTS) and op.input(0) is not None:
-            gates.check(state.name)
-    if len(gates.verdicts) > 1:
-        gates.found.append(f"gates follow {len(gates.verdicts)} verdicts: {', '.join(sorted(gates.verdicts))}")
+        gates.carried(state.name)
+        kept = gated_state(new)
+        if kept is not None and new.producer is not None and new.producer.input(0) is not None:
+            gates.check(state.name, kept.name)
+    gates.verdicts_agree()
+    for op in program.operators:
+        if op.domain == OWN and op.type == CHECK:
+            for raw, new in zip(op.inputs[1:], op.outputs[1:], strict=True):
+                if raw is not None and new is not None:
+                    gates.looked_at(op.label, new.name)
+                    gates.rounded(op.label, raw)
     if gates.found:
         listed = "\n".join(f"  6: {violation}" for violation in dict.fromkeys(gates.found))
         raise StepError(
@@ -45,24 +55,41 @@ def check_lowered(program: Program, lowered: Lowered) -> None:
 
 class _Gates:
     def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
         self.producers = {name: node for node in lowered.model.graph.node for name in node.output}
         self.states = {port.variable: port.tensor for port in lowered.states}
         self.updates = {port.variable: port.tensor for port in lowered.updates}
-        self.verdicts: set[str] = set()
+        self.outputs = {info.name for info in lowered.model.graph.output}
         self.found: list[str] = []
+        #: What each condition follows: the tests for NaN, and the tensors whose sums they look at.
+        self._verdicts: dict[str, frozenset[str]] = {}
+        self._sums: set[str] = set()
 
-    def check(self, state: str) -> None:
-        """Record what is wrong with the gate of ``state``."""
-        if state not in self.updates or state not in self.states:
+    def carried(self, state: str) -> None:
+        """Record a state whose new value is no output of the model."""
+        tensor = self.updates.get(state)
+        if (
+            tensor is None
+            or tensor not in self.outputs
+            or (tensor not in self.producers and tensor != self._old(state))
+        ):
             self.found.append(f"state '{state}' is not carried from step to step")
+
+    def _old(self, state: str) -> str | None:
+        return self.states.get(state)
+
+    def check(self, state: str, kept: str) -> None:
+        """Record what is wrong with the gate of ``state``, which on a bad step takes the value of ``kept``."""
+        if state not in self.updates:
             return
-        old = self.states[state]
+        old = self.states.get(kept)
         gate = self.producers.get(self._behind(self.updates[state]))
         if gate is None or gate.op_type != "Where":
-            self.found.append(f"state '{state}' is written without a gate")
+            by = "" if gate is None else f", by {_said(gate)}"
+            self.found.append(f"state '{state}' is written without a gate{by}")
         elif self._behind(gate.input[2]) != old:
             how = "has its branches swapped" if self._behind(gate.input[1]) == old else "does not keep the old value"
-            self.found.append(f"the gate of state '{state}' ({gate.name or gate.output[0]}) {how}")
+            self.found.append(f"the gate of state '{state}', {_said(gate)}, {how}")
         else:
             self._condition(state, gate.input[0])
 
@@ -72,18 +99,23 @@ class _Gates:
         return tensor
 
     def _condition(self, state: str, tensor: str) -> None:
-        verdicts = 0
+        if tensor in self._verdicts:
+            return
+        tests = set()
         for node in self._ancestors(tensor):
             if node.op_type == "Not":
-                self.found.append(f"the gate of state '{state}' goes through Not ({node.name or node.output[0]})")
+                self.found.append(f"the gate of state '{state}' goes through Not, {_said(node)}")
             elif node.op_type in _DROPS_NAN:
-                self.found.append(f"the verdict looks for NaN with {node.op_type} ({node.name or node.output[0]}), "
-                                  "which drops NaN on CPU")  # fmt: skip
+                self.found.append(
+                    f"the verdict looks for NaN with {node.op_type}, {_said(node)}, which drops NaN on CPU"
+                )
             elif node.op_type in ("IsNaN", "IsInf"):
-                verdicts += 1
-                self.verdicts.add(node.output[0])
-        if not verdicts:
+                tests.add(node.output[0])
+            elif node.op_type in _SUMS:
+                self._sums |= {node.input[0], self._behind(node.input[0])}
+        if not tests:
             self.found.append(f"the gate of state '{state}' follows no test for NaN")
+        self._verdicts[tensor] = frozenset(tests)
 
     def _ancestors(self, tensor: str) -> Iterator[onnx.NodeProto]:
         """Nodes behind a condition, down to the reductions."""
@@ -98,3 +130,40 @@ class _Gates:
             yield node
             if node.op_type in _VERDICT or node.op_type == "Not":
                 stack.extend(node.input)
+
+    def verdicts_agree(self) -> None:
+        """Record gates that follow different tests."""
+        verdicts = {tests for tests in self._verdicts.values() if tests}
+        if len(verdicts) > 1:
+            listed = "; ".join(sorted(" and ".join(sorted(tests)) for tests in verdicts))
+            self.found.append(f"gates follow {len(verdicts)} verdicts: {listed}")
+
+    def looked_at(self, check: str, unscaled: str) -> None:
+        """Record an unscaled gradient that no test looks at. An optimised model may not have its tensor any more."""
+        value = self.lowered.tensors.get(unscaled)
+        if value is None or value.name not in self.producers or not self._sums:
+            return
+        if value.name not in self._sums and self._behind(value.name) not in self._sums:
+            self.found.append(f"the verdict of '{check}' does not look at gradient '{unscaled}'")
+
+    def rounded(self, check: str, raw: Variable) -> None:
+        """Record, on CPU, a 16-bit gradient whose fp32 carrier is not what was rounded to 16 bit."""
+        variable: Variable | None = raw
+        while variable is not None and variable.dtype not in HALF:
+            op = variable.producer
+            variable = op.input(0) if op is not None and not op.domain and op.type == "Cast" else None
+        if self.lowered.place != "cpu" or variable is None or variable.producer is None:
+            return
+        rule = lookup(variable.producer)
+        value = self.lowered.tensors.get(variable.name)
+        if (rule is not None and rule.exact) or value is None or value.name not in self.producers:
+            return
+        carrier = self.producers[value.name]
+        narrow = self.producers.get(carrier.input[0]) if carrier.op_type == "Cast" else None
+        if narrow is None or narrow.op_type != "Cast":
+            self.found.append(f"'{check}' looks at gradient '{raw.name}' before {_said(carrier)} is rounded to "
+                              f"{variable.dtype}, as an infinity that the rounding makes is not found")  # fmt: skip
+
+
+def _said(node: onnx.NodeProto) -> str:
+    return f"'{node.name or node.output[0]}' ({node.op_type})"

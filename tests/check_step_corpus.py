@@ -1,0 +1,439 @@
+"""Training steps that are broken in one place each, as other systems were; every one must be rejected.
+
+A case is a mutation of what ``minimize`` emits, or of its lowered model, and the message that it has to be rejected
+with. The message names the operator or the state at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+
+from amp_transpiler import nn
+from amp_transpiler import optimizer as optim
+from amp_transpiler.ir import context, names
+from amp_transpiler.ir.program import OWN, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.nn import functional as F
+from amp_transpiler.optimizer import check_finite_and_unscale, decorate
+from amp_transpiler.passes.lowering import Lowered
+
+FEEDS = {"x": (4, 3)}
+
+
+class Case(NamedTuple):
+    mutate: Callable[[Any], None]
+    message: str
+    options: dict[str, Any] = {}  # noqa: RUF012 - never written
+
+
+def built(pure: bool = False, optimizer: Any = None, average: bool = False, **options: Any) -> Program:
+    """A step with batch norm, dropout, clipping, a schedule, two layers."""
+    main, startup = Program(), Program("startup")
+    with context.program_guard(main, startup), names.guard():
+        x = nn.data("x", [4, 3], "float32")
+        with context.fp16_guard():
+            h = nn.dropout(nn.batch_norm(nn.fc(x, 5, act="relu")), 0.5)
+            loss = F.mean(nn.fc(h, 2))
+        rate = optim.lr.CosineAnnealingDecay(0.1, T_max=10)
+        optimizer = optimizer or optim.Adam(rate, multi_precision=pure, grad_clip=optim.ClipGradByGlobalNorm(1.0))
+        decorate(optimizer, use_pure_fp16=pure, **options).minimize(loss, startup)
+        if average:
+            optim.ExponentialMovingAverage(0.9).update(main, startup)
+    return main
+
+
+def the(program: Program, type_: str) -> Operator:
+    (op,) = [op for op in program.operators if op.type == type_ and op.domain == OWN]
+    return op
+
+
+def given(variable: Variable | None) -> Variable:
+    assert variable is not None
+    return variable
+
+
+def verdict(program: Program) -> Variable:
+    return given(the(program, "CheckFiniteAndUnscale").output(0))
+
+
+def made(program: Program, type_: str, inputs: list[Variable], dtype: str, name: str, **attrs: Any) -> Variable:
+    """The output of a new standard operator."""
+    new = program.add_variable(program.unique(name), dtype, inputs[0].shape)
+    program.add_operator(type_, inputs, [new], attrs=attrs)
+    return new
+
+
+# -- 1: one verdict ------------------------------------------------------------------------------------------
+def update_outside_the_verdict(program: Program) -> None:
+    the(program, "Adam").set_input(0, None)
+
+
+def second_group_with_a_verdict_of_its_own(program: Program) -> None:
+    """SOK: an overflow in the dense gradients alone still applies those of the embedding."""
+    check = the(program, "CheckFiniteAndUnscale")
+    (unscaled,), _ = check_finite_and_unscale([given(check.input(1))], given(check.input(0)))
+    the(program, "ClipGradByGlobalNorm").set_input(0, unscaled)
+
+
+def verdict_of_the_last_group(program: Program) -> None:
+    """Torch-FL: the group of the next element type starts the verdict anew."""
+    check = the(program, "CheckFiniteAndUnscale")
+    (unscaled,), found = check_finite_and_unscale([given(check.input(1))], given(check.input(0)))
+    the(program, "ClipGradByGlobalNorm").set_input(0, unscaled)
+    for op in program.operators:
+        if op.domain == OWN and op.input(0) is check.output(0):
+            op.set_input(0, found)
+
+
+def cleared_verdict(program: Program) -> None:
+    never = program.add_constant("never", np.zeros(1, bool))
+    the(program, "Adam").set_input(0, made(program, "And", [verdict(program), never], "bool", "cleared"))
+
+
+def verdict_through_not(program: Program) -> None:
+    fine = made(program, "Not", [verdict(program)], "bool", "fine")
+    the(program, "Adam").set_input(0, made(program, "Not", [fine], "bool", "bad"))
+
+
+def verdict_of_the_user(program: Program) -> None:
+    """A test that onnxruntime's CPU provider passes NaN through."""
+    largest = made(program, "ReduceMax", [given(the(program, "CheckFiniteAndUnscale").output(1))], "float32", "largest")
+    the(program, "Adam").set_input(0, made(program, "IsNaN", [largest], "bool", "not_finite"))
+
+
+def statistics_with_another_verdict(program: Program) -> None:
+    other = program.add_input("other", "bool", (1,))
+    next(op for op in program.operators if op.type == "GateState").set_input(0, other)
+
+
+def scaler_with_another_verdict(program: Program) -> None:
+    other = program.add_input("other", "bool", (1,))
+    the(program, "UpdateLossScaling").set_input(0, made(program, "Or", [verdict(program), other], "bool", "either"))
+
+
+def alarm_with_another_verdict(program: Program) -> None:
+    the(program, "CountBadSteps").set_input(0, program.add_input("other", "bool", (1,)))
+
+
+def gradient_around_the_check(program: Program) -> None:
+    check, clip = the(program, "CheckFiniteAndUnscale"), the(program, "ClipGradByGlobalNorm")
+    clip.set_input(1, check.input(2))
+
+
+def scaled_gradient_mixed_in(program: Program) -> None:
+    """A term of the user's that is still scaled."""
+    check, adam = the(program, "CheckFiniteAndUnscale"), the(program, "Adam")
+    slot = next(i for i, v in enumerate(adam.inputs) if v is not None and v.name == "fc_0.w_0@GRAD@UNSCALED@CLIP")
+    raw = next(v for v in check.inputs if v is not None and v.name == "fc_0.w_0@GRAD")
+    adam.set_input(slot, made(program, "Add", [given(adam.input(slot)), raw], "float32", "mixed"))
+
+
+def swapped_gradients(program: Program) -> None:
+    check = the(program, "CheckFiniteAndUnscale")
+    first, second = check.input(1), check.input(2)
+    check.set_input(1, second)
+    check.set_input(2, first)
+
+
+def no_check(program: Program) -> None:
+    program.remove_operator(the(program, "CheckFiniteAndUnscale"))
+
+
+# -- 2: every state is gated ---------------------------------------------------------------------------------
+def ungated(program: Program, state: str) -> None:
+    """Let ``state`` take what its gate would keep out."""
+    new = program.updates[program.var(state)]
+    assert given(new).producer is not None and new.producer.type == "GateState"
+    program.set_update(program.var(state), given(new.producer.input(2)))
+
+
+def ungated_statistics(program: Program) -> None:
+    ungated(program, "batch_norm_0.w_1")
+
+
+def ungated_schedule(program: Program) -> None:
+    """Lightning and transformers: the schedule goes on while steps are skipped."""
+    ungated(program, "lr_step_0")
+
+
+def step_by_hand(program: Program, state: str, type_: str, factor: float) -> None:
+    """Let ``state`` take a value that a plain operator makes."""
+    old = program.var(state)
+    other = program.add_constant(program.unique("number"), np.full(1, factor, old.dtype))
+    program.set_update(old, made(program, type_, [old, other], str(old.dtype), f"{state}@HAND"))
+
+
+def ungated_beta_power(program: Program) -> None:
+    step_by_hand(program, "adam_beta1_pow_acc_0", "Mul", 0.9)
+
+
+def ungated_master(program: Program) -> None:
+    step_by_hand(program, "fc_0.w_0_fp32_master_0", "Mul", 0.5)
+
+
+def ungated_average(program: Program) -> None:
+    step_by_hand(program, "fc_0.w_0_ema_0", "Mul", 0.999)
+
+
+def average_outside_the_verdict(program: Program) -> None:
+    the(program, "ExponentialAverage").set_input(0, None)
+
+
+def forgotten_moment(program: Program) -> None:
+    del program.updates[program.var("fc_0.w_0_moment1_0")]
+
+
+def crossed_moments(program: Program) -> None:
+    a, b = program.var("fc_0.w_0_moment1_0"), program.var("fc_0.w_0_moment2_0")
+    program.updates[a], program.updates[b] = program.updates[b], program.updates[a]
+
+
+def step_counter_of_the_user(program: Program) -> None:
+    program.add_variable("steps", "int32", (1,), persistable=True)
+    step_by_hand(program, "steps", "Add", 1)
+
+
+# -- 3: unscale in fp32, before clipping ---------------------------------------------------------------------
+def clip_before_unscale(program: Program) -> None:
+    """A famous U-Net repository, and many more."""
+    check = the(program, "CheckFiniteAndUnscale")
+    clipped = optim.ClipGradByNorm(1.0).append([given(g) for g in check.inputs[1:]])
+    for slot, new in enumerate(clipped, 1):
+        check.set_input(slot, new)
+
+
+def clip_by_hand_before_unscale(program: Program) -> None:
+    check = the(program, "CheckFiniteAndUnscale")
+    limit = program.add_constant("limit", np.ones((), np.float32))
+    raw = given(check.input(1))
+    clipped = made(program, "Clip", [raw, made(program, "Neg", [limit], "float32", "low"), limit], "float32", "held")
+    check.set_input(1, made(program, "Identity", [clipped], "float32", "held"))
+
+
+def unscale_in_16_bit(program: Program) -> None:
+    """MindSpore: the gradient times the reciprocal of the scale, in the gradient's fp16."""
+    check = the(program, "CheckFiniteAndUnscale")
+    inverse = made(program, "Reciprocal", [program.var("loss_scaling_0")], "float32", "inverse")
+    narrow = made(program, "Cast", [inverse], "float16", "inverse16", to=ONNX_TYPES["float16"])
+    raw = given(check.input(1))
+    check.set_input(1, made(program, "Mul", [raw, narrow], "float16", "unscaled16"))
+    one = program.add_constant("one", np.ones(1, np.float32))
+    check.set_input(0, one)
+
+
+def unscaled_results_in_16_bit(program: Program) -> None:
+    given(the(program, "CheckFiniteAndUnscale").output(1)).dtype = "float16"
+
+
+def unscaled_twice(program: Program) -> None:
+    """accelerate: two wrappers of one optimizer."""
+    check, first = the(program, "CheckFiniteAndUnscale"), verdict(program)
+    unscaled, found = check_finite_and_unscale([given(v) for v in check.outputs[1:]], given(check.input(0)))
+    for slot, new in enumerate(unscaled):
+        the(program, "ClipGradByGlobalNorm").set_input(slot, new)
+    both = made(program, "Or", [first, found], "bool", "both")
+    for op in program.operators:
+        if op.domain == OWN and op.input(0) is first:
+            op.set_input(0, both)
+
+
+def loss_not_scaled(program: Program) -> None:
+    """A second loss that nobody multiplied."""
+    scaled = program.var("mean_0.tmp_0@SCALED")
+    assert scaled.producer is not None
+    loss = given(scaled.producer.input(0))
+    two = program.add_constant("two", np.full(1, 2, np.float32))
+    scaled.producer.set_input(1, two)
+    assert loss is not None
+
+
+def another_scale(program: Program) -> None:
+    other = program.add_variable("other_scale", "float32", (1,), persistable=True)
+    the(program, "CheckFiniteAndUnscale").set_input(0, other)
+
+
+# -- 4, 5: the scale, the masters ----------------------------------------------------------------------------
+def two_scale_updates(program: Program) -> None:
+    """SOK: apply_gradients twice in a step moves the scale twice."""
+    op = the(program, "UpdateLossScaling")
+    outputs = [program.add_variable(f"again{i}", v.dtype, v.shape) for i, v in enumerate(map(given, op.outputs))]
+    with context.operator_role(SCALING):
+        program.add_operator(op.type, op.inputs, outputs, attrs=op.attrs.copy(), domain=OWN)
+
+
+def scale_not_stored(program: Program) -> None:
+    """OneFlow: an optimizer took the update of the scale for dead code."""
+    del program.updates[program.var("loss_scaling_0")]
+
+
+def scale_by_hand(program: Program) -> None:
+    step_by_hand(program, "loss_scaling_0", "Mul", 0.5)
+
+
+def alarm_not_stored(program: Program) -> None:
+    del program.updates[program.var("bad_in_a_row_0")]
+
+
+def ratios_out_of_range(program: Program) -> None:
+    the(program, "UpdateLossScaling").attrs["decr_ratio"] = 1.5
+
+
+def master_of_16_bit(program: Program) -> None:
+    program.var("fc_0.w_0_fp32_master_0").dtype = "float16"
+
+
+PROGRAMS = [
+    Case(update_outside_the_verdict, "1: 'Adam.* is gated by nothing"),
+    Case(second_group_with_a_verdict_of_its_own, "1: 'Adam.* is gated by found_inf_0, which leaves out the verdict of 'Ch"),
+    Case(verdict_of_the_last_group, "1: 'Adam.* is gated by found_inf_1, which leaves out the verdict of 'Check.*found_inf_0"),
+    Case(cleared_verdict, r"1: 'Adam.* is gated by cleared, made by 'And .* \(And\)"),
+    Case(verdict_through_not, r"1: 'Adam.* is gated by bad, made by 'Not .* \(Not\)"),
+    Case(verdict_of_the_user, r"1: 'Adam.* is gated by not_finite, made by 'IsNaN .* \(IsNaN\)"),
+    Case(statistics_with_another_verdict, "1: 'GateState.* is gated by other"),
+    Case(scaler_with_another_verdict, "1: 'UpdateLossScaling.* takes 'other' for a bad step"),
+    Case(alarm_with_another_verdict, "1: 'CountBadSteps.* is gated by other",
+         {"scaler": optim.LossScaler.deepspeed()}),
+    Case(gradient_around_the_check, r"1: the gradient .* in 'Adam.* \(Adam\) does not come from"),
+    Case(scaled_gradient_mixed_in, r"1: the gradient 'mixed' of parameter 'fc_0.w_0' in 'Adam.* come from '.*' alone"),
+    Case(swapped_gradients, "1: parameter 'fc_0.w_0' is updated by 'Adam.* the gradient of another variable"),
+    Case(no_check, "1: there must be a CheckFiniteAndUnscale over the gradients, and there is none"),
+    Case(ungated_statistics, "2: state 'batch_norm_0.w_1' takes '.*' from 'BatchNorm.*, which no verdict gates"),
+    Case(ungated_schedule, r"2: state 'lr_step_0' takes 'lr_step_0@NEW' from 'LearningRate.*, which no verdict gates"),
+    Case(ungated_beta_power, r"2: state 'adam_beta1_pow_acc_0' takes .* from 'Mul .* \(Mul\), which no verdict gates"),
+    Case(ungated_master, r"2: state 'fc_0.w_0_fp32_master_0' takes .* \(Mul\), which no verdict gates", {"pure": True}),
+    Case(ungated_average, r"2: state 'fc_0.w_0_ema_0' takes .* \(Mul\), which no verdict gates", {"average": True}),
+    Case(average_outside_the_verdict, "1: 'ExponentialAverage.* is gated by nothing", {"average": True}),
+    Case(forgotten_moment, "2: 'Adam.* computes a new 'fc_0.w_0_moment1_0' that"),
+    Case(crossed_moments, "2: state 'fc_0.w_0_moment1_0' takes .* the next value of 'fc_0.w_0_moment2_0'"),
+    Case(step_counter_of_the_user, r"2: state 'steps' takes .* from 'Add .* \(Add\), which no verdict gates"),
+    Case(clip_before_unscale, "3: gradient .* is clipped before it is unscaled, by 'ClipGradByNorm"),
+    Case(clip_by_hand_before_unscale, r"3: gradient 'held.*' is clipped before it is unscaled, by 'Clip -> held' \(Clip\)"),
+    Case(unscale_in_16_bit, r"3: 'Mul -> unscaled16' \(Mul\) applies the loss scale to gradient '.*' in float16",
+         {"pure": True}),
+    Case(unscaled_results_in_16_bit, "3: gradient .* is unscaled in float16 by 'CheckFiniteAndUnscale"),
+    Case(unscaled_twice, "3: gradient .* is unscaled twice, the second time by 'CheckFiniteAndUnscale.*found_inf_1"),
+    Case(loss_not_scaled, "3: the loss 'mean_0.tmp_0@SCALED' is not multiplied by 'loss_scaling_0'.* comes from 'Mul"),
+    Case(another_scale, "3: the loss 'mean_0.tmp_0@SCALED' is not multiplied by 'other_scale'"),
+    Case(two_scale_updates, "4: 2 operators update the loss scale: 'UpdateLossScaling"),
+    Case(scale_not_stored, "4: 'loss_scaling_0' does not take the value that 'UpdateLossScaling"),
+    Case(scale_by_hand, "4: 'loss_scaling_0' does not take the value that 'UpdateLossScaling"),
+    Case(alarm_not_stored, "4: 'bad_in_a_row_0' does not take the value that 'CountBadSteps",
+         {"scaler": optim.LossScaler.deepspeed(max_bad_in_a_row=9)}),
+    Case(ratios_out_of_range, "4: 'UpdateLossScaling.* has ratios 2 and 1.5"),
+    Case(master_of_16_bit, "5: the master weight 'fc_0.w_0_fp32_master_0'.* in 'Adam", {"pure": True}),
+]  # fmt: skip
+
+
+# -- 6: the lowered model ------------------------------------------------------------------------------------
+def gate_of(lowered: Lowered, state: str) -> onnx.NodeProto:
+    (tensor,) = [port.tensor for port in lowered.updates if port.variable == state]
+    node = next(node for node in lowered.model.graph.node if tensor in node.output)
+    while node.op_type != "Where":
+        node = next(other for other in lowered.model.graph.node if node.input[0] in other.output)
+    return node
+
+
+def swapped_branches(lowered: Lowered) -> None:
+    node = gate_of(lowered, "fc_0.w_0")
+    node.input[1], node.input[2] = node.input[2], node.input[1]
+
+
+def condition_through_not(lowered: Lowered) -> None:
+    node = gate_of(lowered, "fc_0.w_0")
+    lowered.model.graph.node.append(onnx.helper.make_node("Not", [node.input[0]], ["negated"], "negation"))
+    node.input[0] = "negated"
+
+
+def without_gate(state: str) -> Callable[[Lowered], None]:
+    def mutate(lowered: Lowered) -> None:
+        node = gate_of(lowered, state)
+        node.op_type = "Identity"
+        del node.input[2], node.input[0]
+
+    mutate.__name__ = f"without_gate_of_{state}"
+    return mutate
+
+
+def another_state(lowered: Lowered) -> None:
+    gate_of(lowered, "fc_0.w_0").input[2] = "fc_0.w_0_moment1_0"
+
+
+def verdict_by_maximum(lowered: Lowered) -> None:
+    node = next(n for n in lowered.model.graph.node if n.op_type == "ReduceSum" and "found_inf" in n.name)
+    node.op_type = "ReduceMax"
+
+
+def gradient_left_out(lowered: Lowered) -> None:
+    """The second group is not in the verdict."""
+    node = next(n for n in lowered.model.graph.node if n.op_type == "Sum" and "found_inf" in n.name)
+    del node.input[-1]
+
+
+def constant_condition(lowered: Lowered) -> None:
+    lowered.model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "always"))
+    gate_of(lowered, "fc_0.w_0").input[0] = "always"
+
+
+def second_verdict(lowered: Lowered) -> None:
+    """One gate follows a test of its own."""
+    gate = gate_of(lowered, "fc_0.w_0")
+    test = onnx.helper.make_node("IsNaN", [gate.input[1]], ["own_test"], "own_test")
+    ok = onnx.helper.make_node("Equal", ["own_test", "own_test"], ["own_ok"], "own_ok")
+    lowered.model.graph.node.extend([test, ok])
+    gate.input[0] = "own_ok"
+
+
+def dead_update(state: str) -> Callable[[Lowered], None]:
+    """OneFlow: an optimizer took the update for dead code."""
+
+    def mutate(lowered: Lowered) -> None:
+        (tensor,) = [port.tensor for port in lowered.updates if port.variable == state]
+        outputs = [info for info in lowered.model.graph.output if info.name != tensor]
+        del lowered.model.graph.output[:]
+        lowered.model.graph.output.extend(outputs)
+
+    mutate.__name__ = f"dead_update_of_{state}"
+    return mutate
+
+
+def gradient_not_rounded(lowered: Lowered) -> None:
+    """onnxruntime on CPU: the test sees the fp32 value that fp16 would have turned into an infinity."""
+    nodes = lowered.model.graph.node
+    made_by = {name: node for node in nodes for name in node.output}
+    carrier = made_by[lowered.tensors["fc_0.w_0@GRAD"].name]
+    carrier.op_type = "Identity"
+    carrier.input[0] = made_by[carrier.input[0]].input[0]
+    del carrier.attribute[:]
+
+
+LOWERED = [
+    Case(swapped_branches, r"the gate of state 'fc_0.w_0', '.*' \(Where\), has its branches swapped"),
+    Case(condition_through_not, r"the gate of state 'fc_0.w_0' goes through Not, 'negation' \(Not\)"),
+    Case(without_gate("fc_0.w_0"), r"state 'fc_0.w_0' is written without a gate, by '.*' \(Sub\)"),
+    Case(without_gate("adam_beta1_pow_acc_0"), "state 'adam_beta1_pow_acc_0' is written without a gate"),
+    Case(without_gate("fc_0.w_0_fp32_master_0"), "state 'fc_0.w_0_fp32_master_0' is written without a gate",
+         {"pure": True}),
+    Case(without_gate("batch_norm_0.w_1"), "state 'batch_norm_0.w_1' is written without a gate"),
+    Case(without_gate("lr_step_0"), "state 'lr_step_0' is written without a gate"),
+    Case(without_gate("fc_0.w_0_ema_0"), "state 'fc_0.w_0_ema_0' is written without a gate", {"average": True}),
+    Case(another_state, r"the gate of state 'fc_0.w_0', '.*' \(Where\), does not keep the old value"),
+    Case(verdict_by_maximum, r"looks for NaN with ReduceMax, '.*found_inf.*' \(ReduceMax\)"),
+    Case(gradient_left_out, "the verdict of 'CheckFiniteAndUnscale.*' does not look at gradient '.*@UNSCALED'"),
+    Case(constant_condition, "the gate of state 'fc_0.w_0' follows no test for NaN"),
+    Case(second_verdict, "gates follow 2 verdicts: .*own_test"),
+    Case(dead_update("loss_scaling_0"), "state 'loss_scaling_0' is not carried"),
+    Case(dead_update("num_good_steps_0"), "state 'num_good_steps_0' is not carried"),
+    Case(dead_update("fc_0.w_0_moment1_0"), "state 'fc_0.w_0_moment1_0' is not carried"),
+]  # fmt: skip
+#: On CPU alone: CUDA has no carriers.
+ON_CPU = [
+    Case(
+        gradient_not_rounded,
+        r"looks at gradient 'fc_0.w_0@GRAD' before '.*' \(Identity\) is rounded to float16",
+        {"pure": True},
+    ),
+]
