@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,13 @@ from amp_transpiler.passes.check_lowered import check_lowered
 from amp_transpiler.passes.lowering import lower
 
 Array = np.ndarray[Any, Any]
-MODES = pytest.mark.parametrize("mode, dtype", [
-    ("fp32", "float16"), ("amp", "float16"), ("pure", "float16"), ("pure", "bfloat16"), ("bare", "float16"),
-], ids=["fp32", "amp", "pure", "pure-bf16", "pure-without-masters"])  # fmt: skip
+CHECKED = [
+    pytest.param("amp", "float16", id="amp"),
+    pytest.param("pure", "float16", id="pure"),
+    pytest.param("pure", "bfloat16", id="pure-bf16"),
+    pytest.param("bare", "float16", id="pure-without-masters"),
+]
+MODES = pytest.mark.parametrize("mode, dtype", [pytest.param("fp32", "float16", id="fp32"), *CHECKED])
 PARAMETERS = ["fc_0.w_0", "fc_0.b_0", "fc_1.w_0", "fc_1.b_0"]
 DATA = np.random.default_rng(0).standard_normal((20, 4, 3)).astype(np.float32)
 
@@ -91,10 +96,8 @@ def test_averages_follow_the_formula(mode: str, dtype: str, warmup: bool) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*multi_precision")
-@MODES
+@pytest.mark.parametrize("mode, dtype", CHECKED)
 def test_a_bad_step_changes_no_average(mode: str, dtype: str) -> None:
-    if mode == "fp32":
-        pytest.skip("nothing is checked")
     net = Net(mode, dtype, warmup=True)
     amp.check_step(net.main)
     net.step(DATA[0])
@@ -221,3 +224,51 @@ def test_order_and_arguments() -> None:
         net.ema.update(net.main)
     with pytest.raises(ScopeError, match="startup program"), net.ema.applied(amp.Scope()):
         pass
+
+
+@pytest.mark.parametrize("source, target", [("fp32", "pure"), ("pure", "fp32"), ("pure", "pure"), ("amp", "pure")])
+def test_a_checkpoint_carries_averages_into_another_mode(source: str, target: str, tmp_path: Path) -> None:
+    old, new = Net(source, warmup=True), Net(target, warmup=True)
+    for x in DATA[:4]:
+        old.step(x)
+    amp.save_checkpoint(tmp_path, old.main, old.scope)
+    loaded = amp.load_checkpoint(tmp_path, new.main, new.scope)
+    assert loaded.missing == loaded.unused == ()
+    for name in PARAMETERS:
+        assert new[f"{name}_ema_0"].tobytes() == old[f"{name}_ema_0"].tobytes()
+    assert new["ema_step_0"] == 4
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_several_optimizers_and_windows_share_the_verdict(pure: bool) -> None:
+    """Two optimizers with schedules and groups, two micro-batches to a step: all counters move with good steps alone."""
+    lr, main, startup = optim.lr, amp.Program(), amp.Program("startup")
+    groups = [{"params": ["fc_1.w_0"], "learning_rate": 0.5}, {"params": ["fc_1.b_0"]}]
+    first = optim.Adam(lr.NoamDecay(4, 3), parameter_list=["fc_0*"], multi_precision=pure)
+    second = optim.SGD(lr.LinearWarmup(0.1, 4, 0.01, 0.1), parameter_list=groups, multi_precision=pure)
+    ema = ExponentialMovingAverage(0.5, warmup=True)
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [4, 3], "float32")
+        with amp.fp16_guard():
+            loss = F.mean(amp.nn.fc(amp.nn.fc(x, 5, act="relu"), 2))
+        opt = amp.decorate([first, second], use_pure_fp16=pure, accumulate_steps=2, init_loss_scaling=8.0)
+        opt.minimize(loss, startup)
+        ema.update(main, startup)
+    exe, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    exe.run(startup, scope=scope)
+    opt.amp_init(amp.CPUPlace(), scope)
+
+    def state() -> dict[str, bytes]:
+        return {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+
+    good = 0
+    for run in range(8):
+        bad_window = run // 2 == 1
+        before = state()
+        fed = np.full((4, 3), np.inf, np.float32) if run == 2 else DATA[run]
+        exe.run(main, feed={"x": fed}, fetch_list=[loss], scope=scope)
+        good += run % 2 == 1 and not bad_window
+        assert {int(scope.find_var(name)) for name in ("lr_step_0", "lr_step_1", "ema_step_0")} == {good}
+        moved = {name for name, old in before.items() if state()[name] != old}
+        assert any("ema" in name for name in moved) == (run % 2 == 1 and not bad_window)
+    assert good == 3 and first.get_lr(scope) == first.learning_rate.value(3)  # type: ignore[union-attr]
