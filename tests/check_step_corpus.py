@@ -19,6 +19,7 @@ from amp_transpiler.ir.program import OWN, SCALING, Operator, Program, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import check_finite_and_unscale, decorate
+from amp_transpiler.passes.backward import append_backward
 from amp_transpiler.passes.lowering import Lowered
 
 FEEDS = {"x": (4, 3)}
@@ -43,6 +44,25 @@ def built(pure: bool = False, optimizer: Any = None, average: bool = False, **op
         decorate(optimizer, use_pure_fp16=pure, **options).minimize(loss, startup)
         if average:
             optim.ExponentialMovingAverage(0.9).update(main, startup)
+    return main
+
+
+def looped(pure: bool = False) -> Program:
+    """Two losses, two optimizers over disjoint parameters, gradients clipped by the user's own operators."""
+    main, startup = Program(), Program("startup")
+    with context.program_guard(main, startup), names.guard():
+        with context.fp16_guard():
+            h = nn.batch_norm(nn.fc(nn.data("x", [4, 3], "float32"), 5, act="relu"))
+            losses = [F.mean(nn.fc(h, 2)), F.mean(nn.fc(h, 1))]
+        first = optim.Adam(0.1, parameter_list=["fc_0.*"], multi_precision=pure)
+        second = optim.Momentum(optim.lr.NoamDecay(8, 10), multi_precision=pure)
+        optimizer = decorate([first, second], use_pure_fp16=pure)
+        pairs = append_backward(optimizer.get_scaled_loss(losses, startup))
+        first_half = optimizer.get_unscaled_gradients([grad for _, grad in pairs[:3]])
+        second_half = optimizer.get_unscaled_gradients([grad for _, grad in pairs[3:]])
+        grads = [given(grad) for grad in [*first_half, *second_half]]
+        norm = F.sum(grads[0] * grads[0]) + 1e-6
+        optimizer.apply_gradients([(p, grad / norm) for (p, _), grad in zip(pairs, grads, strict=True)])
     return main
 
 
@@ -197,6 +217,27 @@ def step_counter_of_the_user(program: Program) -> None:
     step_by_hand(program, "steps", "Add", 1)
 
 
+def statistics_left_by_a_bad_window(program: Program) -> None:
+    """The end of a window keeps statistics of its last run alone."""
+    statistics = program.var("batch_norm_0.w_1")
+    gate = given(program.updates[statistics]).producer
+    assert gate is not None
+    gate.set_input(1, statistics)
+
+
+def parameter_in_every_micro_batch(program: Program) -> None:
+    assert program.window is not None
+    weight = program.var("fc_0.w_0")
+    program.window.updates[weight] = program.updates[weight]
+
+
+def sum_never_cleared(program: Program) -> None:
+    reset = the(program, "ResetGradients")
+    total = program.var("fc_0.w_0_accumulated_0")
+    assert program.window is not None and reset is not None
+    program.set_update(total, program.window.updates[total])
+
+
 # -- 3: unscale in fp32, before clipping ---------------------------------------------------------------------
 def clip_before_unscale(program: Program) -> None:
     """A famous U-Net repository, and many more."""
@@ -227,6 +268,10 @@ def unscale_in_16_bit(program: Program) -> None:
 
 def unscaled_results_in_16_bit(program: Program) -> None:
     given(the(program, "CheckFiniteAndUnscale").output(1)).dtype = "float16"
+
+
+def sum_in_16_bit(program: Program) -> None:
+    program.var("fc_0.w_0_accumulated_0").dtype = "float16"
 
 
 def unscaled_twice(program: Program) -> None:
@@ -310,6 +355,14 @@ PROGRAMS = [
     Case(forgotten_moment, "2: 'Adam.* computes a new 'fc_0.w_0_moment1_0' that"),
     Case(crossed_moments, "2: state 'fc_0.w_0_moment1_0' takes .* the next value of 'fc_0.w_0_moment2_0'"),
     Case(step_counter_of_the_user, r"2: state 'steps' takes .* from 'Add .* \(Add\), which no verdict gates"),
+    Case(statistics_left_by_a_bad_window, "2: state 'batch_norm_0.w_1' takes .* in every micro-batch, and a bad window",
+         {"accumulate_steps": 4}),
+    Case(parameter_in_every_micro_batch, "2: state 'fc_0.w_0' takes .* from 'Adam.* in every micro-batch",
+         {"accumulate_steps": 4}),
+    Case(sum_never_cleared, "2: state 'fc_0.w_0_accumulated_0' takes .* from 'Accumulate.*, which no verdict gates",
+         {"accumulate_steps": 4}),
+    Case(sum_in_16_bit, "3: 'AccumulateGradients.* adds up gradients in float16, in 'fc_0.w_0_accumulated_0'",
+         {"accumulate_steps": 4}),
     Case(clip_before_unscale, "3: gradient .* is clipped before it is unscaled, by 'ClipGradByNorm"),
     Case(clip_by_hand_before_unscale, r"3: gradient 'held.*' is clipped before it is unscaled, by 'Clip -> held' \(Clip\)"),
     Case(unscale_in_16_bit, r"3: 'Mul -> unscaled16' \(Mul\) applies the loss scale to gradient '.*' in float16",

@@ -16,6 +16,7 @@ from check_step_corpus import (
     PROGRAMS,
     Case,
     built,
+    looped,
     ratios_out_of_range,
     step_counter_of_the_user,
     ungated_statistics,
@@ -44,6 +45,14 @@ def test_every_scaler_average_and_schedule_is_accepted(pure: bool, preset: str) 
     program = built(pure, average=True, scaler=getattr(amp.LossScaler, preset)(max_bad_in_a_row=9))
     for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
         amp.check_step(program, place, FEEDS)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_loops_of_the_users_own_and_windows_are_accepted(pure: bool) -> None:
+    window = built(pure, average=True, accumulate_steps=3, scaler=amp.LossScaler.deepspeed())
+    for program in (looped(pure), window):
+        for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
+            amp.check_step(program, place, FEEDS)
 
 
 def named(case: Case) -> str:
