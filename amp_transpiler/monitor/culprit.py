@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ops.scaling import CHECK
-from ..passes.precision import label, source
+from ..passes.precision import label
 from ..runtime.executor import Executor
 from ..runtime.scope import Scope
+from .cures import Cure, forward_of, tried
 from .rerun import Rerun, is_nonfinite
 from .state import load_step
 from .steps import TrainingStep, training_step
@@ -23,33 +24,24 @@ from .taps import floats, nonfinite, operators_of, reads
 
 @dataclass(frozen=True)
 class Range:
-    """The values of one tensor. ``min``, ``max`` and ``absmax`` are over its finite numbers, NaN where it has none."""
+    """The values of one tensor. ``min``, ``max`` and ``absmax`` are over its finite numbers, None without any."""
 
     variable: str
     dtype: str
     shape: tuple[int, ...]
-    min: float
-    max: float
-    absmax: float
+    min: float | None
+    max: float | None
+    absmax: float | None
     nan: int
     inf: int
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         bad = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.inf, "infinite")) if count]
-        extent = f"{self.min:.4g} … {self.max:.4g}, absmax {self.absmax:.4g}"
+        extent = "no finite number"
+        if self.absmax is not None:
+            extent = f"{self.min:.4g} … {self.max:.4g}, absmax {self.absmax:.4g}"
         return f"'{self.variable}' {self.dtype}[{shape}]: {extent}{''.join(f', {b}' for b in bad)}"
-
-
-@dataclass(frozen=True)
-class Cure:
-    """A change that was tried by running the step again with it. ``works``: it makes the step good."""
-
-    change: str
-    works: bool
-
-    def __str__(self) -> str:
-        return f"{self.change}: {'makes the step good' if self.works else 'does not help'}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Culprit:
     others: tuple[str, ...] = ()
     loss_finite: bool | None = None
     loss_scaling: float | None = None
-    cures: tuple[Cure, ...] = field(default=())
+    cures: tuple[Cure, ...] = ()
 
     def __str__(self) -> str:
         lines = [self._headline()]
@@ -84,8 +76,8 @@ class Culprit:
         if self.output is not None:
             lines.append(f"  {'makes' if self.kind == 'operator' else 'holds'} {self.output}")
         if self.loss_finite is not None:
-            lines.append(f"  the loss itself is {'finite' if self.loss_finite else 'not finite'}"
-                         + (f"; loss scale {self.loss_scaling:g}" if self.loss_scaling is not None else ""))  # fmt: skip
+            scale = "" if self.loss_scaling is None else f"; loss scale {self.loss_scaling:.10g}"
+            lines.append(f"  the loss itself is {'finite' if self.loss_finite else 'not finite'}{scale}")
         lines += [f"  {cure}" for cure in self.cures]
         if self.others:
             some = ", ".join(f"'{name}'" for name in self.others[:3])
@@ -112,8 +104,8 @@ def find_culprit(program: Program | str | os.PathLike[str], feed: Mapping[Any, A
     nested graphs are one operator here.
 
     Args:
-        program: a training program, or any other; or the path of a step that :func:`save_step` wrote, which has feed and
-            scope with it.
+        program: a training program, or any other; or the path of a step that :func:`save_step` wrote, which brings
+            feed and scope.
         feed: as it was given to ``Executor.run``.
         scope: its state (default: ``global_scope()``), which stays as it is.
         executor: on whose place, and with whose settings, to run; one on ``CPUPlace()`` by default.
@@ -128,8 +120,8 @@ def find_culprit(program: Program | str | os.PathLike[str], feed: Mapping[Any, A
 
     Raises:
         FeedError, ScopeError: as ``Executor.run``. ArgumentError: ``before`` names no variable of the scope.
-        ArgumentTypeError: no program, scope or executor; a feed or scope beside a path. ModelFileError: the path is that
-        of no saved step.
+        ArgumentTypeError: no program, scope or executor; a feed or scope beside a path. ModelFileError: the path is
+        that of no saved step.
     """
     if isinstance(program, (str, os.PathLike)):
         if feed is not None or scope is not None:
@@ -145,9 +137,8 @@ def find_culprit(program: Program | str | os.PathLike[str], feed: Mapping[Any, A
     found = search.culprit()
     if found is None or not cures or found.kind != "operator":
         return found
-    from .cures import tried
-
-    return tried(found, search.at, parts, rerun)
+    assert search.at is not None
+    return replace(found, cures=tried(search.at, found.loss_scaling, parts, rerun))
 
 
 class _Search:
@@ -233,7 +224,9 @@ class _Search:
         values = self.rerun.run(self.program, [v.name for v in shown])
         ranges = [_range(v, value) for v, value in zip(shown, values, strict=True)]
         output = ranges.pop() if wrong is not None else None
-        reason = op.reason
+        reason, forward = op.reason, forward_of(op)
+        if forward is not None and forward.reason:
+            reason = f"{reason}, {forward.reason}"
         if op.domain == OWN and op.type == CHECK:
             reason = "the unscaled gradients, or their sum, leave fp32"
         name = wrong.name if wrong is not None else next(v.name for v in op.outputs if v is not None)
@@ -249,7 +242,14 @@ def _is_wrong(value: Any) -> bool:
 def _range(variable: Variable, value: Any) -> Range:
     array = np.asarray(value).astype(np.float64)
     finite = array[np.isfinite(array)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
-    return Range(source(variable).name if variable.producer is None else variable.name, variable.dtype or "",
-                 tuple(array.shape), low, high, max(abs(low), abs(high)), int(np.isnan(array).sum()),
-                 int(np.isinf(array).sum()))  # fmt: skip
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    return Range(
+        variable.name,
+        variable.dtype or "",
+        tuple(array.shape),
+        low,
+        high,
+        None if low is None or high is None else max(abs(low), abs(high)),
+        int(np.isnan(array).sum()),
+        int(np.isinf(array).sum()),
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,32 +17,38 @@ from ..passes.typing import operator_name
 from .rerun import Rerun
 from .steps import TrainingStep
 
-if TYPE_CHECKING:
-    from .culprit import Culprit
-
 #: The smallest scale that is tried, as a power of two: fp16 gradients below it are lost with any scale.
 LEAST = -24
 
 
-def tried(found: Culprit, op: Operator, parts: TrainingStep, rerun: Rerun) -> Culprit:
-    """``found`` with the cures that were tried for the operator."""
-    from .culprit import Cure
+@dataclass(frozen=True)
+class Cure:
+    """A change that was tried by running the step again with it. ``works``: it makes the step good."""
 
+    change: str
+    works: bool
+
+    def __str__(self) -> str:
+        return f"{self.change}: {'makes the step good' if self.works else 'does not help'}"
+
+
+def tried(op: Operator, scaling: float | None, parts: TrainingStep, rerun: Rerun) -> tuple[Cure, ...]:
+    """Cures for a step that ``op`` makes bad at the loss scale ``scaling``, each tried."""
     cures = []
     scale = parts.scale
-    if scale is not None and scale.persistable and found.loss_scaling is not None and found.loss_scaling > 0:
-        largest = largest_scale(parts, rerun, math.ceil(math.log2(found.loss_scaling)) - 1)
+    if scale is not None and scale.persistable and scaling is not None and scaling > 0:
+        largest = largest_scale(parts, rerun, math.ceil(math.log2(scaling)) - 1)
         name = f"loss scale {2.0**largest:.10g}" if largest is not None else "any smaller loss scale"
         cures.append(Cure(name, largest is not None))
     for entry, black in entries(op):
         wide = in_fp32(parts.program, black)
         if wide:
             cures.append(Cure(f"{entry} (fp32)", not rerun.is_bad(parts, wide)))
-    return replace(found, cures=tuple(cures))
+    return tuple(cures)
 
 
 def largest_scale(parts: TrainingStep, rerun: Rerun, high: int) -> int | None:
-    """The largest power of two from ``LEAST`` to ``high`` with which the step is good, by bisection; None: there is none.
+    """The largest power of two from ``LEAST`` to ``high`` with which the step is good, by bisection; None: none is.
 
     A step that is good at a scale is taken to be good at every smaller one.
     """
@@ -62,7 +67,7 @@ def largest_scale(parts: TrainingStep, rerun: Rerun, high: int) -> int | None:
 
 
 def bisected(good: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest whole number from ``low`` to ``high`` that is good, where all below it are; None: not even ``low``."""
+    """The largest number from ``low`` to ``high`` that is good, where all below it are; None: not even ``low``."""
     if high < low or not good(low):
         return None
     if good(high):

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, FeedError
 from ..ir.program import Program, Variable
+from ..ir.tensors import as_array
 from ..passes.lowering import lower
 from ..runtime import tensors
 from ..runtime.binding import PlainStep, Step, needs_plain
@@ -33,7 +34,7 @@ class Rerun:
     ) -> None:
         if executor is not None and not isinstance(executor, Executor):
             raise ArgumentTypeError(f"executor is {executor!r}; expected an amp.Executor")
-        self.feed = feed
+        self.feed = {key.name if isinstance(key, Variable) else key: value for key, value in (feed or {}).items()}
         self.place: Place = CPUPlace() if executor is None else executor.place
         self.settings = Settings() if executor is None else executor.settings
         self.scope = Scope()
@@ -62,8 +63,6 @@ class Rerun:
     def source(self, variable: Variable) -> Any:
         """The value of a feed, a persistable variable or a constant."""
         if variable.is_constant:
-            from ..ir.tensors import as_array
-
             return as_array(variable.data)
         if variable.persistable:
             return self.scope.find_var(variable.name)
@@ -99,9 +98,14 @@ class Rerun:
 
     def is_bad(self, parts: TrainingStep, wide: Collection[str] = frozenset()) -> bool:
         """Whether the step is bad: a verdict that is true, or a number among what is tested that is not finite."""
-        names = [v.name for v in (parts.checks[0].outputs[:1] if len(parts.checks) == 1 else parts.verdicts) if v]
-        return any(is_nonfinite(value) or (value.dtype == bool and value.any())
-                   for value in self.run(parts.program, names, wide))  # fmt: skip
+        verdicts = [op.output(0) for op in parts.checks]
+        names = [v.name for v in ([*verdicts, *parts.losses] if verdicts else parts.verdicts) if v is not None]
+        return any(map(is_bad, self.run(parts.program, names, wide)))
+
+
+def is_bad(value: Any) -> bool:
+    """Whether a fetched verdict is true, or a fetched number not finite."""
+    return bool(value.any()) if value.dtype == bool else is_nonfinite(value)
 
 
 def is_nonfinite(value: Any) -> bool:

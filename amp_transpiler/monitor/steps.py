@@ -47,11 +47,10 @@ class TrainingStep:
 
     @property
     def verdicts(self) -> list[Variable]:
-        """What tells whether the step is bad: the finite checks' results, else gradients, else losses or outputs."""
-        if self.checks:
-            return [v for op in self.checks for v in op.outputs if v is not None]
+        """What tells whether the step is bad: the finite checks' results, or gradients, and losses; else outputs."""
+        checked = [v for op in self.checks for v in op.outputs if v is not None]
         gradients = [gradient for _, gradient in self.gradients]
-        return list(dict.fromkeys([*gradients, *self.losses])) or list(self.program.outputs)
+        return list(dict.fromkeys([*(checked or gradients), *self.losses])) or list(self.program.outputs)
 
 
 def training_step(program: Program) -> TrainingStep:

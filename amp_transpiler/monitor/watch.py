@@ -16,7 +16,7 @@ from ..runtime import tensors
 from ..runtime.executor import Executor
 from ..runtime.scope import Scope, check_scope
 from .culprit import Culprit, find_culprit
-from .rerun import is_nonfinite
+from .rerun import is_bad
 from .state import changed_names
 from .steps import training_step
 
@@ -29,8 +29,9 @@ def watch(executor: Executor, on_bad: OnBad = "warn", *, cures: bool = False, li
         exe = amp.watch(amp.Executor(amp.CPUPlace()), on_bad="raise")
         exe.run(main, feed=feed, fetch_list=[loss])
 
-    A good step costs one more fetched flag (the verdict; the losses in a program without a finite check), and copies
-    of the loss scale and the counters. Programs that update nothing are passed on.
+    A good step costs the fetch of the verdict and the losses, and copies of the loss scale and the counters. A loss
+    that is not finite counts as a bad step, though its gradients may be good. Programs that update nothing are just
+    run.
 
     Args:
         executor: an ``amp.Executor``.
@@ -112,11 +113,10 @@ class _Watched:
         self.version = program.version
         parts = training_step(program)
         verdict: Variable | None = parts.found_inf
-        flags = [verdict] if verdict is not None else parts.losses
+        flags = [*([verdict] if verdict is not None else []), *parts.losses]
         self.flags = [v.name for v in flags] if program.updates else []
         self.changed = changed_names(program) if self.flags else []
 
 
 def _is_bad(flag: Any) -> bool:
-    value = tensors.to_array(flag) if hasattr(flag, "device_name") else flag
-    return bool(value.any()) if value.dtype == bool else is_nonfinite(value)
+    return is_bad(tensors.to_array(flag) if hasattr(flag, "device_name") else flag)
