@@ -70,9 +70,13 @@ class Small:
                 for s in range(first, last)]  # fmt: skip
 
 
-def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: str = "dynamic", schedule: bool = False, *,
-          hidden: int = 8, multi_precision: bool = True, **arguments: Any) -> Small:  # fmt: skip
-    """fc, batch norm, dropout, fc under a guard; ``minimize`` in a mode of ``MODES``."""
+def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: Any = "dynamic", schedule: bool = False, *,
+          hidden: int = 8, multi_precision: bool = True, window: int = 1, average: bool = False,
+          **arguments: Any) -> Small:  # fmt: skip
+    """fc, batch norm, dropout, fc under a guard; ``minimize`` in a mode of ``MODES``.
+
+    ``scaling`` is one of ``SCALINGS``, or a scaler. ``window`` accumulates the gradients of so many runs; ``average`` keeps moving averages of the parameters.
+    """
     main, startup = amp.Program(), amp.Program("startup")
     main.seed = startup.seed = 3
     with amp.program_guard(main, startup), amp.unique_name.guard():
@@ -86,13 +90,20 @@ def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: str = "dyna
         opt = getattr(amp.optimizer, optimizer)(rate, multi_precision=multi_precision and "pure" in mode, **arguments)
         if mode != "fp32":
             dtype = "bfloat16" if mode == "pure-bf16" else "float16"
-            options: dict[str, Any] = {
-                "dynamic": {"init_loss_scaling": 64.0, "incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 1},
-                "static": {"init_loss_scaling": 64.0, "use_dynamic_loss_scaling": False},
-                "none": {"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False},
-            }[scaling]
-            opt = amp.decorate(opt, use_pure_fp16="pure" in mode, dtype=dtype, **options)
+            options: dict[str, Any] = (
+                {"scaler": scaling}
+                if not isinstance(scaling, str)
+                else {
+                    "dynamic": {"init_loss_scaling": 64.0, "incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 1},
+                    "static": {"init_loss_scaling": 64.0, "use_dynamic_loss_scaling": False},
+                    "none": {"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False},
+                }[scaling]
+            )
+            opt = amp.decorate(opt, use_pure_fp16="pure" in mode, dtype=dtype, accumulate_steps=window,
+                               **options)  # fmt: skip
         opt.minimize(loss, startup)
+        if average:
+            amp.optimizer.ExponentialMovingAverage(0.9, warmup=True).update(main, startup)
     checked = mode != "fp32" and opt.get_found_inf() is not None
     return Small(main, startup, test, loss, output, opt, checked, amp.Executor(threads=1))
 

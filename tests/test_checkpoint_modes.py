@@ -171,3 +171,22 @@ def test_another_optimizer(tmp_path: Path) -> None:
     kept = {name: scope.find_var(name) for name in moments}
     amp.load_checkpoint(tmp_path / "a", net.main, scope, strict=False)
     assert all(np.array_equal(kept[name], scope.find_var(name)) for name in moments)
+
+
+def test_accumulation_begins_anew(tmp_path: Path) -> None:
+    """A window that is not stored starts at its beginning, with the running statistics that are; one is left, too."""
+    plain, scope = trained("amp", tmp_path / "a")
+    net = build(mode="pure-fp16", window=3)
+    used = net.start()
+    net.train(used, 0, 2)
+    for target in (used, amp.Scope()):
+        loaded = amp.load_checkpoint(tmp_path / "a", net.main, target)
+        assert not loaded.exact and loaded.missing == ()
+        for variable, slot in state_slots(net.main).items():
+            if slot.role in ("accumulated", "micro_step"):
+                assert not target.find_var(variable.name).any()
+            if slot.role == "before_window":
+                assert np.array_equal(target.find_var(variable.name), scope.find_var(slot.of))
+    net.train(used, 0, 2)
+    amp.save_checkpoint(tmp_path / "b", net.main, used)
+    assert amp.load_checkpoint(tmp_path / "b", plain.main, scope).unused == ()

@@ -50,6 +50,50 @@ def test_resume_is_bit_for_bit(optimizer: str, mode: str, scaling: str, tmp_path
     assert len(set(before + rest)) > STEPS - 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("saved_at", [HALF, HALF + 1])
+def test_schedule_average_and_window(mode: str, saved_at: int, tmp_path: Path) -> None:
+    """Also in the middle of a window of accumulation (which only decorated optimizers have)."""
+    windowed = {} if mode == "fp32" else {"window": 3}
+    net = build("Adam", mode, "dynamic", True, average=True, **windowed)
+    scope = net.start()
+    net.train(scope, 0, saved_at)
+    amp.save_checkpoint(tmp_path / "saved", net.main, scope)
+    rest = net.train(scope, saved_at, STEPS + 4)
+    again, fresh = build("Adam", mode, "dynamic", True, average=True, **windowed), amp.Scope()
+    assert amp.load_checkpoint(tmp_path / "saved", again.main, fresh).exact
+    assert again.train(fresh, saved_at, STEPS + 4) == rest
+    assert state(again.main, fresh) == state(net.main, scope)
+    names = {name.split("_0")[0] for name in state(net.main, scope)}
+    assert {"lr_step", "ema_step"} | ({"micro_step"} if windowed else set()) <= names
+
+
+#: Every preset with a scale that does not overflow by itself; paddle's with an alarm, which has counters of its own.
+PRESETS = ["fixed", "paddle", "exponential", "torch", "keras", "tf_keras", "apex", "deepspeed", "deepspeed_fused",
+           "megatron", "jmp", "mindspore", "oneflow"]  # fmt: skip
+ALARM = {"max_bad_in_a_row": 9, "error_at_floor": True}
+
+
+def test_no_preset_is_left_out() -> None:
+    made = [name for name, found in vars(amp.LossScaler).items() if isinstance(found, classmethod) and name[0] != "_"]
+    assert sorted(made) == sorted(PRESETS)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_scaler_preset(preset: str, mode: str, tmp_path: Path) -> None:
+    changes = {} if preset == "fixed" else {"init_scale": 64.0, **(ALARM if preset == "paddle" else {})}
+    net = build("Momentum", mode, getattr(amp.LossScaler, preset)(**changes))
+    scope = net.start()
+    net.train(scope, 0, HALF)
+    amp.save_checkpoint(tmp_path / "saved", net.main, scope)
+    rest = net.train(scope, HALF, STEPS)
+    fresh = amp.Scope()
+    assert amp.load_checkpoint(tmp_path / "saved", net.main, fresh).exact
+    assert net.train(fresh, HALF, STEPS) == rest
+    assert state(net.main, fresh) == state(net.main, scope)
+
+
 def test_after_startup_and_amp_init(tmp_path: Path) -> None:
     net = build()
     scope = net.start()

@@ -136,8 +136,8 @@ def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     A checkpoint of the same program continues bit for bit. One of another precision is converted: an fp32 master
     takes the stored master or fp32 parameter, a 16-bit parameter is that value rounded, a fp32 parameter is the
     stored master; moments and statistics stay. The loss scale and its counters, where the checkpoint has none, keep
-    their values in the scope or take those of the startup program. A program that does not train takes parameters
-    and statistics and leaves the rest.
+    their values in the scope or take those of the startup program; a window of gradient accumulation begins anew. A
+    program that does not train takes parameters and statistics and leaves the rest.
 
     Args:
         path: a checkpoint, or the folder that holds those of steps: then the one that was written last.

@@ -21,7 +21,19 @@ from . import tensors
 from .binding import fits
 from .executor import Executor
 from .parameters import rounded
-from .roles import INFERENCE, MASTER, OF_A_MODE, PARAMETER, Key, Slot, state_slots, trains
+from .roles import (
+    BEFORE,
+    INFERENCE,
+    MASTER,
+    OF_A_MODE,
+    OF_A_WINDOW,
+    PARAMETER,
+    UNUSED,
+    Key,
+    Slot,
+    state_slots,
+    trains,
+)
 from .scope import Scope
 
 _SHOWN = 200  # names of each kind in a message
@@ -54,7 +66,8 @@ def restore(program: Program, stored: Mapping[Key, Stored], scope: Scope, what: 
     """Values for the state of ``program`` (with ``weights_only``, for its parameters, masters and buffers alone).
 
     What belongs to one precision only (loss scale and its counters) and is not stored keeps its value in ``scope``,
-    or else takes that of the startup program; so does, without ``strict``, everything that is not stored.
+    or else takes that of the startup program; so does, without ``strict``, everything that is not stored. A window of
+    accumulation of which nothing is stored starts anew.
 
     CheckpointMismatchError with every missing, extra and wrong tensor; PrecisionError where a value does not fit 16
     bit. ``what`` names the source in messages. Nothing is written.
@@ -85,6 +98,8 @@ def restore(program: Program, stored: Mapping[Key, Stored], scope: Scope, what: 
 def _source(variable: Variable, slot: Slot, stored: Mapping[Key, Stored]) -> Stored | None:
     """What the variable's value is read from or made of."""
     exact = stored.get(slot.key(variable.name))
+    if slot.role == BEFORE:
+        return exact or stored.get(("value", slot.of, 0))
     if slot.role not in (PARAMETER, MASTER):
         return exact
     plain, master = stored.get(("value", slot.of, 0)), stored.get((MASTER, slot.of, 0))
@@ -120,13 +135,13 @@ def _value(variable: Variable, source: Stored) -> Any:
 def _unstored(program: Program, variables: list[Variable], scope: Scope, found: Restored, what: str,
               slots: Mapping[Variable, Slot]) -> dict[str, Any]:  # fmt: skip
     """Values for variables that nothing is stored for: none for those that keep theirs, else the initial ones."""
-    kept = {v.name for v in variables if _kept(v, scope)}
+    kept = {v.name for v in variables if slots[v].role not in OF_A_WINDOW and _kept(v, scope)}
     for variable in variables:  # a parameter and its master keep their values together, or neither does
         slot = slots[variable]
         group = [v for v in variables if slots[v].of == slot.of and slots[v].role in (PARAMETER, MASTER)]
         if slot.role in (PARAMETER, MASTER) and not all(v.name in kept for v in group):
             kept.discard(variable.name)
-    wanted = [v for v in variables if v.name not in kept and v.readers]
+    wanted = [v for v in variables if v.name not in kept and slots[v].role != UNUSED]
     values = _initial(program, wanted)
     lacking = [v.name for v in wanted if v.name not in values]
     if lacking:

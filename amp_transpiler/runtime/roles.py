@@ -18,12 +18,15 @@ from ..ops.update import LAYOUTS
 PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
 RANDOM, SCALING, RATE, RATE_STEP, UNUSED = "random", "loss_scaling", "learning_rate", "lr_step", "unused"
 AVERAGED, AVERAGE_STEP = "ema", "ema_step"
+SUM, BEFORE, TURN = "accumulated", "before_window", "micro_step"
 #: Roles of what a program has under a name of its own, whatever precision it trains in.
 NAMED = frozenset({PARAMETER, STATISTICS, BUFFER, STATE, RANDOM})
 #: Roles of what a program that only infers has.
 INFERENCE = frozenset({PARAMETER, STATISTICS, BUFFER})
-#: Roles of what one precision has and another has not.
-OF_A_MODE = frozenset({MASTER, SCALING, UNUSED})
+#: Roles of what a window of accumulation has.
+OF_A_WINDOW = frozenset({SUM, BEFORE, TURN})
+#: Roles of what one precision, or one way to step, has and another has not.
+OF_A_MODE = frozenset({MASTER, SCALING, UNUSED}) | OF_A_WINDOW
 
 #: What stands for the same state in two programs: a group, the name or number that it goes by there.
 Key = tuple[str, str, int]
@@ -71,6 +74,19 @@ def _training_state(program: Program) -> Iterator[tuple[Variable | None, Slot]]:
     for type_, first, last, slot in ((UPDATE_SCALE, 1, 4, 0), (CHECK, 0, 1, 0), (COUNT_BAD, 3, 6, 3)):
         for number, op in enumerate(op for op in operators if op.type == type_):
             yield from ((v, Slot(SCALING, str(number), i)) for i, v in enumerate(op.inputs[first:last], slot))
+    if program.window is not None:
+        yield program.window.counter, Slot(TURN)
+        for state, new in program.window.updates.items():
+            yield from _window_state(program, state, new)
+
+
+def _window_state(program: Program, state: Variable, new: Variable) -> Iterator[tuple[Variable | None, Slot]]:
+    """The sum of a parameter's gradients; for state of the forward pass, its value before the window."""
+    gate = program.updates[state].producer
+    if new.grad_of is not None:
+        yield state, Slot(SUM, new.grad_of.name)
+    elif gate is not None and gate.type == GATE and gate.domain == OWN and gate.input(1) is not state:
+        yield gate.input(1), Slot(BEFORE, state.name)
 
 
 def _optimizer_state(op: Operator, number: int) -> Iterator[tuple[Variable | None, Slot]]:
@@ -146,7 +162,10 @@ def _lines(program: Program, numbers: dict[Variable, str]) -> Iterator[bytes]:
             yield proto.SerializeToString(deterministic=True)
         for nested in op.attrs.programs:
             yield from _lines(nested, numbers)
-    yield repr([(numbers[state], numbers.get(new, "?")) for state, new in program.updates.items()]).encode()
+    spread = program.window.updates if program.window is not None else {}
+    for updates in (program.updates, spread):
+        yield repr([(numbers[state], numbers.get(new, "?")) for state, new in updates.items()]).encode()
+    yield repr(program.window and program.window.steps).encode()
 
 
 def _constant(data: Any) -> str:
