@@ -14,7 +14,7 @@ from ..ir.opdef import lookup
 from ..ir.program import OWN, Program, Variable
 from ..ir.types import HALF
 from ..ops.scaling import CHECK
-from .gated import gated_state
+from .gated import GatedStates
 from .lowering import Lowered
 
 #: Operators that hand a value on as it is, or in another element type or shape.
@@ -33,10 +33,10 @@ def check_lowered(program: Program, lowered: Lowered) -> None:
     every verdict that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
     16-bit gradient that is looked at before it is rounded.
     """
-    gates = _Gates(lowered)
+    gates, states = _Gates(lowered), GatedStates()
     for state, new in program.updates.items():
         gates.carried(state.name)
-        kept = gated_state(new)
+        kept = states.of(new)
         if kept is not None and new.producer is not None and new.producer.input(0) is not None:
             gates.check(state.name, kept.name)
     gates.verdicts_agree()

@@ -26,7 +26,7 @@ from ..ops.accumulate import ACCUMULATE, RESET
 from ..ops.scaling import CHECK, COUNT_BAD, UPDATE_SCALE, master_type
 from ..ops.update import LAYOUTS, Row
 from .check_lowered import check_lowered
-from .gated import gated_state, gated_states
+from .gated import GatedStates, gated_states
 from .gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow, is_own
 
 #: State that advances on a bad step too.
@@ -70,6 +70,7 @@ class _Step:
         self.scalings = [op for op in ops if op.type == UPDATE_SCALE]
         self.gated = [op for op in ops if gated_states(op)]
         self.counters = [op for op in ops if op.type == COUNT_BAD]
+        self._kept = GatedStates()
         self.found: list[str] = []
 
     def violations(self) -> list[str]:
@@ -203,7 +204,7 @@ class _Step:
         for state, new in self.program.updates.items():
             if state.name in UNGATED or state.key in scaling or self._sum_of_window(state):
                 continue
-            gated = gated_state(new)
+            gated = self._kept.of(new)
             if gated is None:
                 self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no verdict "
                              "gates")  # fmt: skip
@@ -237,7 +238,7 @@ class _Step:
                     self._add(3, f"{_said(new.producer)} adds up gradients in {state.dtype}, in '{state.name}'")
                 continue
             kept = self.program.updates.get(state)
-            before = None if kept is None else gated_state(kept)
+            before = None if kept is None else self._kept.of(kept)
             if state.name not in UNGATED and (before is None or before is state):
                 self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)} in every "
                              "micro-batch, and a bad window does not take it back")  # fmt: skip

@@ -19,10 +19,21 @@ def gated_states(op: Operator | None) -> list[Variable | None]:
     return LAYOUTS[op.type].states(op.inputs) if op.type in LAYOUTS else []
 
 
-def gated_state(new: Variable) -> Variable | None:
-    """The state that the producer of ``new`` keeps on a bad step, None where it keeps none."""
-    states = gated_states(new.producer)
-    return states[new.producer_slot] if new.producer_slot < len(states) else None
+class GatedStates:
+    """What each state is kept as on a bad step; an operator over many parameters is read once."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, list[Variable | None]] = {}
+
+    def of(self, new: Variable) -> Variable | None:
+        """The state that the producer of ``new`` keeps on a bad step, None where it keeps none."""
+        op = new.producer
+        if op is None:
+            return None
+        if op.key not in self._states:
+            self._states[op.key] = gated_states(op)
+        states = self._states[op.key]
+        return states[new.producer_slot] if new.producer_slot < len(states) else None
 
 
-__all__ = ["gated_state", "gated_states"]
+__all__ = ["GatedStates", "gated_states"]
