@@ -1,5 +1,5 @@
-"""What only a Program knows, in a model file: the marks of an operator in the node's metadata_props (role, guard, scope,
-precision, reason), the state of a training program in those of the graph (what is persistable, updates, gradients)."""
+"""What only a Program knows, in a model file: the marks of an operator in the node's metadata_props (role, guard,
+scope, precision, reason), the state of a training program in those of the graph (persistables, updates, gradients)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import json
 
 from ..errors import GraphError
+from .nodes import Window
 from .program import FORWARD, ROLES, Operator, Program
 from .weights import not_a_weight
 
@@ -104,6 +105,10 @@ def written_state(program: Program) -> dict[str, str]:
         "updates": {state.name: new.name for state, new in program.updates.items()},
         "gradients": gradients,
     }
+    if program.window is not None:
+        window = program.window
+        spread = {state.name: new.name for state, new in window.updates.items()}
+        state["window"] = {"steps": window.steps, "counter": window.counter.name, "updates": spread}
     return {_STATE: json.dumps(state)}
 
 
@@ -117,6 +122,8 @@ def read_state(program: Program) -> bool:
         kept = [(name, True) for name in state["trainable"]] + [(name, False) for name in state["persistable"]]
         updates = dict(state["updates"])
         gradients = dict(state.get("gradients", {}))
+        window = dict(state.get("window", {}))
+        spread = dict(window.get("updates", {}))
     except (ValueError, KeyError, TypeError):
         raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "
                          "it") from None  # fmt: skip
@@ -128,4 +135,7 @@ def read_state(program: Program) -> bool:
         program.set_update(program.var(name), program.var(new))
     for name, variable in gradients.items():
         program.var(name).grad_of = program.var(variable)
+    if window:
+        written = {program.var(name): program.var(new) for name, new in spread.items()}
+        program.window = Window(int(window["steps"]), program.var(window["counter"]), written)
     return True

@@ -282,13 +282,16 @@ class Program:
     def add_operator(self, type: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], *,
                      attrs: dict[str, Any] | Attributes | None = None, domain: str = "", name: str = "",
                      role: str | None = None) -> Operator:  # fmt: skip
-        """A new operator that reads ``inputs`` and writes ``outputs``; marks and scope come from the context."""
+        """A new operator that reads ``inputs`` and writes ``outputs``; marks and scope come from the context.
+
+        ``role``: that of the context where it is left out, but what reads a part of the training step is of that part.
+        """
         key = self._next_key
         self._next_key += 1
         op = Operator(self, key, type, domain)
         op.name = name
         op.attrs = attrs if isinstance(attrs, Attributes) else Attributes(attrs)
-        op.role = role or context.role()
+        op.role = role or _role(inputs)
         op.guard = context.in_fp16_guard()
         op.scope = context.scope_name()
         self._operators[key] = op
@@ -383,6 +386,12 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
+
+
+def _role(inputs: Sequence[Variable | None]) -> str:
+    """The context's role; in forward code, the latest of the operators that make the inputs."""
+    made = [v.producer.role for v in inputs if v is not None and v.producer is not None]
+    return max([context.role(), *made], key=ROLES.index) if context.role() == FORWARD else context.role()
 
 
 def other_program(program: Program, current: Program) -> str:
