@@ -30,7 +30,16 @@ from .monitor import (
 )
 from .nn import create_parameter, data
 from .nn.initializer import set_seed as seed
-from .optimizer import LossScale, LossScaler, check_finite_and_unscale, decorate, update_loss_scaling
+from .optimizer import (
+    LossScale,
+    LossScaler,
+    check_finite_and_unscale,
+    decorate,
+    get_global_policy,
+    policy_scope,
+    set_global_policy,
+    update_loss_scaling,
+)
 from .passes.backward import append_backward
 from .passes.check_step import check_step
 from .passes.pure import cast_model_to_fp16
@@ -47,13 +56,14 @@ from .runtime.weights import load_weights
 __version__ = "0.1.0"
 
 __all__ = [
-    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit", "Executor",
-    "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate", "Operator", "Program", "Scope",
-    "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward", "cast_model_to_fp16",
-    "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step", "convert", "create_parameter", "data",
-    "decorate", "default_main_program", "default_startup_program", "find_culprit", "fp16_guard", "global_scope",
-    "gradient_underflow", "latest_checkpoint", "load_checkpoint", "load_inference_model", "load_weights", "name_scope",
-    "nn", "ops", "optimizer", "prepare_training", "program_guard", "recompute", "register_gradient", "rewrite_program",
-    "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed", "step_state", "unique_name",
+    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit",
+    "Executor", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate", "Operator",
+    "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward",
+    "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step", "convert",
+    "create_parameter", "data", "decorate", "default_main_program", "default_startup_program", "find_culprit",
+    "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow", "latest_checkpoint", "load_checkpoint",
+    "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer", "policy_scope",
+    "prepare_training", "program_guard", "recompute", "register_gradient", "rewrite_program", "save_checkpoint",
+    "save_inference_model", "save_step", "scope_guard", "seed", "set_global_policy", "step_state", "unique_name",
     "update_loss_scaling", "watch",
 ]  # fmt: skip

@@ -269,6 +269,29 @@ def test_a_window_survives_clones_and_files() -> None:
     assert net.main.clone(for_test=True).window is None
 
 
+# -- two lines ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("policy, dtype", [("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16")])
+def test_a_global_policy_trains_what_is_not_decorated(policy: str, dtype: str) -> None:
+    plain, net = Net(), Net()
+    reference = amp.optimizer.Adam(0.02)
+    reference.minimize(plain.loss, plain.startup)
+    assert reference.mixed_precision is None
+    optimizer = amp.optimizer.Adam(0.02)
+    with amp.policy_scope(policy):
+        optimizer.minimize(net.loss, net.startup)
+    assert amp.get_global_policy() == "float32"
+    assert {op.precision for op in net.main.operators if op.type == "MatMul"} == {dtype}
+    amp.check_step(net.main)
+    assert (optimizer.mixed_precision.get_loss_scaling() is not None) and optimizer.get_lr() == pytest.approx(0.02)
+    np.testing.assert_allclose(net.losses(optimizer), plain.losses(reference), rtol=0.05, atol=0.01)
+
+
+def test_a_policy_that_there_is_not_is_named() -> None:
+    with pytest.raises(ArgumentError, match="'mixed_fp16' is no policy; known are 'float32', 'mixed_float16'"):
+        amp.set_global_policy("mixed_fp16")
+    assert amp.get_global_policy() == "float32"
+
+
 # -- wrong calls -------------------------------------------------------------------------------------------------
 def decorated(**options: Any) -> Any:
     return amp.decorate(adam(), init_loss_scaling=128.0, **options)

@@ -7,6 +7,7 @@ from .clip import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
 from .decorate import decorate
 from .ema import ExponentialMovingAverage
 from .optimizers import SGD, Adam, AdamW, Lamb, Momentum
+from .policy import get_global_policy, policy_scope, set_global_policy
 from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, update_loss_scaling
 
@@ -14,5 +15,5 @@ __all__ = [
     "SGD", "Momentum", "Adam", "AdamW", "Lamb", "Optimizer", "ExponentialMovingAverage",
     "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue",
     "LossScale", "LossScaler", "OptimizerWithMixedPrecision", "decorate", "lr", "check_finite_and_unscale",
-    "update_loss_scaling",
+    "get_global_policy", "policy_scope", "set_global_policy", "update_loss_scaling",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from ..ops.schedule import LEARNING_RATE
 from ..ops.update import LAYOUTS, Layout
 from ..passes.backward import append_backward
 from ..runtime.scope import Scope, check_scope
+from . import policy
 from .clip import GradientClip
 from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, without_decay
 from .lr import LRScheduler
@@ -80,6 +81,8 @@ class Optimizer:
         self._rate: Variable | None = None
         self._lr_step: Variable | None = None
         self._warned = False
+        #: What ``minimize`` decorated this optimizer to under a global policy; None in fp32.
+        self.mixed_precision: Any = None
 
     # -- for subclasses ------------------------------------------------------------------------------
     def _attributes(self) -> dict[str, Any]:
@@ -101,9 +104,13 @@ class Optimizer:
         """Append the backward pass of ``loss`` (a float scalar) and the update of every parameter it depends on.
 
         New state is initialised in ``startup_program`` (default: that of the loss's program). Returns the
-        update operators and [(parameter, gradient)]. GradientError: see ``append_backward``. Where anything raises,
-        the programs are as before.
+        update operators and [(parameter, gradient)]. Under a global policy other than "float32" the program trains in
+        mixed precision, and ``self.mixed_precision`` is the decorated optimizer that did it. GradientError: see
+        ``append_backward``. Where anything raises, the programs are as before.
         """
+        self.mixed_precision = policy.decorated(self)
+        if self.mixed_precision is not None:
+            return self.mixed_precision.minimize(loss, startup_program, parameter_list, no_grad_set)
         with appending(checked_loss(loss).program, startup_program, self):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
             return self.apply_optimize(loss, startup_program, params_grads), params_grads

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.types import HALF
 from ..lists import AutoMixedPrecisionLists
+from . import policy
 from .accumulation import Accumulation
 from .amp_optimizer import OptimizerWithMixedPrecision
 from .base import Optimizer
@@ -117,3 +118,6 @@ def _check_scaler(scaler: LossScaler, alone: bool) -> None:
                             "incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio and "
                             "use_dynamic_loss_scaling, and give the scaler its numbers, as in "
                             "amp.LossScaler.torch(init_scale=1024)")  # fmt: skip
+
+
+policy.register(decorate)

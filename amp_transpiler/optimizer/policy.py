@@ -1,0 +1,62 @@
+"""The global precision policy: under it, a program that is built and minimised without ``decorate`` trains mixed.
+
+The names are Keras's. Every optimizer that is not decorated is, when ``minimize`` is called, decorated with black/white
+lists and the scaling of its type; parameters stay fp32, so that nothing else in a program changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import ArgumentError
+
+#: Policy -> the 16-bit type that operators run in, None for none.
+POLICIES: dict[str, str | None] = {"float32": None, "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+_policy = "float32"
+_decorate: Callable[..., Any] | None = None
+
+
+def register(decorate: Callable[..., Any]) -> None:
+    """Tell how optimizers are decorated; ``decorate`` does, which lies above the optimizers that ask here."""
+    global _decorate
+    _decorate = decorate
+
+
+def set_global_policy(name: str) -> None:
+    """Let optimizers that are minimised from now on train in this precision.
+
+    ``name``: "float32" (the default), "mixed_float16" (dynamic loss scaling) or "mixed_bfloat16" (no scaling; gradients
+    are checked). ArgumentError for any other.
+    """
+    global _policy
+    if not isinstance(name, str) or name not in POLICIES:
+        raise ArgumentError(f"set_global_policy: {name!r} is no policy; known are {', '.join(map(repr, POLICIES))}")
+    _policy = name
+
+
+def get_global_policy() -> str:
+    """The name of the policy."""
+    return _policy
+
+
+@contextmanager
+def policy_scope(name: str) -> Iterator[None]:
+    """Another policy inside the block."""
+    before = _policy
+    set_global_policy(name)
+    try:
+        yield
+    finally:
+        set_global_policy(before)
+
+
+def decorated(optimizer: Any) -> Any:
+    """The optimizer as the policy wants it: decorated, or None where it trains in fp32."""
+    dtype = POLICIES[_policy]
+    if dtype is None:
+        return None
+    assert _decorate is not None
+    return _decorate(optimizer, dtype=dtype)
