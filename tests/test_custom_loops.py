@@ -228,7 +228,7 @@ def test_only_the_last_of_a_window_updates(mode: str) -> None:
 
 @pytest.mark.parametrize("bad_turn", [0, 3])
 def test_one_bad_micro_batch_makes_the_window_bad(bad_turn: int) -> None:
-    net, optimizer, executor, scope = windows(1, 4, None, norm=True, use_pure_fp16=True)
+    net, _, executor, scope = windows(1, 4, None, norm=True, use_pure_fp16=True)
     before = {name: np.array(scope.find_var(name)) for name in scope.var_names()}
     for turn in range(4):
         part = {name: value[:4].copy() for name, value in FEED.items()}
@@ -242,7 +242,7 @@ def test_one_bad_micro_batch_makes_the_window_bad(bad_turn: int) -> None:
 
 
 def test_a_window_goes_on_where_a_copy_of_the_scope_stopped() -> None:
-    net, optimizer, executor, scope = windows(1, 4)
+    net, _, executor, scope = windows(1, 4)
     part = {name: value[:4] for name, value in FEED.items()}
     for _ in range(2):
         executor.run(net.main, feed=part, scope=scope)

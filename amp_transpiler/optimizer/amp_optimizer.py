@@ -212,7 +212,7 @@ class OptimizerWithMixedPrecision:
             self._check = self._found_inf.producer
         else:
             unscaled = extend_check(self._check, grads)
-        self._unscaled |= dict(zip(grads, unscaled, strict=True))
+        self._unscaled = {**self._unscaled, **dict(zip(grads, unscaled, strict=True))}
 
     def _shares(self, program: Program, params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:
         """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
@@ -235,8 +235,8 @@ class OptimizerWithMixedPrecision:
             shares[found].append((parameter, grad))
         idle = next((optimizer for optimizer, pairs in shares.items() if not pairs), None)
         if idle is not None:
-            raise ArgumentError(f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, or "
-                                "give it a parameter_list that the loss depends on")  # fmt: skip
+            raise ArgumentError(f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, "
+                                "or give it a parameter_list that the loss depends on")  # fmt: skip
         return list(shares.items())
 
     def _listed(self, program: Program) -> list[Variable] | None:
@@ -352,7 +352,7 @@ class OptimizerWithMixedPrecision:
         assert self._scale_state is not None
         program = losses[0].program
         wide = [wide_loss(loss) for loss in losses]
-        self._losses += wide
+        self._losses = [*self._losses, *wide]
         total = wide[0]
         if len(wide) > 1:
             total = program.add_variable(program.unique("total_loss"), "float32", wide[0].shape)

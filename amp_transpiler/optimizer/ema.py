@@ -66,7 +66,7 @@ class ExponentialMovingAverage:
         updates = [op for op in program.operators if op.domain == OWN and op.type in LAYOUTS]
         if not updates:
             raise OrderError(
-                f"ExponentialMovingAverage.update: program '{program.name}' updates no parameter yet; call minimize first"
+                f"ExponentialMovingAverage.update: program '{program.name}' updates no parameter yet; minimize it first"
             )
         with appending(program, startup_program, self) as startup:
             rows = [row for op in updates for row in LAYOUTS[op.type].read(op.inputs)]

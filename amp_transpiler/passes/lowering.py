@@ -42,7 +42,8 @@ def lower(
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
 
     Only operators that the fetches and the state updates need are emitted; with neither, the program's outputs are
-    fetched. ``updates``: those of the program (True), none (False), or others, {state: its new value}. GraphError where a body needs a shape that is not fixed.
+    fetched. ``updates``: those of the program (True), none (False), or others, {state: its new value}. GraphError
+    where a body needs a shape that is not fixed.
 
     ``wide`` (on "cpu" alone) names 16-bit variables that keep their fp32 value, as if the operators that make them ran
     in fp32; an operator that makes none of them reads the rounded value.

@@ -179,7 +179,8 @@ class Executor:
 
     def _compile(self, program: Program, plan: _Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {name: shape for name, shape in shapes.items() if program.var(name).dtype is not None}
-        lowered = lower(program, self.place.kind, tensors_fed, [program.var(name) for name in plan.outputs], plan.updates)
+        fetches = [program.var(name) for name in plan.outputs]
+        lowered = lower(program, self.place.kind, tensors_fed, fetches, plan.updates)
         in_place = bool(lowered.updates) and not plan.initialises
         session, graph = create_session(lowered.model, self.place, self.settings, program.name, keep_graph=in_place)
         startup = program.startup.name if program.startup is not None else ""
