@@ -72,7 +72,7 @@ class Small:
 
 def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: Any = "dynamic", schedule: bool = False, *,
           hidden: int = 8, multi_precision: bool = True, window: int = 1, average: bool = False,
-          **arguments: Any) -> Small:  # fmt: skip
+          place: amp.CPUPlace | amp.CUDAPlace | None = None, **arguments: Any) -> Small:  # fmt: skip
     """fc, batch norm, dropout, fc under a guard; ``minimize`` in a mode of ``MODES``.
 
     ``scaling`` is one of ``SCALINGS``, or a scaler. ``window`` accumulates the gradients of so many runs; ``average`` keeps moving averages of the parameters.
@@ -105,7 +105,7 @@ def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: Any = "dyna
         if average:
             amp.optimizer.ExponentialMovingAverage(0.9, warmup=True).update(main, startup)
     checked = mode != "fp32" and opt.get_found_inf() is not None
-    return Small(main, startup, test, loss, output, opt, checked, amp.Executor(threads=1))
+    return Small(main, startup, test, loss, output, opt, checked, amp.Executor(place, threads=1))
 
 
 def state(program: amp.Program, scope: amp.Scope) -> dict[str, bytes]:

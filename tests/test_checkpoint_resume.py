@@ -107,6 +107,25 @@ def test_after_startup_and_amp_init(tmp_path: Path) -> None:
     assert net.train(other, HALF, STEPS) == rest
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16", "pure-bf16"])
+def test_on_cuda(mode: str, tmp_path: Path) -> None:
+    """Tensors come from the device, whole; the checkpoint loads on either place."""
+    net = build("Adam", mode, "dynamic", place=amp.CUDAPlace(0))
+    scope = net.start()
+    net.train(scope, 0, HALF)
+    amp.save_checkpoint(tmp_path / "saved", net.main, scope)
+    saved, rest = state(net.main, scope), net.train(scope, HALF, STEPS)
+    fresh, on_cpu = amp.Scope(), amp.Scope()
+    amp.load_checkpoint(tmp_path / "saved", net.main, fresh)
+    assert net.train(fresh, HALF, STEPS) == rest
+    assert state(net.main, fresh) == state(net.main, scope)
+    there = build("Adam", mode, "dynamic")
+    amp.load_checkpoint(tmp_path / "saved", there.main, on_cpu)
+    assert state(there.main, on_cpu) == saved
+    there.train(on_cpu, HALF, HALF + 1)
+
+
 def test_fresh_processes(tmp_path: Path) -> None:
     run("part", tmp_path)
     results = json.loads(run("rest", tmp_path))
