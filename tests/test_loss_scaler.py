@@ -12,7 +12,14 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import nn
 from amp_transpiler import optimizer as optim
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, LossScaleError, OrderError, ScopeError
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    GradientError,
+    LossScaleError,
+    OrderError,
+    ScopeError,
+)
 from amp_transpiler.nn import functional as F
 
 PRESETS = ("fixed", "paddle", "exponential", "torch", "keras", "tf_keras", "apex", "deepspeed", "deepspeed_fused",
@@ -243,3 +250,16 @@ def test_an_alarm_works_with_a_scale_of_one() -> None:
     with pytest.raises(LossScaleError):
         loop.optimizer.check_alarm(loop.scope)
     assert np.array_equal(before, loop.scope.find_var("fc_0.w_0"))
+
+
+def test_an_alarm_looks_at_the_losses_of_the_call_that_succeeded() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = nn.data("x", [4, 3], "float32")
+        loss, idle = F.mean(nn.fc(x, 2)), amp.create_parameter([2], name="idle")
+        optimizer = amp.decorate(optim.SGD(), scaler=amp.LossScaler.mindspore())
+        with pytest.raises(GradientError, match="does not depend on parameter 'idle'"):
+            optimizer.minimize(loss, startup, parameter_list=["fc_0.w_0", idle])
+        optimizer.minimize(loss, startup)
+    (counter,) = [op for op in main.operators if op.type == "CountBadSteps"]
+    assert [v.name for v in counter.inputs[6:] if v is not None] == [loss.name]

@@ -42,9 +42,9 @@ def check_lowered(program: Program, lowered: Lowered) -> None:
     gates.verdicts_agree()
     for op in program.operators:
         if op.domain == OWN and op.type == CHECK:
-            for raw, new in zip(op.inputs[1:], op.outputs[1:], strict=True):
-                if raw is not None and new is not None:
-                    gates.looked_at(op.label, new.name)
+            for raw, unscaled in zip(op.inputs[1:], op.outputs[1:], strict=True):
+                if raw is not None and unscaled is not None:
+                    gates.looked_at(op.label, unscaled.name)
                     gates.rounded(op.label, raw)
     if gates.found:
         listed = "\n".join(f"  6: {violation}" for violation in dict.fromkeys(gates.found))

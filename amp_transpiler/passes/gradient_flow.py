@@ -66,23 +66,23 @@ class GradientFlow:
             together |= self.mask(v)
         by_slot = is_own(op, *CLIPS)
         clips = by_slot or (op.type in _CLIPS and not op.domain)
-        for slot, v in enumerate(op.outputs):
-            if v is None:
+        for slot, made in enumerate(op.outputs):
+            if made is None:
                 continue
             source = op.input(slot) if by_slot else None
             mask = (self.mask(source) if source is not None else 0) if by_slot else together
             if not mask & (SCALED | UNSCALED):
                 mask = 0
-            if v.grad_of is not None and not mask & UNSCALED:
-                mask = self._gradient(v) | (mask & CLIPPED)
+            if made.grad_of is not None and not mask & UNSCALED:
+                mask = self._gradient(made) | (mask & CLIPPED)
             if clips and mask & SCALED:
                 mask |= CLIPPED
-                self._clips.setdefault(v.key, op)
+                self._clips.setdefault(made.key, op)
             if not mask:
                 continue
-            self._masks[v.key] = mask
-            if mask & CLIPPED and v.key not in self._clips:
-                self._clips[v.key] = next(self._clips[u.key] for u in inputs if u.key in self._clips)
+            self._masks[made.key] = mask
+            if mask & CLIPPED and made.key not in self._clips:
+                self._clips[made.key] = next(self._clips[v.key] for v in inputs if v.key in self._clips)
 
     def _scale(self, op: Operator, inputs: list[Variable]) -> None:
         """Follow what is computed from the scale alone, and find gradients that it is applied to."""
