@@ -97,7 +97,7 @@ class Emitter:
     ) -> Any:
         """Emit one node; a Value, or a tuple of them for ``outputs`` > 1. ``dtype`` overrides the usual rule."""
         if type_ in _BROADCAST and len(inputs) > 1:
-            inputs = self._levelled(inputs)
+            inputs = tuple(self._levelled(inputs))
         names = [self.name(type_) for _ in range(outputs)]
         self.nodes.append(
             onnx.helper.make_node(

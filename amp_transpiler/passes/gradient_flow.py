@@ -62,8 +62,8 @@ class GradientFlow:
                     self._masks[new.key] = self.mask(raw) & ~(SCALED | CLIPPED) | UNSCALED
             return
         together = 0
-        for v in inputs:
-            together |= self.mask(v)
+        for read in inputs:
+            together |= self.mask(read)
         by_slot = is_own(op, *CLIPS)
         clips = by_slot or (op.type in _CLIPS and not op.domain)
         for slot, made in enumerate(op.outputs):
