@@ -99,9 +99,8 @@ def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]])
         last, (y,) = recur(e, layer.op, step, states, sequences + ([] if valid is None else [valid]), d.reverse)
         found.append([e.reshape(y, (layer.steps, 1, *size_of(y)[1:])), *(d.unless_empty(state) for state in last)])
     columns: list[list[Value]] = [list(each) for each in zip(*found, strict=True)]
-    ys, states = columns[0], columns[1:]
-    stacked = [concat(e, [e.reshape(v, (1, *size_of(v))) for v in each], 0) for each in states]
-    return _at_layout(layer, [concat(e, ys, 1), *stacked])
+    stacked = [concat(e, [e.reshape(v, (1, *size_of(v))) for v in each], 0) for each in columns[1:]]
+    return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
 def _product(d: Direction) -> Callable[[Value], Value]:
