@@ -16,6 +16,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import amp_transpiler as amp
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowered import needed
 
@@ -107,7 +108,7 @@ def planted(step: Ready, output: str) -> amp.Program | None:
 
 def _tops(step: Ready, variables: list[object]) -> list[float]:
     return [float(np.abs(np.asarray(v, np.float64)).max(initial=0)) for v in
-            (step.scope.find_var(v.name) if v.persistable else np.asarray(v.data) if v.is_constant
+            (step.scope.find_var(v.name) if v.persistable else as_array(v.data) if v.is_constant
              else step.values(step.main, [v.name])[0] if v.producer is not None else step.feeds[v.name]
              for v in variables)]  # fmt: skip
 

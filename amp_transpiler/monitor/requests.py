@@ -54,7 +54,7 @@ class StepReports(ReportRequest):
             sizes=[_size(gradient) for _, gradient in parts.gradients],
             groups=[scope_group(p) for p, _ in parts.gradients] if groups is None else _groups(groups, names),
             losses=[v.name for v in losses],
-            rates=len(parts.rates),
+            runs=1 if program.window is None else program.window.steps,
             step=step,
         )
 
@@ -87,7 +87,8 @@ def _append(parts: TrainingStep, losses: list[Variable]) -> list[Variable]:
     good, bad = (None if c is None else program.updates.get(c, c) for c in parts.counters)
     scale = parts.scale
     after = None if scale is None else program.updates.get(scale, scale)
-    scalars = [parts.found_inf, scale, after, good, bad, *losses, *parts.rates]
+    turn = None if program.window is None else program.window.counter
+    scalars = [parts.found_inf, scale, after, good, bad, turn, *losses, *parts.rates]
     count = len(parts.gradients)
     summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
     inspected = [program.add_variable(program.unique(f"step_report.{name}"), dtype, (count,))

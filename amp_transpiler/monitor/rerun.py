@@ -66,9 +66,9 @@ class Rerun:
             return as_array(variable.data)
         if variable.persistable:
             return self.scope.find_var(variable.name)
-        value = next(
-            v for k, v in (self.feed or {}).items() if (k.name if isinstance(k, Variable) else k) == variable.name
-        )
+        value = self.feed.get(variable.name)
+        if value is None:
+            raise FeedError(f"program '{variable.program.name}' needs the input '{variable.name}', which is not fed")
         return tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
 
     def _compute(self, program: Program, names: Sequence[str], wide: Collection[str]) -> list[Any]:

@@ -67,8 +67,8 @@ def training_step(program: Program) -> TrainingStep:
             step.scalings.append(op)
         elif op.type in LAYOUTS:
             _read_update(op, step)
-    seeds = [v for v in program.variables if v.grad_of is not None and v.is_constant]
-    step.losses = list(dict.fromkeys(unscaled_loss(v.grad_of) for v in seeds if v.grad_of is not None))
+    ends = [v.grad_of for v in program.variables if v.grad_of is not None and v.is_constant]
+    step.losses = list(dict.fromkeys(loss for end in ends for loss in unscaled_losses(end)))
     if not step.gradients:
         step.gradients = [(v.grad_of, v) for v in program.variables if v.grad_of is not None and v.grad_of.is_parameter]
     return step
@@ -92,13 +92,13 @@ def _unclipped(gradient: Variable) -> Variable:
     return gradient
 
 
-def unscaled_loss(loss: Variable) -> Variable:
-    """The loss that the user built, before it was widened and scaled."""
+def unscaled_losses(loss: Variable) -> list[Variable]:
+    """The losses that the user built, from the one that gradients were taken of: widened, added, shared out, scaled."""
     op = loss.producer
-    while op is not None and op.role == SCALING and op.type in ("Mul", "Cast", "Div") and op.inputs[0] is not None:
-        loss = op.inputs[0]
-        op = loss.producer
-    return loss
+    if op is None or op.role != SCALING or op.type not in ("Mul", "Cast", "Div", "Sum"):
+        return [loss]
+    terms = op.inputs if op.type == "Sum" else op.inputs[:1]
+    return [each for term in terms if term is not None for each in unscaled_losses(term)]
 
 
 def scope_group(parameter: Variable) -> str:

@@ -98,12 +98,11 @@ def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, 
     parts = training_step(program)
     if not parts.gradients:
         raise OrderError(f"gradient_underflow: program '{program.name}' has no gradients; minimize a loss first")
-    wide = frozenset(v.name for v in program.variables if v.dtype in HALF)
-    if not wide:
+    if not any(v.dtype in HALF for v in program.variables):
         raise PrecisionError(f"gradient_underflow: nothing in program '{program.name}' is 16 bit, so nothing is lost; "
                              "decorate the optimizer before it minimizes")  # fmt: skip
     rerun = Rerun(feed, scope, executor, before)
-    found = _Comparison(parts, rerun, wide)
+    found = _Comparison(parts, rerun)
     rows = tuple(found.rows())
     scale = parts.scale
     if scale is None or not scale.persistable:
@@ -125,9 +124,10 @@ def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, 
 class _Comparison:
     """Gradients in fp32, and how many of their elements 16 bit loses at a scale."""
 
-    def __init__(self, parts: TrainingStep, rerun: Rerun, wide: frozenset[str]) -> None:
+    def __init__(self, parts: TrainingStep, rerun: Rerun) -> None:
         self.parts, self.rerun = parts, rerun
         self.names = [gradient.name for _, gradient in parts.gradients]
+        wide = frozenset(v.name for v in parts.program.variables)  # fp32 operators, too, read what is not rounded
         self.exact = [np.asarray(g, np.float64) for g in rerun.run(parts.program, self.names, wide)]
         for name, value in zip(self.names, self.exact, strict=True):
             if is_nonfinite(value):

@@ -77,10 +77,12 @@ class Watch:
             return self.executor.run(program, feed, fetch_list, scope, return_numpy)
         scope = check_scope(scope)
         before = {name: scope.find_var(name) for name in watched.changed if scope.has_var(name)}
+        watched.begin(scope)
         results = self.executor.run(program, feed, [*(fetch_list or ()), *watched.flags], scope, return_numpy)
         count = len(results) - len(watched.flags)
-        if any(_is_bad(flag) for flag in results[count:]):
-            self._bad(program, feed, scope, before)
+        if any(_is_bad(flag) for flag in results[count:]) and not watched.reported:
+            watched.reported = watched.counter != ""
+            self._bad(program, feed, scope, before | watched.sums(scope))
         return results[:count]
 
     def _parts(self, program: Program) -> _Watched:
@@ -116,6 +118,20 @@ class _Watched:
         flags = [*([verdict] if verdict is not None else []), *parts.losses]
         self.flags = [v.name for v in flags] if program.updates else []
         self.changed = changed_names(program) if self.flags else []
+        window = program.window
+        self.counter = "" if window is None else window.counter.name
+        self._sums = [] if window is None else [v.name for v, new in window.updates.items() if new.grad_of is not None]
+        #: Whether the window of micro-batches that is under way is known to be bad.
+        self.reported = False
+
+    def begin(self, scope: Scope) -> None:
+        """Before a run: the first micro-batch of a window begins anew."""
+        if self.counter and scope.has_var(self.counter) and not scope.find_var(self.counter):
+            self.reported = False
+
+    def sums(self, scope: Scope) -> dict[str, np.ndarray]:
+        """Sums of gradients as they were before a window became bad, as far as that matters: finite."""
+        return {name: np.zeros_like(scope.find_var(name)) for name in self._sums}
 
 
 def _is_bad(flag: Any) -> bool:

@@ -14,7 +14,7 @@ from ..ir.program import Program, Variable
 from . import tensors
 
 #: The scalars at the head of a summary; losses and learning rates follow.
-SCALARS = ("found_inf", "loss_scaling", "next_loss_scaling", "num_good_steps", "num_bad_steps")
+SCALARS = ("found_inf", "loss_scaling", "next_loss_scaling", "num_good_steps", "num_bad_steps", "micro_batch")
 
 
 @dataclass
@@ -22,7 +22,7 @@ class ReportRequest:
     """What to fetch for a report; see :class:`amp_transpiler.monitor.StepReports`, which makes it.
 
     ``variables`` are the summary and what ``InspectGradients`` gives; ``names``, ``sizes`` and ``groups`` describe the
-    gradients' parameters. ``step`` is the number that the next report carries.
+    gradients' parameters; ``runs`` says how many runs are one step. ``step`` is the number of the next report.
     """
 
     program: Program
@@ -31,7 +31,7 @@ class ReportRequest:
     sizes: list[int]
     groups: list[str]
     losses: list[str]
-    rates: int
+    runs: int
     step: int = 0
 
     def made(self, values: Sequence[Any]) -> StepReport:
@@ -45,7 +45,8 @@ class ReportRequest:
 class StepReport:
     """One step. Values stay where the step left them; reading an attribute copies what it needs, once.
 
-    ``str(report)`` is one line for a log, ``to_dict()`` plain numbers. Gradients are meant unscaled and not clipped.
+    ``str(report)`` is one line for a log, ``to_dict()`` plain numbers. Gradients are meant unscaled and not clipped;
+    where they accumulate over several runs, the sum so far is meant, and ``step`` counts runs.
     """
 
     step: int
@@ -87,8 +88,13 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step changed nothing but the scale and its counters."""
-        return self.checked and self.found_inf
+        """Whether this was a bad step, which changes nothing but the scale and its counters."""
+        return self.checked and self.found_inf and self.micro_batch == self.request.runs
+
+    @property
+    def micro_batch(self) -> int:
+        """The number of this run among the ``request.runs`` over which gradients accumulate; the last one updates."""
+        return int(self._optional("micro_batch") or 0) + 1
 
     @property
     def loss_scaling(self) -> float | None:
@@ -184,11 +190,13 @@ class StepReport:
             moved = self.next_loss_scaling not in (None, self.loss_scaling)
             parts.append(f"scale {self.loss_scaling:g}" + (f" -> {self.next_loss_scaling:g}" if moved else ""))
         if self.found_inf:
-            parts.append(f"{'skipped' if self.skipped else 'NOT skipped'} (overflow in {self._where()})")
+            verdict = "skipped" if self.skipped else "bad" if self.checked else "NOT skipped"
+            parts.append(f"{verdict} (overflow in {self._where()})")
         parts += [f"lr {self.learning_rate:.3g}", f"|g| {self.grad_norm:.3g}"]
         if self.zero_share >= 0.005:
             parts.append(f"{self.zero_share:.0%} of gradients zero")
-        return f"step {self.step}: {', '.join(parts)}"
+        part = f" ({self.micro_batch} of {self.request.runs})" if self.request.runs > 1 else ""
+        return f"step {self.step}{part}: {', '.join(parts)}"
 
     def _where(self) -> str:
         bad = [group for group, found in self.found_inf_by_group.items() if found]
