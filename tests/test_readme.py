@@ -29,6 +29,17 @@ def test_training_example() -> None:
         assert amp.global_scope().find_var("fc_0.w_0").dtype == np.float16
 
 
+def test_checkpoint_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    with amp.scope_guard(amp.Scope()) as scope, amp.unique_name.guard():
+        exec(block("executor.run(startup)"), names)
+        before = {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+        exec(block("load_checkpoint"), names)
+        assert names["first"] == 5 and names["loaded"].exact  # type: ignore[attr-defined]
+        assert before == {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+
+
 def test_conversion_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
