@@ -201,7 +201,7 @@ def test_tensorboard(tmp_path: object, run_of_three: list[object]) -> None:
 
 # -- errors ---------------------------------------------------------------------------------------------------
 def test_bad_arguments(tmp_path: object) -> None:
-    net, exe, scope = started("mlp", "fp32")
+    net, _, _ = started("mlp", "fp32")
     with pytest.raises(OrderError, match="updates no parameter; minimize a loss first"):
         amp.StepReports(net.startup)
     with pytest.raises(ArgumentTypeError, match="expected a Program"):
