@@ -27,6 +27,7 @@ from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import StepError
 from amp_transpiler.passes.check_lowered import check_lowered
 from amp_transpiler.passes.lowering import lower
+from tests.programs import build
 
 
 @pytest.mark.parametrize("pure", [False, True])
@@ -53,6 +54,14 @@ def test_loops_of_the_users_own_and_windows_are_accepted(pure: bool) -> None:
     for program in (looped(pure), window):
         for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
             amp.check_step(program, place, FEEDS)
+
+
+@pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
+@pytest.mark.parametrize("name", ["use_case", "mlp", "resnet", "transformer"])
+def test_whole_networks_are_accepted(name: str, mode: str) -> None:
+    net = build(name, mode)
+    for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
+        amp.check_step(net.main, place, {feed: value.shape for feed, value in net.feeds.items()})
 
 
 def named(case: Case) -> str:
