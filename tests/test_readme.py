@@ -24,16 +24,23 @@ def block(sign: str) -> str:
 def test_training_example() -> None:
     names: dict[str, object] = {}
     with amp.scope_guard(amp.Scope()), amp.unique_name.guard():
-        exec(block("executor.run(startup)"), names)
+        exec(block("init_loss_scaling=128.0"), names)
         assert np.isfinite(np.ravel(names["value"])).all() and names["scale"][0] == 128.0
         assert amp.global_scope().find_var("fc_0.w_0").dtype == np.float16
+
+
+def test_loop_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with amp.scope_guard(amp.Scope()), amp.unique_name.guard(), pytest.warns(RuntimeWarning, match="MatMulGrad -> fc_0"):
+        exec(block("get_unscaled_gradients"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and "scale 1024, lr 0.002," in lines[4] and "scale 1024 -> 512, skipped" in lines[5]
 
 
 def test_checkpoint_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     with amp.scope_guard(amp.Scope()) as scope, amp.unique_name.guard():
-        exec(block("executor.run(startup)"), names)
+        exec(block("init_loss_scaling=128.0"), names)
         before = {name: scope.find_var(name).tobytes() for name in scope.var_names()}
         exec(block("load_checkpoint"), names)
         assert names["first"] == 5 and names["loaded"].exact  # type: ignore[attr-defined]
