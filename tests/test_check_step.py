@@ -9,10 +9,9 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 import pytest
+from check_lowered_corpus import LOWERED, ON_CPU
 from check_step_corpus import (
     FEEDS,
-    LOWERED,
-    ON_CPU,
     PROGRAMS,
     Case,
     built,
