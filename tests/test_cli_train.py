@@ -76,6 +76,18 @@ def test_frozen_parameters_stay(task: Path) -> None:
     assert (before["head.w_0"] != after["head.w_0"]).any()
 
 
+def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", str(task / "model.onnx"), "OUT", "--data", str(task / "train.npz"), "--mode", "pure-fp16",
+                 "--lr", "0.01", "--warmup-steps", "4", "--clip-norm", "1", "--accumulate", "2", "--optimizer", "adamw"]  # fmt: skip
+    arguments[2] = str(task / "whole.onnx")
+    assert main([*arguments, "--epochs", "3", "--checkpoint", str(task / "a")]) == 0
+    arguments[2] = str(task / "part.onnx")
+    assert main([*arguments, "--epochs", "1", "--checkpoint", str(task / "b")]) == 0
+    assert main([*arguments, "--epochs", "3", "--checkpoint", str(task / "b")]) == 0
+    assert "going on after epoch 1" in capsys.readouterr().out
+    assert (task / "part.onnx").read_bytes() == (task / "whole.onnx").read_bytes()
+
+
 @pytest.mark.parametrize("arguments, status, told", [
     (["--data", "missing.npz"], 2, "missing.npz"),
     (["--data", "test.npz", "--batch-size", "999"], 1, "200 samples, fewer than a batch of 999"),
@@ -84,6 +96,7 @@ def test_frozen_parameters_stay(task: Path) -> None:
     (["--data", "train.npz", "--output", "logits"], 2, "--output logits"),
     (["--data", "train.npz", "--dropout", "head"], 2, "--dropout takes NAME=NUMBER"),
     (["--data", "train.npz", "--loss", "mse"], 1, "'label'.*int64"),
+    (["--data", "train.npz", "--accumulate", "2", "--mode", "fp32"], 2, "--accumulate goes with"),
 ])  # fmt: skip
 def test_what_it_refuses(task: Path, arguments: list[str], status: int, told: str,
                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip

@@ -26,6 +26,7 @@ from ..nn.initializer import set_seed
 from ..optimizer import decorate
 from ..prepare import prepare_training
 from ..runtime import CPUPlace, CUDAPlace, Executor, Scope
+from ..runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 #: Loss by name: its function, and the activation at a model's end that it applies itself.
 LOSSES: dict[str, tuple[Callable[..., Variable], str]] = {
@@ -39,10 +40,13 @@ MODES = ("fp32", "mixed", "pure-fp16")
 def run(options: argparse.Namespace) -> int:
     """Prepare, train, write; 1 where the loss is not finite at the end."""
     _check_target(options.output)
+    if options.accumulate > 1 and options.mode == "fp32":
+        raise ArgumentError("--accumulate goes with --mode mixed or pure-fp16, whose gradients are added up in fp32")
     set_seed(options.seed)
     training = _Training(options)
     train = _load(options.data, training)
     test = _load(options.test, training) if options.test else None
+    training.compile(train.count // training.batch)
     finite = training.fit(train, test)
     if not finite:
         print("amp-transpile: the loss is not finite; nothing was written. Lower --lr, or train in --mode fp32",
@@ -114,7 +118,11 @@ class _Training:
         self.batch = self._batch()
         self.loss = self._attach()
         self.evaluation = self.program.clone(for_test=True)
-        self.optimizer = self._optimizer()
+
+    def compile(self, steps: int) -> None:
+        """Append the training step and initialise; ``steps`` is the number of batches in an epoch."""
+        options = self.options
+        self.optimizer = self._optimizer(max(options.epochs * steps // options.accumulate, 1))
         with program_guard(self.program, self.program.startup), unique_name.guard():
             self.optimizer.minimize(self.loss, self.program.startup)
         self.scope, self.executor = Scope(), Executor(self.place)
@@ -156,28 +164,54 @@ class _Training:
                 label = data(options.label, shape, "float32")
             return call(out, label)
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self, updates: int) -> Any:
         options = self.options
         kind = getattr(optimizers, OPTIMIZERS[options.optimizer])
-        more = {"weight_decay": options.weight_decay} if options.weight_decay else {}
-        base = kind(learning_rate=options.lr, multi_precision=options.mode != "fp32", **more)
+        more: dict[str, Any] = {"multi_precision": options.mode != "fp32"}
+        if options.weight_decay:
+            more["lamb_weight_decay" if kind is optimizers.Lamb else "weight_decay"] = options.weight_decay
+        if options.clip_norm:
+            more["grad_clip"] = optimizers.ClipGradByGlobalNorm(options.clip_norm)
+        base = kind(learning_rate=self._rate(updates), **more)
         if options.mode == "fp32":
             return base
         lists = AutoMixedPrecisionLists(custom_black_list=options.black_list, dtype=options.dtype)
         scaling = {"init_loss_scaling": options.loss_scale} if options.loss_scale else {}
         return decorate(base, lists, use_pure_fp16=options.mode == "pure-fp16", use_fp16_guard=False,
-                        dtype=options.dtype, **scaling)  # fmt: skip
+                        dtype=options.dtype, accumulate_steps=options.accumulate, **scaling)  # fmt: skip
+
+    def _rate(self, updates: int) -> Any:
+        """The learning rate: a number, or a schedule over so many updates."""
+        options, rate = self.options, self.options.lr
+        rest = max(updates - options.warmup_steps, 1)
+        if options.schedule == "cosine":
+            rate = optimizers.lr.CosineAnnealingDecay(rate, rest)
+        elif options.schedule == "linear":
+            rate = optimizers.lr.PolynomialDecay(rate, rest, end_lr=0.0)
+        if options.warmup_steps:
+            rate = optimizers.lr.LinearWarmup(rate, options.warmup_steps, 0.0, options.lr)
+        return rate
+
+    def _resumed(self) -> int:
+        """The number of epochs that a checkpoint has behind it, which is loaded; 0 where there is none."""
+        found = latest_checkpoint(self.options.checkpoint) if self.options.checkpoint else None
+        if found is None:
+            return 0
+        done = load_checkpoint(found, self.program, self.scope).step or 0
+        self._say(f"{found}: going on after epoch {done}")
+        return done
 
     def fit(self, train: Samples, test: Samples | None) -> bool:
         """Train; whether the last loss is finite."""
-        options, rng = self.options, np.random.default_rng(self.options.seed)
+        options = self.options
         fetches = [self.loss]
         found_inf = self.optimizer.get_found_inf() if options.mode != "fp32" else None
         if found_inf is not None:
             fetches += [found_inf, self.optimizer.get_loss_scaling()]
-        mean = float("nan")
+        mean = 0.0
         steps = train.count // self.batch
-        for epoch in range(1, options.epochs + 1):
+        for epoch in range(self._resumed() + 1, options.epochs + 1):
+            rng = np.random.default_rng([options.seed, epoch])
             losses, skipped, scale = [], 0, 1.0
             shown = not options.quiet and sys.stderr.isatty()
             for feed in tqdm(train.batches(self.batch, rng), total=steps, disable=not shown, leave=False, unit="step"):
@@ -193,6 +227,8 @@ class _Training:
             if test is not None:
                 line += f", test loss {self._evaluate(test):.4f}"
             self._say(line)
+            if options.checkpoint and np.isfinite(mean):
+                save_checkpoint(options.checkpoint, self.program, self.scope, step=epoch, keep_last=2)
         return bool(np.isfinite(mean))
 
     def _evaluate(self, test: Samples) -> float:
@@ -263,6 +299,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate (default: %(default)s)")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="default: %(default)s")
+    parser.add_argument("--schedule", choices=["constant", "cosine", "linear"], default="constant",
+                        help="of the learning rate, down to 0 at the end (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--warmup-steps", type=int, default=0, metavar="N", help="updates while the rate rises from 0")
+    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="limit of the global norm of the gradients")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches to an update")
+    parser.add_argument("--checkpoint", metavar="FOLDER",
+                        help="save all state there after each epoch, and go on from what lies there")  # fmt: skip
     parser.add_argument("--epochs", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, help="default: what the model has, else 32")
     many("--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them (default: all)")
