@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import amp_transpiler as amp
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.monitor.culprit import called
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowered import needed
 
@@ -158,7 +159,7 @@ def plant_many(count: int, each: int, seed: int = 0) -> Iterator[tuple[str, str,
             if program is None:
                 continue
             culprit = amp.find_culprit(program, step.feeds, step.scope, executor=step.executor, cures=False)
-            yield step.name, amp.passes.precision.label(program.var(str(name)).producer), culprit
+            yield step.name, called(program.var(str(name)).producer), culprit
             done, here = done + 1, here + 1
             if done == count:
                 return

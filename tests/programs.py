@@ -94,7 +94,7 @@ LAYERS: dict[str, Callable[..., tuple[object, object, object]]] = {
 def feeds_of(name: str, batch: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
     """Random feeds for one of the programs."""
     rng = np.random.default_rng(seed)
-    if name == "transformer":
+    if "transformer" in name:
         return {"ids": rng.integers(0, 50, (2, 16)), "label": rng.integers(0, 50, (32, 1))}
     shape = {"use_case": (batch, 1, 28, 28), "mlp": (batch, 784), "resnet": (batch, 3, 16, 16)}[name]
     return {"image": rng.standard_normal(shape).astype(np.float32), "label": rng.integers(0, 10, (batch, 1))}

@@ -9,12 +9,17 @@ import numpy as np
 import overflows
 import programs
 import pytest
+from cuda_kernels import without_cuda_kernel
 from overflows import Ready, ready
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileError, NonFiniteError
+from amp_transpiler.monitor.culprit import called
+from amp_transpiler.monitor.rerun import Rerun
+from amp_transpiler.monitor.steps import training_step
+from amp_transpiler.monitor.taps import TAPS, floats, operators_of, tapped
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.precision import label
+from amp_transpiler.passes.lowering import lower
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,7 @@ def first_bad(step: Ready, feed: dict, scope: amp.Scope) -> str | None:
     for op in order:
         made = [v.name for v in op.outputs if v is not None]
         if not bad.isdisjoint(made) and bad.isdisjoint(v.name for v in op.inputs if v is not None):
-            return label(op)
+            return called(op)
     return None
 
 
@@ -186,10 +191,6 @@ def test_programs_without_a_check(mlp: Ready) -> None:
 @pytest.mark.parametrize("name", ["transformer", "use_case"])
 @pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
 def test_taps_change_no_bit(name: str, mode: str) -> None:
-    from amp_transpiler.monitor.rerun import Rerun
-    from amp_transpiler.monitor.steps import training_step
-    from amp_transpiler.monitor.taps import TAPS, floats, operators_of, tapped
-
     step = ready(programs.build(name, mode), name)
     step.executor = amp.Executor(amp.CPUPlace(), threads=1, optimization_level="basic")
     parts = training_step(step.main)
@@ -200,6 +201,27 @@ def test_taps_change_no_bit(name: str, mode: str) -> None:
     with_taps = rerun.run(tapped(step.main, made), [TAPS, *gradients])[1:]
     for one, other in zip(without, with_taps, strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("name", ["transformer", "use_case"])
+@pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
+def test_taps_run_on_cuda(name: str, mode: str) -> None:
+    net = programs.build(name, mode)
+    order = operators_of(net.main, training_step(net.main).verdicts)
+    copy = tapped(net.main, floats([v for op in order for v in op.outputs]))
+    lowered = lower(copy, "cuda", {k: v.shape for k, v in net.feeds.items()}, [copy.var(TAPS)], updates=False)
+    assert not without_cuda_kernel(lowered.model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
+def test_the_culprit_on_cuda_is_that_on_cpu(mode: str) -> None:
+    step = ready(programs.build("transformer", mode), "transformer")
+    on_cpu = culprit(step, before={"loss_scaling_0": 2.0**30})
+    step.executor = amp.Executor(amp.CUDAPlace(0))
+    found = culprit(step, before={"loss_scaling_0": 2.0**30})
+    assert (found.operator, found.loss_finite) == (on_cpu.operator, True)
+    assert [cure.works for cure in found.cures] == [cure.works for cure in on_cpu.cures]
 
 
 def test_the_scope_stays_as_it_is(use_case: Ready) -> None:
@@ -298,7 +320,7 @@ def test_watch_changes_nothing_and_names_bad_steps() -> None:
     exe.run(
         watched.main.clone(for_test=True),
         watched.feeds,
-        [(plain.main.outputs and plain.main.outputs[0]) or "fc_2.tmp_1"],
+        ["fc_2.tmp_1"],
         watched.scope,
     )
     for _ in range(5):
@@ -308,6 +330,22 @@ def test_watch_changes_nothing_and_names_bad_steps() -> None:
     assert [c.loss_scaling for c in named] == [2.0**40, 2.0**28] and exe.bad_steps == 2 and exe.culprits == named
     for name in plain.scope.var_names():
         assert plain.scope.find_var(name).tobytes() == watched.scope.find_var(name).tobytes()
+
+
+def test_a_window_of_micro_batches_is_watched() -> None:
+    """The second of four micro-batches overflows: it is named, once, with the sums before it forgotten."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [4, 3], "float32")
+        loss = F.mean(amp.nn.fc(x, 2))
+        opt = amp.decorate(amp.optimizer.SGD(0.1), init_loss_scaling=4.0, accumulate_steps=4)
+        opt.minimize(loss, startup)
+    named: list[object] = []
+    exe, scope = amp.watch(amp.Executor(), named.append), amp.Scope()
+    exe.run(startup, scope=scope)
+    for value in (1, 1e6, 1, 1, 1, 1, 1, 1, 1e6, 1, 1, 1):
+        exe.run(main, {"x": np.full((4, 3), value, np.float32)}, [], scope)
+    assert [culprit.operator for culprit in named] == ["Cast -> x.cast_fp16"] * 2 and exe.bad_steps == 2
 
 
 def test_watch_warns_or_raises() -> None:

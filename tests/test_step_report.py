@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import programs
 import pytest
+from cuda_kernels import without_cuda_kernel
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingPackageError, OrderError
@@ -95,6 +96,26 @@ def test_a_run_without_a_report_costs_nothing_and_one_with_changes_no_bit() -> N
     for name in other_scope.var_names():
         assert scope.find_var(name).tobytes() == other_scope.find_var(name).tobytes()
     amp.check_step(with_report.main)
+
+
+@pytest.mark.parametrize("name", ["use_case", "transformer"])
+def test_reports_stay_on_cuda(name: str) -> None:
+    net = programs.build(name, "pure-fp16")
+    reports = amp.StepReports(net.main)
+    shapes = {feed: value.shape for feed, value in net.feeds.items()}
+    model = net.main.lower(amp.CUDAPlace(0), shapes, [net.loss.name, *(v.name for v in reports.variables)]).model
+    assert not without_cuda_kernel(model)
+
+
+@pytest.mark.gpu
+def test_a_report_from_cuda() -> None:
+    net = programs.build("transformer", "pure-fp16", init_loss_scaling=2.0**30)
+    exe, scope = amp.Executor(amp.CUDAPlace(0)), amp.Scope()
+    exe.run(net.startup, scope=scope)
+    net.optimizer.amp_init(amp.CUDAPlace(0), scope)
+    loss, report = exe.run(net.main, net.feeds, [net.loss, amp.StepReports(net.main)], scope)
+    assert isinstance(loss, np.ndarray) and all(value.device_name() == "cuda" for value in report.values)
+    assert report.skipped and report.loss == float(loss) and report.loss_scaling == 2.0**30
 
 
 def test_values_are_copied_when_they_are_read() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.marks import inserted
 from ..ir.program import OWN, Operator, Program, Variable
 from ..ops.scaling import CHECK
 from ..passes.precision import label
@@ -184,7 +185,7 @@ class _Search:
         if not alone:
             alone = [op for op in self.chain if self._makes_nan(op)]
         if alone:
-            return self._operator(alone[0], [label(op) for op in alone[1:]])
+            return self._operator(alone[0], [called(op) for op in alone[1:]])
         return self._source(self.sources[0]) if self.sources else None
 
     def _is_mask(self, variable: Variable) -> bool:
@@ -230,8 +231,13 @@ class _Search:
         if op.domain == OWN and op.type == CHECK:
             reason = "the unscaled gradients, or their sum, leave fp32"
         name = wrong.name if wrong is not None else next(v.name for v in op.outputs if v is not None)
-        return Culprit("operator", name, label(op), op.full_type, op.role, op.scope, op.precision, reason,
+        return Culprit("operator", name, called(op), op.full_type, op.role, op.scope, op.precision, reason,
                        tuple(ranges), output, tuple(others), **self._common())  # fmt: skip
+
+
+def called(op: Operator) -> str:
+    """An operator's label in a report."""
+    return op.label if inserted(op) else label(op)
 
 
 def _is_wrong(value: Any) -> bool:

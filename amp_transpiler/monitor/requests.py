@@ -92,7 +92,7 @@ def _append(parts: TrainingStep, losses: list[Variable]) -> list[Variable]:
     count = len(parts.gradients)
     summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
     inspected = [program.add_variable(program.unique(f"step_report.{name}"), dtype, (count,))
-                 for name, dtype in (("found_inf", "bool"), ("squares", "float32"), ("zeros", "int32"))]  # fmt: skip
+                 for name, dtype in (("found_inf", "bool"), ("squares", "float32"), ("zeros", "float32"))]  # fmt: skip
     with context.operator_role(UPDATE):
         program.add_operator(SUMMARY, scalars, [summary], domain=OWN)
         program.add_operator(INSPECT, [gradient for _, gradient in parts.gradients], inspected, domain=OWN)

@@ -12,12 +12,12 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from ..ir import context
 from ..ir.program import Program, Variable
+from ..passes.check_step import UNGATED
 from ..runtime import tensors
 from ..runtime.executor import Executor
 from ..runtime.scope import Scope, check_scope
 from .culprit import Culprit, find_culprit
 from .rerun import is_bad
-from .state import changed_names
 from .steps import training_step
 
 OnBad = Literal["warn", "raise"] | Callable[[Culprit | None], None]
@@ -29,9 +29,9 @@ def watch(executor: Executor, on_bad: OnBad = "warn", *, cures: bool = False, li
         exe = amp.watch(amp.Executor(amp.CPUPlace()), on_bad="raise")
         exe.run(main, feed=feed, fetch_list=[loss])
 
-    A good step costs the fetch of the verdict and the losses, and copies of the loss scale and the counters. A loss
-    that is not finite counts as a bad step, though its gradients may be good. Programs that update nothing are just
-    run.
+    A good step costs the fetch of the verdict and the losses, and copies of the loss scale and the randomness counter.
+    A loss that is not finite counts as a bad step, though its gradients may be good. Programs that update nothing are
+    just run.
 
     Args:
         executor: an ``amp.Executor``.
@@ -117,7 +117,9 @@ class _Watched:
         verdict: Variable | None = parts.found_inf
         flags = [*([verdict] if verdict is not None else []), *parts.losses]
         self.flags = [v.name for v in flags] if program.updates else []
-        self.changed = changed_names(program) if self.flags else []
+        scale = parts.scale  # the counters beside it do not change what the step computes
+        self.changed = [v.name for v in (scale,) if v is not None and v.persistable]
+        self.changed += [name for name in UNGATED if program.has_var(name)]
         window = program.window
         self.counter = "" if window is None else window.counter.name
         self._sums = [] if window is None else [v.name for v, new in window.updates.items() if new.grad_of is not None]

@@ -164,7 +164,7 @@ class StepReport:
     def zero_shares(self) -> dict[str, float]:
         """``zero_share`` of each parameter's gradient."""
         rows = zip(self.request.names, self._host(3), self.request.sizes, strict=True)
-        return {name: int(zeros) / max(size, 1) for name, zeros, size in rows}
+        return {name: float(zeros) / max(size, 1) for name, zeros, size in rows}
 
     # -- for logs and files ------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
