@@ -1,10 +1,11 @@
 """Real models in torch eager, exported to ONNX and trained; runs in an environment of its own.
 
-    python torch_models.py FOLDER NAME     # NAME: resnet50, bert or lstm; needs torch, timm, transformers
+    python torch_models.py FOLDER NAME PLACE     # NAME: resnet50, bert or lstm; PLACE: cpu or cuda; needs torch, timm,
+                                                 # transformers
 
 Writes FOLDER/NAME.onnx and FOLDER/NAME.npz (its inputs and a target), prints "ready", and answers each line with a number
-on standard input with the process time of that many Adam steps, in ms a step, and the line "peak" with the peak memory
-of this process in MiB. The loss is the mean squared distance of the output to the target.
+on standard input with the time of that many Adam steps in ms a step (process time; on cuda wall-clock time), and the
+line "peak" with the peak memory of this process, on cuda of the device, in MiB. The loss is the mean squared distance of the output to the target.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def lstm():
 
 def main():
     """Export, then serve."""
-    folder, name = sys.argv[1:]
+    folder, name, place = sys.argv[1:]
     model, inputs, names = {"resnet50": resnet50, "bert": bert, "lstm": lstm}[name]()
     with torch.no_grad():
         out = model(*inputs)
@@ -82,17 +83,23 @@ def main():
     target = out + torch.randn_like(out) * out.std()
     np.savez(f"{folder}/{name}.npz", target=target.numpy(), **{n: v.numpy() for n, v in zip(names, inputs, strict=True)})
     print("ready", flush=True)
+    cuda = place == "cuda"
+    model, target, inputs = model.to(place), target.to(place), [v.to(place) for v in inputs]
+    clock = time.perf_counter if cuda else time.process_time
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
     for line in sys.stdin:
         if line.strip() == "peak":
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+            peak = torch.cuda.max_memory_reserved() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            print(peak / 2**20, flush=True)
             continue
-        start = time.process_time()
+        start = clock()
         for _ in range(int(line)):
             optimizer.zero_grad(set_to_none=True)
             nn.functional.mse_loss(model(*inputs), target).backward()
             optimizer.step()
-        print((time.process_time() - start) * 1e3 / int(line), flush=True)
+        if cuda:
+            torch.cuda.synchronize()
+        print((clock() - start) * 1e3 / int(line), flush=True)
 
 
 if __name__ == "__main__":

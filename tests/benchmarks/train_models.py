@@ -4,7 +4,8 @@
 
 Both sides train the same weights on the same batch with Adam, fp32, one thread, in processes of their own that take
 turns, block by block; figures are medians over blocks, of process time. Peak memory is that of the whole process, the
-export (torch) and the import (ours) included, and so are interpreters and libraries.
+export (torch) and the import (ours) included, and so are interpreters and libraries. ``--place cuda``: wall-clock time of
+blocks of steps, each of which fetches the loss; torch's memory is then that of the device, ours still the process's.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from amp_transpiler.nn import functional as F
 STEPS = {"resnet50": 1, "bert": 1, "lstm": 4}
 
 
-def serve(folder: str, name: str, mode: str) -> None:
+def serve(folder: str, name: str, mode: str, place_name: str) -> None:
     """Our side; the protocol is that of torch_models.py, and "costs" gives the three largest ones."""
     start = time.perf_counter()
+    place = amp.CUDAPlace(0) if place_name == "cuda" else amp.CPUPlace()
+    clock = time.perf_counter if place_name == "cuda" else time.process_time
     program = amp.Program.from_onnx(f"{folder}/{name}.onnx")
     amp.prepare_training(program, restore=False)
     feed = dict(np.load(f"{folder}/{name}.npz"))
@@ -46,10 +49,10 @@ def serve(folder: str, name: str, mode: str) -> None:
         if mode != "fp32":
             optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False)
         optimizer.minimize(loss)
-    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    scope, executor = amp.Scope(), amp.Executor(place, threads=1)
     executor.run(program.startup, scope=scope)
     if mode != "fp32":
-        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+        optimizer.amp_init(place, scope=scope)
     built = time.perf_counter() - start
     print("ready", flush=True)
     for line in sys.stdin:
@@ -58,10 +61,10 @@ def serve(folder: str, name: str, mode: str) -> None:
         elif line.strip() == "costs":
             print(json.dumps({"built": built, "costs": costs(program, loss, feed, scope)}), flush=True)
         else:
-            begin = time.process_time()
+            begin = clock()
             for _ in range(int(line)):
                 executor.run(program, feed=feed, fetch_list=[loss], scope=scope)
-            print((time.process_time() - begin) * 1e3 / int(line), flush=True)
+            print((clock() - begin) * 1e3 / int(line), flush=True)
 
 
 def costs(program: amp.Program, loss: amp.Variable, feed: dict[str, np.ndarray], scope: amp.Scope) -> list[str]:
@@ -118,16 +121,18 @@ def main() -> None:
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     if "--serve" in sys.argv:
         serve(*sys.argv[sys.argv.index("--serve") + 1 :])
         return
     options = parser.parse_args()
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            torch = Worker([options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name])
+            torch = Worker([options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name,
+                            options.place])  # fmt: skip
             sides = {"torch": torch}
-            sides |= {mode: Worker([sys.executable, __file__, "--serve", folder, name, mode])
+            sides |= {mode: Worker([sys.executable, __file__, "--serve", folder, name, mode, options.place])
                       for mode in ("fp32", "pure-fp16")}  # fmt: skip
             compare(name, sides, options.blocks)
             for side in sides.values():
