@@ -46,6 +46,13 @@ def test_the_margin_and_the_target() -> None:
     assert (found.largest, found.suggested, found.smallest, found.lost) == (2.0**15, 2.0**12, 1.0, 0.0)
 
 
+def test_no_scale_beyond_what_is_enough_is_suggested() -> None:
+    net = programs.build("mlp", "amp", dtype="bfloat16")
+    step = ready(net, "mlp")
+    found = amp.gradient_underflow(step.main, step.feeds, step.scope)
+    assert (found.smallest, found.suggested) == (1.0, 2.0**24) and found.largest > 2.0**24
+
+
 @pytest.mark.parametrize("name, mode", [("transformer", "amp"), ("use_case", "pure-fp16"), ("mlp", "amp")])
 def test_scales_hold_when_the_program_runs_with_them(name: str, mode: str) -> None:
     step = ready(programs.build(name, mode), name)

@@ -20,6 +20,8 @@ from .steps import TrainingStep, training_step
 
 #: The largest scale that is tried, as a power of two.
 MOST = 40
+#: With this scale fp16 holds gradients down to 2^-48: enough, unless a smallest scale is found that is larger.
+ENOUGH = 2.0**24
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class GradientUnderflow:
     ``loss_scaling`` (None without one). ``largest``: the largest scale with which every gradient is finite (None where
     it is not at any, or there is no scale); ``headroom``: how many times the step's scale that is. ``smallest``: the
     smallest, from 1 on, with which less than ``target`` is lost (None: not at any up to ``largest``). ``suggested``:
-    ``largest`` divided by the margin.
+    ``largest`` divided by the margin, but not beyond 2^24 where that is enough.
     """
 
     parameters: tuple[ParameterUnderflow, ...]
@@ -87,7 +89,7 @@ def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, 
     Args:
         program: a training program with 16-bit parts. feed, scope, executor, before: as in :func:`find_culprit`.
         target: share of elements that may be lost at the scale ``smallest``, in (0, 1).
-        margin: ``suggested`` is ``largest`` divided by this, at least 1.
+        margin: how far ``suggested`` stays below ``largest``, a factor of at least 1.
 
     Raises:
         OrderError: no gradients. PrecisionError: nothing in the program is 16 bit. ArgumentError: ``target`` or
@@ -104,21 +106,18 @@ def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, 
     rerun = Rerun(feed, scope, executor, before)
     found = _Comparison(parts, rerun)
     rows = tuple(found.rows())
+    lost = sum(row.lost * row.elements for row in rows) / max(sum(row.elements for row in rows), 1)
     scale = parts.scale
     if scale is None or not scale.persistable:
-        return GradientUnderflow(rows, found.lost(), None, None, None, None, target)
+        return GradientUnderflow(rows, lost, None, None, None, None, target)
     now = float(rerun.run(program, [scale.name])[0].reshape(()))
     largest = largest_scale(parts, rerun, MOST)
-    smallest = None if largest is None else found.smallest(scale.name, now, largest, target)
-    return GradientUnderflow(
-        rows,
-        found.lost(),
-        now,
-        None if largest is None else 2.0**largest,
-        smallest,
-        None if largest is None else 2.0 ** math.floor(largest - math.log2(margin)),
-        target,
-    )
+    if largest is None:
+        return GradientUnderflow(rows, lost, now, None, None, None, target)
+    smallest = found.smallest(scale.name, now, largest, target)
+    suggested = 2.0 ** math.floor(largest - math.log2(margin))
+    suggested = min(suggested, max(ENOUGH, smallest or 0.0))
+    return GradientUnderflow(rows, lost, now, 2.0**largest, smallest, suggested, target)
 
 
 class _Comparison:
