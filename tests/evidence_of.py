@@ -9,6 +9,7 @@ import onnxruntime
 
 import amp_transpiler as amp
 from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.evidence import Evidence
 from amp_transpiler.passes.guards import guard_numerics
@@ -32,8 +33,7 @@ class Bounds:
 
 def without_parameters(p: Program) -> Program:
     """Nobody trains it: its parameters are constants."""
-    for each in p.parameters:
-        each.persistable = each.trainable = False
+    become_constants(p)
     return p
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
+from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.runtime.calibration import load_calibration
 from amp_transpiler.runtime.measure import measure, outputs_of
 
@@ -27,8 +28,7 @@ X = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
 
 def program_of(text: str) -> amp.Program:
     program = amp.Program.from_onnx(onnx.parser.parse_model(text))
-    for parameter in program.parameters:
-        parameter.persistable = parameter.trainable = False
+    become_constants(program)
     return program
 
 

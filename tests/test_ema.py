@@ -215,7 +215,7 @@ def test_order_and_arguments() -> None:
     with pytest.raises(ArgumentTypeError, match="warmup"):
         ExponentialMovingAverage(0.9, warmup=3)  # type: ignore[arg-type]
     ema = ExponentialMovingAverage()
-    with pytest.raises(OrderError, match="updates no parameter yet; call minimize first"):
+    with pytest.raises(OrderError, match="updates no parameter yet; minimize it first"):
         ema.update(amp.Program(startup=amp.Program("startup")))
     with pytest.raises(OrderError, match=r"call update\(program\) first"), ema.applied(amp.Scope()):
         pass

@@ -270,9 +270,9 @@ def _fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) ->
             f"fetch_list is a list of variables or names; got {fetch_list!r}, write [{fetch_list!r}]"
         )
     names = tuple(item.name if isinstance(item, Variable) else item for item in fetch_list)
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ArgumentTypeError(f"fetch_list holds variables or names, got {wrong!r}")
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise ArgumentTypeError(f"fetch_list holds variables or names, got {wrong[0]!r}")
     return tuple(str(name) for name in names)
 
 
