@@ -316,6 +316,7 @@ def test_watch_changes_nothing_and_names_bad_steps() -> None:
     plain, watched = (ready(programs.build("transformer", "amp", init_loss_scaling=2.0**40, decr_every_n_nan_or_inf=1,
                                            decr_ratio=2.0**-12), "t") for _ in range(2))  # fmt: skip
     named: list[object] = []
+    (loss,) = (v.name for v in training_step(plain.main).losses)
     exe = amp.watch(watched.executor, on_bad=named.append)
     exe.run(
         watched.main.clone(for_test=True),
@@ -324,9 +325,9 @@ def test_watch_changes_nothing_and_names_bad_steps() -> None:
         watched.scope,
     )
     for _ in range(5):
-        losses = plain.executor.run(plain.main, plain.feeds, ["cross_entropy_0.tmp_0"], plain.scope)
-        others = exe.run(watched.main, watched.feeds, ["cross_entropy_0.tmp_0"], watched.scope)
-        assert losses[0].tobytes() == others[0].tobytes() and len(others) == 1
+        losses = plain.executor.run(plain.main, plain.feeds, [loss], plain.scope)
+        others = exe.run(watched.main, watched.feeds, [loss, "fc_2.tmp_1"], watched.scope)
+        assert losses[0].tobytes() == others[0].tobytes() and len(others) == 2
     assert [c.loss_scaling for c in named] == [2.0**40, 2.0**28] and exe.bad_steps == 2 and exe.culprits == named
     for name in plain.scope.var_names():
         assert plain.scope.find_var(name).tobytes() == watched.scope.find_var(name).tobytes()
@@ -355,6 +356,14 @@ def test_watch_warns_or_raises() -> None:
     with pytest.raises(NonFiniteError, match="loss scale 65536: makes the step good") as caught:
         amp.watch(step.executor, "raise", cures=True).run(step.main, step.feeds, [], step.scope)
     assert caught.value.culprit.role == "backward" and isinstance(caught.value, ArithmeticError)
+    with pytest.warns(RuntimeWarning, match="is bad"):  # a report beside, and values that are left on the device
+        reports = amp.StepReports(step.main)
+        loss, report = amp.watch(step.executor).run(
+            step.main, step.feeds, [*reports.losses, reports], step.scope, return_numpy=False
+        )
+    assert loss.numpy() == report.loss and report.skipped
+    with pytest.raises(ArgumentTypeError, match="fetch_list is a list"):
+        amp.watch(step.executor).run(step.main, step.feeds, "cross_entropy_0.tmp_0", step.scope)
     limited = amp.watch(step.executor, limit=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -73,17 +74,19 @@ class Watch:
         """As ``Executor.run``. NonFiniteError, with ``on_bad="raise"``: the step was bad; its results are lost."""
         program = context.default_main_program() if program is None else program
         watched = self._parts(program)
-        if not watched.flags:
+        if not watched.flags or not isinstance(fetch_list, (list, tuple, type(None))):
             return self.executor.run(program, feed, fetch_list, scope, return_numpy)
         scope = check_scope(scope)
         before = {name: scope.find_var(name) for name in watched.changed if scope.has_var(name)}
         watched.begin(scope)
-        results = self.executor.run(program, feed, [*(fetch_list or ()), *watched.flags], scope, return_numpy)
-        count = len(results) - len(watched.flags)
-        if any(_is_bad(flag) for flag in results[count:]) and not watched.reported:
+        names = [item.name if isinstance(item, Variable) else item for item in fetch_list or ()]
+        extra = [flag for flag in watched.flags if flag not in names]
+        results = self.executor.run(program, feed, [*(fetch_list or ()), *extra], scope, return_numpy)
+        found = {name: value for name, value in zip([*names, *extra], results, strict=True) if isinstance(name, str)}
+        if any(_is_bad(found[flag]) for flag in watched.flags) and not watched.reported:
             watched.reported = watched.counter != ""
             self._bad(program, feed, scope, before | watched.sums(scope))
-        return results[:count]
+        return results[: len(names)]
 
     def _parts(self, program: Program) -> _Watched:
         watched = self._watched.get(program)
@@ -137,4 +140,8 @@ class _Watched:
 
 
 def _is_bad(flag: Any) -> bool:
-    return is_bad(tensors.to_array(flag) if hasattr(flag, "device_name") else flag)
+    value = tensors.to_array(flag) if hasattr(flag, "device_name") else flag
+    if value.size == 1:
+        number = value.item()
+        return number if isinstance(number, bool) else not math.isfinite(number)
+    return is_bad(value)
