@@ -17,7 +17,7 @@ test: $(VENV)/.test
 	@echo "mypy -p amp_transpiler, installed"
 	@here="$$PWD"; tmp="$$(mktemp -d)"; cd "$$tmp" && "$$here/$(PY)" -m mypy -p amp_transpiler --config-file "$$here/pyproject.toml"; \
 	status=$$?; cd "$$here"; rm -rf "$$tmp"; exit $$status
-	$(PY) -m pytest -q -m "not gpu"
+	$(PY) -m pytest -q -m "not gpu" -n auto --dist loadfile
 
 # Runs the tests marked gpu; a machine that cannot run them says so and passes.
 test-gpu: $(VENV)/.test
