@@ -21,7 +21,7 @@ from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.optimizer import lr
 from amp_transpiler.passes.lowering import lower
 
-#: Steps at which rates were recorded, from torch 2.13's schedulers in float64 with an initial rate of 0.1.
+#: Steps at which rates were recorded, from torch's schedulers in float64 with an initial rate of 0.1.
 AT = [0, 1, 2, 3, 5, 7, 9, 10, 11, 15, 19, 20, 25, 29]
 TORCH: list[tuple[str, lr.LRScheduler, list[float]]] = [
     ("CosineAnnealingLR(20, eta_min=0.01)", lr.CosineAnnealingDecay(0.1, 20, 0.01),

@@ -56,7 +56,7 @@ class TrainingStep:
 def training_step(program: Program) -> TrainingStep:
     """The parts of ``program``'s step. ArgumentTypeError: no program."""
     if not isinstance(program, Program):
-        raise ArgumentTypeError(f"expected a Program, got {program!r}")
+        raise ArgumentTypeError(f"expected the training program, a Program, got {program!r}")
     step = TrainingStep(program)
     for op in program.operators:
         if op.domain != OWN:

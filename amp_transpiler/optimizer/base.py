@@ -69,6 +69,9 @@ class Optimizer:
                  weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         owner = type(self).__name__
         scheduled = isinstance(learning_rate, LRScheduler)
+        if isinstance(learning_rate, str):
+            raise ArgumentError(f"{owner}: learning_rate is {learning_rate!r}; expected a number, or a schedule, "
+                                "such as amp.optimizer.lr.CosineAnnealingDecay(0.1, T_max=100)")  # fmt: skip
         self.learning_rate = learning_rate if scheduled else number(owner, "learning_rate", learning_rate, 0)
         self.weight_decay = number(owner, "weight_decay", 0.0 if weight_decay is None else weight_decay, 0)
         self.grad_clip = checked_clip(owner, grad_clip)
