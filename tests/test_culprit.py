@@ -377,7 +377,7 @@ def test_bad_arguments(mlp: Ready) -> None:
         culprit(mlp, before={"loss_scaling_9": 1.0})
     with pytest.raises(ArgumentTypeError, match="expected an amp.Executor"):
         amp.find_culprit(mlp.main, mlp.feeds, mlp.scope, executor=amp.CPUPlace())
-    with pytest.raises(ArgumentTypeError, match="expected a Program"):
+    with pytest.raises(ArgumentTypeError, match="expected the training program"):
         amp.find_culprit(None)
     with pytest.raises(ArgumentError, match="on_bad is 'stop'"):
         amp.watch(mlp.executor, "stop")

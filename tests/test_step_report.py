@@ -225,7 +225,7 @@ def test_bad_arguments(tmp_path: object) -> None:
     net, _, _ = started("mlp", "fp32")
     with pytest.raises(OrderError, match="updates no parameter; minimize a loss first"):
         amp.StepReports(net.startup)
-    with pytest.raises(ArgumentTypeError, match="expected a Program"):
+    with pytest.raises(ArgumentTypeError, match="expected the training program"):
         amp.StepReports(net.optimizer)
     with pytest.raises(ArgumentError, match="'bfc' matches no parameter"):
         amp.StepReports(net.main, groups={"a": "bfc"})
