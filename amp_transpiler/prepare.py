@@ -17,7 +17,13 @@ from .ir.rollback import unchanged_on_error
 from .ir.types import numpy_dtype
 from .ir.weights import not_a_weight
 from .passes.control_flow import expand_control_flow
-from .passes.import_weights import restore_names, retie, untie, weights_from_constants
+from .passes.import_weights import (
+    leave_input_scaling,
+    restore_names,
+    retie,
+    untie,
+    weights_from_constants,
+)
 from .passes.opset import convert_opset
 from .passes.train_mode import insert_dropout, train_batch_norm, train_dropout
 
@@ -80,6 +86,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         convert_opset(program)
         notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
         notes += weights_from_constants(program)
+        notes += leave_input_scaling(program)
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         notes += restore_names(program) if restore else []

@@ -145,6 +145,17 @@ def test_weights_in_constants_and_nested_graphs_become_parameters() -> None:
     np.testing.assert_array_equal(run(program, feed, "y")[0], before)
 
 
+def test_the_scaling_of_an_image_is_not_trained() -> None:
+    program = load(f"""
+      net (float[1,3,4,4] x) => (float[1,3,4,4] y)
+        <float[1,3,1,1] mean = {{0.4, 0.5, 0.6}}, float[3,1,1] std = {{0.2, 0.2, 0.3}}, float[3,3,1,1] w = {floats(3, 3, 1, 1)},
+         float[3,1,1] bias = {{0.1, 0.2, 0.3}}>
+      {{ a = Sub(x, mean)  b = Div(a, std)  c = Conv(b, w)  y = Add(c, bias) }}""")
+    told = amp.prepare_training(program)
+    assert told.trainable == ("w", "bias") and "'mean', 'std': scaling of the input, not trained" in told.notes
+    program.verify()
+
+
 def test_batch_norm_and_dropout_train() -> None:
     text = f"""
       net (float[8,2,3,3] x) => (float[8,2,3,3] y)

@@ -7,6 +7,7 @@ and returns what it did, in words.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 
@@ -33,6 +34,7 @@ _SLOTS = {
 }  # fmt: skip
 _MODULE = (None, "weight", "bias")  # Conv, Gemm and the normalisations
 _ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compared
+_CHANNELS = 4  # of an image
 
 
 def weights_from_constants(program: Program) -> list[str]:
@@ -83,6 +85,37 @@ def _hoist(nested: Program, op: Operator) -> int:
     return count
 
 
+def leave_input_scaling(program: Program) -> list[str]:
+    """Let the numbers that bring an image's channels to zero mean and unit variance be constants again.
+
+    They are few, and act elementwise on what comes from the inputs before any weight does.
+    """
+    weighted = {v for v in program.variables if v.persistable}
+    left: list[Variable] = []
+    for op in program.operators:
+        read = [v for v in (*op.inputs, *op.captures) if v is not None]
+        weights = [v for v in read if v in weighted]
+        if len(weights) == 1 < len(read) and _scales_image(op, weights[0]):
+            left += weights
+        elif weights:
+            weighted.update(v for v in op.outputs if v is not None)
+    for variable in dict.fromkeys(left):
+        if all(op.type in ("Add", "Sub", "Mul", "Div") for op, _ in variable.readers):
+            variable.persistable = variable.trainable = False
+    names = [v.name for v in dict.fromkeys(left) if not v.persistable]
+    return [f"{', '.join(map(repr, names))}: scaling of the input, not trained"] if names else []
+
+
+def _scales_image(op: Operator, variable: Variable) -> bool:
+    """Whether the operator combines an image with one number a channel."""
+    made = op.output(0)
+    return (
+        op.type in ("Add", "Sub", "Mul", "Div") and not op.domain and variable.is_parameter
+        and math.prod(d for d in variable.shape or () if isinstance(d, int)) <= _CHANNELS
+        and made is not None and made.shape is not None and len(made.shape) >= 3
+    )  # fmt: skip
+
+
 def retie(program: Program) -> list[str]:
     """Let a parameter that is a copy of another, perhaps transposed, be that other one.
 
@@ -127,7 +160,7 @@ def _share(variable: Variable, other: Variable, transposed: bool) -> None:
 def uniform(variable: Variable) -> bool:
     """Whether all elements are alike: what a parameter is before it was trained."""
     array = np.asarray(as_array(variable.data)).reshape(-1)
-    return bool(array.size) and bool((array == array[0]).all())
+    return bool(array.size) and bool((array[:_ELEMENTS] == array[0]).all()) and bool((array == array[0]).all())
 
 
 def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
@@ -146,7 +179,8 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
             continue  # a nested graph reads it: one parameter for all its turns
         sources += 1
         for op, slot in uses[1:]:
-            name = _name(op, int(slot)) or f"{variable.name}.{op.label}"
+            first = next(v.name for v in op.outputs if v is not None)
+            name = _name(op, int(slot)) or f"{variable.name}.{first}"
             new = program.add_variable(program.unique(name), variable.dtype, variable.shape, persistable=True,
                                        trainable=variable.trainable, data=variable.data)  # fmt: skip
             op.set_input(int(slot), new)
