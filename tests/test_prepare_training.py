@@ -145,6 +145,76 @@ def test_weights_in_constants_and_nested_graphs_become_parameters() -> None:
     np.testing.assert_array_equal(run(program, feed, "y")[0], before)
 
 
+#: Two layer norms as exports before opset 17 hold them: with Pow and bias last, and with Mul and operands swapped.
+NORMS = f"""
+net (float[4,6] x) => (float[4,6] y)
+  <float[6] g = {floats(6, seed=4)}, float[6] b = {floats(6, seed=5)}, float[6,6] w = {floats(6, 6, seed=6)},
+   float[6] g2 = {floats(6, seed=7)}, float[6] b2 = {floats(6, seed=8)}, float two = {{2.0}}, float eps = {{1e-12}}>
+{{
+  m = ReduceMean <axes = [-1]> (x)
+  d = Sub(x, m)
+  s = Pow(d, two)
+  v = ReduceMean <axes = [-1]> (s)
+  ve = Add(v, eps)
+  r = Sqrt(ve)
+  n = Div(d, r)
+  ns = Mul(n, g)
+  o = Add(ns, b)
+  h = MatMul(o, w)
+  m2 = ReduceMean <axes = [1]> (h)
+  d2 = Sub(h, m2)
+  d3 = Sub(h, m2)
+  s2 = Mul(d3, d3)
+  v2 = ReduceMean <axes = [1]> (s2)
+  ve2 = Add(eps, v2)
+  r2 = Sqrt(ve2)
+  n2 = Div(d2, r2)
+  ns2 = Mul(g2, n2)
+  y = Add(b2, ns2)
+}}"""
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_layer_norms_that_were_written_out_are_whole_again(mode: str) -> None:
+    x = np.random.default_rng(0).normal(0, 400, (4, 6)).astype(np.float32)  # squares leave fp16
+    expected = run(load(NORMS, 13), {"x": x}, "y")[0]
+    program = load(NORMS, 13)
+    told = amp.prepare_training(program)
+    program.verify()
+    assert "2 layer norms that were written out are one operator each" in told.notes
+    assert [op.type for op in program.operators] == ["LayerNormalization", "MatMul", "LayerNormalization"]
+    np.testing.assert_allclose(run(program, {"x": x}, "y")[0], expected, rtol=1e-5, atol=1e-5)
+    if mode == "fp32":
+        return
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(program.outputs[0] * program.outputs[0])
+        optimizer = amp.decorate(amp.optimizer.SGD(0.01, multi_precision=True), init_loss_scaling=8.0, use_pure_fp16=True,
+                                 use_fp16_guard=False)  # fmt: skip
+        optimizer.minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    found, y = exe.run(program, feed={"x": x}, fetch_list=[optimizer.get_found_inf(), "y"], scope=scope)
+    assert not found[0]
+    np.testing.assert_allclose(y, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("change, count", [
+    (("ReduceMean <axes = [-1]> (s)", "ReduceMean <axes = [0]> (s)"), 1), (("Pow(d, two)", "Pow(d, eps)"), 1),
+    (("n = Div(d, r)", "n = Div(x, r)"), 1), (("(float[4,6] y)", "(float[4,6] y, float[4,6] n)"), 2),
+])  # fmt: skip
+def test_what_is_no_layer_norm_stays_as_it_is(change: tuple[str, str], count: int) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    text = NORMS.replace(*change, 1)
+    assert text != NORMS
+    expected = run(load(text, 13), {"x": x}, "y")[0]
+    program = load(text, 13)
+    told = amp.prepare_training(program)
+    assert f"{count} layer norms that were written out are one operator each" in told.notes
+    program.verify()
+    np.testing.assert_allclose(run(program, {"x": x}, "y")[0], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_scaling_of_an_image_is_not_trained() -> None:
     program = load(f"""
       net (float[1,3,4,4] x) => (float[1,3,4,4] y)
