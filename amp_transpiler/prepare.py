@@ -17,7 +17,7 @@ from .ir.rollback import unchanged_on_error
 from .ir.types import numpy_dtype
 from .ir.weights import not_a_weight
 from .passes.control_flow import expand_control_flow
-from .passes.fuse_norm import fuse_layer_norms
+from .passes.fuse_norm import fuse_layer_norms, keep_root_mean_squares
 from .passes.import_weights import (
     leave_input_scaling,
     restore_names,
@@ -53,7 +53,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
     Weights become what they were before the export: those in Constant operators and nested graphs become parameters;
     untrained vectors that the exporter merged are copied apart; a matrix and its (transposed) copy are tied again;
     anonymous parameters get the name of their module, and linear layers their layout [out, in] (``restore``); layer
-    norms that were written out (before opset 17) are one operator again.
+    norms that were written out (before opset 17) are one operator again, and RMS norms keep their statistics in fp32.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled.
 
     Args:
@@ -92,6 +92,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         notes += fuse_layer_norms(program)
+        notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += train_batch_norm(program) if batch_norm == "train" else []
         notes += train_dropout(program)

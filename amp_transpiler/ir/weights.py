@@ -84,7 +84,9 @@ def _uses(variable: Variable, hops: int) -> list[tuple[Operator, int]]:
 
 
 def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
-    """Whether all that is made of the tensor is sines and cosines of its product with something."""
+    """Whether all that is made of the tensor is sines and cosines, of itself or of its product with something."""
+    if uses and all(op.type in _ANGLES for op, _ in uses):
+        return True
     if not uses or any(op.type not in ("Mul", "MatMul", "Einsum", "Gemm", "Div") for op, _ in uses):
         return False
     made = [use for op, _ in uses for out in op.outputs[:1] if out is not None for use in _uses(out, _HOPS)]

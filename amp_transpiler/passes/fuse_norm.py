@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ir.infer import constant_array
+from ..ir.marks import FULL
 from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import as_array, tensor_type
 from .constants import content
@@ -37,6 +38,38 @@ def fuse_layer_norms(program: Program) -> list[str]:
             _fuse(found)
             count += 1
     return [f"{count} layer norms that were written out are one operator each"] if count else []
+
+
+def keep_root_mean_squares(program: Program) -> list[str]:
+    """Let what divides by the root of a mean square (an RMS norm, written out) run in fp32 whatever the lists say.
+
+    Such a norm has no operator before opset 23; as one it would be computed in fp32 inside.
+    """
+    count = 0
+    for root in program.operators:
+        summed, epsilon = _constant(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
+        mean = _maker(summed, "ReduceMean")
+        square = None if mean is None else _maker(mean.input(0), "Pow") or _maker(mean.input(0), "Mul")
+        if mean is None or square is None or epsilon is None or not _squares(square) or FULL in root.metadata:
+            continue
+        made = root.outputs[0]
+        assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None
+        behind = [op for op, _ in made.readers if op.type in ("Div", "Reciprocal")]
+        inverses = [op.outputs[0] for op in behind if op.type == "Reciprocal" or op.input(1) is made]
+        products = [op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers
+                    if op.type == "Mul"]  # fmt: skip
+        for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
+            op.metadata[FULL] = "statistics of a normalisation"
+        count += 1
+    program._touch()
+    return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
+
+
+def _squares(op: Operator) -> bool:
+    if op.type == "Mul":
+        return op.input(0) is op.input(1)
+    data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
+    return data is not None and bool((as_array(data).reshape(-1) == 2).all())
 
 
 def _fuse(norm: _Norm) -> None:
@@ -117,13 +150,8 @@ def _constant(variable: Variable | None) -> tuple[Variable | None, float | None]
 
 def _is_square(variable: Variable | None, deviation: Operator) -> bool:
     """Whether the variable is the square of the deviation, or of another one from the same operands."""
-    power, product = _maker(variable, "Pow"), _maker(variable, "Mul")
-    if power is not None:
-        exponent = power.input(1)
-        data = None if exponent is None else content(exponent)
-        two = data is not None and bool((as_array(data).reshape(-1) == 2).all())
-        return two and _alike(power.input(0), deviation)
-    return product is not None and product.input(0) is product.input(1) and _alike(product.input(0), deviation)
+    power = _maker(variable, "Pow") or _maker(variable, "Mul")
+    return power is not None and _squares(power) and _alike(power.input(0), deviation)
 
 
 def _alike(variable: Variable | None, deviation: Operator) -> bool:
