@@ -107,3 +107,23 @@ def test_what_it_refuses(task: Path, arguments: list[str], status: int, told: st
     error = capsys.readouterr().err
     assert re.search(told, error), error
     assert not (task / "out.onnx").exists()
+
+
+def test_an_interrupt_leaves_the_checkpoints(task: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    from amp_transpiler.cli import train
+
+    arguments = ["train", str(task / "model.onnx"), str(task / "out.onnx"), "--data", str(task / "train.npz"), "--epochs",
+                 "3", "--checkpoint", str(task / "ck")]  # fmt: skip
+    steps = iter(range(30))  # an epoch has 20
+
+    def batches(self: train.Samples, size: int, rng: np.random.Generator | None) -> object:
+        for _ in range(self.count // size):
+            if next(steps, None) is None:
+                raise KeyboardInterrupt
+            yield {name: array[:size] for name, array in self.arrays.items()}
+
+    monkeypatch.setattr(train.Samples, "batches", batches)
+    assert main(arguments) == 130
+    assert "was not written; the same command goes on from the checkpoint" in capsys.readouterr().err
+    assert not (task / "out.onnx").exists() and [p.name for p in (task / "ck").iterdir()] == ["step_00000001"]

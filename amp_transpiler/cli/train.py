@@ -47,7 +47,12 @@ def run(options: argparse.Namespace) -> int:
     train = _load(options.data, training)
     test = _load(options.test, training) if options.test else None
     training.compile(train.count // training.batch)
-    finite = training.fit(train, test)
+    try:
+        finite = training.fit(train, test)
+    except KeyboardInterrupt:
+        kept = f"; the same command goes on from the checkpoint in {options.checkpoint}" if options.checkpoint else ""
+        print(f"\namp-transpile: interrupted; {options.output} was not written{kept}", file=sys.stderr)
+        return 130
     if not finite:
         print("amp-transpile: the loss is not finite; nothing was written. Lower --lr, or train in --mode fp32",
               file=sys.stderr)  # fmt: skip
