@@ -300,6 +300,14 @@ def another_scale(program: Program) -> None:
 
 
 # -- 4, 5: the scale, the masters ----------------------------------------------------------------------------
+def scale_update_removed(program: Program) -> None:
+    """OneFlow, whole: the operator is gone as well."""
+    op = the(program, "UpdateLossScaling")
+    for state in op.inputs[1:4]:
+        del program.updates[given(state)]
+    program.remove_operator(op)
+
+
 def two_scale_updates(program: Program) -> None:
     """SOK: apply_gradients twice in a step moves the scale twice."""
     op = the(program, "UpdateLossScaling")
@@ -370,6 +378,7 @@ PROGRAMS = [
     Case(loss_not_scaled, "3: the loss 'mean_0.tmp_0@SCALED' is not multiplied by 'loss_scaling_0'.* comes from 'Mul"),
     Case(another_scale, "3: the loss 'mean_0.tmp_0@SCALED' is not multiplied by 'other_scale'"),
     Case(two_scale_updates, "4: 2 operators update the loss scale: 'UpdateLossScaling"),
+    Case(scale_update_removed, "4: 'num_good_steps_0' counts for the loss scale, but nothing moves it"),
     Case(scale_not_stored, "4: 'loss_scaling_0' does not take the value that 'UpdateLossScaling"),
     Case(scale_by_hand, "4: 'loss_scaling_0' does not take the value that 'UpdateLossScaling"),
     Case(alarm_not_stored, "4: 'bad_in_a_row_0' does not take the value that 'CountBadSteps",
