@@ -56,7 +56,8 @@ def prepare(mode: str, options: argparse.Namespace, pieces: squad.Pieces) -> Run
                                              grad_clip=amp.optimizer.ClipGradByGlobalNorm(1.0))  # fmt: skip
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(preset="bert_pure" if pure else "bert", dtype=options.dtype)
-            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype, **_scaling(options))
+            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype,
+                                     **training.scaling(options))  # fmt: skip
         optimizer.minimize(model.loss, model.startup)
     executor, scope = amp.Executor(training.place_of(options.place), threads=options.threads), amp.Scope()
     executor.run(model.startup, scope=scope)
@@ -66,13 +67,6 @@ def prepare(mode: str, options: argparse.Namespace, pieces: squad.Pieces) -> Run
         found = (optimizer.get_loss_scaling(), optimizer.get_found_inf())
         fetches += [v.name for v in found if v is not None]
     return Run(mode, model, optimizer, executor, scope, fetches)
-
-
-def _scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``decorate``: a number is a static scale; dynamic, bfloat16 needs none."""
-    if options.loss_scale != "dynamic":
-        return {"init_loss_scaling": float(options.loss_scale), "use_dynamic_loss_scaling": False}
-    return {"incr_every_n_steps": 200} if options.dtype == "float16" else {}
 
 
 def step(run: Run, batch: squad.Windows, rate: float) -> None:
@@ -171,11 +165,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--vocab", type=Path, default=Path("data/bert_vocab"), help="folder with BERT's vocab.txt")
     parser.add_argument("--synthetic", action="store_true", help="made-up text instead of SQuAD")
     parser.add_argument("--model", type=Path, help="exported encoder that gives last_hidden_state, to fine-tune")
-    parser.add_argument("--mode", choices=[*MODES, "all"], default="all", help="precision to train in")
-    parser.add_argument("--dtype", choices=["fp16", "bf16"], default="fp16", help="the 16-bit type")
-    parser.add_argument("--loss-scale", default="dynamic", help="dynamic, or a number for a static scale")
-    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
-    parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
+    training.add_precision_options(parser, MODES)
     for name, value in (("layers", 2), ("hidden", 64), ("heads", 2), ("seq-len", 128), ("doc-stride", 64),
                         ("batch", 32), ("epochs", 3), ("seed", 0)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -190,15 +180,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def checked(options: argparse.Namespace) -> argparse.Namespace:
     """The options; SystemExit for those that cannot work."""
-    options.dtype = {"fp16": "float16", "bf16": "bfloat16"}[options.dtype]
-    if options.loss_scale != "dynamic":
-        try:
-            float(options.loss_scale)
-        except ValueError:
-            raise SystemExit(f"error: --loss-scale is 'dynamic' or a number, not {options.loss_scale!r}") from None
-    for name in ("layers", "hidden", "heads", "seq_len", "doc_stride", "batch", "epochs"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"error: --{name.replace('_', '-')} must be at least 1")
+    training.check_precision_options(options, ("layers", "hidden", "heads", "seq_len", "doc_stride", "batch", "epochs"))
     if not 0 < options.warmup < 1:
         raise SystemExit("error: --warmup lies between 0 and 1")
     if options.model:

@@ -82,7 +82,8 @@ def prepare(mode: str, options: argparse.Namespace) -> Run:
                                             grad_clip=amp.optimizer.ClipGradByGlobalNorm(5.0))  # fmt: skip
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(custom_black_varnames=["logits.w_0"], dtype=options.dtype)
-            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype, **_scaling(options))
+            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype,
+                                     **training.scaling(options))  # fmt: skip
         optimizer.minimize(loss, startup)
     executor, scope = amp.Executor(place, threads=options.threads), amp.Scope()
     executor.run(startup, scope=scope)
@@ -91,13 +92,6 @@ def prepare(mode: str, options: argparse.Namespace) -> Run:
         optimizer.amp_init(place, scope=scope, test_program=test, use_fp16_test=True)
         fetches += [v.name for v in (optimizer.get_loss_scaling(), optimizer.get_found_inf()) if v is not None]
     return Run(mode, main, test, logits.name, optimizer, executor, scope, fetches)
-
-
-def _scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``decorate``: a number is a static scale; dynamic, bfloat16 needs none."""
-    if options.loss_scale != "dynamic":
-        return {"init_loss_scaling": float(options.loss_scale), "use_dynamic_loss_scaling": False}
-    return {"incr_every_n_steps": 200} if options.dtype == "float16" else {}
 
 
 def sizes_of(options: argparse.Namespace) -> spoken.Sizes:
@@ -191,11 +185,7 @@ def arguments() -> argparse.ArgumentParser:
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--data", type=Path, default=Path("data/fsdd"), help="folder with the recordings")
     parser.add_argument("--synthetic", action="store_true", help="telephone tones instead of recordings")
-    parser.add_argument("--mode", choices=[*training.MODES, "all"], default="all", help="precision to train in")
-    parser.add_argument("--dtype", choices=["fp16", "bf16"], default="fp16", help="the 16-bit type")
-    parser.add_argument("--loss-scale", default="dynamic", help="dynamic, or a number for a static scale")
-    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
-    parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
+    training.add_precision_options(parser)
     parser.add_argument("--cell", choices=["gru", "lstm"], default="gru", help="the recurrent layers")
     for name, value, what in (
         ("epochs", 25, "times that every training take is heard"),
@@ -219,15 +209,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def checked(options: argparse.Namespace) -> argparse.Namespace:
     """The options; SystemExit for those that cannot work."""
-    options.dtype = {"fp16": "float16", "bf16": "bfloat16"}[options.dtype]
-    if options.loss_scale != "dynamic":
-        try:
-            float(options.loss_scale)
-        except ValueError:
-            raise SystemExit(f"error: --loss-scale is 'dynamic' or a number, not {options.loss_scale!r}") from None
-    for name in ("epochs", "hidden", "layers", "channels", "longest", "batch_size"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"error: --{name.replace('_', '-')} must be at least 1")
+    training.check_precision_options(options, ("epochs", "hidden", "layers", "channels", "longest", "batch_size"))
     if min(options.buckets) < 16:
         raise SystemExit(f"error: a bucket of {min(options.buckets)} frames holds no digit; give at least 16")
     return options

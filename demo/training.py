@@ -41,6 +41,35 @@ def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     return parser
 
 
+def add_precision_options(parser: argparse.ArgumentParser, modes: tuple[str, ...] = MODES) -> None:
+    """The options of the larger demos on how to compute."""
+    parser.add_argument("--mode", choices=[*modes, "all"], default="all", help="precision to train in")
+    parser.add_argument("--dtype", choices=["fp16", "bf16"], default="fp16", help="the 16-bit type")
+    parser.add_argument("--loss-scale", default="dynamic", help="dynamic, or a number for a static scale")
+    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
+    parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
+
+
+def check_precision_options(options: argparse.Namespace, counts: tuple[str, ...]) -> None:
+    """Spell out ``--dtype``; SystemExit for a loss scale that is none, or one of ``counts`` below 1."""
+    options.dtype = {"fp16": "float16", "bf16": "bfloat16"}[options.dtype]
+    if options.loss_scale != "dynamic":
+        try:
+            float(options.loss_scale)
+        except ValueError:
+            raise SystemExit(f"error: --loss-scale is 'dynamic' or a number, not {options.loss_scale!r}") from None
+    for name in counts:
+        if getattr(options, name) < 1:
+            raise SystemExit(f"error: --{name.replace('_', '-')} must be at least 1")
+
+
+def scaling(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``decorate``: a number is a static scale; dynamic, bfloat16 needs none."""
+    if options.loss_scale != "dynamic":
+        return {"init_loss_scaling": float(options.loss_scale), "use_dynamic_loss_scaling": False}
+    return {"incr_every_n_steps": 200} if options.dtype == "float16" else {}
+
+
 def place_of(name: str) -> amp.CPUPlace | amp.CUDAPlace:
     """CPUPlace() or CUDAPlace(0)."""
     return amp.CUDAPlace(0) if name == "cuda" else amp.CPUPlace()

@@ -116,3 +116,55 @@ def test_a_trained_model_is_fine_tuned(mode: str) -> None:
         float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(20)
     ]
     assert losses[-1] < 0.1 * losses[0]
+
+
+#: An export with free batch and sequence: sizes are taken apart and put together as PyTorch writes it. Positions have
+#: a table of their own.
+FREE = """<ir_version: 8, opset_import: ["" : 17]>
+net (int64[batch,seq] ids) => (float[batch,seq,8] y)
+  <float[20,8] table = {TABLE}, float[6,8] positions = {POSITIONS}, float[8,8] w = {W}, int64 zero = {0}, int64 first = {1},
+   int64 one = {1}, int64[1] axis = {0}, int64[1] heads = {2}, int64[1] width = {4}>
+{
+  s = Shape(ids)
+  n = Gather(s, zero)
+  t = Gather(s, first)
+  places = Range(zero, t, one)
+  e = Gather(table, ids)
+  p = Gather(positions, places)
+  x = Add(e, p)
+  h = MatMul(x, w)
+  n1 = Unsqueeze(n, axis)
+  t1 = Unsqueeze(t, axis)
+  apart = Concat <axis = 0> (n1, t1, heads, width)
+  split = Reshape(h, apart)
+  act = Tanh(split)
+  whole = Shape(x)
+  y = Reshape(act, whole)
+}"""
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+def test_free_batch_and_sequence_train_at_any_size(mode: str) -> None:
+    rng, text = np.random.default_rng(0), FREE
+    for name, size in (("TABLE", 160), ("POSITIONS", 48), ("W", 64)):
+        text = text.replace("{" + name + "}", "{" + ", ".join(f"{v:.4f}" for v in rng.standard_normal(size)) + "}")
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    amp.prepare_training(program)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        target = amp.data("target", ["batch", "seq", 8], "float32")
+        loss = F.mse_loss(program.outputs[0], target)
+        optimizer = decorated(mode) if mode != "pure-fp16" else decorated(mode, use_fp16_guard=False)
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    losses = []
+    for step in range(40):
+        shape = ((2, 5), (3, 4))[step % 2]
+        feed = {"ids": np.arange(np.prod(shape)).reshape(shape) % 20, "target": np.full((*shape, 8), 0.5, np.float32)}
+        losses.append(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0].item())
+    assert losses[-2] < 0.5 * losses[0] and losses[-1] < 0.5 * losses[1]
+    feed = {"ids": np.zeros((2, 7), np.int64), "target": np.zeros((2, 7, 8), np.float32)}
+    with pytest.raises(amp.AmpError, match="Gather.*out of data bounds, idx=6"):  # longer than the positions
+        executor.run(program, feed=feed, fetch_list=[loss], scope=scope)

@@ -11,10 +11,10 @@ from ..ir import context
 from ..ir.nodes import Window
 from ..ir.program import BACKWARD, OWN, SCALING, Program, Variable
 from ..ops.accumulate import ACCUMULATE, RESET
-from ..ops.scaling import GATE, master_type
+from ..ops.scaling import master_type
 from ..passes.check_step import UNGATED
 from .base import ParamsGrads
-from .state import create_state, next_value, owned_name, shared_name, static_shape
+from .state import create_copy, create_state, gated_value, next_value, owned_name, shared_name, static_shape
 
 
 class Accumulation:
@@ -52,14 +52,9 @@ class Accumulation:
         self._updates[state] = new
         if state.name in UNGATED or found_inf is None:
             return
-        before = program.add_variable(owned_name(program, f"{state.name}_before_window"), state.dtype, state.shape,
-                                      persistable=True)  # fmt: skip
-        before.stop_gradient = True
-        copy = startup.add_variable(before.name, state.dtype, state.shape, persistable=True)
-        startup.add_operator("Identity", [startup.var(state.name)], [copy])
-        kept = program.add_variable(program.unique(f"{state.name}@GATED"), state.dtype, state.shape)
-        kept.stop_gradient = True
-        program.add_operator(GATE, [found_inf, before, new], [kept], domain=OWN)
+        name = owned_name(program, f"{state.name}_before_window")
+        before = create_copy(program, startup, state, name, str(state.dtype))
+        kept = gated_value(state, before, new, found_inf)
         program.set_update(state, kept)
         program.set_update(before, kept)
 

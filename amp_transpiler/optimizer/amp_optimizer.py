@@ -21,11 +21,11 @@ from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
 from .accumulation import Accumulation
 from .base import GivenGrads, Names, Optimizer, ParamsGrads, checked_pairs, latest_first, without_none
-from .parts import checked_losses, gate, made_of, take_apart, wide_loss
+from .parts import checked_losses, made_of, take_apart, wide_loss
 from .scale_state import ScaleState
 from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, extend_check
-from .state import appending
+from .state import appending, gated_value
 
 Losses = Variable | Sequence[Variable]
 
@@ -95,11 +95,8 @@ class OptimizerWithMixedPrecision:
         parameter_list = self._listed(losses[0].program) if parameter_list is None else parameter_list
         for each in losses:
             check_loss(each, parameter_list, no_grad_set)
-        with appending(losses[0].program, startup_program, self) as startup:
-            self._rewrite(losses[0].program, startup)
-            with context.program_guard(losses[0].program, startup), context.operator_role(SCALING):
-                self._scaled_loss = self._scale(losses)
-            return append_backward(self._scaled_loss, parameter_list, no_grad_set)
+        with appending(losses[0].program, startup_program, self):
+            return append_backward(self.get_scaled_loss(losses, startup_program), parameter_list, no_grad_set)
 
     def get_scaled_loss(self, loss: Losses | None = None, startup_program: Program | None = None) -> Variable:
         """The loss times the scale, fp32: what ``append_backward`` is given in a loop of your own.
@@ -184,7 +181,7 @@ class OptimizerWithMixedPrecision:
                 if accumulation is not None:
                     accumulation.gate(program, startup, found_inf, each)
                 elif found_inf is not None and each.name not in UNGATED:
-                    gate(program, found_inf, each)
+                    program.set_update(each, gated_value(each, each, program.updates[each], found_inf))
         if found_inf is not None:
             state.append(self._scaler, found_inf, self._losses)
         return [update for optimizer, pairs in self._shares(program, params_grads)
@@ -214,17 +211,21 @@ class OptimizerWithMixedPrecision:
             unscaled = extend_check(self._check, grads)
         self._unscaled = {**self._unscaled, **dict(zip(grads, unscaled, strict=True))}
 
-    def _shares(self, program: Program, params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:
-        """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
+    def _owners(self, program: Program) -> dict[Variable, Optimizer]:
+        """The optimizer of each parameter that is in a list of one. ArgumentError: a parameter of two optimizers."""
         owner: dict[Variable, Optimizer] = {}
         for optimizer in self.optimizers:
-            items = optimizer.parameter_list
-            for parameter in listed_parameters(program, items, type(optimizer).__name__) if items is not None else ():
+            for parameter in listed_parameters(program, optimizer.parameter_list or (), type(optimizer).__name__):
                 if owner.setdefault(parameter, optimizer) is not optimizer:
                     raise ArgumentError(
                         f"parameter '{parameter.name}' is in the parameter_list of two optimizers, "
                         f"{type(owner[parameter]).__name__} and {type(optimizer).__name__}; give it to one of them"
                     )
+        return owner
+
+    def _shares(self, program: Program, params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:
+        """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
+        owner = self._owners(program)
         rest = next((optimizer for optimizer in self.optimizers if optimizer.parameter_list is None), None)
         shares: dict[Optimizer, ParamsGrads] = {optimizer: [] for optimizer in self.optimizers}
         for parameter, grad in params_grads:
@@ -241,11 +242,9 @@ class OptimizerWithMixedPrecision:
 
     def _listed(self, program: Program) -> list[Variable] | None:
         """The parameters that the optimizers are for; None for all."""
-        lists = [optimizer.parameter_list for optimizer in self.optimizers]
-        if any(items is None for items in lists):
+        if any(optimizer.parameter_list is None for optimizer in self.optimizers):
             return None
-        found = (listed_parameters(program, items or (), "parameter_list") for items in lists)
-        return list(dict.fromkeys(parameter for some in found for parameter in some))
+        return list(self._owners(program))
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip

@@ -12,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from ..ir import context
 from ..ir.program import OWN, UPDATE, Operator, Program, Variable
 from ..ir.types import HALF
-from ..ops.scaling import GATE, master_type
+from ..ops.scaling import master_type
 from ..ops.schedule import LEARNING_RATE
 from ..ops.update import LAYOUTS, Layout
 from ..passes.backward import append_backward
@@ -25,6 +25,7 @@ from .state import (
     appending,
     create_master,
     create_state,
+    gated_value,
     initial_value,
     next_value,
     owned_name,
@@ -234,10 +235,7 @@ class Optimizer:
         program.add_operator(LEARNING_RATE, [step], [rate, new], attrs={"schedule": schedule.description}, domain=OWN)
         rate.stop_gradient = True
         if found_inf is not None:
-            kept = program.add_variable(program.unique(f"{step.name}@GATED"), "int32", ())
-            kept.stop_gradient = True
-            program.add_operator(GATE, [found_inf, step, new], [kept], domain=OWN)
-            new = kept
+            new = gated_value(step, step, new, found_inf)
         program.set_update(step, new)
         self._lr_step = step
         return rate

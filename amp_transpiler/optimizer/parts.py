@@ -7,9 +7,8 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..ir.decompose import has_decomposition
-from ..ir.program import OWN, Program, Variable
+from ..ir.program import Program, Variable
 from ..ir.types import ONNX_TYPES
-from ..ops.scaling import GATE
 from ..passes.backward import standardize
 from .base import checked_loss
 
@@ -50,11 +49,3 @@ def take_apart(program: Program) -> None:
     """Operators that the lists do not know become those that they do, before the lists decide."""
     if any(has_decomposition(op) for op in program.walk()):
         standardize(program)
-
-
-def gate(program: Program, found_inf: Variable, state: Variable) -> None:
-    """Let state that the forward pass writes (running statistics) keep its value on a bad step."""
-    kept = program.add_variable(program.unique(f"{state.name}@GATED"), state.dtype, state.shape)
-    kept.stop_gradient = True
-    program.add_operator(GATE, [found_inf, state, program.updates[state]], [kept], domain=OWN)
-    program.set_update(state, kept)

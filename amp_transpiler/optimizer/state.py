@@ -8,10 +8,11 @@ from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, GraphError
 from ..ir import context, names
-from ..ir.program import Program, Variable
+from ..ir.program import OWN, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, ONNX_TYPES
 from ..nn.initializer import Constant
+from ..ops.scaling import GATE
 
 
 def startup_of(program: Program, startup: Program | None = None) -> Program:
@@ -114,6 +115,15 @@ def next_value(state: Variable) -> Variable:
     new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
     new.stop_gradient = True
     return new
+
+
+def gated_value(state: Variable, old: Variable, new: Variable, found_inf: Variable) -> Variable:
+    """The variable ``<state>@GATED``: ``new`` on a good step, ``old`` bit for bit where ``found_inf`` is true."""
+    program = state.program
+    kept = program.add_variable(program.unique(f"{state.name}@GATED"), state.dtype, state.shape)
+    kept.stop_gradient = True
+    program.add_operator(GATE, [found_inf, old, new], [kept], domain=OWN)
+    return kept
 
 
 def initial_value(startup: Program, parameter: Variable) -> Variable:

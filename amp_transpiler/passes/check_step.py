@@ -194,10 +194,10 @@ class _Step:
         window = self.program.window
         for state in self.program.variables:
             counts = state.persistable and not state.trainable and state.dtype == "int32" and state.producer is None
-            if counts and not state.readers and state not in self.program.updates:
-                if window is None or state is not window.counter:
-                    self._add(4, f"'{state.name}' counts for the loss scale, but nothing moves it: the operator that "
-                                 "updates the scale is gone")  # fmt: skip
+            moved = state in self.program.updates or (window is not None and state is window.counter)
+            if counts and not moved and not state.readers:
+                self._add(4, f"'{state.name}' counts for the loss scale, but nothing moves it: the operator that "
+                             "updates the scale is gone")  # fmt: skip
 
     def _stored(self, op: Operator, states: Any, values: Any) -> None:
         for state, new in zip(states, values, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,21 @@ def expand_control_flow(program: Program) -> bool:
     pending = list(program.nesting)
     changed = False
     for op in pending:
-        before = set(program._operators)
+        first = program._next_key
         if not _expand(op, env):
             continue
         changed = True
-        made = [new for new in program.operators if new.key not in before]
+        made = _added_since(program, first)
         for new in made:
             infer_operator(new, env.shapes)
         pending += [new for new in made if new.attrs.programs]
     return changed
+
+
+def _added_since(program: Program, key: int) -> list[Operator]:
+    """The operators from this key on, as they were added: each after those that make what it reads."""
+    added = list(takewhile(lambda op: op.key >= key, reversed(program._operators.values())))
+    return added[::-1]
 
 
 def why_not_known(op: Operator) -> str:
