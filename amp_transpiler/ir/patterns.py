@@ -34,21 +34,15 @@ def matching(
     names to go by. ``what`` names the caller in errors: ArgumentTypeError for what is no list of strings,
     ArgumentError for a broken expression and, where ``required``, for a pattern that fits nothing.
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")
     operators = list(operators)
-    found: dict[Operator, str] = {}
-    for pattern in patterns:
-        expression = pattern_of(pattern, what)
-        hits = [op for op in operators if any(expression.fullmatch(name) for name in (names or _names)(op))]
-        if not hits and required:
-            known = list(dict.fromkeys(repr(name) for op in operators if (name := op.scope or op.name)))
-            some = f"it has, for example, {', '.join(known[:3])}" if known else "its operators have neither"
-            program = f" of program '{operators[0].program.name}'" if operators else ""
-            raise ArgumentError(f"{what}: pattern {pattern!r} matches no operator name or scope{program} ({some})")
-        for op in hits:
-            found.setdefault(op, pattern)
-    return found
+
+    def nothing(pattern: str) -> str:
+        known = list(dict.fromkeys(repr(name) for op in operators if (name := op.scope or op.name)))
+        some = f"it has, for example, {', '.join(known[:3])}" if known else "its operators have neither"
+        program = f" of program '{operators[0].program.name}'" if operators else ""
+        return f"operator name or scope{program} ({some})"
+
+    return _fitting([(op, (names or _names)(op)) for op in operators], patterns, what, nothing if required else None)
 
 
 def pattern_of(pattern: str, what: str) -> re.Pattern[str]:
@@ -71,18 +65,27 @@ def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, na
 
     ``names`` gives the names of an item, its own first; ``kind`` says in errors what is looked for.
     """
+    called = [(item, names(item)) for item in items]
+
+    def nothing(pattern: str) -> str:
+        known = [own[0] for _, own in called]
+        near = difflib.get_close_matches(pattern, known, 3, 0.3) or known[:3]
+        return f"{kind}; there are, for example, {', '.join(map(repr, near))}" if near else f"{kind}; there is none"
+
+    return _fitting(called, patterns, what, nothing)
+
+
+def _fitting(called: Sequence[tuple[Item, list[str]]], patterns: Sequence[str], what: str,
+             nothing: Callable[[str], str] | None) -> dict[Item, str]:  # fmt: skip
+    """The items with a name that fits; ``nothing`` says of a pattern that fits none what it does not match."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")
-    called = [(item, names(item)) for item in items]
     found: dict[Item, str] = {}
     for pattern in patterns:
         expression = pattern_of(pattern, what)
         hits = [item for item, own in called if any(expression.fullmatch(name) for name in own)]
-        if not hits:
-            known = [own[0] for _, own in called]
-            near = difflib.get_close_matches(pattern, known, 3, 0.3) or known[:3]
-            some = f"; there are, for example, {', '.join(map(repr, near))}" if near else "; there is none"
-            raise ArgumentError(f"{what}: pattern {pattern!r} matches no {kind}{some}")
+        if not hits and nothing is not None:
+            raise ArgumentError(f"{what}: pattern {pattern!r} matches no {nothing(pattern)}")
         for item in hits:
             found.setdefault(item, pattern)
     return found
