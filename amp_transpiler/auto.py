@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .ir.program import Program
+from .ir.types import LIMITS
 from .passes.constants import is_constant, saturate
 from .passes.evidence import Evidence
 from .passes.optimal import Assignment
@@ -21,12 +22,11 @@ from .passes.precision import source
 from .report.record import RangeRecord
 from .runtime.measure import Measurement, measure, outputs_of
 
-#: The largest number of each format.
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 #: A tensor that comes this near to the largest number is taken to leave the format: other data may reach further.
 MARGIN = 2.0
-#: Relative error of storing a tensor, sixteen times that of one rounding: its numbers sink below the format.
-SINKS = {"float16": 2.0**-7, "bfloat16": 2.0**-4}
+#: Relative error of storing a tensor, as a multiple of the type's epsilon (sixteen times that of one rounding), from
+#: which on its numbers sink below the format.
+SINKS = 8.0
 #: The first share of the operators that returns to fp32 for the tolerance.
 SHARE = 64
 
@@ -114,11 +114,13 @@ def _saturated(program: Program, steps: Steps) -> Program:
 def unsafe(found: Measurement, dtype: str) -> dict[str, str]:
     """Tensors that the data shows not to fit the format, with the reason."""
     reasons: dict[str, str] = {}
+    limits = LIMITS[dtype]
     for name, t in found.tensors.items():
-        mask = t.largest == LARGEST[dtype]  # saturated, and exactly there
-        if t.largest * MARGIN > LARGEST[dtype] and math.isfinite(t.largest) and not mask:
-            reasons[name] = f"measured: '{name}' reaches {t.largest:.3g}, and {dtype} ends at {LARGEST[dtype]:.5g}"
-        elif t.rounding > SINKS[dtype]:
+        # saturated, and exactly there, but for the scores that are added to it
+        mask = abs(t.largest - limits.largest) < limits.overflow - limits.largest
+        if t.largest * MARGIN > limits.largest and math.isfinite(t.largest) and not mask:
+            reasons[name] = f"measured: '{name}' reaches {t.largest:.3g}, and {dtype} ends at {limits.largest:.5g}"
+        elif t.rounding > SINKS * limits.epsilon:
             reasons[name] = (f"measured: '{name}' sinks below {dtype}, which loses {t.rounding:.0%} of it "
                              f"(largest {t.largest:.2g})")  # fmt: skip
     return reasons

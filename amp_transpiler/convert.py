@@ -12,13 +12,13 @@ from typing import Any
 
 import onnx
 
-from .auto import LARGEST, Outcome, Steps, search
+from .auto import Outcome, Steps, search
 from .errors import ArgumentError, ArgumentTypeError, GraphError
 from .ir.collector import collector_paused
 from .ir.inline import inline_functions
 from .ir.patterns import matching
 from .ir.program import Operator, Program
-from .ir.types import FLOATS
+from .ir.types import FLOATS, LIMITS
 from .ir.weights import become_constants
 from .lists import AutoMixedPrecisionLists
 from .passes.evidence import Evidence
@@ -243,7 +243,7 @@ class _Job:
 
     def _keep_unproved(self, program: Program, ranges: Ranges, evidence: Evidence) -> None:
         """Without data, an operator of the black list runs in 16 bit only where its range is proved."""
-        limit = LARGEST[self.dtype]
+        limit = LIMITS[self.dtype].largest
         for op in program.walk():
             if operator_name(op) not in self.lists.black_list:
                 continue

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from ..ir.contrib import DOMAIN
 from ..ir.decompose import Parts, decomposition
 from ..ir.program import Operator, Variable
+from ..ir.types import LIMITS
 from .attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
 
 _MS = f"{DOMAIN}::"
@@ -230,7 +229,7 @@ def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
     if not d.whole("unidirectional", 0):
         return None
     kept = d.GreaterOrEqual(d.Unsqueeze(positions_of(d, q, 2), [1]), positions_of(d, k, 2))
-    result: Variable = d.Where(kept, d.const(0, q.dtype), d.const(np.finfo(np.float32).min, q.dtype))
+    result: Variable = d.Where(kept, d.const(0, q.dtype), d.const(-LIMITS["float32"].largest, q.dtype))
     return result
 
 

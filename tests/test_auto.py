@@ -6,13 +6,16 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
+from amp_transpiler.ir.types import LIMITS, numpy_dtype
 from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.passes.ranges import Ranges
 from amp_transpiler.runtime.calibration import load_calibration
 from amp_transpiler.runtime.measure import measure, outputs_of
 
@@ -104,18 +107,46 @@ def test_bfloat16() -> None:
     assert not kept(program) and program.conversion.outputs["y"] <= 0.05
 
 
-def test_a_saturated_mask_is_no_overflow() -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("masking", ["m = Where(c, a, low)", "k = Where(c, zero, low) m = Add(a, k)",
+                                     "f = Cast<to=1>(c) i = Sub(one, f) k = Mul(i, low) m = Add(k, a)"])  # fmt: skip
+def test_f9_a_saturated_mask_is_no_overflow(masking: str, dtype: str) -> None:
     text = (
         HEAD
-        + f"""net (float[4,8] x, bool[4,8] c) => (float[4,8] y) <float[8,8] w = {{{W}}}, float low = {{-3.4e38}}>
-    {{ a = MatMul(x, w) m = Where(c, a, low) p = Softmax(m) y = MatMul(p, w) }}"""
+        + f"""net (float[4,8] x, bool[4,8] c) => (float[4,8] y)
+    <float[8,8] w = {{{W}}}, float low = {{-3.4028234e38}}, float zero = {{0}}, float one = {{1}}>
+    {{ a = MatMul(x, w) {masking} p = Softmax(m) y = MatMul(p, w) }}"""
     )
     mask = np.random.default_rng(0).random((4, 8)) > 0.5
     mask[0] = False  # a row that is masked altogether
-    program = amp.convert(onnx.parser.parse_model(text), mode="auto", calibration={"x": X[:4], "c": mask})
-    assert program.conversion.outputs["y"] <= 0.01 and not kept(program)
-    assert [op.precision for op in program.walk() if op.type == "Softmax"] == ["float16"]
-    assert "-65504" in program.conversion.constants[0].action
+    feeds = {"x": X[:4], "c": mask}
+    program = amp.convert(onnx.parser.parse_model(text), mode="auto", dtype=dtype, calibration=feeds)
+    assert program.conversion.outputs["y"] <= 0.05 and not kept(program), [op.reason for op in program.walk()]
+    assert [op.precision for op in program.walk() if op.type == "Softmax"] == [dtype]
+    assert f"-{float(ml_dtypes.finfo(dtype).max):g}" in program.conversion.constants[0].action
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_f9_one_table_knows_where_a_type_ends(dtype: str) -> None:
+    limits = LIMITS[dtype]
+
+    def stored(number: float) -> float:
+        with np.errstate(over="ignore"):
+            return float(np.float32(number).astype(numpy_dtype(dtype)))
+
+    assert all(stored(x) == x for x in (limits.largest, limits.normal, limits.smallest, 1 + limits.epsilon))
+    assert stored(1 + limits.epsilon / 2) == 1
+    assert np.isinf(stored(limits.overflow)) and stored(limits.vanish) == 0
+    assert stored(np.nextafter(np.float32(limits.overflow), np.float32(0))) == limits.largest
+    assert stored(np.nextafter(np.float32(limits.vanish), np.float32(1))) == limits.smallest
+
+
+def test_f9_ranges_are_proved_up_to_the_same_limit() -> None:
+    text = HEAD + "net (float[4] x) => (float[4] y) { a = Relu(x) y = Tanh(a) }"
+    limit = float(ml_dtypes.finfo("bfloat16").max)
+    program = program_of(text)
+    assert Ranges(program, {"x": (0.0, limit)}).proved("bfloat16") == (2, 2)
+    assert Ranges(program, {"x": (0.0, float(np.nextafter(limit, np.inf)))}).proved("bfloat16") == (1, 2)
 
 
 def test_without_data_only_what_is_proved_leaves_the_black_list() -> None:

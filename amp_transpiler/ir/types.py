@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,36 @@ _ALIASES |= {
     for name, number in ONNX_TYPES.items()
     if name.startswith(("float8", "float6", "float4"))
 }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a floating-point type holds: its ``largest`` finite number, the smallest ``normal`` one, the ``smallest``
+    above zero, and ``epsilon``, the step from 1 to the next number."""
+
+    largest: float
+    normal: float
+    smallest: float
+    epsilon: float
+
+    @property
+    def overflow(self) -> float:
+        """From this magnitude on a number rounds to infinity."""
+        return self.largest + self.largest / (2.0 - self.epsilon) * self.epsilon / 2.0
+
+    @property
+    def vanish(self) -> float:
+        """Up to this magnitude a number rounds to zero."""
+        return self.smallest / 2.0
+
+
+def _limits(name: str) -> Limits:
+    info = ml_dtypes.finfo(name)
+    return Limits(*map(float, (info.max, info.smallest_normal, info.smallest_subnormal, info.eps)))
+
+
+#: Limits of the floating-point types; the one place that knows them.
+LIMITS: dict[str, Limits] = {name: _limits(name) for name in sorted(FLOATS)}
 
 
 def element_type(dtype: Any) -> str:

@@ -19,9 +19,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.types import LIMITS
 from ..ops.scaling import RULE
 from .alarm import raise_alarm
 
@@ -329,7 +328,7 @@ class LossScaler:
             bad step:  good = 0; scale = max(scale / 2, 1)
         """
         return cls._preset(changes, init_scale=2.0**16, growth_every=2000, backoff_factor=0.5, backoff_after=1,
-                           ceiling=float(np.finfo(np.float32).max), at_least=True)  # fmt: skip
+                           ceiling=LIMITS["float32"].largest, at_least=True)  # fmt: skip
 
     # -- the alarm -----------------------------------------------------------------------------------
     @property

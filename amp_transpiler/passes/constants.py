@@ -11,9 +11,8 @@ import onnx
 from ..errors import PrecisionError
 from ..ir.program import Operator, Variable
 from ..ir.tensors import CastTensor, annotated, as_array, chunks, tensor_type, to_proto
-from ..ir.types import FLOATS, numpy_dtype
+from ..ir.types import FLOATS, LIMITS, numpy_dtype
 
-_LIMITS = {"float16": "65504", "bfloat16": "3.3895e38", "float32": "3.4028e38"}
 #: Elements from which on a converted constant is not kept.
 _LARGE = 1 << 16
 _ATTRIBUTES = ("value", "value_float", "value_floats")
@@ -49,7 +48,7 @@ def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastT
     """The content in ``dtype``, a large one when it is used; PrecisionError where a finite number leaves its range."""
     data = content(variable)
     if math.prod(tensor_type(data)[1]) >= _LARGE:
-        limit = float(_LIMITS[dtype])
+        limit = LIMITS[dtype].largest
         for piece in chunks(data):
             if not (-limit <= piece.min() and piece.max() <= limit):  # NaN as well
                 _check_range(variable, piece, _cast(piece, dtype), dtype, reader)
@@ -71,7 +70,7 @@ def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtyp
         worst, kind = float(np.abs(array[lost]).max()), "parameter" if variable.persistable else "constant"
         raise PrecisionError(
             f"{kind} '{variable.name}' of program '{variable.program.name}' holds {worst:g}, beyond the range of "
-            f"{dtype} (±{_LIMITS[dtype]}), and '{reader}' reads it in {dtype}. Put '{variable.name}' on "
+            f"{dtype} (±{LIMITS[dtype].largest:.5g}), and '{reader}' reads it in {dtype}. Put '{variable.name}' on "
             "custom_black_varnames to keep its readers fp32, or change its value"
         )
 

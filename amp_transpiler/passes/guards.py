@@ -18,13 +18,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..ir.program import Operator, Program, Variable
+from ..ir.types import LIMITS
 from . import constants
 from .evidence import Evidence
 from .flow import MOVES, Flow, moves
 from .gains import LARGE, gain, weights
 from .masks import HIGH, LOW, binary_tensors, maskable, masking
 from .precision import label
-from .spread import INVERSE, LIMITS, PRODUCTS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
+from .spread import INVERSE, PRODUCTS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
 from .typing import SHORT, operator_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
@@ -62,7 +63,7 @@ def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evide
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
     conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
     """
-    flow, limit = flow or Flow(program), LIMITS[dtype]
+    flow, limit = flow or Flow(program), LIMITS[dtype].largest
     binary = binary_tensors(flow)
     spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items():

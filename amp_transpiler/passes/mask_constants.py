@@ -7,10 +7,10 @@ place is masked then makes NaN out of a softmax, which loss scaling answers by s
 from __future__ import annotations
 
 from ..ir.program import Program
+from ..ir.types import LIMITS
 from . import constants
 from .flow import Flow
 from .masks import LOW, binary_tensors, maskable, masking
-from .spread import LIMITS
 
 
 def saturate_masks(program: Program, dtype: str) -> None:
@@ -20,7 +20,7 @@ def saturate_masks(program: Program, dtype: str) -> None:
     are added to it in 16 bit. Constants within ``dtype``, infinities, parameters, and what anything but a mask's
     reader sees stay as they are. Called again, it changes nothing.
     """
-    flow, limit = Flow(program), LIMITS[dtype]
+    flow, limit = Flow(program), LIMITS[dtype].largest
     for variable, bit in masking(flow, limit, maskable(flow, binary_tensors(flow))).items():
         if not variable.persistable:
             constants.saturate(variable, -limit / 2 if bit == LOW else limit / 2)

@@ -17,14 +17,13 @@ from ..errors import ArgumentError
 from ..ir.marks import inserted
 from ..ir.program import Program, Variable
 from ..ir.tensors import CHUNK, as_array, release
-from ..ir.types import FLOATS
+from ..ir.types import FLOATS, LIMITS
 from . import constants
 from .bounds import RULES, Interval
 from .precision import source
 from .typing import operator_name
 
 _INF = math.inf
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 
 
 class Ranges:
@@ -71,7 +70,7 @@ class Ranges:
         """How many of the tensors that operators make are proved to fit the format, and how many there are."""
         made = [v for op in self.program.walk() if not inserted(op) for v in op.outputs
                 if v is not None and v.dtype in FLOATS and not constants.is_constant(v)]  # fmt: skip
-        return sum(self.within(v, _LARGEST[dtype]) for v in made), len(made)
+        return sum(self.within(v, LIMITS[dtype].largest) for v in made), len(made)
 
     def row_sums(self, weight: Variable | None, axis: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Sums of the positive and of the negative parts of a constant, over all that one output adds up.

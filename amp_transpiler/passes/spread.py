@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..ir.program import Operator, Variable
+from ..ir.types import LIMITS
 from .evidence import Evidence
 from .flow import MOVES, Flow, moves
 from .masks import HIGH, LOW, flipped, through
@@ -27,9 +28,6 @@ VANISHING, BEYOND = 64, 128
 _KEPT = WIDE | SQUARE | TINY | INVERSE | VANISHING | BEYOND
 
 Cause = tuple[Operator | None, str]
-
-#: Largest finite number.
-LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 #: Sums over axes.
@@ -58,7 +56,7 @@ class Spread:
     def __init__(self, flow: Flow, dtype: str, evidence: Evidence, binary: frozenset[Variable],
                  fits: Callable[[Variable], bool]) -> None:  # fmt: skip
         self.flow, self.dtype, self.evidence, self.binary, self.fits = flow, dtype, evidence, binary, fits
-        self.limit = LIMITS[dtype]
+        self.limit = LIMITS[dtype].largest
         #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
         self.cause: dict[Variable, Cause] = {}

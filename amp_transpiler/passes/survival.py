@@ -16,18 +16,15 @@ import numpy as np
 
 from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import as_array, release
-from ..ir.types import numpy_dtype
+from ..ir.types import LIMITS, numpy_dtype
 from . import constants
 from .evidence import ConstantNote, Evidence
 from .flow import Flow, every_variable, moves
 from .masks import HIGH, LOW, binary_tensors, maskable
 from .precision import source
-from .spread import BEYOND, LIMITS, VANISHING, WIDE, Spread
+from .spread import BEYOND, VANISHING, WIDE, Spread
 from .typing import SHORT, Obstacle, narrowed, operator_name
 
-#: From this magnitude on a number rounds to infinity; up to this one, half the step of the smallest numbers, to zero.
-_OVERFLOW = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
-_VANISH = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 #: Relative error (L2) from which on a factor does not survive.
 TOLERANCE = 2.0**-7
 #: Elements that are read at once: few enough to stay in the cache between the looks at them.
@@ -75,7 +72,7 @@ def losses(array: np.ndarray, dtype: str) -> Losses:
     flat = array.reshape(-1)
     found = Losses(flat.size)
     buffer = np.empty(min(CHUNK, flat.size), np.float32)
-    over, under = np.float32(_OVERFLOW[dtype]), np.float32(_VANISH[dtype])
+    over, under = np.float32(LIMITS[dtype].overflow), np.float32(LIMITS[dtype].vanish)
     for start in range(0, flat.size, CHUNK):
         chunk = flat[start : start + CHUNK]
         size = np.abs(chunk, out=buffer[: chunk.size])
@@ -104,8 +101,8 @@ def _overflow(found: Losses, chunk: np.ndarray, size: np.ndarray, over: np.float
 def error_bound(found: Losses, dtype: str) -> float:
     """A bound of the relative error (L2) of rounding, from the largest element alone."""
     # An element is off by half a unit in its last place, or by half a step near zero; the largest one is in the norm.
-    digits = 2.0 ** (-11 if dtype == "float16" else -9)
-    return digits + _VANISH[dtype] * math.sqrt(found.size) / found.largest if found.largest else 0.0
+    limits = LIMITS[dtype]
+    return limits.epsilon / 2 + limits.vanish * math.sqrt(found.size) / found.largest if found.largest else 0.0
 
 
 def relative_error(array: np.ndarray, dtype: str) -> float:
@@ -123,7 +120,7 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
 class _Survival:
     def __init__(self, program: Program, dtype: str, evidence: Evidence, flow: Flow) -> None:
         self.program, self.dtype, self.evidence = program, dtype, evidence
-        self.short, self.limit = SHORT[dtype], LIMITS[dtype]
+        self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
         self.flow = flow
         #: Constants that stay fp32, for :class:`.spread.Spread`.
         self.kept: dict[Variable, tuple[int, str]] = {}
@@ -179,7 +176,7 @@ class _Survival:
         self._note(variable, "overflow", found.beyond, found.size, worst, action)
 
     def _underflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
-        entire = found.vanishing > 0 and found.largest <= _VANISH[self.dtype]
+        entire = found.vanishing > 0 and found.largest <= LIMITS[self.dtype].vanish
         roles = self._roles(variable)
         off = 0.0
         if FACTOR in roles and error_bound(found, self.dtype) > TOLERANCE:

@@ -16,10 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-
 from ..errors import ArgumentError
 from ..ir.files import put, write_files
+from ..ir.types import LIMITS
 from .json import FORMAT, plain
 from .layout import layout
 from .record import Conversion, ProgramRecord
@@ -133,9 +132,8 @@ def _shape(shape: tuple[int | str | None, ...] | None) -> str:
 
 def _limits(dtype: str) -> dict[str, Any]:
     """The format's largest number, smallest normal and smallest number above zero."""
-    info = ml_dtypes.finfo(dtype)
-    return {"dtype": dtype, "largest": float(info.max), "normal": float(info.smallest_normal),
-            "smallest": float(info.smallest_subnormal)}  # fmt: skip
+    limits = LIMITS[dtype]
+    return {"dtype": dtype, "largest": limits.largest, "normal": limits.normal, "smallest": limits.smallest}
 
 
 def _part(name: str) -> str:

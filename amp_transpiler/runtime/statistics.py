@@ -9,15 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..ir.types import FLOATS, element_type
+from ..ir.types import FLOATS, LIMITS, element_type
 
 #: Elements that are compared at a time: their float64 copies stay in the processor's cache.
 _CHUNK = 1 << 16
-#: Bits after the first, the smallest normal number, and the largest number of each 16-bit type.
-_FORMATS = {
-    "float16": (10, 2.0**-14, 65504.0),
-    "bfloat16": (7, 2.0**-126, 2.0**128 - 2.0**120),
-}
 _EXPONENT = np.int64(0x7FF0000000000000)
 
 
@@ -80,7 +75,7 @@ class TensorStats:
         if not math.isfinite(off) and not np.isfinite(other).all():
             self.finite = False
         self._error += off
-        stored, limit = rounded(exact, dtype), _FORMATS[dtype][2]
+        stored, limit = rounded(exact, dtype), LIMITS[dtype].largest
         if top > limit:
             kept = np.abs(stored) <= limit
             self._over += int(exact.size - kept.sum())
@@ -96,10 +91,10 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     Adding a number of 52 bits more than the result keeps, and taking it off again, rounds. numpy's own conversion
     takes 20 times as long where numbers are subnormal in float16, as most of a softmax are.
     """
-    bits, least, _ = _FORMATS[dtype]
+    limits = LIMITS[dtype]
     power = (values.view(np.int64) & _EXPONENT).view(np.float64)  # the power of two at or below each
-    np.maximum(power, least, out=power)
-    power *= 1.5 * 2.0 ** (52 - bits)
+    np.maximum(power, limits.normal, out=power)
+    power *= 1.5 * limits.epsilon / LIMITS["float64"].epsilon
     result = values + power
     result -= power
     return result
