@@ -14,7 +14,7 @@ import onnx
 from ..errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
 from ..ir.program import Program
 from ..ir.tensors import as_array
-from ..ir.types import FLOATS, element_type, numpy_dtype
+from .arrays import as_declared, as_ranked, read_array, read_arrays
 from .feeds import Feeds, shape_of
 
 _WAYS = (
@@ -34,13 +34,14 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
             holds ``.npz`` files, each a sample; or ``.npy`` files called ``<input>.npy`` (one sample) or
             ``<input>_<number>.npy`` (one sample a number); or ``input_<number>.pb`` files, numbered as the inputs
             are ordered (one sample), or folders ``test_data_set_<number>`` of such.
-        program: whose inputs the samples are for. Floating-point arrays are brought to the declared
-            floating-point type; every other element type must be the declared one.
+        program: whose inputs the samples are for. Arrays are brought to the declared element type where that loses
+            nothing (:func:`.arrays.as_declared`), and labels to the declared rank. Arrays of files that are no input
+            of the program are not looked at, so that one data set serves calibration and training.
 
     Raises:
         ArgumentError: no sample, a file that is missing, broken or of another kind, one of pickled objects.
-        FeedError, FeedTypeError: a sample with missing or unknown names, other element types, other shapes, or
-        numbers beyond the declared type; the message names the sample. ArgumentTypeError: no source at all.
+        FeedError, FeedTypeError: a sample with missing or unknown names, values that the declared type does not hold,
+        or other shapes; the message names the sample. ArgumentTypeError: no source at all.
     """
     if isinstance(source, Mapping | str | os.PathLike):
         source = [source]
@@ -53,7 +54,7 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
         if isinstance(item, Mapping):
             samples.append((f"sample {number}", item))
         elif isinstance(item, str | os.PathLike):
-            samples += _read(Path(item), inputs)
+            samples += [(where, _known(feeds, sample)) for where, sample in _read(Path(item), inputs)]
         else:
             raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(item).__name__}")
     if not samples:
@@ -62,6 +63,12 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
 
 
 # -- one sample ------------------------------------------------------------------------------------------
+def _known(feeds: Feeds, sample: Sample) -> Sample:
+    """A sample of a file without what no input is called; all of it where an input is missing, for the message."""
+    complete = all(feed.name in sample for feed in feeds.required)
+    return {name: value for name, value in sample.items() if name in feeds.feeds} if complete else sample
+
+
 def _checked(feeds: Feeds, sample: Mapping[str, Any], where: str) -> Sample:
     try:
         _check_names(feeds, sample)
@@ -90,23 +97,11 @@ def _check_names(feeds: Feeds, sample: Mapping[str, Any]) -> None:
 
 
 def _typed(feeds: Feeds, name: str, value: Any) -> Any:
-    """Floating-point arrays in the declared floating-point type; FeedError where that cannot hold a number."""
+    """An array in the declared element type and rank; FeedError, FeedTypeError where it cannot have it."""
     declared = feeds.feeds.get(name)
-    if declared is None or declared.dtype not in FLOATS or not isinstance(value, np.ndarray) or not _is_float(value):
+    if declared is None or declared.dtype is None or not isinstance(value, np.ndarray) or value.dtype == object:
         return value
-    with np.errstate(over="ignore"):
-        typed = value.astype(numpy_dtype(declared.dtype))
-    beyond = np.isfinite(value) & ~np.isfinite(typed)
-    if beyond.any():
-        raise FeedError(f"feed '{name}' holds {value[beyond].flat[0]:g}, beyond the range of {declared.dtype}")
-    return typed
-
-
-def _is_float(value: np.ndarray) -> bool:
-    try:
-        return element_type(value.dtype) in FLOATS
-    except ArgumentError:
-        return False
+    return as_ranked(as_declared(value, declared.dtype, f"feed '{name}'"), declared.shape)
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ def _read(path: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]]:
     if not path.exists():
         raise ArgumentError(f"calibration: there is no file or folder '{path}'")
     if path.suffix == ".npz":
-        return [(f"'{path}'", _load(path, _npz))]
+        return [(f"'{path}'", _load(path, read_arrays))]
     alone = f"; give the folder '{path.parent}'" if path.suffix in (".npy", ".pb") else ""
     raise ArgumentError(f"calibration: '{path}' is neither an .npz file nor a folder of .npz, .npy or .pb files{alone}")
 
@@ -127,7 +122,7 @@ def _read_folder(folder: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]
         kinds = " and ".join(f".{kind}" for kind in found)
         raise ArgumentError(f"calibration: folder '{folder}' holds {kinds} files; keep one kind in it")
     if "npz" in found:
-        return [(f"'{path}'", _load(path, _npz)) for path in found["npz"]]
+        return [(f"'{path}'", _load(path, read_arrays)) for path in found["npz"]]
     if "npy" in found:
         return _arrays(folder, found["npy"], inputs)
     if "pb" in found:
@@ -147,7 +142,7 @@ def _arrays(folder: Path, paths: Iterable[Path], inputs: Sequence[str]) -> list[
         sample = samples.setdefault(number, {})
         if name in sample:
             raise ArgumentError(f"calibration: folder '{folder}' holds two arrays numbered {number} for '{name}'")
-        sample[name] = _load(path, _npy)
+        sample[name] = _load(path, read_array)
     if None in samples and len(samples) > 1:
         raise ArgumentError(f"calibration: in folder '{folder}' some arrays are numbered and {_quoted(samples[None])} "
                             "not; give each sample its own of every input (<input>_<number>.npy)")  # fmt: skip
@@ -185,44 +180,23 @@ def _in_order(paths: Iterable[Path]) -> list[Path]:
 
 
 def _load(path: Path, read: Callable[[Path], Any]) -> Any:
-    """What ``read`` gives; ArgumentError for a file that it cannot read."""
+    """What ``read`` gives, its error in the words of calibration."""
     try:
         return read(path)
-    except Exception as error:  # numpy, zipfile, zlib, tokenize and protobuf raise a dozen classes for broken files
-        raise ArgumentError(f"calibration: '{path}' cannot be read as {_KINDS[path.suffix]}: {_said(error)}") from None
-
-
-_KINDS = {".npz": "an .npz file", ".npy": "an .npy file", ".pb": "a tensor of ONNX test data"}
-
-
-def _npz(path: Path) -> Sample:
-    archive = np.load(path, allow_pickle=False)
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise ValueError("it is a single array; an .npz file holds one for each input")
-    with archive:
-        return {name: archive[name] for name in archive.files}
-
-
-def _npy(path: Path) -> np.ndarray:
-    array = np.load(path, allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ValueError("it is an archive of arrays; call it .npz")
-    return array
+    except ArgumentError as error:
+        raise ArgumentError(f"calibration: {error}") from None
 
 
 def _tensor(path: Path) -> tuple[str, np.ndarray]:
-    tensor = onnx.TensorProto.FromString(path.read_bytes())
-    if tensor.data_type == onnx.TensorProto.UNDEFINED:
-        raise ValueError("it holds no tensor")
-    return tensor.name, as_array(tensor)
-
-
-def _said(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "pickle" in text.lower():
-        return "it holds Python objects, or is no array file at all"
-    return text or type(error).__name__
+    """Name and content of a tensor of ONNX test data."""
+    try:
+        tensor = onnx.TensorProto.FromString(path.read_bytes())
+        if tensor.data_type == onnx.TensorProto.UNDEFINED:
+            raise ValueError("it holds no tensor")
+        return tensor.name, as_array(tensor)
+    except Exception as error:  # protobuf, numpy and onnx raise a dozen classes for broken files
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ArgumentError(f"'{path}' cannot be read as a tensor of ONNX test data: {text}") from None
 
 
 def _quoted(names: Iterable[str]) -> str:
