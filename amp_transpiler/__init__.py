@@ -14,6 +14,7 @@ from .ir.context import default_main_program, default_startup_program, fp16_guar
 from .ir.opdef import gradient as register_gradient
 from .ir.program import Operator, Program, Variable
 from .lists.amp_lists import AutoMixedPrecisionLists
+from .lists.paddle import paddle_attributes
 from .monitor import (
     CsvWriter,
     Culprit,
@@ -54,6 +55,7 @@ from .runtime.parameters import cast_parameters_to_fp16
 from .runtime.weights import load_weights
 
 __version__ = "0.1.0"
+__getattr__ = paddle_attributes("amp_transpiler")
 
 __all__ = [
     "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit",

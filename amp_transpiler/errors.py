@@ -18,6 +18,10 @@ class ArgumentTypeError(AmpError, TypeError):
     """An argument has a type that cannot be used."""
 
 
+class MissingNameError(AmpError, AttributeError):
+    """A module has no such name; the message says what to use where another library's name was meant."""
+
+
 class ListError(AmpError, ValueError):
     """An operator list names an unknown operator, contradicts itself, or asks for the impossible."""
 

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from ..ir import context
 from ..ir.program import OWN, UPDATE, Operator, Program, Variable
 from ..ir.types import HALF
+from ..lists.paddle import paddle_arguments
 from ..ops.scaling import master_type
 from ..ops.schedule import LEARNING_RATE
 from ..ops.update import LAYOUTS, Layout
@@ -39,6 +40,7 @@ Names = Collection[Variable | str]
 Parameters = Sequence[Variable | str] | Sequence[dict[str, Any]] | None
 
 
+@paddle_arguments("optimizer")
 class Optimizer:
     """Base of SGD, Momentum, Adam, AdamW and Lamb.
 

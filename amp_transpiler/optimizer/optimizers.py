@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ArgumentTypeError
+from ..lists.paddle import paddle_arguments
 from .base import Optimizer, Parameters
 from .clip import GradientClip
 from .groups import number
@@ -15,12 +16,14 @@ Rate = float | LRScheduler
 Choice = Callable[[str], bool] | None
 
 
+@paddle_arguments("optimizer")
 class SGD(Optimizer):
     """``p -= lr * (g + weight_decay * p)``. Arguments: see :class:`Optimizer`."""
 
     type = "SGD"
 
 
+@paddle_arguments("optimizer")
 class Momentum(Optimizer):
     """``v = momentum * v + g; p -= lr * v``, or ``p -= lr * (g + momentum * v)`` with ``use_nesterov``.
 
@@ -65,6 +68,7 @@ class _Adaptive(Optimizer):
         return {"beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon}
 
 
+@paddle_arguments("optimizer")
 class Adam(_Adaptive):
     """Adam (Kingma and Ba, 2014). ``weight_decay`` is an L2 penalty added to the gradient.
 
@@ -82,6 +86,7 @@ class Adam(_Adaptive):
                          multi_precision, name, weight_decay_exclude)  # fmt: skip
 
 
+@paddle_arguments("optimizer")
 class AdamW(_Adaptive):
     """Adam with decoupled decay (Loshchilov and Hutter, 2017): ``p *= 1 - lr * weight_decay`` before the step.
 

@@ -1,0 +1,116 @@
+"""Paddle's spelling of arguments and names, from ``paddle_names.toml``, made to work on functions, classes, modules."""
+
+import importlib
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, MissingNameError
+from amp_transpiler.lists._data import read_text
+
+FILE = "paddle_names.toml"
+Called = TypeVar("Called", bound=Callable[..., Any])
+#: Our name, or a table with ``unused``, or ``takes`` and ``otherwise``.
+Entry = str | Mapping[str, Any]
+_KEYS = ({"unused"}, {"otherwise"}, {"takes", "otherwise"})
+#: Tables of arguments that a function or class carries.
+carried: set[str] = set()
+
+
+def parse_names(text: str) -> Mapping[str, Mapping[str, Mapping[str, Entry]]]:
+    """The tables ``arguments`` and ``names`` of a TOML text; ListError for an entry of another form."""
+    tables = tomllib.loads(text)
+    for kind, sections in tables.items():
+        for section, entries in sections.items():
+            for name, entry in entries.items():
+                form = isinstance(entry, str) or (isinstance(entry, dict) and set(entry) in _KEYS)
+                if kind not in ("arguments", "names") or not form:
+                    raise ListError(f"{FILE}, {kind}.{section}: '{name}' is {entry!r}; expected our name, or a table "
+                                    "with unused, or with otherwise and perhaps takes")  # fmt: skip
+    return MappingProxyType(tables)
+
+
+@cache
+def paddle_names() -> Mapping[str, Mapping[str, Mapping[str, Entry]]]:
+    """The tables of ``paddle_names.toml``."""
+    return parse_names(read_text(FILE))
+
+
+def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
+    """Let a function, or a class, take the keywords of these tables of ``paddle_names.toml`` besides its own.
+
+    ListError where a table is missing, or names an argument that the function does not have. Its callers get
+    ArgumentTypeError for an argument given twice, ArgumentError for a value that the table refuses.
+    """
+
+    def carry(called: Called) -> Called:
+        function = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]
+        parameters = list(inspect.signature(function).parameters)
+        entries: dict[str, Entry] = {}
+        for table in tables:
+            found = paddle_names()["arguments"].get(table)
+            if found is None:
+                raise ListError(f"{FILE} has no table arguments.{table}, which {called.__qualname__} carries")
+            entries |= found
+        carried.update(tables)
+        wrong = [e for name, e in entries.items() if name in parameters or (isinstance(e, str) and e not in parameters)]
+        if wrong:
+            raise ListError(f"{FILE}, arguments.{tables}: {called.__qualname__} does not have argument {wrong[0]!r}, "
+                            "or has Paddle's itself")  # fmt: skip
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not entries.keys().isdisjoint(kwargs):
+                kwargs = _ours(called.__name__, entries, parameters[: len(args)], kwargs)
+            return function(*args, **kwargs)
+
+        if isinstance(called, type):
+            called.__init__ = call  # type: ignore[misc]
+            return called
+        return cast(Called, call)
+
+    return carry
+
+
+def _ours(owner: str, entries: Mapping[str, Entry], given: Sequence[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by our names; ``given`` are the names of the positional ones."""
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        entry = entries.get(name, name)
+        if not isinstance(entry, str):
+            _check_value(owner, name, value, entry)
+        elif entry in found or (entry != name and (entry in kwargs or entry in given)):
+            raise ArgumentTypeError(f"{owner}: '{name}' is another name of '{entry}', which is given as well")
+        else:
+            found[entry] = value
+    return found
+
+
+def _check_value(owner: str, name: str, value: Any, entry: Mapping[str, Any]) -> None:
+    if "unused" in entry or value is None:
+        return
+    if not any(type(value) is type(taken) and value == taken for taken in entry.get("takes", ())):
+        raise ArgumentError(f"{owner}: {name}={value!r} is Paddle's, and not offered: {entry['otherwise']}")
+
+
+def paddle_attributes(module: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__``: the names that the table of this module in ``paddle_names.toml`` adds.
+
+    It raises MissingNameError, an AttributeError, for any other, with the way out where the table has one.
+    """
+    entries = paddle_names()["names"][module]
+
+    def attribute(name: str) -> Any:
+        entry = entries.get(name)
+        if isinstance(entry, str):
+            found: Any = importlib.import_module("amp_transpiler")
+            for part in entry.split("."):
+                found = getattr(found, part)
+            return found
+        why = "" if entry is None else f": {entry['otherwise']}"
+        raise MissingNameError(f"module '{module}' has no attribute '{name}'{why}")
+
+    return attribute
