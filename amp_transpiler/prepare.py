@@ -27,6 +27,7 @@ from .passes.import_weights import (
 )
 from .passes.opset import convert_opset
 from .passes.train_mode import insert_dropout, train_batch_norm, train_dropout
+from .passes.widen import widen
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +51,12 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
                      keep_tied: Sequence[str] = (), restore: bool = True) -> Preparation:  # fmt: skip
     """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
 
-    Weights become what they were before the export: those in Constant operators and nested graphs become parameters;
-    untrained vectors that the exporter merged are copied apart; a matrix and its (transposed) copy are tied again;
-    anonymous parameters get the name of their module, and linear layers their layout [out, in] (``restore``); layer
-    norms that were written out (before opset 17) are one operator again, and RMS norms keep their statistics in fp32.
+    A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
+    precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators and
+    nested graphs become parameters; untrained vectors that the exporter merged are copied apart; a matrix and its
+    (transposed) copy are tied again; anonymous parameters get the name of their module, and linear layers their layout
+    [out, in] (``restore``); layer norms that were written out (before opset 17) are one operator again, and RMS norms
+    keep their statistics in fp32.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled.
 
     Args:
@@ -85,6 +88,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected 'train' or 'frozen'")
     with unchanged_on_error(program, program.startup):
         notes = _fix(program, values or {}, feed_shapes or {})
+        notes += widen(program)
         convert_opset(program)
         notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
         notes += weights_from_constants(program)

@@ -173,8 +173,8 @@ def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protec
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
         if variable is None or made is None:
             continue
-        if operator_name(op) == "Cast" and op.attrs.get("to") != _cast_target(op.program, made):
-            op.attrs["to"] = _cast_target(op.program, made)
+        if operator_name(op) == "Cast" and op.attrs.get("to") != cast_target(op.program, made):
+            op.attrs["to"] = cast_target(op.program, made)
         if variable.dtype == made:
             continue
         if slot in kept or variable in protected:
@@ -310,12 +310,12 @@ def _bypassed(variable: Variable) -> bool:
 def add_cast(source: Variable, target: Variable) -> None:
     """Append the cast of ``source`` that makes ``target``, in the program of ``source``."""
     program, dtype = source.program, str(target.dtype)
-    to = _cast_target(program, dtype)
+    to = cast_target(program, dtype)
     cast = program.add_operator("Cast", [source], [target], attrs={"to": to}, role=FORWARD)
     cast.guard, cast.scope = False, source.producer.scope if source.producer is not None else ""
     cast.precision, cast.reason = dtype, f"{INSERTED}{source.name} to {dtype}"
 
 
-def _cast_target(program: Program, dtype: str) -> int | str:
+def cast_target(program: Program, dtype: str) -> int | str:
     """The attribute ``to`` of a Cast; before opset 6 it is a string."""
     return ONNX_TYPES[dtype] if program.opset() >= 6 else onnx.TensorProto.DataType.Name(ONNX_TYPES[dtype])
