@@ -230,28 +230,46 @@ def table(histories: list[History]) -> str:
 
 
 def plot(histories: list[History], path: str, title: str) -> None:
-    """Loss, loss scale and test accuracy of every mode as one PNG."""
+    """Training loss, loss scale and test accuracy as one PNG: a row of panels for each mode, the first mode in gray.
+
+    The curves of the modes nearly coincide, so each has panels of its own, on shared axes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (loss, scale, accuracy) = plt.subplots(1, 3, figsize=(13, 3.6))
-    styles = ({"linewidth": 4, "alpha": 0.4}, {"linewidth": 2, "linestyle": "--"}, {"linewidth": 1})
-    for h, style in zip(histories, styles, strict=False):  # the curves nearly coincide: thick below, thin above
-        width = max(1, len(h.loss) // 50)
-        smooth = np.convolve(h.loss, np.ones(width) / width, "valid")
-        loss.plot(smooth, label=h.mode, **style)
-        scale.plot(h.scale, label=h.mode, **style)
-        accuracy.plot(range(1, len(h.accuracy) + 1), h.accuracy, label=h.mode, **style)
-    loss.set(title="training loss", xlabel="step", yscale="log")
-    scale.set(title="loss scale", xlabel="step", yscale="log")
-    accuracy.set(title="test accuracy", xlabel="epoch")
-    loss.legend()
+    figure, rows = plt.subplots(
+        len(histories), 3, figsize=(12, 0.6 + 2.2 * len(histories)), sharex="col", sharey="col", squeeze=False
+    )
+    for row, history in enumerate(histories):
+        color = f"C{row}"
+        behind = _curves(histories[0]) if row else []
+        for axes, curve in zip(rows[row], behind, strict=False):
+            axes.plot(*curve, color="0.75", linewidth=3, label=histories[0].mode)
+        for axes, curve in zip(rows[row], _curves(history), strict=True):
+            axes.plot(*curve, color=color, linewidth=1.2, label=history.mode)
+            axes.grid(alpha=0.3)
+        rows[row][0].set_ylabel(history.mode)
+        rows[row][0].legend(loc="upper right")
+    for axes, name in zip(rows[0], ("training loss", "loss scale", "test accuracy"), strict=True):
+        axes.set_title(name)
+    for axes, unit in zip(rows[-1], ("step", "step", "epoch"), strict=True):
+        axes.set_xlabel(unit)
+    rows[0][0].set_ylim(bottom=0)
+    rows[0][1].set_yscale("log", base=2)
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _curves(history: History) -> list[tuple[Any, Any]]:
+    """Loss (a mean over 2 % of the steps), scale and accuracy: what each is drawn over, and its values."""
+    width = max(1, len(history.loss) // 50)
+    smooth = np.convolve(history.loss, np.ones(width) / width, "valid")
+    steps, epochs = np.arange(len(smooth)) + width, np.arange(len(history.accuracy)) + 1
+    return [(steps, smooth), (np.arange(len(history.scale)) + 1, history.scale), (epochs, history.accuracy)]
 
 
 def guarded(main: Callable[[], int]) -> int:

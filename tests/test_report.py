@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import hashlib
+import html
 import itertools
 import json
 import math
@@ -393,6 +394,31 @@ def test_the_script_unpacks_what_was_packed():
     assert {text: n for text, n in found["reasons"] if text} == summary.reasons(after)
 
 
+def test_the_script_groups_what_stayed_fp32_and_names_the_parts():
+    record = conversion()
+    found = script(
+        to_html(record),
+        """
+        const p = unpackProgram(data.after, data.strings);
+        const row = (scope) => [{ scope: "" }, { scope }];
+        const rows = [row("net/stem"), row(""), row("net/body/a"), row("net/body/b"), row("net/head")];
+        result = {
+          kept: keptBy(p.ops).map(([group, ops]) => [group, ops.map((op) => op.name)]),
+          fine: partsOf(rows, 9), coarse: partsOf(rows, 3), none: partsOf([row("")], 3),
+        };
+        """,
+    )
+    kept = [op for op in record.after.operators if summary.kind(op) == "fp32"]
+    assert sorted(name for _, names in found["kept"] for name in names) == sorted(op.name for op in kept) != []
+    groups = {op.name: summary.group(op.reason) for op in kept}
+    assert all(groups[name] == group for group, names in found["kept"] for name in names)
+    sizes = [len(names) for _, names in found["kept"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [(part["layer"], part["name"]) for part in found["fine"]] == [(0, "stem"), (2, "a"), (3, "b"), (4, "head")]
+    assert [(part["layer"], part["name"]) for part in found["coarse"]] == [(0, "stem"), (2, "body"), (4, "head")]
+    assert found["none"] == []
+
+
 def test_the_script_places_magnitudes_on_the_axis():
     found = script(
         to_html(conversion()),
@@ -414,22 +440,50 @@ def test_the_script_places_magnitudes_on_the_axis():
     assert found["numbers"] == ["0", "1235", "1.00e-9", "NaN"] and found["bytes"] == ["0 B", "1.5 kB", "2.4 GB"]
 
 
-def test_the_page_runs_in_a_browser(tmp_path):
-    """The whole script, on hostile names, under the page's own security policy."""
+def in_browser(page: Path, size: str) -> tuple[str, str]:
+    """The document after its script ran, and what the browser logged."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("needs Chromium")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}", "--enable-logging=stderr",
+             "--virtual-time-budget=3000", f"--window-size={size}", "--dump-dom"]  # fmt: skip
+    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=90)
+    return done.stdout, done.stderr
+
+
+def test_the_page_runs_in_a_browser(tmp_path):
+    """The whole script, on hostile names, under the page's own security policy."""
     record = hostile()
     write_html(record, tmp_path / "page.html")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
-             "--virtual-time-budget=2000", "--window-size=1200,800", "--dump-dom"]  # fmt: skip
-    done = subprocess.run(
-        [browser, *flags, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=90
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    shown = Page(done.stdout)
+    document, log = in_browser(tmp_path / "page.html", "1200,800")
+    assert "CONSOLE" not in log, log
+    shown = Page(document)
     assert not [a for a in shown.attributes if a[0] == "img" or a[1] == "onerror"]
     count = len(record.after.operators)
-    assert f"{count} of {count} operators" in done.stdout
-    assert f"Operators ({count})" in done.stdout and f"Casts ({record.after.casts})" in done.stdout
-    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in done.stdout
+    assert f"{count} of {count} operators" in document
+    assert f"Operators ({count})" in document and f"Casts ({record.after.casts})" in document
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in document
+
+
+def test_the_page_opens_on_what_stayed_fp32_and_leaves_room_for_it(tmp_path):
+    """Wide and at 420 pixels; a script of the test, which the page's policy would refuse, measures it."""
+    record = conversion()
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", to_html(record))
+    measure = """setTimeout(() => {
+      graph.resize(); showTab("graph"); graph.resize(); graph.fit(); const folds = graph.offsets.length; showTab("kept");
+      const top = $("panels").getBoundingClientRect().top / innerHeight;
+      const shown = document.querySelectorAll("#panels > section:not([hidden])");
+      const said = JSON.stringify([top, folds, shown.length, shown[0].id, $("details").hidden, $("filters").open]);
+      parent.postMessage(said, "*"); document.title = said;
+    }, 400)"""
+    (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{measure}</script></body>"), encoding="utf-8")
+    frame = "<iframe src='page.html' width=420 height=900></iframe><script>onmessage = (e) => document.title = e.data</script>"
+    (tmp_path / "frame.html").write_text(f"<head><title></title></head><body>{frame}</body>", encoding="utf-8")
+    for name, narrow in (("page.html", False), ("frame.html", True)):
+        document, _ = in_browser(tmp_path / name, "1400,900")
+        top, folds, panels, first, no_details, filters = json.loads(html.unescape(re.findall("<title>(.*?)</title>", document)[0]))
+        assert top < (0.35 if narrow else 0.25) and (panels, first, no_details) == (1, "panel-kept", True)
+        assert filters is not narrow and folds >= 1
+        if not narrow:
+            kept = summary.kinds(record.after)["fp32"]
+            assert f"{kept} operators stay in fp32" in document and f"Stayed fp32 ({kept})" in document

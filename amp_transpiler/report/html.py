@@ -22,7 +22,7 @@ from ..ir.types import LIMITS
 from .json import FORMAT, plain
 from .layout import layout
 from .record import Conversion, ProgramRecord
-from .summary import KINDS, casts, facts, group, kind, recorded
+from .summary import KINDS, casts, facts, group, headline, kind, recorded
 
 #: The script, in the order in which its parts use each other.
 _SCRIPTS = ("data.js", "table.js", "graph.js", "details.js", "main.js")
@@ -67,6 +67,7 @@ def page_data(conversion: Conversion) -> dict[str, Any]:
     content = {
         "format": FORMAT,
         "kinds": KINDS,
+        "headline": headline(conversion),
         "facts": facts(conversion),
         "limits": _limits(conversion.dtype),
         "before": _program(before, strings),

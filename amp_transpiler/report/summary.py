@@ -125,6 +125,18 @@ def facts(conversion: Conversion) -> list[tuple[str, str]]:
     return lines
 
 
+def headline(conversion: Conversion) -> str:
+    """The conversion in one sentence. OrderError where it holds no programs."""
+    before, after = recorded(conversion)
+    found = kinds(after)
+    count = sum(found.values()) - found[CAST_KIND]
+    text = f"{found[HALF_KIND]:,} of {count:,} operators run in 16 bit, {found[FULL_KIND]:,} stay in fp32, "
+    text += f"{found[CAST_KIND]:,} casts were put in"
+    if before.weights and after.weights:
+        text += f"; weights {_change(size(before.weights), size(after.weights))}"
+    return text + "."
+
+
 def size(count: int) -> str:
     """Bytes for people: ``1.5 MB``, in powers of 1,000."""
     value, unit = float(count), "B"

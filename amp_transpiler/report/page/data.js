@@ -47,11 +47,41 @@ function rowsOf(ops) {
   return rows;
 }
 
+/**
+ * Where the parts of a program begin: {layer, name} by the scopes of its operators, as finely divided as `most` allows;
+ * layers between are of the part above.
+ */
+function partsOf(rows, most) {
+  const paths = rows.map((row) => ((row.find((op) => op.scope) || {}).scope || "").split("/").filter(Boolean));
+  let best = [];
+  for (let depth = 1; depth <= 8; depth++) {
+    const found = [];
+    let last = "";
+    paths.forEach((path, layer) => {
+      const name = path.slice(0, depth).join("/");
+      if (name && name !== last) found.push({ layer, name: path[Math.min(depth, path.length) - 1] });
+      if (name) last = name;
+    });
+    if (found.length > most) break;
+    best = found;
+  }
+  return best;
+}
+
 /** Whether an operator passes the filter {text, kind, type, group}; "" stands for anything. */
 function passes(op, filter) {
   return (filter.kind === "" || op.kind === filter.kind) && (filter.type === "" || op.type === filter.type) &&
     (filter.group === "" || op.group === filter.group) &&
     filter.text.split(/\s+/).every((word) => op.text.includes(word));
+}
+
+/** Pairs [group, operators] of what stayed fp32, by the sort of the reason, the largest group first. */
+function keptBy(ops) {
+  const groups = new Map();
+  for (const op of ops) {
+    if (op.kind === FULL) groups.set(op.group, [...(groups.get(op.group) || []), op]);
+  }
+  return [...groups].sort((a, b) => b[1].length - a[1].length || (a[0] < b[0] ? -1 : 1));
 }
 
 /** Pairs [value, count] of what `key` gives for each item, the most frequent first. */
@@ -72,7 +102,7 @@ function sourceName(program, tensor) {
   }
 }
 
-const CAST = 3;
+const FULL = 1, CAST = 3;
 
 /** What the format does to numbers of these magnitudes, in words. */
 function verdict(range, limits) {

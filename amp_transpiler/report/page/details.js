@@ -41,7 +41,7 @@ class Details {
   }
 
   clear() {
-    this.parent.replaceChildren(element("p", { class: "empty" }, "Choose an operator in the graph or in a table."));
+    this.parent.hidden = true;
   }
 
   show(op, program, other) {
@@ -54,6 +54,7 @@ class Details {
     this.parent.replaceChildren(element("h2", {}, op.name), element("p", {}, op.type, " ", tag), facts,
       ...this.tensors("reads", op.reads, program, (t) => (t.producer >= 0 ? [t.producer] : [])),
       ...this.tensors("makes", op.makes, program, (t) => t.readers));
+    this.parent.hidden = false;
     this.parent.scrollTop = 0;
   }
 

@@ -1,6 +1,8 @@
 // The picture of a program on a canvas: pan, zoom, pick. Only what is in view is drawn.
 
 const CELL_WIDTH = 176, CELL_HEIGHT = 74, NODE_WIDTH = 156, NODE_HEIGHT = 42, STRIP = 18;
+/** Beside each fold of the overview, in pixels: room for the names of its parts, without names, the height of one. */
+const MARGIN = 96, GAP = 24, LABEL = 14;
 
 class Graph {
   /** `choose(op)` is called with the operator that was clicked, null for the ground. */
@@ -29,8 +31,8 @@ class Graph {
   /** Show a program. `keep(op)`: whether it stands out; the others are drawn faintly. */
   show(program) {
     this.program = program;
-    this.width = Math.max(1, ...program.rows.map((row) => (row.length ? row[row.length - 1].column + 1 : 1)));
     this.shares = null;
+    this.unfold();
     this.redraw();
   }
 
@@ -53,8 +55,16 @@ class Graph {
   }
 
   // -- where things are ---------------------------------------------------------------------------
-  left(op) { return op.column * CELL_WIDTH; }
-  top(op) { return op.layer * CELL_HEIGHT; }
+  fold(op) { return Math.floor(op.layer / this.layers); }
+  left(op) { return op.column * CELL_WIDTH + this.offsets[this.fold(op)]; }
+  top(op) { return (op.layer - this.fold(op) * this.layers) * CELL_HEIGHT; }
+
+  /** One column: a single fold of all `layers`, and nothing beside it. */
+  unfold() {
+    [this.layers, this.offsets, this.lefts, this.parts] = [Math.max(1, this.program.rows.length), [0], [0], []];
+  }
+
+  get folded() { return this.offsets.length > 1; }
 
   /** The top of the graph at a readable size. */
   start() {
@@ -63,15 +73,47 @@ class Graph {
     if (first) this.centre(first, 0.15);
   }
 
+  /** The whole program; a deep one is folded into columns, to be read like a newspaper. */
   fit() {
-    const [width, height] = [this.width * CELL_WIDTH, this.program.rows.length * CELL_HEIGHT];
-    this.scale = Math.min(1, (this.viewWidth - STRIP - 20) / width, (this.viewHeight - 20) / height);
-    this.x = (this.viewWidth - STRIP - width * this.scale) / 2;
-    this.y = (this.viewHeight - height * this.scale) / 2;
+    if (!this.viewWidth) return;
+    this.unfold();
+    const room = this.viewWidth - STRIP - 20, height = this.viewHeight - 20, depth = this.program.rows.length;
+    const gap = this.program.ops.some((op) => op.scope) ? MARGIN : GAP;
+    let best = { scale: 0 };
+    for (let count = 1; count * gap < room && count <= depth; count++) {
+      const layers = Math.ceil(depth / count), spans = this.spans(layers);
+      const width = spans.reduce((sum, [low, high]) => sum + high - low, 0) * CELL_WIDTH;
+      const margin = spans.length > 1 ? gap : 0;
+      const scale = Math.min(1, (room - spans.length * margin) / width, height / (layers * CELL_HEIGHT));
+      if (scale > best.scale) best = { scale, layers, spans, margin: margin / scale };
+    }
+    [this.scale, this.layers] = [best.scale, best.layers];
+    let end = 0;
+    this.lefts = best.spans.map(([low, high]) => {
+      const left = end + best.margin;
+      end = left + (high - low) * CELL_WIDTH;
+      return left;
+    });
+    this.offsets = best.spans.map(([low], fold) => this.lefts[fold] - low * CELL_WIDTH);
+    if (this.folded) this.parts = partsOf(this.program.rows, best.spans.length * Math.floor(height / LABEL));
+    this.x = (this.viewWidth - STRIP - end * this.scale) / 2;
+    this.y = (this.viewHeight - this.layers * CELL_HEIGHT * this.scale) / 2;
     this.redraw();
   }
 
+  /** The first and the last column of each fold of so many layers. */
+  spans(layers) {
+    const found = [];
+    this.program.rows.forEach((row, layer) => {
+      const [low, high] = found[Math.floor(layer / layers)] || [Infinity, -Infinity];
+      const ends = row.length ? [row[0].column, row[row.length - 1].column + 1] : [Infinity, -Infinity];
+      found[Math.floor(layer / layers)] = [Math.min(low, ends[0]), Math.max(high, ends[1])];
+    });
+    return found.map((span) => (span[0] < span[1] ? span : [0, 1]));
+  }
+
   centre(op, height = 0.5) {
+    this.unfold();
     this.x = (this.viewWidth - STRIP) / 2 - (this.left(op) + NODE_WIDTH / 2) * this.scale;
     this.y = this.viewHeight * height - (this.top(op) + NODE_HEIGHT / 2) * this.scale;
     this.redraw();
@@ -90,9 +132,9 @@ class Graph {
   at(px, py) {
     const [x, y] = [(px - this.x) / this.scale, (py - this.y) / this.scale];
     const layer = Math.floor(y / CELL_HEIGHT);
-    const row = this.program.rows[layer];
-    if (!row || y - layer * CELL_HEIGHT > NODE_HEIGHT) return null;
-    return row.find((op) => x >= this.left(op) && x <= this.left(op) + NODE_WIDTH) || null;
+    if (layer < 0 || layer >= this.layers || y - layer * CELL_HEIGHT > NODE_HEIGHT) return null;
+    const rows = this.offsets.map((_, fold) => this.program.rows[layer + fold * this.layers] || []);
+    return rows.flat().find((op) => x >= this.left(op) && x <= this.left(op) + NODE_WIDTH) || null;
   }
 
   // -- drawing ------------------------------------------------------------------------------------
@@ -107,14 +149,16 @@ class Graph {
     box.right = box.left + this.viewWidth / this.scale;
     box.bottom = box.top + this.viewHeight / this.scale;
     this.drawEdges(box);
-    const first = Math.max(0, Math.floor(box.top / CELL_HEIGHT) - 1);
-    for (let layer = first; layer < this.program.rows.length && layer * CELL_HEIGHT < box.bottom; layer++) {
-      for (const op of this.program.rows[layer]) {
+    const rows = this.program.rows;
+    const first = this.folded ? 0 : Math.max(0, Math.floor(box.top / CELL_HEIGHT) - 1);
+    for (let layer = first; layer < rows.length && (this.folded || layer * CELL_HEIGHT < box.bottom); layer++) {
+      for (const op of rows[layer]) {
         const left = this.left(op);
         if (left + NODE_WIDTH >= box.left && left <= box.right) this.drawOperator(op);
       }
     }
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.drawParts();
     this.drawStrip();
   }
 
@@ -125,6 +169,7 @@ class Graph {
     const strong = new Path2D();
     for (const edge of this.program.edges) {
       const [a, b] = [ops[edge.from], ops[edge.to]];
+      if (this.fold(a) !== this.fold(b)) continue;
       const [ya, yb] = [this.top(a) + NODE_HEIGHT, this.top(b)];
       if (ya > box.bottom || yb < box.top) continue;
       const [xa, xb] = [this.left(a) + NODE_WIDTH / 2, this.left(b) + NODE_WIDTH / 2];
@@ -188,6 +233,24 @@ class Graph {
     pen.globalAlpha = 1;
   }
 
+  /** The names of the program's parts, in the margins of the overview. */
+  drawParts() {
+    const pen = this.pen;
+    pen.font = "11px system-ui, sans-serif";
+    pen.textAlign = "right";
+    pen.fillStyle = this.text;
+    let last = [-1, 0];
+    for (const { layer, name } of this.parts) {
+      const fold = Math.floor(layer / this.layers);
+      const x = this.x + this.lefts[fold] * this.scale - 6;
+      const y = this.y + (layer - fold * this.layers) * CELL_HEIGHT * this.scale;
+      if (fold === last[0] && y < last[1] + LABEL) continue;
+      pen.fillText(shorten(name, 15), x, y + 9, MARGIN - 10);
+      last = [fold, y];
+    }
+    pen.textAlign = "left";
+  }
+
   /** The inputs and outputs of the program, by their names. */
   drawEnds(op, x, y) {
     const pen = this.pen, middle = x + NODE_WIDTH / 2;
@@ -210,6 +273,7 @@ class Graph {
   /** The operator nearest the middle of the view, upwards, that `known` accepts; undefined for none. */
   middle(known) {
     const rows = this.program.rows;
+    if (this.folded) return undefined;
     const layer = Math.floor((this.viewHeight / 2 - this.y) / this.scale / CELL_HEIGHT);
     for (let i = Math.min(rows.length - 1, layer); i >= 0; i--) {
       const found = rows[i].find(known);
@@ -233,6 +297,7 @@ class Graph {
         at += STRIP * share[kind] / all;
       }
     }
+    if (this.folded) return;
     const whole = rows.length * CELL_HEIGHT * this.scale || 1;
     const top = Math.min(height, Math.max(0, -this.y / whole * height));
     const bottom = Math.min(height, Math.max(0, (height - this.y) / whole * height));
@@ -277,6 +342,7 @@ class Graph {
 
   press(event) {
     const jump = (at) => {
+      if (this.folded) this.start();
       this.y = this.viewHeight / 2 - at.offsetY / this.viewHeight * this.program.rows.length * CELL_HEIGHT * this.scale;
       this.redraw();
     };

@@ -19,6 +19,7 @@ const details = new Details($("details"), data, ranges, axis, (op) => choose(op,
 
 // -- tables ------------------------------------------------------------------------------------------
 const plainColumn = (title, key, width = "") => ({ title, width, text: (item) => item[key], sort: (item) => item[key] });
+const pathColumn = (title, key, width = "wide") => ({ ...plainColumn(title, key, width), path: true });
 const numberColumn = (title, value, show, width = "narrow") => ({
   title, width, number: true, text: (item) => show(value(item)), sort: (item) => Number(value(item)),
 });
@@ -27,24 +28,24 @@ const kindColumn = {
   fill: (cell, op) => cell.append(element("span", { class: `tag kind-${op.kind}` }, data.kinds[op.kind])),
 };
 const operators = new Table($("panel-operators"), "Operators", [
-  plainColumn("name", "name", "wide"), plainColumn("type", "type", "middle"), kindColumn,
-  plainColumn("precision", "precision", "narrow"), plainColumn("reason", "reason", "wide"), plainColumn("scope", "scope"),
+  pathColumn("name", "name"), plainColumn("type", "type", "middle"), kindColumn,
+  plainColumn("reason", "reason", "widest"), pathColumn("scope", "scope", ""),
 ], (op) => choose(op, true));
 const reasons = new Table($("panel-reasons"), "Reasons", [
   numberColumn("operators", (each) => each[1], String), { title: "reason", width: "wide", text: (each) => each[0] || "no reason" },
 ], (each) => filterBy({ group: each[0] }, "operators"));
 const casts = new Table($("panel-casts"), "Casts", [
-  plainColumn("tensor", "tensor", "wide"), plainColumn("direction", "direction"),
-  numberColumn("moves", (cast) => cast.bytes, bytes), plainColumn("cast", "name", "wide"),
+  pathColumn("tensor", "tensor"), plainColumn("direction", "direction", "middle"),
+  numberColumn("moves", (cast) => cast.bytes, bytes), pathColumn("cast", "name"),
   { title: "whose", width: "middle", text: (cast) => (cast.inserted ? "inserted" : "the model's own"), sort: (cast) => cast.inserted },
 ], (cast) => choose(programs[state.which].ops[cast.index], true));
 const constants = new Table($("panel-constants"), "Constants", [
-  plainColumn("constant", "name", "wide"), plainColumn("problem", "problem", "narrow"),
+  pathColumn("constant", "name"), plainColumn("problem", "problem", "narrow"),
   numberColumn("values", (note) => note.count, String), numberColumn("of", (note) => note.size, String),
   numberColumn("worst", (note) => note.worst, number), plainColumn("what was done", "action", "wide"),
 ]);
 const pictures = new Table($("panel-ranges"), "Calibration ranges", [
-  plainColumn("tensor", "name", "wide"),
+  pathColumn("tensor", "name"),
   { title: "range", head: rangeAxis(axis, data.limits), width: "wide", fill: (cell, range) => cell.append(rangePicture(range, axis, data.limits)) },
   numberColumn("smallest", (range) => range.smallest, number), numberColumn("largest", (range) => range.largest, number),
   numberColumn("rounding", (range) => range.rounding, number), numberColumn("error", (range) => range.error, number),
@@ -57,6 +58,31 @@ function chooseTensor(name) {
   const tensor = program.tensors.find((each) => each.name === name);
   const index = tensor ? (tensor.producer >= 0 ? tensor.producer : tensor.readers[0]) : undefined;
   if (index !== undefined) choose(program.ops[index], true);
+}
+
+/** What stayed fp32, and why: a paragraph a reason, with the operators that begin each. */
+function showKept() {
+  const groups = keptBy(programs[state.which].ops);
+  const count = groups.reduce((sum, [, ops]) => sum + ops.length, 0);
+  const head = count ? `${count} operators stay in fp32, for ${groups.length} ${groups.length > 1 ? "reasons" : "reason"}.` :
+    "No operator stays in fp32.";
+  $("panel-kept").replaceChildren(element("h2", {}, state.which === "after" ? head : `${count} operators are in fp32 before the conversion.`),
+    ...groups.map(([group, ops]) => {
+      const types = countBy(ops, (op) => op.type).map(([type, found]) => `${found} ${type}`);
+      const more = types.length > 8 ? ` and ${types.length - 8} more types` : "";
+      const shown = ops.slice(0, 4).map((op) => element("button", { type: "button", onclick: () => lead(op) }, op.name));
+      const rest = element("button", { type: "button", class: "all", onclick: () => filterBy({ kind: FULL, group }, "operators") },
+        `list all ${ops.length}`);
+      return element("section", {}, element("h3", {}, element("span", { class: "count" }, String(ops.length)), group || "no reason given"),
+        element("p", {}, types.slice(0, 8).join(", ") + more), element("p", { class: "names" }, ...shown, ...(ops.length > 4 ? [rest] : [])));
+    }));
+  return count;
+}
+
+/** Show an operator in the graph. */
+function lead(op) {
+  showTab("graph");
+  choose(op, true);
 }
 
 // -- choosing ----------------------------------------------------------------------------------------
@@ -78,6 +104,7 @@ function showProgram(which) {
   const program = programs[which];
   graph.show(program);
   casts.show(program.casts);
+  state.kept = showKept();
   reasons.show(countBy(program.ops, (op) => op.group));
   fillSelect("type", countBy(program.ops, (op) => op.type));
   fillSelect("group", countBy(program.ops, (op) => op.group).filter(([text]) => text));
@@ -156,9 +183,9 @@ document.addEventListener("keydown", (event) => {
 });
 
 // -- tabs --------------------------------------------------------------------------------------------
-let current = "graph";
+let current = "kept";
 const tabs = {
-  graph: () => "Graph", operators: () => `Operators (${programs[state.which].ops.length})`,
+  kept: () => `${state.which === "after" ? "Stayed fp32" : "In fp32"} (${state.kept})`, graph: () => "Graph", operators: () => `Operators (${programs[state.which].ops.length})`,
   reasons: () => `Reasons (${reasons.items.length})`, casts: () => `Casts (${casts.items.length})`,
   constants: () => `Constants (${data.constants.length})`, ranges: () => `Ranges (${data.ranges.length})`,
   outcome: () => `Outcome (${data.notes.length + data.rounds.length} notes)`,
@@ -210,6 +237,8 @@ function fillOutcome() {
 
 function makeHeader() {
   $("title").textContent = document.title;
+  $("headline").textContent = data.headline;
+  if (matchMedia("(max-width: 560px)").matches) $("filters").open = false;
   for (const [label, text] of data.facts) {
     $("facts").append(element("div", {}, element("dt", {}, label), element("dd", {}, text)));
   }
@@ -220,7 +249,7 @@ function makeHeader() {
   }
   const words = ["in 16 bit", "in fp32", "as the model has it", "cast that the conversion put in"];
   data.kinds.forEach((name, i) => {
-    $("legend").append(element("li", {}, element("span", { class: `tag kind-${i}` }, name), ` ${words[i]}`));
+    $("legend").append(element("li", {}, element("span", { class: `tag kind-${i}` }, name), element("span", { class: "words" }, words[i])));
   });
   const explain = "Magnitudes on a log2 axis. Hatched at the left: the format has no number there, values become 0; " +
     "striped: subnormal, fewer digits; hatched at the right: overflow.";
@@ -233,4 +262,4 @@ constants.show(data.constants);
 pictures.show(data.ranges);
 fillOutcome();
 showProgram("after");
-showTab("graph");
+showTab(current);

@@ -11,14 +11,22 @@ function element(tag, attributes, ...children) {
   return made;
 }
 
+/** Put a name into a cell that cuts off its beginning, not its end, where it is too long. */
+function endOf(cell, text) {
+  cell.title = text;
+  cell.classList.add("path");
+  cell.append(element("bdi", { dir: "ltr" }, text));
+}
+
 const ROW_HEIGHT = 28;
 /** Beyond this browsers cut an element off: a longer table is scrolled in proportion. */
 const TALLEST = 8e6;
 
 class Table {
   /**
-   * columns: {title, width ("narrow", "middle", "wide" or ""), number (bool), text(item), fill(cell, item), sort(item)};
-   * `fill` draws what is not plain text, `sort` gives the key of an ordering. `choose(item)`: what a click does.
+   * columns: {title, width ("narrow", "middle", "wide" or ""), number (bool), path (bool), text(item), fill(cell, item),
+   * sort(item)}; `fill` draws what is not plain text, `sort` gives the key of an ordering; a `path` that is too long
+   * keeps its end. `choose(item)`: what a click does.
    */
   constructor(parent, title, columns, choose) {
     Object.assign(this, { columns, choose, items: [], shown: [], order: null, chosen: null });
@@ -96,6 +104,7 @@ class Table {
     for (const column of this.columns) {
       const cell = element("div", { class: `cell ${column.width} ${column.number ? "number" : ""}`, role: "gridcell" });
       if (column.fill) column.fill(cell, item);
+      else if (column.path) endOf(cell, column.text(item));
       else cell.textContent = cell.title = column.text(item);
       row.append(cell);
     }
