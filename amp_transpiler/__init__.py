@@ -6,9 +6,18 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "ops" / "__init__.py").is_file() and (_root / "amp_transpiler" / "__init__.py").is_file():
     __path__.append(str(_root))  # a checkout keeps the subpackages ops and lists at its top level
 
+import onnxruntime as _onnxruntime
+
+from .errors import AmpError, MissingPackageError
+
+if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime-gpu share a folder; one was uninstalled
+    raise MissingPackageError(
+        "the installed onnxruntime is damaged, as it is where both onnxruntime and onnxruntime-gpu were installed and one "
+        "was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+    )
+
 from . import nn, ops, optimizer
 from .convert import convert
-from .errors import AmpError
 from .ir import names as unique_name
 from .ir.context import default_main_program, default_startup_program, fp16_guard, name_scope, program_guard
 from .ir.opdef import gradient as register_gradient

@@ -78,7 +78,7 @@ def wordpiece(vocabulary: Path) -> Pieces:
     try:
         from tokenizers import BertWordPieceTokenizer
     except ImportError:
-        raise SystemExit("error: WordPiece needs the tokenizers library: pip install 'amp-transpiler[demo]'") from None
+        raise SystemExit("error: WordPiece needs the tokenizers library: pip install tokenizers") from None
     entries = _text(vocabulary / "vocab.txt", "It is the vocabulary of bert-base-uncased; pass its folder as --vocab.")
     numbers = {entry: number for number, entry in enumerate(entries.split("\n")) if entry}
     tokenizer = BertWordPieceTokenizer(numbers, lowercase=True)

@@ -191,7 +191,7 @@ def test_jsonl(tmp_path: object, run_of_three: list[object]) -> None:
 
 def test_tensorboard_is_asked_for_by_name(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(MissingPackageError, match=r"pip install amp-transpiler\[tensorboard\]") as caught:
+    with pytest.raises(MissingPackageError, match="pip install tensorboardX") as caught:
         amp.TensorBoardWriter(tmp_path)
     assert isinstance(caught.value, ImportError)
 

@@ -98,7 +98,7 @@ class TensorBoardWriter(_Writer):
             from tensorboardX import SummaryWriter
         except ImportError:
             raise MissingPackageError("TensorBoardWriter needs the package tensorboardX; install it with "
-                                      "`pip install amp-transpiler[tensorboard]`") from None  # fmt: skip
+                                      "`pip install tensorboardX`") from None  # fmt: skip
         self._summary: _Summary = SummaryWriter(str(folder))
         self._parameters = parameters
 
