@@ -12,8 +12,8 @@ from .errors import AmpError, MissingPackageError
 
 if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime-gpu share a folder; one was uninstalled
     raise MissingPackageError(
-        "the installed onnxruntime is damaged, as it is where both onnxruntime and onnxruntime-gpu were installed and one "
-        "was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+        "the installed onnxruntime is damaged, as it is where both onnxruntime and onnxruntime-gpu were installed and "
+        "one was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
     )
 
 from . import nn, ops, optimizer
