@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: py
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("amp_transpiler.ir.files.os.fsync", full)
+    monkeypatch.setattr("amp_transpiler.files.os.fsync", full)
     status, _, err = run(capsys, "convert", model, tmp_path / "o.onnx", "--external-data")
     assert status == 1 and "No space left on device" in err and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
@@ -214,7 +214,7 @@ def test_an_interrupt_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: p
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("amp_transpiler.ir.files.os.fsync", interrupt)
+    monkeypatch.setattr("amp_transpiler.files.os.fsync", interrupt)
     status, _, err = run(capsys, "convert", model, tmp_path / "o.onnx")
     assert status == 130 and "interrupted" in err
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]

@@ -1,21 +1,21 @@
-"""Which tensors of a program go into external data files when it is written, and where in them."""
+"""Which tensors of a program go into an external data file when it is written, and where in it."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx
 
-from ..errors import ArgumentError, ModelFileError
-from . import files
+from ..errors import ArgumentError
+from ..files import Group, check_space, check_target, put, same_file
+from . import serializing
+from .locations import model_files
 from .program import Program, Variable
 from .source import source_of
 from .tensors import (
+    CastTensor,
     ExternalTensor,
     Tensor,
     annotated,
@@ -33,11 +33,14 @@ _PAGE = 4096
 
 
 class Layout:
-    """Where the content of each variable goes.
+    """Where the content of each variable goes: into the model, or into one file beside it.
 
-    ``external_data`` None: what came from external files stays in such, the rest is embedded while it fits
-    into 2 GB; False: everything is embedded; True or a file name: every tensor of at least 1 KiB goes into one
-    file beside the model. Data files in which nothing has changed are copied as they are.
+    ``external_data`` None: what came from external files goes into ``<model>.data``, the rest is embedded while it
+    fits into 2 GB; False: everything is embedded; True or a file name: every tensor of at least 1 KiB goes into
+    ``<model>.data`` or the file of that name. No name comes out of a model. Tensors are streamed from file to file;
+    those that lie in the same place of a file do so again.
+
+    ArgumentError, ModelFileWriteError: a path that is no target, or a file that holds weights of the program.
     """
 
     def __init__(self, program: Program, values: dict[Variable, Any], path: Path | None,
@@ -45,75 +48,86 @@ class Layout:
         self.path = path
         self.values = values
         self.location = _location(path, external_data)
-        source = source_of(program)
-        self.folder = source.folder if source is not None else None
         held = [(v, values.get(v, v.data)) for v in _contents(program, values)]
-        live = Counter(data.file for _, data in held if isinstance(data, ExternalTensor))
-        came = source.external if source is not None else {}
-        #: Data files that stay as they are.
-        self.kept = {file for file, count in live.items() if path is None or count == came.get(file)}
+        self.places = self._place(self._moved(program, held, external_data))
+        if path is not None:
+            self._check_paths(path, program, held, named=isinstance(external_data, str))
+
+    def _moved(self, program: Program, held: list[tuple[Variable, Any]],
+               external_data: bool | str | None) -> list[tuple[Variable, Any]]:  # fmt: skip
+        """What goes into the data file."""
+        if self.path is None or external_data is False:
+            return []
+        large = [(v, data) for v, data in held if _size(data) >= _WORTH]
         if external_data is not None:
-            self.kept = set()
-        self._kept_locations = {_relative(file, self.folder) for file in self.kept} | _attribute_files(program)
-        while self.location in self._kept_locations:
-            self.location = f"{self.location}.new"
-        moved = [(v, data) for v, data in held if self._moves(v, data, external_data, bool(came))]
-        if external_data is None and path is not None and self._embedded_size(held, moved) > files.LIMIT:
-            moved = [(v, data) for v, data in held if self._moves(v, data, True, True)]
-        self.places = self._place(moved)
-
-    def _moves(self, variable: Variable, data: Any, external_data: bool | str | None, came: bool) -> bool:
-        """Whether the tensor goes into the data file that is written anew."""
-        if self.path is None or external_data is False or self._stays(data) or _size(data) < _WORTH:
-            return False
-        if external_data is None:
-            return came and (variable in self.values or not isinstance(data, onnx.TensorProto))
-        return True
-
-    def _stays(self, data: Any) -> bool:
-        return isinstance(data, ExternalTensor) and data.file in self.kept
-
-    def _embedded_size(self, held: list[tuple[Variable, Any]], moved: list[tuple[Variable, Any]]) -> int:
-        outside = {v for v, _ in moved}
-        return sum(_size(data) for v, data in held if v not in outside and not self._stays(data))
+            return large
+        source = source_of(program)
+        came = source is not None and bool(source.external)
+        moved = [(v, data) for v, data in large
+                 if came and (v in self.values or not isinstance(data, onnx.TensorProto))]  # fmt: skip
+        inside = sum(_size(data) for _, data in held) - sum(_size(data) for _, data in moved)
+        return large if inside > serializing.LIMIT else moved
 
     def _place(self, moved: list[tuple[Variable, Any]]) -> dict[Variable, tuple[int, int]]:
         places: dict[Variable, tuple[int, int]] = {}
+        known: dict[Any, tuple[int, int]] = {}
         end = 0
         for variable, data in moved:
+            same = _origin(data)
+            if same is not None and same in known:
+                places[variable] = known[same]
+                continue
             size = _size(data)
             step = _PAGE if size >= _PAGE else 64
             offset = -(-end // step) * step
-            places[variable] = (offset, size)
+            places[variable] = known[same] = offset, size
             end = offset + size
         return places
+
+    def _check_paths(self, path: Path, program: Program, held: list[tuple[Variable, Any]], *, named: bool) -> None:
+        """Refuse what would overwrite weights that the program reads, or what is not this model's."""
+        source = source_of(program)
+        read = {data.file for _, data in held if isinstance(data, ExternalTensor)}
+        read |= set(source.external) if source is not None else set()
+        in_place = source is not None and source.path is not None and same_file(source.path, path)
+        check_target(path)
+        taken = next((file for file in read if same_file(file, path)), None)
+        beside = path.parent / self.location
+        if self.places:
+            check_target(beside, "external data")
+            others = [] if in_place else [*read, *([source.path] if source is not None and source.path else [])]
+            taken = taken or next((file for file in others if same_file(file, beside)), None)
+        if taken is not None:
+            raise ArgumentError(f"'{taken}' cannot be written: the model that was read consists of it; choose another "
+                                "name")  # fmt: skip
+        if self.places and not named and beside.exists() and not any(same_file(f, beside) for f in model_files(path)):
+            raise ArgumentError(f"'{beside}' is there, and is not the data of '{path.name}'; remove it, or give "
+                                f"external_data (--external-data) the name '{beside.name}' to replace it")  # fmt: skip
 
     def content(self, variable: Variable, data: Any) -> Tensor:
         """The TensorProto of a variable in the model that is written."""
         if variable in self.places:
             offset, length = self.places[variable]
             proto = external_proto(data, variable.name, self.location, offset, length)
-        elif self._stays(data):
-            return renamed(data.proto, variable.name)
+        elif self.path is None and isinstance(data, ExternalTensor):
+            return renamed(data.proto, variable.name)  # nothing is written: it lies where it was
         else:
             proto = embedded(variable, data)
         return annotated(proto, variable.data) if variable in self.values else proto
 
-    def write(self, model: onnx.ModelProto) -> None:
-        """Write the model and its data files, whole or not at all."""
+    def add_to(self, group: Group, model: onnx.ModelProto) -> None:
+        """Write the model and its data file as files of a group."""
         assert self.path is not None
-        content = files.serialized(model)
-        written: list[tuple[Path, files.Write]] = []
-        if self.folder is not None and not _same(self.folder, self.path.parent):
-            for location in sorted(self._kept_locations):
-                written.append((self.path.parent / location, _copier(self.folder / location)))
+        content = serializing.serialized(model)
+        check_space(self.path, len(content) + max((sum(place) for place in self.places.values()), default=0))
         if self.places:
-            written.append((self.path.parent / self.location, self._write_data))
-        written.append((self.path, lambda stream: files.put(content, stream)))
-        files.write_files(written)
+            group.add(self.path.parent / self.location, self._write_data)
+        group.add(self.path, put(content))
 
     def _write_data(self, stream: BinaryIO) -> None:
         for variable, (offset, _) in self.places.items():
+            if offset < stream.tell():
+                continue  # it is the content of an earlier one
             stream.write(b"\0" * (offset - stream.tell()))
             for piece in raw_bytes(self.values.get(variable, variable.data)):
                 stream.write(piece)
@@ -134,10 +148,18 @@ def _size(data: Any) -> int:
     return byte_size(*tensor_type(data))
 
 
+def _origin(data: Any) -> Any:
+    """What tells content that lies in a file, as it is or cast; None for any other."""
+    if isinstance(data, CastTensor):
+        source = _origin(data.source)
+        return source and (data.element_type, source)
+    return data.place if isinstance(data, ExternalTensor) else None
+
+
 def _location(path: Path | None, external_data: bool | str | None) -> str:
     if isinstance(external_data, str):
         name = external_data
-        if not name or Path(name).name != name:
+        if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
             raise ArgumentError(f"external_data is the name of a file beside the model, not {name!r}")
     elif external_data in (None, True, False):
         name = "" if path is None else f"{path.name}.data"
@@ -148,34 +170,3 @@ def _location(path: Path | None, external_data: bool | str | None) -> str:
     if path is not None and name == path.name:
         raise ArgumentError(f"external_data and the model cannot both be the file '{name}'")
     return name
-
-
-def _attribute_files(program: Program) -> set[str]:
-    """Locations of external data to which tensors in attributes refer."""
-    return {
-        entry.value
-        for op in program.walk()
-        for proto in op.attrs.protos()
-        for tensor in (proto.t, *proto.tensors)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-
-
-def _relative(file: Path, folder: Path | None) -> str:
-    if folder is None:
-        raise ModelFileError(f"the folder of the external data file '{file}' is not known")
-    return file.relative_to(folder).as_posix()
-
-
-def _same(one: Path, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
-def _copier(source: Path) -> Callable[[BinaryIO], None]:
-    def copy(stream: BinaryIO) -> None:
-        with source.open("rb") as original:
-            shutil.copyfileobj(original, stream, 1 << 20)
-
-    return copy

@@ -27,9 +27,10 @@ def inline_functions(program: Program) -> Program:
         model = onnx.inliner.inline_local_functions(weightless(program))
     except (RuntimeError, ValueError) as error:
         raise GraphError(f"the functions of program '{program.name}' cannot be inlined: {str(error).strip()}") from None
-    source = source_of(program)
-    folder = source.folder if source is not None else None
-    new = program_of(ModelFile(model, f"program '{program.name}'", folder, list(model.graph.initializer)), program.name)
+    new = program_of(ModelFile(model, f"program '{program.name}'", None, list(model.graph.initializer)), program.name)
+    source, made = source_of(program), source_of(new)
+    if source is not None and made is not None:
+        made.path, made.external = source.path, source.external
     if new.info.functions:
         left = ", ".join(f"'{function.name}'" for function in new.info.functions)
         raise GraphError(f"program '{program.name}' still calls {left} after inlining; every function must be "

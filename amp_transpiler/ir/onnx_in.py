@@ -43,7 +43,7 @@ def load(model_or_path: Any, *, name: str | None = None,
 def program_of(read: ModelFile, name: str | None = None) -> Program:
     """The program of a model that was read."""
     model = read.model
-    reader = _Reader(DataFiles(read.label, read.folder))
+    reader = _Reader(DataFiles(read.label, read.folder, read.path))
     program = reader.graph(model.graph, read.initializers, None, name).program
     info = program.info
     info.ir_version, info.model_version = model.ir_version, model.model_version
@@ -51,11 +51,11 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
     info.doc = model.doc_string
     info.opsets = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
     info.metadata = _entries(model.metadata_props)
-    info.functions = list(model.functions)
+    info.functions = [reader.files.embedded(function) for function in model.functions]
     source = source_of(program)
     assert source is not None
-    source.folder, source.external = read.folder, reader.files.tensors
-    source.model = copy_without(model, ("graph", "functions"))
+    source.path, source.external = read.path, reader.files.tensors
+    source.model = reader.files.embedded(copy_without(model, ("graph", "functions")))
     _check_domain(program, read.label)
     _mark_parameters(program)
     annotate(program, _as_read(program, model))
@@ -182,7 +182,7 @@ class _Reader:
         for tensor in dense:
             self._content(program, source, tensor.name, self.files.content(tensor))
         for item in sparse:
-            self._content(program, source, item.values.name, item)
+            self._content(program, source, item.values.name, self.files.embedded(item))
 
     def _content(self, program: Program, source: Source, name: str, data: Any) -> None:
         if program.has_var(name):
@@ -237,10 +237,7 @@ class _Reader:
     def _attribute(self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame,
                    captured: dict[Variable, None]) -> None:  # fmt: skip
         if not attribute.HasField("g") and not attribute.graphs:
-            for tensor in (attribute.t, *attribute.tensors):
-                if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                    self.files.find(tensor)  # raises where the file is missing or short
-            attributes[attribute.name] = attribute
+            attributes[attribute.name] = self.files.embedded(attribute)
             return
         programs = []
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from ..errors import GraphError, ScopeError
+from ..files import Group
 from .collector import collector_paused
 from .external import Layout
 from .marks import INITIALIZER, inserted, written_marks, written_state
@@ -47,15 +48,20 @@ def weightless(program: Program) -> onnx.ModelProto:
 
 
 def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope: Any = None,
-         external_data: bool | str | None = None) -> onnx.ModelProto:  # fmt: skip
-    """The program as a ModelProto, written to ``path`` where one is given; see ``Program.to_onnx``."""
+         external_data: bool | str | None = None, group: Group | None = None) -> onnx.ModelProto:  # fmt: skip
+    """The program as a ModelProto, written to ``path`` where one is given; see ``Program.to_onnx``.
+
+    With ``group`` the files become part of it, and appear with the others.
+    """
     target = None if path is None else Path(path)
     with collector_paused():
         values = {} if scope is None else _scope_values(program, scope)
         layout = Layout(program, values, target, external_data)
         model = model_of(program, layout.content, values)
         if target is not None:
-            layout.write(model)
+            with Group() as own:
+                layout.add_to(group or own, model)
+                own.commit()
     return model
 
 

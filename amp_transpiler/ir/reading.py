@@ -13,8 +13,10 @@ import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
 from ..errors import ArgumentTypeError, ModelFileError, ModelFileNotFoundError
+from .locations import external_tensors, located
+from .serializing import LIMIT
 from .source import plain_domain
-from .tensors import ExternalTensor, byte_size, tensor_type
+from .tensors import ExternalTensor, byte_size, tensor_type, to_proto
 
 _LFS = b"version https://git-lfs"
 
@@ -27,6 +29,7 @@ class ModelFile:
     label: str
     folder: Path | None
     initializers: list[onnx.TensorProto]
+    path: Path | None = None
 
 
 def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | None) -> ModelFile:
@@ -42,7 +45,7 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
         path = Path(model_or_path)
         model = _parse(path)
         folder = path.parent if external_data_dir is None else Path(external_data_dir)
-        read = ModelFile(model, f"'{path}'", folder, list(model.graph.initializer))
+        read = ModelFile(model, f"'{path}'", folder, list(model.graph.initializer), path)
     else:
         raise ArgumentTypeError("a model is given as a path or an onnx.ModelProto, not as "
                                 f"{type(model_or_path).__name__}")  # fmt: skip
@@ -120,9 +123,10 @@ def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None
 class DataFiles:
     """The external data files of one model, each mapped once."""
 
-    def __init__(self, label: str, folder: Path | None) -> None:
+    def __init__(self, label: str, folder: Path | None, model: Path | None = None) -> None:
         self.label = label
         self.folder = folder
+        self.model = model
         #: How many initializers lie in each file.
         self.tensors: dict[Path, int] = {}
         self._mapped: dict[str, tuple[Path, np.ndarray]] = {}
@@ -133,6 +137,23 @@ class DataFiles:
         if isinstance(data, ExternalTensor):
             self.tensors[data.file] = self.tensors.get(data.file, 0) + 1
         return data
+
+    def embedded(self, message: Any) -> Any:
+        """``message`` with the content of its external tensors inside; itself where it has none.
+
+        For tensors that are no initializers: in attributes, functions, sparse tensors. Errors as :meth:`find`.
+        """
+        if not any(external_tensors(message)):
+            return message
+        copy = type(message)()
+        copy.CopyFrom(message)
+        for tensor in external_tensors(copy):
+            data = self.find(tensor)
+            if byte_size(*tensor_type(tensor)) > LIMIT:
+                raise ModelFileError(f"tensor '{tensor.name}' of {self.label} is no initializer and takes more than "
+                                     "the 2 GB that a model can hold")  # fmt: skip
+            tensor.CopyFrom(to_proto(data, tensor.name))
+        return copy
 
     def find(self, tensor: onnx.TensorProto) -> onnx.TensorProto | ExternalTensor:
         """The tensor itself where its content is inside; else its part of the mapped file.
@@ -171,17 +192,9 @@ class DataFiles:
         if self.folder is None:
             raise ModelFileError(f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the "
                                  "folder of that file as external_data_dir, or give the path of the model")  # fmt: skip
-        parts = Path(location).parts
-        if not parts or Path(location).is_absolute() or ".." in parts:
-            raise ModelFileError(f"tensor '{tensor}' of {self.label} refers to the external file {location!r}, which "
-                                 "does not lie in the model's folder")  # fmt: skip
-        file = self.folder / location
+        file = located(location, self.folder, self.model, f"tensor '{tensor}' of {self.label}")
         try:
-            size = file.stat().st_size
-            mapped = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
-        except FileNotFoundError:
-            raise ModelFileNotFoundError(f"{self.label} keeps tensor '{tensor}' in the external file '{file}', which "
-                                         "is missing") from None  # fmt: skip
+            mapped = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
         except OSError as error:
             raise ModelFileError(f"the external data file '{file}' of {self.label} cannot be read: "
                                  f"{error.strerror}") from None  # fmt: skip

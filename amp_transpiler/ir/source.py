@@ -91,7 +91,8 @@ class Source:
     header: onnx.GraphProto
     name: str
     model: onnx.ModelProto | None = None
-    folder: Path | None = None
+    #: The model file, where one was read.
+    path: Path | None = None
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
     value_info: list[Entry] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Source:
             ]
 
         initializers = [variables[v] for v in self.initializers if v in variables]
-        return Source(self.header, self.name, self.model, self.folder, entries(self.inputs), entries(self.outputs),
+        return Source(self.header, self.name, self.model, self.path, entries(self.inputs), entries(self.outputs),
                       entries(self.value_info), initializers, self.external)  # fmt: skip
 
 

@@ -57,6 +57,11 @@ class ExternalTensor:
             array = array.copy() if copy else array
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    @property
+    def place(self) -> tuple[Path, int, int]:
+        """The file, and the offset and number of the bytes in it."""
+        return self.file, self._offset, self.raw.size
+
     def release(self) -> None:
         """Let the system take back the memory of what was read; it is read anew when it is used."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):

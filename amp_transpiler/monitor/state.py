@@ -12,8 +12,9 @@ import numpy as np
 import onnx
 
 from ..errors import ModelFileError, ModelFileNotFoundError
-from ..ir.files import serialized, write_files
+from ..files import write_files
 from ..ir.program import Program, Variable
+from ..ir.serializing import serialized
 from ..ir.types import element_type, numpy_dtype
 from ..passes.check_step import UNGATED
 from ..runtime import tensors
@@ -70,7 +71,7 @@ def save_step(path: str | os.PathLike[str], program: Program, feed: Mapping[Any,
     def write(stream: BinaryIO) -> None:
         np.savez(stream, allow_pickle=False, **content)
 
-    write_files([(Path(path), write)])
+    write_files([(path, write)])
 
 
 def load_step(path: str | os.PathLike[str]) -> tuple[Program, dict[str, np.ndarray], Scope]:

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 
 from ..ir.emitter import Value
-from ..ir.files import write_model
 from ..ir.infer import type_proto
 from ..ir.program import Operator, Program, Variable
+from ..ir.serializing import write_model
 from ..ir.types import HALF, NAMES
 
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")

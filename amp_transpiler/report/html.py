@@ -13,11 +13,10 @@ import html
 import json
 import os
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from ..ir.files import put, write_files
+from ..files import put, write_files
 from ..ir.types import LIMITS
 from .json import FORMAT, plain
 from .layout import layout
@@ -33,7 +32,7 @@ _STEPS = 16
 def write_html(conversion: Conversion, path: str | os.PathLike[str]) -> None:
     """Write :func:`to_html`, whole or not at all; ModelFileWriteError where the path cannot be written."""
     content = to_html(conversion).encode("utf-8")
-    write_files([(Path(path), lambda stream: put(content, stream))])
+    write_files([(path, put(content))])
 
 
 def to_html(conversion: Conversion) -> str:

@@ -7,13 +7,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentTypeError
-from ..ir.files import put, write_files
+from ..files import put, write_files
 from .record import Conversion, ProgramRecord
 from .summary import casts, kind, kinds, reasons
 
@@ -43,7 +42,7 @@ def to_json(conversion: Conversion) -> str:
 def write_json(conversion: Conversion, path: str | os.PathLike[str]) -> None:
     """Write :func:`to_json`, whole or not at all; ModelFileWriteError where the path cannot be written."""
     content = to_json(conversion).encode("ascii")
-    write_files([(Path(path), lambda stream: put(content, stream))])
+    write_files([(path, put(content))])
 
 
 def _program(program: ProgramRecord) -> dict[str, Any]:

@@ -1,0 +1,371 @@
+"""Files on disk: which paths may be written, and writing that is whole or not at all. Every write goes through here.
+
+**Paths.** A target is a new file or an ordinary one that may be replaced, in a folder that is there. A device, a fifo,
+a socket, a folder, a write-protected file and a symbolic link are refused: a link would let something be written that
+nobody named. An output that is also an input, or another output, is refused by what the file is, not by how it is
+spelled: links of both kinds and letter case do not matter.
+
+**Writing.** Files that belong together are a :class:`Group`. Each is written and brought to the disk in a hidden
+workspace beside its target, ``.amp_write.<random>.tmp``; then all are renamed, the last one (the model) last. Where
+there are several, those that they replace are moved aside first, so that a model never stands beside the data of
+another, and come back where a rename fails.
+
+**Kills.** A workspace is locked while its process lives. The next write into the same folder removes those whose lock
+is free; where the process was killed between two renames, a journal in the workspace says which are left, and they are
+made good first, unless somebody else has put a file there since. Where the system has no such locks (Windows, some
+network drives), what a killed process left stays there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from .errors import ArgumentError, ModelFileWriteError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PathLike = str | os.PathLike[str]
+Write = Callable[[BinaryIO], None]
+
+#: What workspaces are called: nobody else's files, for they are removed.
+PREFIX, SUFFIX = ".amp_write.", ".tmp"
+_LOCK, _JOURNAL, _NEW, _OLD = "amp_transpiler.lock", "journal.json", "new", "old"
+_KINDS = {stat.S_IFDIR: "a folder, not the name of a file in it", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+          stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}  # fmt: skip
+
+
+# -- which paths may be written --------------------------------------------------------------------------
+def check_target(path: PathLike, what: str = "") -> Path:
+    """Where ``path`` will be written: its name in the folder that it leads to.
+
+    ModelFileWriteError for what cannot be a target; ``what`` names the option or argument in the message.
+    """
+    text = os.fspath(path)
+    told = f"{what} '{text}' cannot be written" if what else f"'{text}' cannot be written"
+    name = os.path.basename(text)
+    if not text or "\0" in text:
+        raise ModelFileWriteError(f"{what or 'the output'} is {text!r:.80}, which is no name of a file")
+    folder = os.path.dirname(text) or os.curdir
+    try:
+        folder = os.path.realpath(folder, strict=True)
+        if not os.path.isdir(folder):
+            raise ModelFileWriteError(f"{told}: '{folder}' is no folder")
+        target = Path(folder, name)
+        mode = target.lstat().st_mode if name not in ("", os.curdir, os.pardir) else stat.S_IFDIR
+    except FileNotFoundError:
+        if not os.path.isdir(folder):
+            raise ModelFileWriteError(f"{told}: there is no folder '{folder}'") from None
+        return Path(folder, name)
+    except OSError as error:
+        raise ModelFileWriteError(f"{told}: {error.strerror or error}") from None
+    if stat.S_ISLNK(mode):
+        raise ModelFileWriteError(f"{told}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
+                                  "is written; name the file itself, or remove the link")  # fmt: skip
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
+        raise ModelFileWriteError(f"{told}: it is {kind}; only ordinary files are written and replaced")
+    if not os.access(target, os.W_OK):
+        raise ModelFileWriteError(f"{told}: the file is write-protected")
+    return target
+
+
+def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, Iterable[PathLike]]) -> None:
+    """Refuse before the work what could not be written after it.
+
+    ``outputs``: paths to write, by the option or argument that named each; None is left out. ``inputs``: what is read,
+    likewise, a model with its external data; for a folder, the files in it count.
+
+    ArgumentError: an output is an input, or another output. ModelFileWriteError: it can be no target, or its folder
+    cannot be written to.
+    """
+    seen: dict[Any, str] = {}
+    for what, paths in inputs.items():
+        for path in (file for one in paths for file in _files_in(one)):
+            seen |= dict.fromkeys(_identities(path), f"{what} '{os.fspath(path)}'")
+    for what, path in [(what, path) for what, path in outputs.items() if path is not None]:
+        same = next((seen[one] for one in _identities(path) if one in seen), None)
+        if same is not None:
+            raise ArgumentError(f"{what} '{os.fspath(path)}' and {same} are the same file; choose another name")
+        seen |= dict.fromkeys(_identities(path), f"{what} '{os.fspath(path)}'")
+        _probe(check_target(path, what), f"{what} '{os.fspath(path)}'")
+
+
+def _files_in(path: PathLike) -> list[PathLike]:
+    if not os.path.isdir(path):
+        return [path]
+    return [entry.path for entry in os.scandir(path) if not entry.is_dir()]
+
+
+def _identities(path: PathLike) -> list[Any]:
+    """What a file is known by: its real path, and its inode where it is there."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return [] if "\0" in os.fspath(path) else [os.path.realpath(path)]
+    return [os.path.realpath(path), (found.st_dev, found.st_ino)]
+
+
+def same_file(one: PathLike, other: PathLike) -> bool:
+    """Whether two paths are one file, whatever they are called."""
+    return bool(set(_identities(one)) & set(_identities(other)))
+
+
+def _probe(target: Path, told: str) -> None:
+    try:
+        made = tempfile.mkdtemp(SUFFIX, PREFIX, target.parent)
+        with suppress(FileNotFoundError):  # another process may take it for left behind
+            os.rmdir(made)
+    except OSError as error:
+        raise ModelFileWriteError(f"{told} cannot be written: folder '{target.parent}' takes no files: "
+                                  f"{error.strerror or error}") from None  # fmt: skip
+
+
+def check_space(path: PathLike, needed: int) -> None:
+    """ModelFileWriteError where the disk under ``path`` has less than ``needed`` bytes free."""
+    folder = os.path.dirname(os.path.realpath(path))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelFileWriteError(f"'{os.fspath(path)}' cannot be written: it needs {needed:,} bytes, and {free:,} are "
+                                  f"free in '{folder}'")  # fmt: skip
+
+
+# -- workspaces ------------------------------------------------------------------------------------------
+class Workspace:
+    """A hidden folder in ``parent`` to write in, locked while this process lives, and removed by :meth:`remove`.
+
+    ``new`` is the folder for what is to get its name later. Those that killed processes left in ``parent`` are
+    made good and removed first. OSError where the folder cannot be written to.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        remove_leftovers(parent)
+        self.parent = parent
+        while True:
+            self.path = Path(tempfile.mkdtemp(SUFFIX, PREFIX, parent))
+            held = _hold(self.path, os.O_CREAT)
+            if held is not None:
+                break
+        self._lock = held
+        self.new, self.old, self.journal = (self.path / name for name in (_NEW, _OLD, _JOURNAL))
+        try:
+            self.new.mkdir()
+            self.old.mkdir()
+        except OSError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _hold(workspace: Path, create: int = 0) -> int | None:
+    """The lock of a workspace, as an open file; None where another process has it, or has just removed it."""
+    try:
+        handle = os.open(workspace / _LOCK, os.O_RDWR | create, 0o600)
+    except FileNotFoundError:
+        return None
+    if fcntl is None:
+        return handle
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), os.stat(workspace / _LOCK)):
+            return handle
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if create and not isinstance(error, BlockingIOError):
+            return handle  # no locks on this file system: nobody takes it for left behind either
+    os.close(handle)
+    return None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Make good and remove the workspaces of processes that were killed."""
+    if fcntl is None:
+        return
+    for name in os.listdir(folder):
+        left = folder / name
+        if not (name.startswith(PREFIX) and name.endswith(SUFFIX)) or left.is_symlink() or not left.is_dir():
+            continue
+        handle = _hold(left)
+        if handle is not None:
+            _finish(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(handle)
+        elif not os.listdir(left):  # killed before it was locked; one that lives makes itself another
+            with suppress(OSError):
+                os.rmdir(left)
+
+
+def _stamp(path: Path) -> list[int] | None:
+    """What tells a file from one that was put in its place; None where there is none."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def _finish(workspace: Path) -> None:
+    """Do the renames that a killed process left, unless somebody else has written one of the targets since."""
+    try:
+        entries = json.loads((workspace / _JOURNAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # there is none, or it was not whole: then nothing had been renamed
+    waiting = [(name, stamp) for name, stamp in entries if (workspace / _NEW / name).exists()]
+    if any(_stamp(workspace.parent / name) not in (None, stamp) for name, stamp in waiting):
+        return
+    for name, _ in waiting:
+        os.replace(workspace / _NEW / name, workspace.parent / name)
+    sync_folder(workspace.parent)
+
+
+# -- groups ----------------------------------------------------------------------------------------------
+class Group:
+    """Files that appear together or not at all: ``add`` each, then ``commit``; without that nothing changes.
+
+    A context manager, which removes what was not committed. ``written`` are the targets that stand after a commit.
+    """
+
+    def __init__(self) -> None:
+        self._workspaces: dict[Path, Workspace] = {}
+        self._staged: list[Path] = []  # targets, in order
+        self._moving = False
+        self.written: tuple[Path, ...] = ()
+
+    def add(self, path: PathLike, write: Write) -> Path:
+        """Write what is to appear at ``path``; gives where it lies until then, under its own name.
+
+        ModelFileWriteError where that cannot be, ArgumentError where the group has that file already.
+        """
+        target = check_target(path)
+        try:
+            staged = self.folder(target.parent) / target.name
+            with open(staged, "xb") as stream:
+                write(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            if target.exists():
+                staged.chmod(target.stat().st_mode & 0o777)
+        except FileExistsError:
+            raise ArgumentError(f"two outputs are the same file, '{os.fspath(path)}'; choose another name") from None
+        except OSError as error:
+            raise _failed(path, error) from None
+        self._staged.append(target)
+        return staged
+
+    def folder(self, parent: Path) -> Path:
+        """The folder in which the files for ``parent`` wait."""
+        if parent not in self._workspaces:
+            self._workspaces[parent] = Workspace(parent)
+        return self._workspaces[parent].new
+
+    def commit(self) -> None:
+        """Give every file its name, in the order in which they were added, or none of them.
+
+        ModelFileWriteError where one cannot get it; then everything is as it was.
+        """
+        target = Path()
+        try:
+            for target in self._staged:
+                sync_folder(self._at(target).new)
+            self._write_journals()
+            self._moving = True
+            if len(self._staged) > 1:
+                for target in reversed(self._staged):
+                    if target.exists():
+                        os.rename(target, self._at(target).old / target.name)
+            for target in self._staged:
+                os.replace(self._at(target).new / target.name, target)
+            self.written = tuple(self._staged)
+        except BaseException as error:
+            self._take_back()
+            if isinstance(error, OSError):
+                raise _failed(target, error) from None
+            raise
+        self._moving = False
+        for folder in self._workspaces:
+            sync_folder(folder)
+
+    def _at(self, target: Path) -> Workspace:
+        return self._workspaces[target.parent]
+
+    def _write_journals(self) -> None:
+        """Say in each workspace what is renamed, where a kill between two renames would leave a part."""
+        for folder, workspace in self._workspaces.items():
+            names = [target.name for target in self._staged if target.parent == folder]
+            if len(self._staged) > 1:
+                with open(workspace.journal, "x", encoding="utf-8") as stream:
+                    json.dump([(name, _stamp(folder / name)) for name in names], stream)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                sync_folder(workspace.path)
+
+    def _take_back(self) -> None:
+        """Undo the renames, whichever of them were done; all of them done is a commit that was interrupted."""
+        if self._moving and not any((self._at(target).new / target.name).exists() for target in self._staged):
+            self.written, self._moving = tuple(self._staged), False
+            return
+        for target in self._staged:
+            new, old = (folder / target.name for folder in (self._at(target).new, self._at(target).old))
+            if self._moving and not new.exists():
+                os.rename(target, new)
+            if old.exists():
+                os.rename(old, target)
+        self._moving = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        if self._moving:  # taking back failed: the journal, and what was moved aside, are needed
+            return
+        for workspace in self._workspaces.values():
+            workspace.remove()
+
+
+def _failed(path: PathLike, error: OSError) -> ModelFileWriteError:
+    return ModelFileWriteError(f"'{os.fspath(path)}' cannot be written: {error.strerror or error}; nothing changed")
+
+
+def write_files(files: Sequence[tuple[PathLike, Write]]) -> None:
+    """Write files that belong together, all or none; the last is the model. Errors as of :class:`Group`."""
+    with Group() as group:
+        for path, write in files:
+            group.add(path, write)
+        group.commit()
+
+
+def put(content: bytes) -> Write:
+    """What writes ``content``, for a group."""
+
+    def write(stream: BinaryIO) -> None:
+        stream.write(content)
+
+    return write
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last through a power cut, where folders can be opened."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

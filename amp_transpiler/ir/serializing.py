@@ -1,0 +1,28 @@
+"""A ModelProto as the bytes of one file."""
+
+from __future__ import annotations
+
+import os
+
+import onnx
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+
+from ..errors import ModelFileError
+from ..files import put, write_files
+
+#: protobuf's limit for one message, less room for what surrounds the tensors.
+LIMIT = 2**31 - 2**24
+
+
+def serialized(model: onnx.ModelProto) -> bytes:
+    """The model's bytes, the same for the same model; ModelFileError beyond protobuf's 2 GB."""
+    try:
+        return model.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError):
+        raise ModelFileError(f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it "
+                             "with external_data=True") from None  # fmt: skip
+
+
+def write_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write one model file, whole or not at all."""
+    write_files([(path, put(serialized(model)))])
