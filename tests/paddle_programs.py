@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from where import PADDLE
 
 from amp_transpiler.ir.program import Operator, Program, Variable
 
-FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "oracle" / "paddle"
 DTYPES = {"fp32": "float32", "fp16": "float16", "int64": "int64", "uint8": "bool"}
 
 
@@ -99,7 +98,7 @@ class Recorded:
 
 def load(file: str) -> dict[str, Any]:
     """A file of recorded programs."""
-    data: dict[str, Any] = json.loads((FOLDER / file).read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads((PADDLE / file).read_text(encoding="utf-8"))
     return data
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import pytest
 import test_placement
+from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT / "demo"))
 
 import bert_squad  # noqa: E402
@@ -89,10 +89,10 @@ def test_the_best_span_lies_in_one_window_and_in_the_paragraph() -> None:
 
 
 def test_wordpiece_is_berts() -> None:
-    reference = SHARED / "bert_vocab" / "squad_questions_wordpiece_ref.jsonl.xz"
+    reference = DATA / "bert_vocab" / "squad_questions_wordpiece_ref.jsonl.xz"
     pytest.importorskip("tokenizers")
     if not reference.exists():
-        pytest.skip("../shared/data is not beside this checkout")
+        pytest.skip(NO_DATA)
     with lzma.open(reference, "rt", encoding="utf8") as file:
         expected = [json.loads(line) for line in file]
     pieces = squad.wordpiece(reference.parent)
@@ -102,11 +102,11 @@ def test_wordpiece_is_berts() -> None:
 
 def test_real_answers_are_found_again() -> None:
     pytest.importorskip("tokenizers")
-    if not (SHARED / "squad_v1_dev").is_dir():
-        pytest.skip("../shared/data is not beside this checkout")
-    asked = squad.read_questions(SHARED / "squad_v1_dev", "dev")
+    if not (DATA / "squad_v1_dev").is_dir():
+        pytest.skip(NO_DATA)
+    asked = squad.read_questions(DATA / "squad_v1_dev", "dev")
     assert len(asked) == 1286
-    data = squad.windows(asked, squad.wordpiece(SHARED / "bert_vocab"), 128, 64)
+    data = squad.windows(asked, squad.wordpiece(DATA / "bert_vocab"), 128, 64)
     assert set(data.question) == set(range(1286))
     data = data.pick(data.start >= 0)
     start, end = (np.eye(128)[place] for place in (data.start, data.end))

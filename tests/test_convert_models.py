@@ -14,21 +14,20 @@ import onnx.backend.test
 import pytest
 from converting import faithful, off, session, well_formed
 from onnx_goldens import FUNCTIONS, text
+from where import DATA, NO_DATA, TRAPS
 
 import amp_transpiler as amp
 from amp_transpiler.cli.info import leaves_cuda
 from amp_transpiler.lists import has_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
-MODELS, TRAPS = SHARED / "data" / "onnx_models", SHARED / "oracle" / "traps"
+MODELS = DATA / "onnx_models"
 PACKAGE = Path(onnx.backend.test.__file__).parent / "data"
 TRAINED = ["silero_vad", "magika_v3_3", "ultraface_rfb320", "dtln_1", "gtcrn_simple", "mnist_cntk", "ppocr_cls"]
 MODES = [("pure-fp16", "float16"), ("mixed", "float16"), ("pure-fp16", "bfloat16"), ("mixed", "bfloat16")]
 #: Relative L2 error of whole models: what faithful 16-bit execution was seen to give, with room.
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
-needs_models = pytest.mark.skipif(not MODELS.exists(), reason="the trained models lie outside the project")
-needs_traps = pytest.mark.skipif(not TRAPS.exists(), reason="the trap graphs lie outside the project")
+needs_models = pytest.mark.skipif(not MODELS.exists(), reason=NO_DATA)
 
 
 @cache
@@ -116,7 +115,7 @@ def test_auto_mode_on_trained_models(name: str, dtype: str) -> None:
 @needs_models
 @pytest.mark.parametrize(("mode", "dtype"), MODES)
 def test_digits_are_read_the_same(mode: str, dtype: str) -> None:
-    raw = lzma.decompress((SHARED / "data" / "mnist" / "t10k-images-idx3-ubyte.xz").read_bytes())
+    raw = lzma.decompress((DATA / "mnist" / "t10k-images-idx3-ubyte.xz").read_bytes())
     images = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 1, 1, 28, 28)[:200].astype(np.float32)
     program, full = amp.convert(trained("mnist_cntk"), mode=mode, dtype=dtype), session(trained("mnist_cntk"))
     executor = amp.Executor(amp.CPUPlace(), threads=1)
@@ -170,7 +169,6 @@ def test_faces_are_sought_in_the_same_places(mode: str, dtype: str) -> None:
 
 
 # -- traps -----------------------------------------------------------------------------------------------------
-@needs_traps
 @pytest.mark.parametrize(("mode", "dtype"), [*MODES, ("auto", "float16"), ("auto", "bfloat16")])
 @pytest.mark.parametrize("path", sorted(TRAPS.glob("*.onnx")), ids=lambda path: path.stem.split("_")[0])
 def test_traps(path: Path, mode: str, dtype: str) -> None:

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from where import PLACEMENT
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOL = ROOT.parent / "shared" / "tools" / "cuda_placement.py"
 HEADERS = any(Path(p, "driver_types.h").exists() for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include"))
 
 pytestmark = [
-    pytest.mark.skipif(not TOOL.exists(), reason="../shared/tools/cuda_placement.py is not beside this checkout"),
     pytest.mark.skipif(shutil.which("gcc") is None or not HEADERS, reason="needs gcc and the CUDA 13 headers"),
 ]
 
@@ -62,7 +61,7 @@ print("in place |", refusals(graph, [("s", "n")]))
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the script prints, by label."""
     folder = tmp_path_factory.mktemp("stubs")
-    spec = importlib.util.spec_from_file_location("cuda_placement", TOOL)
+    spec = importlib.util.spec_from_file_location("cuda_placement", PLACEMENT)
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

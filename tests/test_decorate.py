@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from steps import Steps
+from where import PADDLE
 
 from amp_transpiler import nn
 from amp_transpiler import optimizer as optim
@@ -27,7 +27,6 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import OptimizerWithMixedPrecision, decorate
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
-ORACLE = Path(__file__).resolve().parent.parent.parent / "shared" / "oracle" / "paddle"
 Array = np.ndarray[Any, Any]
 
 
@@ -87,9 +86,7 @@ def paddles(case: dict[str, Any]) -> OptimizerWithMixedPrecision:
 
 
 def e2e_cases() -> list[Any]:
-    if not ORACLE.is_dir():
-        return [pytest.param(None, marks=pytest.mark.skip("../shared/oracle is not here"))]
-    cases = json.loads((ORACLE / "e2e_loss_scaling_train.json").read_text())["cases"]
+    cases = json.loads((PADDLE / "e2e_loss_scaling_train.json").read_text())["cases"]
     return [pytest.param(case, id=case["name"]) for case in cases]
 
 
@@ -220,9 +217,7 @@ def pure(**options: Any) -> OptimizerWithMixedPrecision:
 
 def test_masters_start_from_unrounded_values() -> None:
     """Paddle's recorded bits: after startup all fp32 and equal; amp_init rounds the parameter, not the master."""
-    if not ORACLE.is_dir():
-        pytest.skip("../shared/oracle is not here")
-    case = json.loads((ORACLE / "master_weight_init.json").read_text())["rewrite_master_weight=False"]
+    case = json.loads((PADDLE / "master_weight_init.json").read_text())["rewrite_master_weight=False"]
     start = np.array(case["param_after_startup_f32"], np.float32)
     main, startup = Program(), Program("startup")
     with context.program_guard(main, startup), names.guard():

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
 from evidence_of import convert, gather, kept, run_faithful, without_parameters
 from golden import program, run
+from where import TRAPS
 
 from amp_transpiler.ir.program import Program
 from amp_transpiler.passes.evidence import Evidence
 
-TRAPS = Path(__file__).parents[2] / "shared" / "oracle" / "traps"
 TRAP_NAMES = ["p07_eps_1e-12_add", "p09_reducesum_overflow", "p21_batchnorm_large_var"]
 
 
-@pytest.mark.skipif(not TRAPS.exists(), reason="the trap graphs are not here")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", TRAP_NAMES)
 def test_traps_are_right(name: str, dtype: str) -> None:

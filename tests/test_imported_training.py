@@ -9,11 +9,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
-
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 #: Opset 11: reductions take attributes, Softmax flattens; parameters are transposed as exporters write them.
 TEXT = """<ir_version: 8, opset_import: ["" : 11]>
@@ -97,9 +96,9 @@ def test_an_imported_dropout_draws_anew_at_each_step() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
 def test_a_trained_model_is_fine_tuned(mode: str) -> None:
-    file = SHARED / "data" / "onnx_models" / "mnist_cntk.onnx.xz"
+    file = DATA / "onnx_models" / "mnist_cntk.onnx.xz"
     if not file.exists():
-        pytest.skip("../shared/data is not beside this checkout")
+        pytest.skip(NO_DATA)
     program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.decompress(file.read_bytes())))
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         label = amp.data("label", [1, 1], "int64")

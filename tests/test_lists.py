@@ -1,10 +1,10 @@
 """The operator lists: every operator in one list, the merge rule, the kernel table, and every message."""
 
 import json
-from pathlib import Path
 
 import pytest
 from onnx import defs
+from where import ORACLES
 
 from amp_transpiler import lists
 from amp_transpiler.errors import AmpError, ListError, ListTypeError
@@ -13,10 +13,6 @@ from amp_transpiler.lists import _kernels as kernels
 from amp_transpiler.lists._data import parse_aliases, parse_lists, parse_slots, read_text, schemas
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
-ORACLE = Path(__file__).resolve().parent.parent.parent / "shared" / "oracle"
-needs_oracle = pytest.mark.skipif(
-    not ORACLE.is_dir(), reason="the recorded reference results are not beside this checkout"
-)
 
 
 @pytest.fixture
@@ -190,9 +186,8 @@ def test_a_wrong_alias_file_is_refused(text, message):
         parse_aliases(text, "f.toml")
 
 
-@needs_oracle
 def test_every_name_of_paddles_lists_is_known():
-    recorded = json.loads((ORACLE / "paddle" / "op_lists.json").read_text())
+    recorded = json.loads((ORACLES / "paddle" / "op_lists.json").read_text())
     names = {
         name for key in ("2021-09", "2.6.2_fp16", "2.6.2_bf16") for group in recorded[key].values() for name in group
     }
@@ -267,9 +262,8 @@ def test_the_kernel_table_refuses_what_it_does_not_know():
         has_kernel(CUDA, "MatMul", "float", 21)
 
 
-@needs_oracle
 def test_the_kernel_table_is_the_recorded_one():
-    recorded = json.loads((ORACLE / "onnxruntime_kernels.json").read_text())["kernels"]
+    recorded = json.loads((ORACLES / "onnxruntime_kernels.json").read_text())["kernels"]
     ours = json.loads(read_text("kernels.json"))
     for provider in (CPU, CUDA):
         for domain in ("ai.onnx", "com.microsoft"):
@@ -280,9 +274,8 @@ def test_the_kernel_table_is_the_recorded_one():
             assert expanded == recorded[provider][domain]
 
 
-@needs_oracle
 def test_opset_gaps_are_the_recorded_ones():
-    for key, gaps in json.loads((ORACLE / "onnxruntime_kernel_opset_gaps.json").read_text()).items():
+    for key, gaps in json.loads((ORACLES / "onnxruntime_kernel_opset_gaps.json").read_text()).items():
         provider, _, opset = key.partition("@")
         if not opset.isdigit() or provider not in (CPU, CUDA):
             continue
@@ -391,9 +384,8 @@ def test_merge(white, black, operators, leaves):
     assert chosen.unsupported_list == lists.unsupported_operators("float16") | (operators if black else set())
 
 
-@needs_oracle
 def test_merge_cases_recorded_from_paddle():
-    for case in json.loads((ORACLE / "paddle" / "list_merge_cases_262.json").read_text()):
+    for case in json.loads((ORACLES / "paddle" / "list_merge_cases_262.json").read_text()):
         arguments = case.get("args", {})
         if "error" in case:
             with pytest.raises(ListError, match="overlap in LSTM"):

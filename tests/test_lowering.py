@@ -9,12 +9,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.passes.lowering import lower
-
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 IF = """<ir_version: 10, opset_import: ["" : 21]>
 net (float[2,4] x, bool c) => (float[2,4] y) <float[4,4] w = {1,0,0,1, 0,1,0,0, 0,0,1,0, 2,0,0,1}>
@@ -147,9 +146,9 @@ def trained() -> dict[str, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("mode", ["pure-fp16", "mixed"])
 @pytest.mark.parametrize("name", trained())
 def test_trained_models_in_fp16(name: str, mode: str) -> None:
-    file = SHARED / "data" / "onnx_models" / f"{name}.onnx.xz"
+    file = DATA / "onnx_models" / f"{name}.onnx.xz"
     if not file.exists():
-        pytest.skip("../shared/data is not beside this checkout")
+        pytest.skip(NO_DATA)
     model = onnx.load_model_from_string(lzma.decompress(file.read_bytes()))
     feeds = trained()[name]
     program = amp.convert(model, mode=mode)

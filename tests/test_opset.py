@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.passes.opset import _ADAPTERS, TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 X = np.random.default_rng(0).standard_normal((2, 4, 6, 6)).astype(np.float32)
 
@@ -135,9 +135,9 @@ def test_models_of_opset_9_compute_the_same(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mnist_cntk", "ultraface_rfb320"])
 def test_trained_models_compute_the_same(name: str) -> None:
-    file = SHARED / "data" / "onnx_models" / f"{name}.onnx.xz"
+    file = DATA / "onnx_models" / f"{name}.onnx.xz"
     if not file.exists():
-        pytest.skip("../shared/data is not beside this checkout")
+        pytest.skip(NO_DATA)
     model = onnx.load_model_from_string(lzma.decompress(file.read_bytes()))
     program = amp.Program.from_onnx(model)
     program.convert_opset()

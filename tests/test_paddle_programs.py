@@ -10,16 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from paddle_programs import FOLDER, Recorded, Slot, View, load, translate, view, view_of
+from paddle_programs import Recorded, Slot, View, load, translate, view, view_of
 
 from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.pure import cast_model_to_fp16
 from amp_transpiler.passes.rewrite import rewrite_program
-
-if not FOLDER.is_dir():
-    pytest.skip(f"the recorded programs are not here ({FOLDER.name} of the shared folder)", allow_module_level=True)
-
 
 # ---------------------------------------------------------------- deviations, each with its decision
 

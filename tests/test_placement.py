@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 from programs import LAYERS, build
+from where import PLACEMENT
 
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering import lower
 
-TOOL = Path(__file__).resolve().parent.parent.parent / "shared" / "tools" / "cuda_placement.py"
 HEADERS = any(Path(p, "driver_types.h").exists() for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include"))
 
 pytestmark = [
-    pytest.mark.skipif(not TOOL.exists(), reason="../shared/tools/cuda_placement.py is not beside this checkout"),
     pytest.mark.skipif(shutil.which("gcc") is None or not HEADERS, reason="needs gcc and the CUDA 13 headers"),
 ]
 
@@ -27,7 +26,7 @@ def place(model: object, path: Path) -> subprocess.CompletedProcess[str]:
     path.write_bytes(model.SerializeToString())  # type: ignore[attr-defined]
     for options in (["--cuda-graph"], []):
         done = subprocess.run(
-            [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, timeout=300
+            [sys.executable, str(PLACEMENT), str(path), *options], capture_output=True, text=True, timeout=300
         )
         if done.returncode != 2:
             return done

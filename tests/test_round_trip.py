@@ -21,6 +21,7 @@ from onnx_goldens import (
     session,
     text,
 )
+from where import DATA, NO_DATA, TRAPS
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.inline import inline_functions
@@ -28,10 +29,9 @@ from amp_transpiler.ir.program import OWN, Program
 from amp_transpiler.ir.tensors import as_array, tensor_array
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
 BACKEND = Path(onnx.__file__).parent / "backend" / "test" / "data"
 MODELS = sorted(BACKEND.rglob("*.onnx"))
-TRAPS = sorted((SHARED / "oracle" / "traps").glob("*.onnx"))
+TRAP_MODELS = sorted(TRAPS.glob("*.onnx"))
 
 
 # -- the models of the onnx package -----------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_onnx_ships_its_models():
     assert len(MODELS) > 100
 
 
-@pytest.mark.parametrize("path", MODELS + TRAPS, ids=lambda path: "/".join(path.parts[-3:]))
+@pytest.mark.parametrize("path", MODELS + TRAP_MODELS, ids=lambda path: "/".join(path.parts[-3:]))
 def test_goes_in_and_comes_out_equal(path, tmp_path):
     model = onnx.load(path)
     before = model.SerializeToString(deterministic=True)
@@ -106,11 +106,11 @@ def test_node_tests_of_onnx_go_through():
     assert not different
 
 
-@pytest.mark.skipif(not (SHARED / "data" / "onnx_models").is_dir(), reason="no real models beside the checkout")
+@pytest.mark.skipif(not (DATA / "onnx_models").is_dir(), reason=NO_DATA)
 def test_real_models_come_out_equal_and_typed():
     import lzma
 
-    for path in sorted((SHARED / "data" / "onnx_models").glob("*.onnx.xz")):
+    for path in sorted((DATA / "onnx_models").glob("*.onnx.xz")):
         model = onnx.load_from_string(lzma.decompress(path.read_bytes()))
         program = Program.from_onnx(model)
         program.verify()

@@ -13,11 +13,12 @@ import pytest
 import test_placement
 from hypothesis import given
 from hypothesis import strategies as st
+from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 
 ROOT = Path(__file__).resolve().parent.parent
-FSDD = ROOT.parent / "shared" / "data" / "fsdd"
+FSDD = DATA / "fsdd"
 sys.path.insert(0, str(ROOT / "demo"))
 
 import speech_ctc  # noqa: E402
@@ -137,7 +138,7 @@ def test_both_forms_of_the_data_set_are_read(tmp_path: Path) -> None:
 
 def test_the_stored_half_of_the_data_set() -> None:
     if not FSDD.is_dir():
-        pytest.skip("../shared/data is not beside this checkout")
+        pytest.skip(NO_DATA)
     data = spoken.read(FSDD)
     assert len(data) == 1500 and data.held_out.sum() == 300 and len(set(data.speakers)) == 6
     assert np.bincount(data.labels[data.held_out]).tolist() == [30] * 10

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 WORKER = Path(__file__).parent / "benchmarks" / "torch_graph.py"
 MODELS = ["bert_l2_dyn", "bert_l2_leg", "gpt2_dyn", "vit_small_dyn", "lstm_leg", "gru_leg", "llama_l3_leg",
           "whisper_tiny_enc_dyn", "mobilenetv3_dyn", "efficientnet_b0_leg", "resnet50_leg"]  # fmt: skip
@@ -119,9 +119,9 @@ TRAINED = ["silero_vad", "magika_v3_3", "ultraface_rfb320", "dtln_1", "gtcrn_sim
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_models_train_on(name: str, mode: str) -> None:
-    path = SHARED / "data" / "onnx_models" / f"{name}.onnx.xz"
+    path = DATA / "onnx_models" / f"{name}.onnx.xz"
     if not path.exists():
-        pytest.skip("../shared/data is not beside this checkout")
+        pytest.skip(NO_DATA)
     program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.decompress(path.read_bytes())))
     amp.prepare_training(program, values=VALUES.get(name), feed_shapes=SHAPES.get(name))
     rng = np.random.default_rng(0)
