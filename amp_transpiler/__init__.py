@@ -16,7 +16,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
         "one was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
     )
 
-from . import nn, ops, optimizer
+from . import nn, ops, optimizer, regularizer
 from .convert import convert
 from .ir import names as unique_name
 from .ir.context import default_main_program, default_startup_program, fp16_guard, name_scope, program_guard
@@ -74,7 +74,7 @@ __all__ = [
     "create_parameter", "data", "decorate", "default_main_program", "default_startup_program", "find_culprit",
     "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow", "latest_checkpoint", "load_checkpoint",
     "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer", "policy_scope",
-    "prepare_training", "program_guard", "recompute", "register_gradient", "rewrite_program", "save_checkpoint",
-    "save_inference_model", "save_step", "scope_guard", "seed", "set_global_policy", "step_state", "unique_name",
-    "update_loss_scaling", "watch",
+    "prepare_training", "program_guard", "recompute", "register_gradient", "regularizer", "rewrite_program",
+    "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed", "set_global_policy", "step_state",
+    "unique_name", "update_loss_scaling", "watch",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ class ArgumentTypeError(AmpError, TypeError):
 
 
 class MissingNameError(AmpError, AttributeError):
-    """A module has no such name; the message says what to use where another library's name was meant."""
+    """A module or an object has no such attribute; the message says what to use instead, where there is something."""
 
 
 class ListError(AmpError, ValueError):

@@ -96,14 +96,15 @@ def _check_value(owner: str, name: str, value: Any, entry: Mapping[str, Any]) ->
         raise ArgumentError(f"{owner}: {name}={value!r} is Paddle's, and not offered: {entry['otherwise']}")
 
 
-def paddle_attributes(module: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: the names that the table of this module in ``paddle_names.toml`` adds.
+def paddle_attributes(owner: str) -> Callable[..., Any]:
+    """The ``__getattr__`` of a module, or of a class: the names that its table in ``paddle_names.toml`` adds.
 
     It raises MissingNameError, an AttributeError, for any other, with the way out where the table has one.
     """
-    entries = paddle_names()["names"][module]
+    entries = paddle_names()["names"][owner]
 
-    def attribute(name: str) -> Any:
+    def attribute(*object_and_name: Any) -> Any:
+        name = object_and_name[-1]
         entry = entries.get(name)
         if isinstance(entry, str):
             found: Any = importlib.import_module("amp_transpiler")
@@ -111,6 +112,6 @@ def paddle_attributes(module: str) -> Callable[[str], Any]:
                 found = getattr(found, part)
             return found
         why = "" if entry is None else f": {entry['otherwise']}"
-        raise MissingNameError(f"module '{module}' has no attribute '{name}'{why}")
+        raise MissingNameError(f"'{owner}' has no attribute '{name}'{why}")
 
     return attribute

@@ -1,10 +1,11 @@
-"""Update operators: SGD, Momentum, Adam, AdamW, Lamb. One operator updates a whole parameter group.
+"""Update operators: SGD, Momentum, Lars, Adam, AdamW, Lamb. One operator updates a whole parameter group.
 
 Inputs: ``found_inf`` (None: no gate), ``learning_rate``, the optimizer's shared scalars, then one row per
 parameter: parameter, gradient, accumulators, master weight (None where the parameter is its own master).
 Outputs: the new shared scalars, then rows of parameter, accumulators, master weight; :class:`Layout`
-says which. ``lr_factor`` multiplies the learning rate where it is given; ``with_decay`` has a flag for every row.
-Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``adam``, ``adamw``, ``lamb``).
+says which. ``lr_factor`` multiplies the learning rate where it is given, ``rescale_grad`` the gradient; ``with_decay``
+has a flag for every row. ``l1_decay`` takes the place of ``l2_decay`` where the penalty is that of L1.
+Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum``, ``adam``, ``adamw``, ``lamb``).
 
 Arithmetic is fp32 on the master weight; a 16-bit parameter is the rounded new master. On CPU these
 operators, not the backward pass, decide the time of a step, so the scalar parts of a formula are folded
@@ -67,6 +68,7 @@ _MOMENTS = ("moment1", "moment2")
 LAYOUTS: dict[str, Layout] = {
     "SGD": Layout(),
     "Momentum": Layout(accumulators=("velocity",)),
+    "Lars": Layout(accumulators=("velocity",)),
     "Adam": Layout(_BETAS, _MOMENTS),
     "AdamW": Layout(_BETAS, _MOMENTS),
     "Lamb": Layout(_BETAS, _MOMENTS),
@@ -117,19 +119,33 @@ def _update(type_: str) -> Callable[[Prepare], Prepare]:
 
 def _decay(op: Operator, index: int, attribute: str) -> float:
     """The decay of the parameter of row ``index``: the attribute, or 0 where ``with_decay`` leaves the row out."""
-    return float(op.attrs[attribute]) if op.attrs["with_decay"][index] else 0.0
+    return float(op.attrs.get(attribute, 0)) if op.attrs["with_decay"][index] else 0.0
+
+
+def _rescaled(e: Emitter, op: Operator, gradient: Value) -> Value:
+    """The gradient times ``rescale_grad``."""
+    factor = float(op.attrs.get("rescale_grad", 1))
+    return gradient if factor == 1 else e.Mul(gradient, e.like(factor, gradient))
 
 
 def _decayed(e: Emitter, op: Operator, index: int, gradient: Value, master: Value) -> Value:
-    """The gradient of the L2 penalty ``l2_decay / 2 * |master|^2`` added."""
+    """The gradient of ``l2_decay / 2 * |master|^2`` added, or of ``l1_decay * |master|``."""
     decay = _decay(op, index, "l2_decay")
-    return e.Add(gradient, e.Mul(master, e.like(decay, master))) if decay else gradient
+    if decay:
+        return e.Add(gradient, e.Mul(master, e.like(decay, master)))
+    return _with_l1(e, op, index, gradient, master)
+
+
+def _with_l1(e: Emitter, op: Operator, index: int, gradient: Value, master: Value) -> Value:
+    decay = _decay(op, index, "l1_decay")
+    return e.Add(gradient, e.Mul(e.Sign(master), e.like(decay, master))) if decay else gradient
 
 
 @_update("SGD")
 def _sgd(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
     def step(index: int, p: Value, g: Value) -> tuple[Value, ...]:
         rate, decay = e.cast(lr, p.dtype), _decay(op, index, "l2_decay")
+        g = _with_l1(e, op, index, g, p)
         if decay:
             p = e.Mul(p, e.Sub(e.like(1, p), e.Mul(rate, e.like(decay, p))))
         return (e.Sub(p, e.Mul(g, rate)),)
@@ -143,11 +159,28 @@ def _momentum(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
 
     def step(index: int, p: Value, g: Value, velocity: Value) -> tuple[Value, ...]:
         rate = e.cast(lr, p.dtype)
-        g = _decayed(e, op, index, g, p)
+        g = _decayed(e, op, index, _rescaled(e, op, g), p)
         new = e.Add(e.Mul(velocity, e.like(mu, p)), g)
         if not op.attrs["use_nesterov"]:
             return e.Sub(p, e.Mul(new, rate)), new
         return e.Sub(p, e.Add(e.Mul(new, e.Mul(rate, e.like(mu, p))), e.Mul(g, rate))), new
+
+    return [], step
+
+
+@_update("Lars")
+def _lars(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
+    mu, coeff, epsilon = op.attrs["mu"], op.attrs["lars_coeff"], op.attrs["epsilon"]
+
+    def step(index: int, p: Value, g: Value, velocity: Value) -> tuple[Value, ...]:
+        g, rate, decay = _rescaled(e, op, g), e.cast(lr, p.dtype), _decay(op, index, "lars_weight_decay")
+        if decay:  # as in Paddle's kernels: without decay this is Momentum
+            size, length = (e.ReduceL2(v, keepdims=0, shape=()) for v in (p, g))
+            bottom = e.Add(e.Add(length, e.Mul(size, e.like(decay, p))), e.like(epsilon, p))
+            rate = e.Mul(rate, _both(e, size, length, e.Div(e.Mul(size, e.like(coeff, p)), bottom)))
+            g = e.Add(g, e.Mul(p, e.like(decay, p)))
+        new = e.Add(e.Mul(velocity, e.like(mu, p)), e.Mul(g, rate))
+        return e.Sub(p, new), new
 
     return [], step
 
@@ -228,10 +261,14 @@ def _lamb(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tupl
 
 def _trust(e: Emitter, p: Value, direction: Value) -> Value:
     """``|p| / |direction|``, 1 where either norm is zero."""
-    zero, one = e.like(0, p), e.like(1, p)
     size, length = (e.ReduceL2(v, keepdims=0, shape=()) for v in (p, direction))
-    both = e.And(e.Greater(size, zero), e.Greater(length, zero))
-    return e.Where(both, e.Div(size, length), one, shape=())
+    return _both(e, size, length, e.Div(size, length))
+
+
+def _both(e: Emitter, size: Value, length: Value, trust: Value) -> Value:
+    """``trust`` where both norms are above zero, else 1."""
+    zero, one = e.like(0, trust), e.like(1, trust)
+    return e.Where(e.And(e.Greater(size, zero), e.Greater(length, zero)), trust, one, shape=())
 
 
 __all__ = ["LAYOUTS", "Layout", "Row"]

@@ -14,7 +14,7 @@ from where import PADDLE
 
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError, OrderError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir import context, names
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.nn.parameters import create_parameter
@@ -89,6 +89,15 @@ def sgd64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
     s["p"] = s["p"] - h["lr"] * g
 
 
+def lars64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    g, size, decay = h["rescale_grad"] * g, np.linalg.norm(s["p"]), h["lars_weight_decay"]
+    rate = h["lr"]
+    if size > 0 and np.linalg.norm(g) > 0 and decay > 0:
+        rate *= h["lars_coeff"] * size / (np.linalg.norm(g) + decay * size + h["epsilon"])
+    s["v"] = h["mu"] * s.get("v", 0) + rate * (g + decay * s["p"])
+    s["p"] = s["p"] - s["v"]
+
+
 def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
     """Recorded case, our optimizer, its formula, and which recorded state is which of ours."""
     found: list[tuple[Any, Optimizer, Reference, dict[str, str]]] = []
@@ -118,6 +127,10 @@ def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
             optimizer = optim.Lamb(h["lr"], h["weight_decay"], h["beta1"], h["beta2"], h["epsilon"], name="o",
                                    always_adapt=h["always_adapt"])  # fmt: skip
             found.append((case, optimizer, lamb64, moments | powers))
+        else:
+            optimizer = optim.Lars(h["lr"], h["mu"], h["lars_coeff"], h["lars_weight_decay"], epsilon=h["epsilon"],
+                                   rescale_grad=h["rescale_grad"])  # fmt: skip
+            found.append((case, optimizer, lars64, {"velocity": "p0_velocity_0"}))
     return found
 
 
@@ -143,17 +156,18 @@ def test_trajectories_are_paddles_and_the_formulas(gated: bool, level: str) -> N
                 expected = np.array(step[recorded])
                 assert np.abs(training[ours] - expected).max() <= 1e-6 * max(1, np.abs(expected).max()), recorded
         seen += 1
-    assert seen >= 13
+    assert seen >= 14
 
 
 # -- groups, masters, gates ----------------------------------------------------------------------------------
 def every_optimizer(**options: Any) -> list[Optimizer]:
     return [optim.SGD(0.1, weight_decay=0.1, **options), optim.Momentum(0.1, 0.9, weight_decay=0.1, **options),
             optim.Momentum(0.1, use_nesterov=True, **options), optim.Adam(0.1, weight_decay=0.1, **options),
-            optim.AdamW(0.1, **options), optim.Lamb(0.1, **options)]  # fmt: skip
+            optim.AdamW(0.1, **options), optim.Lamb(0.1, **options),
+            optim.Lars(1.0, lars_coeff=0.1, **options)]  # fmt: skip
 
 
-ALL = pytest.mark.parametrize("which", range(6), ids=["sgd", "momentum", "nesterov", "adam", "adamw", "lamb"])
+ALL = pytest.mark.parametrize("which", range(7), ids=["sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "lars"])
 
 
 @ALL
@@ -263,9 +277,8 @@ def test_decay_comes_after_clipping() -> None:
 
 # -- the learning rate ---------------------------------------------------------------------------------------
 def test_learning_rate_can_be_changed() -> None:
-    optimizer = optim.SGD(0.5)
-    with pytest.raises(OrderError, match="minimize"):
-        optimizer.set_lr(0.1)
+    optimizer = optim.SGD(0.1)
+    optimizer.set_lr(0.5)
     training = Training(optimizer, [np.zeros(1, np.float32)])
     scope = Scope()
     assert optimizer.get_lr(scope) == 0.5

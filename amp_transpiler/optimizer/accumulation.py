@@ -13,7 +13,7 @@ from ..ir.program import BACKWARD, OWN, SCALING, Program, Variable
 from ..ops.accumulate import ACCUMULATE, RESET
 from ..ops.scaling import master_type
 from ..passes.check_step import UNGATED
-from .base import ParamsGrads
+from .pairs import ParamsGrads
 from .state import create_copy, create_state, gated_value, next_value, owned_name, shared_name, static_shape
 
 

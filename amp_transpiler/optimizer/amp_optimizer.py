@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, OrderError
+from ..errors import ArgumentError, ArgumentTypeError, MissingNameError, OrderError
 from ..ir import context
 from ..ir.program import BACKWARD, SCALING, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..lists import AutoMixedPrecisionLists
+from ..lists.paddle import paddle_arguments
 from ..passes.backward import append_backward, check_loss, listed_parameters
 from ..passes.check_step import UNGATED, check_step
 from ..passes.pure import cast_model_to_fp16
@@ -20,7 +21,8 @@ from ..runtime.parameters import cast_parameters_to_fp16
 from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
 from .accumulation import Accumulation
-from .base import GivenGrads, Names, Optimizer, ParamsGrads, checked_pairs, latest_first, without_none
+from .base import Optimizer
+from .pairs import GivenGrads, Names, ParamsGrads, checked_pairs, latest_first, warn_untrained, without_none
 from .parts import checked_losses, made_of, take_apart, wide_loss
 from .scale_state import ScaleState
 from .scaler import LossScale, LossScaler
@@ -31,7 +33,7 @@ Losses = Variable | Sequence[Variable]
 
 
 class OptimizerWithMixedPrecision:
-    """What ``amp.decorate`` returns. Attributes of the (first) wrapped optimizer are read through it.
+    """What ``amp.decorate`` returns. Attributes of the (first) wrapped optimizer are read through it, and written.
 
     A step is: forward, loss × scale, backward, cast to fp32 and unscale, finite check, update of the
     scale, clipping, decay, update, rounding of master weights. One verdict over every gradient gates
@@ -68,7 +70,19 @@ class OptimizerWithMixedPrecision:
             raise AttributeError(name)
         return getattr(self.optimizers[0], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "optimizers" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif len(self.optimizers) > 1:
+            raise ArgumentError(f"{name} of a decorated optimizer: it holds {len(self.optimizers)}; set it on one of "
+                                f"them, as in decorated.optimizers[0].{name}")  # fmt: skip
+        elif not hasattr(self.optimizers[0], name):
+            raise MissingNameError(f"a decorated {type(self.optimizers[0]).__name__} has no attribute '{name}'")
+        else:
+            setattr(self.optimizers[0], name, value)
+
     # -- minimize and its parts ----------------------------------------------------------------------
+    @paddle_arguments("optimizer.minimize")
     def minimize(self, loss: Losses, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
@@ -79,10 +93,16 @@ class OptimizerWithMixedPrecision:
         startup program next, then ``amp_init``. GradientError: see ``append_backward``. OrderError: minimize was
         called before. Where anything raises, the programs and this optimizer are as before.
         """
-        with appending(checked_losses(loss)[0].program, startup_program, self, *self.optimizers):
+        program = checked_losses(loss)[0].program
+        with appending(program, startup_program, self, *self.optimizers):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
-            return self.apply_gradients(params_grads), params_grads
+            updates = self.apply_gradients(params_grads)
+        listed = self._listed(program) if parameter_list is None else parameter_list
+        wanted = program.parameters if listed is None else listed_parameters(program, listed, "minimize")
+        warn_untrained(wanted, params_grads, no_grad_set)
+        return updates, params_grads
 
+    @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(self, loss: Losses, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip

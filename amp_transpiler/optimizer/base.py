@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
+from ..errors import ArgumentError, GraphError, OrderError
 from ..ir import context
 from ..ir.program import OWN, UPDATE, Operator, Program, Variable
 from ..ir.types import HALF
-from ..lists.paddle import paddle_arguments
+from ..lists.paddle import paddle_arguments, paddle_attributes
 from ..ops.scaling import master_type
 from ..ops.schedule import LEARNING_RATE
 from ..ops.update import LAYOUTS, Layout
-from ..passes.backward import append_backward
+from ..passes.backward import append_backward, listed_parameters
+from ..regularizer import Decay, L1Decay, L2Decay, checked_decay
 from ..runtime.scope import Scope, check_scope
 from . import policy
 from .clip import GradientClip
 from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, without_decay
 from .lr import LRScheduler
+from .pairs import (
+    GivenGrads,
+    Names,
+    ParamsGrads,
+    checked_loss,
+    checked_pairs,
+    latest_first,
+    split,
+    warn_untrained,
+    without_none,
+)
 from .state import (
     appending,
     create_master,
@@ -34,15 +46,15 @@ from .state import (
     static_shape,
 )
 
-ParamsGrads = list[tuple[Variable, Variable]]
-GivenGrads = Sequence[tuple[Variable, Variable | None]]
-Names = Collection[Variable | str]
 Parameters = Sequence[Variable | str] | Sequence[dict[str, Any]] | None
 
 
-@paddle_arguments("optimizer")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class Optimizer:
-    """Base of SGD, Momentum, Adam, AdamW and Lamb.
+    """Base of SGD, Momentum, Lars, Adam, AdamW and Lamb.
+
+    What it was made with may be changed until ``minimize`` builds it into a program; later, the learning rate alone
+    (``set_lr``, or ``optimizer.learning_rate = 0.1``), and OrderError for the rest.
 
     Args:
         learning_rate: a number >= 0, kept in the fp32 scalar variable ``learning_rate_<n>``, or a schedule of
@@ -51,7 +63,8 @@ class Optimizer:
             Or groups, ``[{"params": [...], "learning_rate": factor, "weight_decay": ..., "grad_clip": ...}, ...]``:
             the first is a factor on this optimizer's rate, the others default to this optimizer's, and a group
             with a ``grad_clip`` of its own is clipped by itself. Parameters of no group are not trained.
-        weight_decay: coefficient of an L2 penalty, added to the gradient after clipping.
+        weight_decay: coefficient of an L2 penalty, added to the gradient after clipping; or ``amp.regularizer.L2Decay``
+            or ``L1Decay``.
         grad_clip: a ``ClipGradBy…`` object; a global norm is that of all groups together.
         multi_precision: keep an fp32 master weight for every 16-bit parameter and update that.
         name: prefix of this optimizer's own state (beta powers); the class name in lower case by default.
@@ -65,30 +78,57 @@ class Optimizer:
     type: str = ""
     #: The attribute of the update operator that holds the decay.
     decay_attribute: str = "l2_decay"
+    #: Whether ``weight_decay`` is a penalty, added to the gradient.
+    penalises: bool = True
+    _rate: Variable | None = None
 
     def __init__(self, learning_rate: float | LRScheduler = 0.001, parameter_list: Parameters = None,
-                 weight_decay: float | None = None, grad_clip: GradientClip | None = None,
+                 weight_decay: float | L2Decay | L1Decay | None = None, grad_clip: GradientClip | None = None,
                  multi_precision: bool = False, name: str | None = None, *,
                  weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         owner = type(self).__name__
-        scheduled = isinstance(learning_rate, LRScheduler)
-        if isinstance(learning_rate, str):
-            raise ArgumentError(f"{owner}: learning_rate is {learning_rate!r}; expected a number, or a schedule, "
-                                "such as amp.optimizer.lr.CosineAnnealingDecay(0.1, T_max=100)")  # fmt: skip
-        self.learning_rate = learning_rate if scheduled else number(owner, "learning_rate", learning_rate, 0)
-        self.weight_decay = number(owner, "weight_decay", 0.0 if weight_decay is None else weight_decay, 0)
+        self.learning_rate = learning_rate
+        self.weight_decay: Decay = checked_decay(owner, weight_decay, self.penalises)
         self.grad_clip = checked_clip(owner, grad_clip)
-        self._groups = parsed(owner, parameter_list, self.weight_decay, self.grad_clip)
-        items = [group.items for group in self._groups]
-        self.parameter_list = None if items == [None] else [item for some in items for item in some or ()]
+        self.parameter_list = parameter_list
         self.weight_decay_exclude = checked_patterns(owner, weight_decay_exclude)
         self.multi_precision = bool(multi_precision)
         self.name = name or self.type.lower()
-        self._rate: Variable | None = None
         self._lr_step: Variable | None = None
         self._warned = False
-        #: What ``minimize`` decorated this optimizer to under a global policy; None in fp32.
-        self.mixed_precision: Any = None
+        self._mixed_precision: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._rate is not None and not name.startswith("_") and name != "learning_rate":
+            owner = type(self).__name__
+            raise OrderError(
+                f"{owner}.{name} is built into program '{self._rate.program.name}' already; set it before minimize, or "
+                f"make another {owner}; later only learning_rate can be set"
+            )
+        super().__setattr__(name, value)
+
+    __getattr__ = paddle_attributes("amp_transpiler.optimizer.Optimizer")
+
+    @property
+    def mixed_precision(self) -> Any:
+        """What ``minimize`` decorated this optimizer to under a global policy; None in fp32."""
+        return self._mixed_precision
+
+    @property
+    def parameter_list(self) -> list[Variable | str] | None:
+        """The parameters to update, those of all groups; None for all that are trainable."""
+        items = [group.items for group in self._groups()]
+        return None if items == [None] else [item for some in items for item in some or ()]
+
+    @parameter_list.setter
+    def parameter_list(self, given: Parameters) -> None:
+        self._given = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, dict)) else given
+        self._groups()  # raises for what is no list of parameters
+
+    def _groups(self) -> list[Group]:
+        owner = type(self).__name__
+        decay = checked_decay(owner, self.weight_decay, self.penalises)
+        return parsed(owner, self._given, decay, checked_clip(owner, self.grad_clip), self.penalises)
 
     # -- for subclasses ------------------------------------------------------------------------------
     def _attributes(self) -> dict[str, Any]:
@@ -103,7 +143,12 @@ class Optimizer:
         """The initial value of a shared scalar."""
         raise NotImplementedError
 
+    def _rate_factor(self, parameter: Variable) -> float:
+        """What the learning rate of a parameter is multiplied by, beside the factor of its group."""
+        return 1.0
+
     # -- the steps of minimize -----------------------------------------------------------------------
+    @paddle_arguments("optimizer.minimize")
     def minimize(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
@@ -112,15 +157,22 @@ class Optimizer:
         New state is initialised in ``startup_program`` (default: that of the loss's program). Returns the
         update operators and [(parameter, gradient)]. Under a global policy other than "float32" the program trains in
         mixed precision, and ``self.mixed_precision`` is the decorated optimizer that did it. GradientError: see
-        ``append_backward``. Where anything raises, the programs are as before.
+        ``append_backward``. A warning names the trainable parameters that the loss does not depend on. Where anything
+        raises, the programs are as before.
         """
-        self.mixed_precision = policy.decorated(self)
-        if self.mixed_precision is not None:
-            return self.mixed_precision.minimize(loss, startup_program, parameter_list, no_grad_set)
-        with appending(checked_loss(loss).program, startup_program, self):
+        self._mixed_precision = policy.decorated(self)
+        if self._mixed_precision is not None:
+            return self._mixed_precision.minimize(loss, startup_program, parameter_list, no_grad_set)
+        program = checked_loss(loss).program
+        with appending(program, startup_program, self):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
-            return self.apply_optimize(loss, startup_program, params_grads), params_grads
+            updates = self.apply_optimize(loss, startup_program, params_grads)
+        listed = self.parameter_list if parameter_list is None else parameter_list
+        wanted = program.parameters if listed is None else listed_parameters(program, listed, type(self).__name__)
+        warn_untrained(wanted, params_grads, no_grad_set)
+        return updates, params_grads
 
+    @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
@@ -149,7 +201,7 @@ class Optimizer:
         """Clip and update. With ``found_inf`` (bool [1]) nothing changes where it is true."""
         program = checked_pairs(params_grads)
         given = [parameter for parameter, _ in params_grads]
-        groups = assigned(type(self).__name__, self._groups, program, given)
+        groups = assigned(type(self).__name__, self._groups(), program, given)
         params_grads = latest_first([pair for pair in params_grads if pair[0].key in groups])
         if not params_grads:
             raise ArgumentError(f"{type(self).__name__}: none of its groups has a parameter with a gradient")
@@ -163,15 +215,18 @@ class Optimizer:
                 )
         with context.program_guard(program, startup), context.operator_role(UPDATE):
             params_grads = clipped(params_grads, groups)
-            alike = split(params_grads, lambda p: (groups[p.key].lr_factor, groups[p.key].weight_decay))
+            alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay))
             rate = self._learning_rate(program, startup, found_inf)
             return [
-                self._append_update(program, startup, groups[pairs[0][0].key], pairs, rate, found_inf)
+                self._append_update(program, startup, groups, pairs, rate, found_inf)
                 for pairs in alike
             ]
 
-    def _append_update(self, program: Program, startup: Program, group: Group, pairs: ParamsGrads, rate: Variable,
-                       found_inf: Variable | None) -> Operator:  # fmt: skip
+    def _factor(self, parameter: Variable, groups: dict[int, Group]) -> float:
+        return groups[parameter.key].lr_factor * self._rate_factor(parameter)
+
+    def _append_update(self, program: Program, startup: Program, groups: dict[int, Group], pairs: ParamsGrads,
+                       rate: Variable, found_inf: Variable | None) -> Operator:  # fmt: skip
         layout = LAYOUTS[self.type]
         inputs: list[Variable | None] = [found_inf, rate]
         for scalar in layout.scalars:
@@ -180,18 +235,20 @@ class Optimizer:
         for parameter, grad in pairs:
             inputs += self._row(program, startup, layout, parameter, grad)
         outputs = [None if state is None else next_value(state) for state in layout.states(inputs)]
-        attrs = {"n": len(pairs), **self._attributes(), **self._group_attributes(program, group, pairs)}
+        attrs = {"n": len(pairs), **self._attributes(), **self._group_attributes(program, groups, pairs)}
         op = program.add_operator(self.type, inputs, outputs, attrs=attrs, domain=OWN)
         for state, new in zip(layout.states(inputs), outputs, strict=True):
             if state is not None and new is not None:
                 program.set_update(state, new)
         return op
 
-    def _group_attributes(self, program: Program, group: Group, pairs: ParamsGrads) -> dict[str, Any]:
+    def _group_attributes(self, program: Program, groups: dict[int, Group], pairs: ParamsGrads) -> dict[str, Any]:
         spared = without_decay(type(self).__name__, self.weight_decay_exclude, program)
         decays = [int(p.key not in spared and self._decays(p.name)) for p, _ in pairs]
-        factor = {} if group.lr_factor == 1 else {"lr_factor": group.lr_factor}
-        return {self.decay_attribute: group.weight_decay, "with_decay": decays, **factor}
+        first = pairs[0][0]
+        decay, factor = groups[first.key].weight_decay, self._factor(first, groups)
+        penalty = {"l1_decay": decay.coeff} if isinstance(decay, L1Decay) else {self.decay_attribute: decay}
+        return {**penalty, "with_decay": decays, **({} if factor == 1 else {"lr_factor": factor})}
 
     def _row(self, program: Program, startup: Program, layout: Layout, parameter: Variable,
              grad: Variable) -> list[Variable | None]:  # fmt: skip
@@ -220,6 +277,26 @@ class Optimizer:
         self._warned = True
 
     # -- learning rate -------------------------------------------------------------------------------
+    @property
+    def learning_rate(self) -> float | LRScheduler:
+        """The rate or schedule given last. Setting a number after ``minimize`` is ``set_lr(number)``."""
+        return self._given_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float | LRScheduler) -> None:
+        owner = type(self).__name__
+        if isinstance(value, str):
+            raise ArgumentError(f"{owner}: learning_rate is {value!r}; expected a number, or a schedule, such as "
+                                "amp.optimizer.lr.CosineAnnealingDecay(0.1, T_max=100)")  # fmt: skip
+        if self._rate is None:
+            scheduled = isinstance(value, LRScheduler)
+            self._given_rate: float | LRScheduler = value if scheduled else number(owner, "learning_rate", value, 0)
+        elif isinstance(value, LRScheduler):
+            raise OrderError(f"{owner}.learning_rate is built into program '{self._rate.program.name}' already, which "
+                             "takes no schedule any more; set it before minimize")  # fmt: skip
+        else:
+            self.set_lr(value)
+
     def _learning_rate(self, program: Program, startup: Program, found_inf: Variable | None) -> Variable:
         if self._rate is None or self._rate.program is not program:
             name = shared_name(program, "learning_rate")
@@ -243,9 +320,10 @@ class Optimizer:
         return rate
 
     def set_lr(self, value: float, scope: Scope | None = None) -> None:
-        """Let later steps use this learning rate.
+        """Let later steps use this learning rate: before ``minimize`` of every scope, afterwards of ``scope``.
 
-        OrderError: before ``minimize``, or with a schedule. ScopeError: before the startup program ran.
+        ``scope``: the current one by default. OrderError: with a schedule. ScopeError: after ``minimize``, before the
+        startup program ran.
         """
         owner = type(self).__name__
         rate = number(owner, "learning_rate", value, 0)
@@ -254,13 +332,11 @@ class Optimizer:
                 f"{owner}.set_lr: the rate follows {self.learning_rate!r}, which the program computes anew at every "
                 "step; give the optimizer a number to set it by hand"
             )
-        if self._rate is None:
-            raise OrderError(
-                f"{owner}.set_lr before minimize: there is no learning rate to set yet; call minimize first"
-            )
-        scope = check_scope(scope)
-        scope.find_var(self._rate.name)  # ScopeError: the startup program would overwrite what is set now
-        scope.set_var(self._rate.name, np.array(rate, np.float32))
+        if self._rate is not None:
+            scope = check_scope(scope)
+            scope.find_var(self._rate.name)  # ScopeError: the startup program would overwrite what is set now
+            scope.set_var(self._rate.name, np.array(rate, np.float32))
+        self._given_rate = rate
 
     def get_lr(self, scope: Scope | None = None) -> float:
         """The learning rate of the next step, by what the scope holds.
@@ -276,24 +352,6 @@ class Optimizer:
         return self.learning_rate if found is None else float(found)
 
 
-def latest_first(params_grads: ParamsGrads) -> ParamsGrads:
-    """The pairs in the order for operators that read many gradients: the gradient that is computed last comes first.
-
-    onnxruntime computes what a node reads from its last input on. So each gradient is computed when the backward pass
-    reaches it, and frees the activations it reads; in another order, such as that of an exporter's initializers, they
-    are kept until the whole pass has gone by.
-    """
-    return sorted(params_grads, key=lambda pair: -1 if pair[1].producer is None else pair[1].producer.key, reverse=True)
-
-
-def split(params_grads: ParamsGrads, key: Callable[[Variable], Hashable]) -> list[ParamsGrads]:
-    """The pairs in parts of equal ``key(parameter)``, in order."""
-    parts: dict[Hashable, ParamsGrads] = {}
-    for parameter, grad in params_grads:
-        parts.setdefault(key(parameter), []).append((parameter, grad))
-    return list(parts.values())
-
-
 def clipped(params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:
     """The pairs with clipped gradients, in order; groups that share a clipping are clipped together."""
     found = {parameter.key: grad for parameter, grad in params_grads}
@@ -303,43 +361,3 @@ def clipped(params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:
             new = clip.append([grad for _, grad in pairs])
             found |= {parameter.key: grad for (parameter, _), grad in zip(pairs, new, strict=True)}
     return [(parameter, found[parameter.key]) for parameter, _ in params_grads]
-
-
-def checked_loss(loss: Variable) -> Variable:
-    """``loss`` itself; ArgumentTypeError where it is no variable."""
-    if not isinstance(loss, Variable):
-        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
-    return loss
-
-
-def without_none(params_grads: Any) -> ParamsGrads:
-    """The pairs with a gradient, with one warning that names the others; ArgumentError where all are None."""
-    pairs = list(params_grads)
-    none = [isinstance(pair, tuple) and len(pair) == 2 and pair[1] is None for pair in pairs]
-    if any(none):
-        names = ", ".join(
-            f"'{getattr(pair[0], 'name', pair[0])}'" for pair, bad in zip(pairs, none, strict=True) if bad
-        )
-        if all(none):
-            raise ArgumentError(f"params_grads: every gradient is None ({names}); there is nothing to update")
-        warnings.warn(f"parameters without a gradient (None) are not updated: {names}", UserWarning, stacklevel=3)
-    return [pair for pair, bad in zip(pairs, none, strict=True) if not bad]
-
-
-def checked_pairs(params_grads: ParamsGrads) -> Program:
-    """The program of [(parameter, gradient)]; errors for anything else, an empty list, a parameter given twice."""
-    pairs = list(params_grads)
-    if not all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, Variable) for v in pair) for pair in pairs
-    ):
-        raise ArgumentTypeError(f"params_grads must be a list of (parameter, gradient) variables, not {params_grads!r}")
-    if not pairs:
-        raise ArgumentError("params_grads is empty: there is no parameter to update")
-    keys = [parameter.key for parameter, _ in pairs]
-    if len(set(keys)) < len(keys):
-        twice = next(p.name for p, _ in pairs if keys.count(p.key) > 1)
-        raise ArgumentError(f"params_grads names parameter '{twice}' twice")
-    for parameter, grad in pairs:
-        if parameter.program is not pairs[0][0].program or grad.program is not parameter.program:
-            raise GraphError(f"parameter '{parameter.name}' and gradient '{grad.name}' belong to different programs")
-    return pairs[0][0].program

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.patterns import matching_names, names_of_parameter
 from ..ir.program import Program, Variable
 from ..passes.backward import listed_parameters
+from ..regularizer import Decay, checked_decay
 from .clip import GradientClip
 
 _log = logging.getLogger(__name__)
@@ -48,13 +49,17 @@ class Group:
     label: str
     items: Items | None
     lr_factor: float
-    weight_decay: float
+    weight_decay: Decay
     clip: GradientClip | None
     clip_set: str | None = None
 
 
-def parsed(owner: str, parameter_list: Any, weight_decay: float, clip: GradientClip | None) -> list[Group]:
-    """The groups that ``parameter_list`` stands for: one of all parameters (None), of a list, or one for each dict."""
+def parsed(owner: str, parameter_list: Any, weight_decay: Decay, clip: GradientClip | None,
+           penalties: bool) -> list[Group]:  # fmt: skip
+    """The groups that ``parameter_list`` stands for: one of all parameters (None), of a list, or one for each dict.
+
+    ``penalties``: see ``checked_decay``.
+    """
     if isinstance(parameter_list, (str, dict)) or not isinstance(parameter_list, (Iterable, type(None))):
         raise ArgumentTypeError(
             f"{owner}: parameter_list is {parameter_list!r}; expected a list of parameters, or of groups, as in "
@@ -63,10 +68,11 @@ def parsed(owner: str, parameter_list: Any, weight_decay: float, clip: GradientC
     entries = None if parameter_list is None else list(parameter_list)
     if not entries or not any(isinstance(entry, dict) for entry in entries):
         return [Group("parameter_list", entries, 1.0, weight_decay, clip)]
-    return [_group(owner, index, entry, weight_decay, clip) for index, entry in enumerate(entries)]
+    return [_group(owner, index, entry, weight_decay, clip, penalties) for index, entry in enumerate(entries)]
 
 
-def _group(owner: str, index: int, entry: Any, weight_decay: float, clip: GradientClip | None) -> Group:
+def _group(owner: str, index: int, entry: Any, weight_decay: Decay, clip: GradientClip | None,
+           penalties: bool) -> Group:  # fmt: skip
     where = f"{owner}: parameter_list[{index}]"
     if not isinstance(entry, dict):
         raise ArgumentTypeError(f"{where} is {entry!r}, and other entries are groups; put it into a group as well")
@@ -79,13 +85,12 @@ def _group(owner: str, index: int, entry: Any, weight_decay: float, clip: Gradie
         items = [items]
     if not isinstance(items, Iterable) or not (items := list(items)):
         raise ArgumentTypeError(f"{where}: params is {entry['params']!r}; expected variables, names or patterns")
-    decay = entry.get("weight_decay", weight_decay)
     return Group(
         label=f"parameter_list[{index}] ({', '.join(repr(_name(item)) for item in items[:3])}"
               f"{', …' if len(items) > 3 else ''})",
         items=items,
         lr_factor=number(where, "learning_rate", entry.get("learning_rate", 1.0), 0),
-        weight_decay=number(where, "weight_decay", 0.0 if decay is None else decay, 0),
+        weight_decay=checked_decay(where, entry.get("weight_decay", weight_decay), penalties),
         clip=checked_clip(where, entry["grad_clip"]) if "grad_clip" in entry else clip,
         clip_set=str(index) if "grad_clip" in entry else None,
     )  # fmt: skip

@@ -6,43 +6,79 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ArgumentTypeError
+from ..ir.program import Variable
 from ..lists.paddle import paddle_arguments
+from ..regularizer import L1Decay, L2Decay
 from .base import Optimizer, Parameters
 from .clip import GradientClip
-from .groups import number
+from .groups import checked_patterns, number
 from .lr import LRScheduler
 
 Rate = float | LRScheduler
 Choice = Callable[[str], bool] | None
+Penalty = float | L2Decay | L1Decay | None
 
 
-@paddle_arguments("optimizer")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class SGD(Optimizer):
     """``p -= lr * (g + weight_decay * p)``. Arguments: see :class:`Optimizer`."""
 
     type = "SGD"
 
 
-@paddle_arguments("optimizer")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class Momentum(Optimizer):
     """``v = momentum * v + g; p -= lr * v``, or ``p -= lr * (g + momentum * v)`` with ``use_nesterov``.
 
-    ``weight_decay`` adds ``weight_decay * p`` to ``g``. The velocity is fp32.
+    ``rescale_grad`` multiplies ``g`` first, after clipping. The velocity is fp32.
     """
 
     type = "Momentum"
 
     def __init__(self, learning_rate: Rate = 0.001, momentum: float = 0.9, parameter_list: Parameters = None,
-                 use_nesterov: bool = False, weight_decay: float | None = None, grad_clip: GradientClip | None = None,
-                 multi_precision: bool = False, name: str | None = None, *,
+                 use_nesterov: bool = False, weight_decay: Penalty = None, grad_clip: GradientClip | None = None,
+                 multi_precision: bool = False, rescale_grad: float = 1.0, name: str | None = None, *,
                  weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name,
                          weight_decay_exclude=weight_decay_exclude)  # fmt: skip
-        self.momentum = number("Momentum", "momentum", momentum, 0)
+        self.momentum, self.rescale_grad = momentum, rescale_grad
         self.use_nesterov = bool(use_nesterov)
+        self._attributes()  # raises for a value out of range
 
     def _attributes(self) -> dict[str, Any]:
-        return {"mu": self.momentum, "use_nesterov": self.use_nesterov}
+        return {**_momentum_of(self), "use_nesterov": bool(self.use_nesterov)}
+
+
+@paddle_arguments("optimizer.parameters", "optimizer.Lars")
+class Lars(Optimizer):
+    """Momentum with a rate for each parameter (You et al., 2017), in the form of Paddle's ``LarsMomentum``.
+
+    ``rate = lr * lars_coeff * |p| / (|g| + lars_weight_decay * |p| + epsilon)``, ``lr`` where a norm is 0;
+    ``v = momentum * v + rate * (g + lars_weight_decay * p); p -= v``. A parameter whose name holds a string of
+    ``exclude_from_weight_decay`` takes Momentum's step, without decay. ``rescale_grad`` multiplies ``g`` first.
+    """
+
+    type = "Lars"
+    decay_attribute = "lars_weight_decay"
+    penalises = False
+
+    def __init__(self, learning_rate: Rate = 0.001, momentum: float = 0.9, lars_coeff: float = 0.001,
+                 lars_weight_decay: float = 0.0005, parameter_list: Parameters = None,
+                 grad_clip: GradientClip | None = None, exclude_from_weight_decay: Sequence[str] | None = None,
+                 epsilon: float = 0.0, multi_precision: bool = False, rescale_grad: float = 1.0,
+                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
+        super().__init__(learning_rate, parameter_list, lars_weight_decay, grad_clip, multi_precision, name,
+                         weight_decay_exclude=weight_decay_exclude)  # fmt: skip
+        self.momentum, self.rescale_grad, self.lars_coeff, self.epsilon = momentum, rescale_grad, lars_coeff, epsilon
+        self.exclude_from_weight_decay = checked_patterns("Lars", exclude_from_weight_decay or ())
+        self._attributes()  # raises for a value out of range
+
+    def _attributes(self) -> dict[str, Any]:
+        return {**_momentum_of(self), "lars_coeff": number("Lars", "lars_coeff", self.lars_coeff, 0, open_low=True),
+                "epsilon": number("Lars", "epsilon", self.epsilon, 0)}  # fmt: skip
+
+    def _decays(self, name: str) -> bool:
+        return not any(part in name for part in self.exclude_from_weight_decay)
 
 
 class _Adaptive(Optimizer):
@@ -52,62 +88,75 @@ class _Adaptive(Optimizer):
     """
 
     def __init__(self, learning_rate: Rate, beta1: float, beta2: float, epsilon: float, parameter_list: Parameters,
-                 weight_decay: float | None, grad_clip: GradientClip | None, multi_precision: bool,
+                 weight_decay: Penalty, grad_clip: GradientClip | None, multi_precision: bool,
                  name: str | None, weight_decay_exclude: Sequence[str]) -> None:  # fmt: skip
         super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name,
                          weight_decay_exclude=weight_decay_exclude)  # fmt: skip
-        owner = type(self).__name__
-        self.beta1 = number(owner, "beta1", beta1, 0, 1)
-        self.beta2 = number(owner, "beta2", beta2, 0, 1)
-        self.epsilon = number(owner, "epsilon", epsilon, 0)
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self._attributes()  # raises for a value out of range
 
     def _initial(self, scalar: str) -> float:
         return self.beta1 if scalar == "beta1_pow_acc" else self.beta2
 
     def _attributes(self) -> dict[str, Any]:
-        return {"beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon}
+        owner = type(self).__name__
+        return {"beta1": number(owner, "beta1", self.beta1, 0, 1), "beta2": number(owner, "beta2", self.beta2, 0, 1),
+                "epsilon": number(owner, "epsilon", self.epsilon, 0)}  # fmt: skip
 
 
-@paddle_arguments("optimizer")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class Adam(_Adaptive):
     """Adam (Kingma and Ba, 2014). ``weight_decay`` is an L2 penalty added to the gradient.
 
     ``m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-    p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)``. Moments are fp32.
+    p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)``. Moments are fp32. ``lazy_mode`` is
+    Paddle's for sparse gradients; on dense ones, such as those of this package, it has no effect there either.
     """
 
     type = "Adam"
 
     def __init__(self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
-                 parameter_list: Parameters = None, weight_decay: float | None = None,
-                 grad_clip: GradientClip | None = None, multi_precision: bool = False,
+                 parameter_list: Parameters = None, weight_decay: Penalty = None,
+                 grad_clip: GradientClip | None = None, lazy_mode: bool = False, multi_precision: bool = False,
                  name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, weight_decay, grad_clip,
                          multi_precision, name, weight_decay_exclude)  # fmt: skip
 
 
-@paddle_arguments("optimizer")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class AdamW(_Adaptive):
     """Adam with decoupled decay (Loshchilov and Hutter, 2017): ``p *= 1 - lr * weight_decay`` before the step.
 
-    ``apply_decay_param_fun`` gets a parameter's name and says whether it decays (default: all do).
+    ``apply_decay_param_fun`` gets a parameter's name and says whether it decays (default: all do). ``lr_ratio`` gets a
+    parameter and gives a factor on its learning rate. ``lazy_mode``: see :class:`Adam`.
     """
 
     type = "AdamW"
     decay_attribute = "coeff"
+    penalises = False
 
     def __init__(self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
-                 parameter_list: Parameters = None, weight_decay: float = 0.01, apply_decay_param_fun: Choice = None,
-                 grad_clip: GradientClip | None = None, multi_precision: bool = False,
+                 parameter_list: Parameters = None, weight_decay: float = 0.01,
+                 lr_ratio: Callable[[Variable], float] | None = None, apply_decay_param_fun: Choice = None,
+                 grad_clip: GradientClip | None = None, lazy_mode: bool = False, multi_precision: bool = False,
                  name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, weight_decay, grad_clip,
                          multi_precision, name, weight_decay_exclude)  # fmt: skip
         self.apply_decay_param_fun = _choice("AdamW", "apply_decay_param_fun", apply_decay_param_fun)
+        if lr_ratio is not None and not callable(lr_ratio):
+            raise ArgumentTypeError(f"AdamW: lr_ratio is {lr_ratio!r}; expected a function of a parameter")
+        self.lr_ratio = lr_ratio
+
+    def _rate_factor(self, parameter: Variable) -> float:
+        if self.lr_ratio is None:
+            return 1.0
+        return number("AdamW", f"lr_ratio of '{parameter.name}'", self.lr_ratio(parameter), 0)
 
     def _decays(self, name: str) -> bool:
         return self.apply_decay_param_fun is None or bool(self.apply_decay_param_fun(name))
 
 
+@paddle_arguments("optimizer.parameters", "optimizer.Lamb")
 class Lamb(_Adaptive):
     """LAMB (You et al., 2019): Adam's direction plus decay, scaled per parameter by ``|p| / |direction|``.
 
@@ -117,24 +166,33 @@ class Lamb(_Adaptive):
 
     type = "Lamb"
     decay_attribute = "lamb_weight_decay"
+    penalises = False
 
     def __init__(self, learning_rate: Rate = 0.001, lamb_weight_decay: float = 0.01, beta1: float = 0.9,
                  beta2: float = 0.999, epsilon: float = 1e-6, parameter_list: Parameters = None,
                  grad_clip: GradientClip | None = None, exclude_from_weight_decay_fn: Choice = None,
-                 always_adapt: bool = False, multi_precision: bool = False,
+                 multi_precision: bool = False, always_adapt: bool = False,
                  name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
+        self.always_adapt = bool(always_adapt)
         super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, lamb_weight_decay, grad_clip,
                          multi_precision, name, weight_decay_exclude)  # fmt: skip
         self.exclude_from_weight_decay_fn = _choice(
             "Lamb", "exclude_from_weight_decay_fn", exclude_from_weight_decay_fn
         )
-        self.always_adapt = bool(always_adapt)
 
     def _attributes(self) -> dict[str, Any]:
-        return super()._attributes() | {"always_adapt": self.always_adapt}
+        return super()._attributes() | {"always_adapt": bool(self.always_adapt)}
 
     def _decays(self, name: str) -> bool:
         return self.exclude_from_weight_decay_fn is None or not self.exclude_from_weight_decay_fn(name)
+
+
+def _momentum_of(optimizer: Momentum | Lars) -> dict[str, Any]:
+    """The attributes that Momentum and Lars share; ArgumentError for a value out of range."""
+    owner = type(optimizer).__name__
+    factor = number(owner, "rescale_grad", optimizer.rescale_grad, 0, open_low=True)
+    rescale = {} if factor == 1 else {"rescale_grad": factor}
+    return {"mu": number(owner, "momentum", optimizer.momentum, 0), **rescale}
 
 
 def _choice(owner: str, name: str, function: Choice) -> Choice:

@@ -10,7 +10,7 @@ from ..ir.decompose import has_decomposition
 from ..ir.program import Program, Variable
 from ..ir.types import ONNX_TYPES
 from ..passes.backward import standardize
-from .base import checked_loss
+from .pairs import checked_loss
 
 
 def checked_losses(loss: Any) -> list[Variable]:

@@ -1,0 +1,90 @@
+"""Pairs of a parameter and its gradient, on their way from the backward pass to the update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError, GraphError
+from ..ir.program import Program, Variable
+
+ParamsGrads = list[tuple[Variable, Variable]]
+GivenGrads = Sequence[tuple[Variable, Variable | None]]
+Names = Collection[Variable | str]
+
+
+def latest_first(params_grads: ParamsGrads) -> ParamsGrads:
+    """The pairs in the order for operators that read many gradients: the gradient that is computed last comes first.
+
+    onnxruntime computes what a node reads from its last input on. So each gradient is computed when the backward pass
+    reaches it, and frees the activations it reads; in another order, such as that of an exporter's initializers, they
+    are kept until the whole pass has gone by.
+    """
+    return sorted(params_grads, key=lambda pair: -1 if pair[1].producer is None else pair[1].producer.key, reverse=True)
+
+
+def split(params_grads: ParamsGrads, key: Callable[[Variable], Hashable]) -> list[ParamsGrads]:
+    """The pairs in parts of equal ``key(parameter)``, in order."""
+    parts: dict[Hashable, ParamsGrads] = {}
+    for parameter, grad in params_grads:
+        parts.setdefault(key(parameter), []).append((parameter, grad))
+    return list(parts.values())
+
+
+def checked_loss(loss: Variable) -> Variable:
+    """``loss`` itself; ArgumentTypeError where it is no variable."""
+    if not isinstance(loss, Variable):
+        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
+    return loss
+
+
+def without_none(params_grads: Any) -> ParamsGrads:
+    """The pairs with a gradient, with one warning that names the others; ArgumentError where all are None."""
+    pairs = list(params_grads)
+    none = [isinstance(pair, tuple) and len(pair) == 2 and pair[1] is None for pair in pairs]
+    if any(none):
+        names = ", ".join(
+            f"'{getattr(pair[0], 'name', pair[0])}'" for pair, bad in zip(pairs, none, strict=True) if bad
+        )
+        if all(none):
+            raise ArgumentError(f"params_grads: every gradient is None ({names}); there is nothing to update")
+        warnings.warn(f"parameters without a gradient (None) are not updated: {names}", UserWarning, stacklevel=3)
+    return [pair for pair, bad in zip(pairs, none, strict=True) if not bad]
+
+
+def checked_pairs(params_grads: ParamsGrads) -> Program:
+    """The program of [(parameter, gradient)]; errors for anything else, an empty list, a parameter given twice."""
+    pairs = list(params_grads)
+    if not all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, Variable) for v in pair) for pair in pairs
+    ):
+        raise ArgumentTypeError(f"params_grads must be a list of (parameter, gradient) variables, not {params_grads!r}")
+    for parameter, grad in pairs:
+        if grad.is_parameter and not parameter.is_parameter:
+            raise ArgumentError(f"params_grads: the pair ('{parameter.name}', '{grad.name}') is reversed; a pair is "
+                                f"(parameter, gradient), here ('{grad.name}', '{parameter.name}')")  # fmt: skip
+    if not pairs:
+        raise ArgumentError("params_grads is empty: there is no parameter to update")
+    keys = [parameter.key for parameter, _ in pairs]
+    if len(set(keys)) < len(keys):
+        twice = next(p.name for p, _ in pairs if keys.count(p.key) > 1)
+        raise ArgumentError(f"params_grads names parameter '{twice}' twice")
+    for parameter, grad in pairs:
+        if parameter.program is not pairs[0][0].program or grad.program is not parameter.program:
+            raise GraphError(f"parameter '{parameter.name}' and gradient '{grad.name}' belong to different programs")
+    return pairs[0][0].program
+
+
+def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_grad_set: Names | None) -> None:
+    """One warning that names the ``wanted`` parameters without a gradient, those of ``no_grad_set`` left out."""
+    left = {item.name if isinstance(item, Variable) else item for item in no_grad_set or ()}
+    left |= {parameter.name for parameter, _ in params_grads}
+    names = [f"'{parameter.name}'" for parameter in wanted if parameter.name not in left]
+    if names:
+        some = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        warnings.warn(
+            f"trainable parameters get no gradient from this loss, and are not updated: {some}. Where that is meant, "
+            "create them with trainable=False, or name those to train in parameter_list",
+            UserWarning, stacklevel=4,
+        )  # fmt: skip
