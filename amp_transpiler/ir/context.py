@@ -1,10 +1,16 @@
-"""What building code stands in: the current programs, name scope, fp16 guard and operator role."""
+"""What building code stands in: the current programs, name scope, fp16 guard and operator role.
+
+Each is its thread's (or asyncio task's) own, so that two threads may build two programs at once. A thread that stands
+in no ``program_guard`` builds into the default programs, of which the process has one pair.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentTypeError
 from . import names
@@ -12,19 +18,35 @@ from . import names
 if TYPE_CHECKING:
     from .program import Program
 
-_programs: list[tuple[Program, Program]] = []
-_scopes: list[str] = []
-_guards = 0
-_roles: list[str] = ["forward"]
+_default: list[tuple[Program, Program]] = []
+_lock = threading.RLock()
+_programs: ContextVar[tuple[Program, Program] | None] = ContextVar("programs", default=None)
+_scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
+_guards: ContextVar[int] = ContextVar("guards", default=0)
+_role: ContextVar[str] = ContextVar("role", default="forward")
 
 
 def _current() -> tuple[Program, Program]:
-    if not _programs:
-        from .program import Program
+    current = _programs.get()
+    if current is not None:
+        return current
+    with _lock:
+        if not _default:
+            from .program import Program
 
-        startup = Program("startup")
-        _programs.append((Program("main", startup), startup))
-    return _programs[-1]
+            startup = Program("startup")
+            _default.append((Program("main", startup), startup))
+    return _default[0]
+
+
+@contextmanager
+def _inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    before = variable.get()
+    variable.set(value)
+    try:
+        yield
+    finally:
+        variable.set(before)
 
 
 def default_main_program() -> Program:
@@ -52,12 +74,8 @@ def program_guard(main: Program, startup: Program | None = None) -> Iterator[Non
         startup = main.startup or Program(f"{main.name}_startup")
     if main.startup is None and main is not startup:
         main.startup = startup
-    _current()
-    _programs.append((main, startup))
-    try:
+    with _inside(_programs, (main, startup)):
         yield
-    finally:
-        _programs.pop()
 
 
 @contextmanager
@@ -65,47 +83,37 @@ def name_scope(prefix: str) -> Iterator[None]:
     """Operators built inside carry the scope ``prefix``, a string (nested scopes join with ``/``)."""
     if not isinstance(prefix, str) or not prefix:
         raise ArgumentTypeError(f"name_scope: the prefix is {prefix!r}; expected a string such as 'encoder'")
-    _scopes.append(prefix)
-    try:
+    with _inside(_scopes, (*_scopes.get(), prefix)):
         yield
-    finally:
-        _scopes.pop()
 
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
     """Operators built inside are marked for 16 bit in pure-fp16 mode; what lies outside stays fp32."""
-    global _guards
-    _guards += 1
-    try:
+    with _inside(_guards, _guards.get() + 1):
         yield
-    finally:
-        _guards -= 1
 
 
 @contextmanager
 def operator_role(role: str) -> Iterator[None]:
     """Operators added inside have this role."""
-    _roles.append(role)
-    try:
+    with _inside(_role, role):
         yield
-    finally:
-        _roles.pop()
 
 
 def in_fp16_guard() -> bool:
     """Whether building code stands inside an ``fp16_guard``."""
-    return _guards > 0
+    return _guards.get() > 0
 
 
 def scope_name() -> str:
     """The current name scope, joined with ``/``."""
-    return "/".join(_scopes)
+    return "/".join(_scopes.get())
 
 
 def role() -> str:
     """The role that new operators get."""
-    return _roles[-1]
+    return _role.get()
 
 
 __all__ = ["default_main_program", "default_startup_program", "fp16_guard", "in_fp16_guard", "name_scope", "names",

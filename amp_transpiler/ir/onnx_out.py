@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope:
     """
     target = None if path is None else Path(path)
     with collector_paused():
-        values = {} if scope is None else _scope_values(program, scope)
+        with getattr(scope, "reading", nullcontext)():  # all of them as one step left them
+            values = {} if scope is None else _scope_values(program, scope)
         layout = Layout(program, values, target, external_data)
         model = model_of(program, layout.content, values)
         if target is not None:

@@ -88,8 +88,9 @@ class Program:
     @property
     def startup(self) -> Program | None:
         """The program that initialises the persistable variables."""
-        if self._make_startup is not None:
-            self._startup, self._make_startup = self._make_startup(), None
+        make = self._make_startup
+        if make is not None:
+            self._startup, self._make_startup = make(), None
         return self._startup
 
     @startup.setter

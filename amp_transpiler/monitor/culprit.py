@@ -15,7 +15,7 @@ from ..ir.program import OWN, Operator, Program, Variable
 from ..ops.scaling import CHECK
 from ..passes.precision import label
 from ..runtime.executor import Executor
-from ..runtime.scope import Scope
+from ..runtime.scope import Scope, check_scope
 from .cures import Cure, forward_of, tried
 from .rerun import Rerun, is_nonfinite
 from .state import load_step
@@ -128,8 +128,12 @@ def find_culprit(program: Program | str | os.PathLike[str], feed: Mapping[Any, A
         if feed is not None or scope is not None:
             raise ArgumentTypeError("find_culprit: a saved step has its feed and scope; give it neither")
         program, feed, scope = load_step(program)
+    with check_scope(scope).reading():  # a step of another thread would change what the step is run on
+        return _culprit(program, Rerun(feed, scope, executor, before), cures)
+
+
+def _culprit(program: Program, rerun: Rerun, cures: bool) -> Culprit | None:
     parts = training_step(program)
-    rerun = Rerun(feed, scope, executor, before)
     if not parts.verdicts:
         raise ArgumentError(f"find_culprit: program '{program.name}' has neither gradients nor outputs to look at")
     order = operators_of(program, parts.verdicts)

@@ -31,7 +31,8 @@ def step_state(program: Program, scope: Scope | None = None) -> dict[str, np.nda
     Give it to :func:`find_culprit` as ``before``. Variables without a value in ``scope`` are left out.
     """
     scope = check_scope(scope)
-    return {name: scope.find_var(name) for name in changed_names(program) if scope.has_var(name)}
+    with scope.reading():
+        return {name: scope.find_var(name) for name in changed_names(program) if scope.has_var(name)}
 
 
 def changed_names(program: Program) -> list[str]:
@@ -54,7 +55,8 @@ def save_step(path: str | os.PathLike[str], program: Program, feed: Mapping[Any,
         if variable.persistable:
             variable.data = None
     content = {_PROGRAM: np.frombuffer(serialized(stripped.to_onnx()), np.uint8)}
-    states = {v.name: scope.find_var(v.name) for v in program.variables if v.persistable}
+    with scope.reading():
+        states = {v.name: scope.find_var(v.name) for v in program.variables if v.persistable}
     states |= {name: np.asarray(v, states[name].dtype).reshape(states[name].shape) for name, v in (before or {}).items()
                if name in states}  # fmt: skip
     arrays = {_STATE + name: value for name, value in states.items()}

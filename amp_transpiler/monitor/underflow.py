@@ -13,7 +13,7 @@ from ..errors import ArgumentError, OrderError, PrecisionError
 from ..ir.program import Program
 from ..ir.types import HALF
 from ..runtime.executor import Executor
-from ..runtime.scope import Scope
+from ..runtime.scope import Scope, check_scope
 from .cures import bisected, largest_scale, with_scale
 from .rerun import Rerun, is_nonfinite
 from .steps import TrainingStep, training_step
@@ -103,14 +103,18 @@ def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, 
     if not any(v.dtype in HALF for v in program.variables):
         raise PrecisionError(f"gradient_underflow: nothing in program '{program.name}' is 16 bit, so nothing is lost; "
                              "decorate the optimizer before it minimizes")  # fmt: skip
-    rerun = Rerun(feed, scope, executor, before)
+    with check_scope(scope).reading():  # a step of another thread would change what the step is run on
+        return _compared(parts, Rerun(feed, scope, executor, before), target, margin)
+
+
+def _compared(parts: TrainingStep, rerun: Rerun, target: float, margin: float) -> GradientUnderflow:
     found = _Comparison(parts, rerun)
     rows = tuple(found.rows())
     lost = sum(row.lost * row.elements for row in rows) / max(sum(row.elements for row in rows), 1)
     scale = parts.scale
     if scale is None or not scale.persistable:
         return GradientUnderflow(rows, lost, None, None, None, None, target)
-    now = float(rerun.run(program, [scale.name])[0].reshape(()))
+    now = float(rerun.run(parts.program, [scale.name])[0].reshape(()))
     largest = largest_scale(parts, rerun, MOST)
     if largest is None:
         return GradientUnderflow(rows, lost, now, None, None, None, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ class Watch:
             raise ArgumentError(f"watch: limit is {limit!r}; expected a number of steps, or None")
         self.executor, self.on_bad, self.cures, self.limit = executor, on_bad, cures, limit
         self.bad_steps = 0
+        self._lock = threading.RLock()
         self.culprits: list[Culprit | None] = []
         self._watched: weakref.WeakKeyDictionary[Program, _Watched] = weakref.WeakKeyDictionary()
 
@@ -77,15 +79,23 @@ class Watch:
         if not watched.flags or not isinstance(fetch_list, (list, tuple, type(None))):
             return self.executor.run(program, feed, fetch_list, scope, return_numpy)
         scope = check_scope(scope)
-        before = {name: scope.find_var(name) for name in watched.changed if scope.has_var(name)}
-        watched.begin(scope)
         names = [item.name if isinstance(item, Variable) else item for item in fetch_list or ()]
         extra = [flag for flag in watched.flags if flag not in names]
-        results = self.executor.run(program, feed, [*(fetch_list or ()), *extra], scope, return_numpy)
-        found = {name: value for name, value in zip([*names, *extra], results, strict=True) if isinstance(name, str)}
-        if any(_is_bad(found[flag]) for flag in watched.flags) and not watched.reported:
-            watched.reported = watched.counter != ""
-            self._bad(program, feed, scope, before | watched.sums(scope))
+        bad, culprit = False, None
+        with scope.writing():  # the step that is run again is the one that was bad, whatever other threads run
+            before = {name: scope.find_var(name) for name in watched.changed if scope.has_var(name)}
+            watched.begin(scope)
+            results = self.executor.run(program, feed, [*(fetch_list or ()), *extra], scope, return_numpy)
+            found = {n: value for n, value in zip([*names, *extra], results, strict=True) if isinstance(n, str)}
+            if any(_is_bad(found[flag]) for flag in watched.flags) and not watched.reported:
+                watched.reported = watched.counter != ""
+                bad = self._counted()
+            if bad:
+                before |= watched.sums(scope)
+                culprit = find_culprit(program, feed, scope, executor=self.executor, before=before, cures=self.cures)
+                self.culprits.append(culprit)
+        if bad:
+            self._tell(program, culprit)
         return results[: len(names)]
 
     def _parts(self, program: Program) -> _Watched:
@@ -94,14 +104,13 @@ class Watch:
             watched = self._watched[program] = _Watched(program)
         return watched
 
-    def _bad(
-        self, program: Program, feed: Mapping[Any, Any] | None, scope: Scope, before: dict[str, np.ndarray]
-    ) -> None:
-        self.bad_steps += 1
-        if self.limit is not None and len(self.culprits) >= self.limit:
-            return
-        culprit = find_culprit(program, feed, scope, executor=self.executor, before=before, cures=self.cures)
-        self.culprits.append(culprit)
+    def _counted(self) -> bool:
+        """Count a bad step; whether it is to be run again."""
+        with self._lock:
+            self.bad_steps += 1
+            return self.limit is None or len(self.culprits) < self.limit
+
+    def _tell(self, program: Program, culprit: Culprit | None) -> None:
         if callable(self.on_bad):
             self.on_bad(culprit)
             return

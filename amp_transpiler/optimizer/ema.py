@@ -101,27 +101,29 @@ class ExponentialMovingAverage:
         """Let the parameters in ``scope`` (default: the global one) be their averages inside, to evaluate or to save.
 
         A 16-bit parameter gets its average rounded to nearest. Afterwards, also after an error or Ctrl-C, the very
-        values of before are back; train outside, where they are. OrderError: before ``update``. ScopeError: the
-        startup program never ran.
+        values of before are back; train outside, where they are, also in other threads (what they train inside is
+        lost). OrderError: before ``update``. ScopeError: the startup program never ran.
         """
         scope = check_scope(scope)
-        averages = self._values(scope)
-        before = {name: scope._values[name] for name in averages}
+        with scope.reading():
+            averages = self._values(scope)
+            before = {name: scope._values[name] for name in averages}
         try:
-            scope._values.update(averages)
+            scope._take(averages)
             yield scope
         finally:
             try:
-                scope._values.update(before)
+                scope._take(before)
             finally:
-                scope._values.update(before)  # where Ctrl-C came just before the first
+                scope._take(before)  # where Ctrl-C came just before the first
 
     def copy_to(self, scope: Scope | None = None) -> None:
         """Give parameters, and master weights, the values of their averages for good; errors as of ``applied``."""
         scope = check_scope(scope)
-        averages = self._values(scope)
-        averages |= {master: tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master}
-        scope._values.update(averages)
+        with scope.writing():
+            averages = self._values(scope)
+            averages |= {master: tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master}
+            scope._take(averages)
 
     def _values(self, scope: Scope) -> dict[str, Any]:
         """The averages by parameter, each in the element type that the parameter has in the scope."""

@@ -79,10 +79,11 @@ class ScaleState:
     def read(self, scope: Scope | None = None) -> LossScale:
         """The record in a scope. ScopeError where the startup program never ran."""
         scope = check_scope(scope)
-        record: dict[str, float | int | None] = {
-            name: None if variable is None else scope.find_var(variable.name).reshape(()).item()
-            for name, variable in self._fields().items()
-        }
+        with scope.reading():
+            record: dict[str, float | int | None] = {
+                name: None if variable is None else scope.find_var(variable.name).reshape(()).item()
+                for name, variable in self._fields().items()
+            }
         return LossScale(**record)  # type: ignore[arg-type]
 
     def write(self, record: LossScale, scope: Scope | None = None) -> None:
@@ -100,10 +101,11 @@ class ScaleState:
         if wrong:
             raise ArgumentError(f"{record} is the state of another loss scaler: this one "
                                 f"{'has' if own[wrong[0]] is not None else 'has no'} {wrong[0]}")  # fmt: skip
-        for name, variable in own.items():
-            if variable is not None:
-                dtype = np.float32 if name == "scale" else np.int32
-                scope.set_var(variable.name, np.array([getattr(record, name)], dtype))
+        with scope.writing():
+            for name, variable in own.items():
+                if variable is not None:
+                    dtype = np.float32 if name == "scale" else np.int32
+                    scope.set_var(variable.name, np.array([getattr(record, name)], dtype))
 
 
 __all__ = ["ScaleState"]

@@ -7,9 +7,8 @@ States are bound from the scope without copies. An update is bound in place, to 
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,137 +79,172 @@ class _States:
         )
 
 
-class _Update:
-    """An update output. ``refusal`` says why it is not in place ("" where it is); ``spare`` is the second buffer."""
+@dataclass
+class Update:
+    """An update output. ``refusal`` says why it is not in place ("" where it is)."""
 
-    def __init__(self, port: Port, state: _State | None) -> None:
-        self.port, self.name, self.tensor, self.state = port, port.variable, port.tensor, state
-        self.refusal = "" if state is not None else "the program does not read it"
-        self.bound: Any = None
-        self.spare: Any = None
-        self.target: Any = None
+    port: Port
+    name: str
+    tensor: str
+    refusal: str
 
 
 class Step:
-    """A session with its bindings. ``run`` is one run; results come in the order of ``lowered.fetches``."""
+    """A compiled program. ``run`` is one run; results come in the order of ``lowered.fetches``.
+
+    A session runs in several threads at once; what is bound for a run does not. So each run takes a set of bindings
+    that nobody uses, and leaves it to the next; there are as many as runs that went on at the same time.
+    """
 
     def __init__(self, session: Any, graph: onnx.GraphProto | None, lowered: Lowered, place: Place, program: str,
                  startup: str) -> None:  # fmt: skip
-        self.session, self.place, self.program = session, place, program
-        self.binding = session.io_binding()
-        self.lock = threading.RLock()  # Ctrl-C may come just before it is released: the thread must not wait for itself
-        self.feeds = lowered.feeds
-        self.states = _States(lowered.states, place, program, startup)
-        by_name = {state.name: state for state in self.states.all}
-        self.updates: list[_Update] = []
-        self.copies: list[tuple[str, _Update]] = []  # states that take the value of another state's update
-        by_tensor: dict[str, _Update] = {}
+        self.session, self.place, self.program, self.startup = session, place, program, startup
+        # Ports alone: the rest of ``lowered`` would keep the program alive.
+        self.feeds, self.states, self.fetches = lowered.feeds, lowered.states, lowered.fetches
+        self.scalars = lowered.scalars
+        self.updates: list[Update] = []
+        self.copies: list[tuple[str, str]] = []  # states that take the value of another state's update, and its tensor
+        by_tensor: set[str] = set()
         for port in lowered.updates:
             if port.tensor in by_tensor:
-                self.copies.append((port.variable, by_tensor[port.tensor]))
+                self.copies.append((port.variable, port.tensor))
             else:
-                by_tensor[port.tensor] = _Update(port, by_name.get(port.variable))
-                self.updates.append(by_tensor[port.tensor])
-        self.fetches = [(port, by_tensor.get(port.tensor)) for port in lowered.fetches]
-        self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
+                by_tensor.add(port.tensor)
+                self.updates.append(Update(port, port.variable, port.tensor, "the program does not read it"))
         self._prove(graph)
-        for name in lowered.scalars:
-            self.binding.bind_ortvalue_input(name, tensors.from_array(np.zeros((), np.float32), place))
+        self._idle: list[_Bindings] = []
 
     def _prove(self, graph: onnx.GraphProto | None) -> None:
-        pairs = [u for u in self.updates if u.state is not None]
+        states = {port.variable: port.tensor for port in self.states}
+        read = [update for update in self.updates if update.name in states]
         if graph is None:
-            for update in pairs:
-                update.refusal = "the graph that the session runs could not be read"
-            return
-        found = refusals(graph, [(u.state.tensor, u.tensor) for u in pairs if u.state is not None])
-        for update, refusal in zip(pairs, found, strict=True):
+            found = ["the graph that the session runs could not be read"] * len(read)
+        else:
+            found = refusals(graph, [(states[update.name], update.tensor) for update in read])
+        for update, refusal in zip(read, found, strict=True):
             update.refusal = refusal
 
-    # -- one run --------------------------------------------------------------------------------------
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
-        """Run once. ScopeError where the scope lacks a state or holds another type or shape; then nothing has run."""
-        with self.lock:
-            self.states.bind(scope, self.binding)
-            for port in self.feeds:
-                value = feeds[port.variable]
-                if isinstance(value, np.ndarray):
-                    value = tensors.alias(value, port.dtype)
-                self.binding.bind_ortvalue_input(port.tensor, value)
-            self._bind_updates(scope)
-            results = [
-                None if update is not None else self._bind_fetch(port, return_numpy) for port, update in self.fetches
-            ]
-            if self.updates:
-                with _Uninterrupted():
-                    self._execute()
-                    self._commit(scope)
-            else:
-                self._execute()
-            return self._results(results, return_numpy)
+        """Run once. ScopeError where the scope lacks a state or holds another type or shape; then nothing has run.
+
+        The caller sees to it that nobody writes to the scope meanwhile and, for a program with updates, that nobody
+        reads it.
+        """
+        try:
+            bindings = self._idle.pop()
+        except IndexError:
+            bindings = _Bindings(self)
+        try:
+            return bindings.run(scope, feeds, return_numpy)
+        finally:
+            self._idle.append(bindings)
+
+
+class _Target:
+    """Where an update goes. ``spare`` is the second buffer of one that is not in place."""
+
+    def __init__(self, update: Update, state: _State | None) -> None:
+        self.port, self.name, self.tensor, self.state = update.port, update.name, update.tensor, state
+        self.in_place = not update.refusal
+        self.bound: Any = None
+        self.spare: Any = None
+        self.value: Any = None
+
+
+class _Bindings:
+    """What one run at a time binds to the session of a step."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.place = step, step.place
+        self.binding = step.session.io_binding()
+        self.feeds = step.feeds
+        self.states = _States(step.states, step.place, step.program, step.startup)
+        by_name = {state.name: state for state in self.states.all}
+        self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
+        by_tensor = {target.tensor: target for target in self.targets}
+        self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
+        self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
+        self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
+        for name in step.scalars:
+            self.binding.bind_ortvalue_input(name, tensors.from_array(np.zeros((), np.float32), self.place))
+
+    def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
+        self.states.bind(scope, self.binding)
+        for port in self.feeds:
+            value = feeds[port.variable]
+            if isinstance(value, np.ndarray):
+                value = tensors.alias(value, port.dtype)
+            self.binding.bind_ortvalue_input(port.tensor, value)
+        self._bind_targets()
+        results = [
+            None if target is not None else self._bind_fetch(port, return_numpy) for port, target in self.fetches
+        ]
+        self._execute()
+        self._commit(scope)
+        return self._results(results, return_numpy)
 
     def _execute(self) -> None:
         try:
             if self.place.kind == "cuda":
                 self.binding.synchronize_inputs()
-            self.session.run_with_iobinding(self.binding)
+            self.step.session.run_with_iobinding(self.binding)
             if self.place.kind == "cuda":
                 self.binding.synchronize_outputs()
         except Exception as error:  # onnxruntime's errors have no common base class
-            self._forget_bindings()
+            self._forget()
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}{self._half_done()}"
+                f"onnxruntime failed while it ran program '{self.step.program}': {_failure(error)}{self._half_done()}"
             ) from None
 
     def _half_done(self) -> str:
-        names = [update.name for update in self.updates if not update.refusal]
+        names = [target.name for target in self.targets if target.in_place]
         if not names:
             return ""
         some = ", ".join(f"'{name}'" for name in names[:3]) + (" …" if len(names) > 3 else "")
         return f". Variables that are updated in place may have been updated before it failed: {some}"
 
-    def _forget_bindings(self) -> None:
+    def _forget(self) -> None:
         for state in self.states.all:
             state.bound = _NEVER
-        for update in self.updates:
-            update.bound = None
+        for target in self.targets:
+            target.bound = None
 
     # -- updates --------------------------------------------------------------------------------------
-    def _bind_updates(self, scope: Scope) -> None:
-        for update in self.updates:
-            if not update.refusal and update.state is not None:
-                update.target = update.state.bound
-                if update.target is not update.bound:
-                    self._bind_output(update.tensor, update.target)
-                    update.bound = update.target
+    def _bind_targets(self) -> None:
+        for target in self.targets:
+            if target.in_place and target.state is not None:
+                target.value = target.state.bound
+                if target.value is not target.bound:
+                    self._bind_output(target.tensor, target.value)
+                    target.bound = target.value
                 continue
-            if update.spare is None:
-                update.spare = self._buffer(update)
-            update.target = update.spare
-            self._bind_output(update.tensor, update.target)
+            if target.spare is None:
+                target.spare = self._buffer(target)
+            target.value = target.spare
+            self._bind_output(target.tensor, target.value)
 
-    def _buffer(self, update: _Update) -> Any:
+    def _buffer(self, target: _Target) -> Any:
         """A buffer for the new value; None where its shape is known only after the run."""
-        if update.state is not None:
-            return tensors.empty(update.state.bound.shape(), update.port.dtype, self.place)
-        shape = static(update.port.shape)
-        return None if shape is None else tensors.empty(shape, update.port.dtype, self.place)
+        if target.state is not None:
+            return tensors.empty(target.state.bound.shape(), target.port.dtype, self.place)
+        shape = static(target.port.shape)
+        return None if shape is None else tensors.empty(shape, target.port.dtype, self.place)
 
     def _commit(self, scope: Scope) -> None:
         """The step is done: let the scope hold the new values."""
         made = None
-        for update in self.updates:
-            if not update.refusal:
+        for target in self.targets:
+            if target.in_place:
                 continue
-            if update.target is None:
+            if target.value is None:
                 made = made or self.binding.get_outputs()
-                update.target = tensors.copy_to(made[self.order[update.tensor]], self.place)
-            update.spare = None
-            if update.state is not None:
-                update.spare, update.state.checked = update.state.bound, update.target
-            scope._values[update.name] = update.target
-        for name, update in self.copies:
-            scope._values[name] = tensors.copy_to(update.target, self.place)
+                target.value = tensors.copy_to(made[self.order[target.tensor]], self.place)
+            target.spare = None
+            if target.state is not None:
+                target.spare, target.state.checked = target.state.bound, target.value
+            scope._values[target.name] = target.value
+        for name, target in self.copies:
+            scope._values[name] = tensors.copy_to(target.value, self.place)
 
     # -- fetches --------------------------------------------------------------------------------------
     def _bind_output(self, tensor: str, value: Any, on_cpu: bool = False) -> None:
@@ -226,7 +260,7 @@ class Step:
         """Bind an output; its memory where the shape is known and asking for all outputs would be slow, else None."""
         result: Any = None
         value: Any = None
-        shape = static(port.shape) if self.updates else None
+        shape = static(port.shape) if self.targets else None
         if shape is not None and return_numpy:
             result = np.empty(shape, numpy_dtype(port.dtype))
             value = tensors.alias(result, port.dtype)
@@ -238,10 +272,10 @@ class Step:
     def _results(self, results: Sequence[Any], return_numpy: bool) -> list[Any]:
         made = None
         final = []
-        for (port, update), result in zip(self.fetches, results, strict=True):
+        for (port, target), result in zip(self.fetches, results, strict=True):
             if result is None:
-                if update is not None:
-                    value = update.target
+                if target is not None:
+                    value = target.value
                 else:
                     made = made or self.binding.get_outputs()
                     value = made[self.order[port.tensor]]
@@ -254,58 +288,33 @@ class PlainStep:
     """A program whose feeds or fetches onnxruntime can bind to no memory (strings, sequences): every run copies."""
 
     def __init__(self, session: Any, lowered: Lowered, place: Place, program: str, startup: str) -> None:
-        self.session, self.lowered, self.place, self.program = session, lowered, place, program
+        self.session, self.place, self.program = session, place, program
+        self.feeds, self.fetches, self.scalars = lowered.feeds, lowered.fetches, lowered.scalars
         self.states = _States(lowered.states, place, program, startup)
-        self.updates: list[_Update] = [_Update(port, None) for port in lowered.updates]
-        for update in self.updates:
-            update.refusal = "the program feeds or fetches what is no tensor of numbers"
+        why = "the program feeds or fetches what is no tensor of numbers"
+        self.updates = [Update(port, port.variable, port.tensor, why) for port in lowered.updates]
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once; results are arrays and Python objects, also without ``return_numpy``."""
-        inputs = {p.tensor: feeds[p.variable] for p in self.lowered.feeds}
+        inputs = {p.tensor: feeds[p.variable] for p in self.feeds}
         inputs |= {s.tensor: tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
-        inputs |= {name: np.zeros((), np.float32) for name in self.lowered.scalars}
-        names = [port.tensor for port in (*self.lowered.fetches, *self.lowered.updates)]
+        inputs |= {name: np.zeros((), np.float32) for name in self.scalars}
+        names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
         try:
             results = self.session.run(names, inputs)
         except Exception as error:
             raise ExecutionError(
                 f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}"
             ) from None
-        count = len(self.lowered.fetches)
-        for port, array in zip(self.lowered.updates, results[count:], strict=True):
-            scope._values[port.variable] = tensors.from_array(array, self.place)
+        count = len(self.fetches)
+        for update, array in zip(self.updates, results[count:], strict=True):
+            scope._values[update.name] = tensors.from_array(array, self.place)
         return list(results[:count])
 
 
 def needs_plain(lowered: Lowered) -> bool:
     """Whether a feed or fetch is no tensor that onnxruntime can bind to memory."""
     return any(port.dtype in ("", "string", "complex64", "complex128") for port in (*lowered.feeds, *lowered.fetches))
-
-
-class _Uninterrupted:
-    """Lets Ctrl-C take effect after the block, so that a step happens wholly or not at all.
-
-    Python delivers the signal right after the session returns, that is, before the scope has the new values.
-    """
-
-    def __enter__(self) -> None:
-        self.pending: tuple[Any, ...] | None = None
-        self.handler: Any = None
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self.handler = handler
-                signal.signal(signal.SIGINT, self._later)
-
-    def _later(self, *arguments: Any) -> None:
-        self.pending = arguments
-
-    def __exit__(self, *_: object) -> None:
-        if self.handler is not None:
-            signal.signal(signal.SIGINT, self.handler)
-            if self.pending is not None:
-                self.handler(*self.pending)
 
 
 def _failure(error: Exception) -> str:

@@ -105,22 +105,23 @@ def save_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     if step is not None and (home / META).is_file():
         raise ArgumentError(f"{call}: '{home}' is a checkpoint itself; give the steps a folder of their own")
     slots = state_slots(program)
-    values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
-    others = step_folders(home) if step is not None else []
-    written = _written(others)
-    meta = {
-        "format": FORMAT,
-        "version": VERSION,
-        "number": 1 + max(written.values(), default=0),
-        "program": {"name": program.name, "fingerprint": fingerprint(program)},
-        "step": step,
-        "data_position": _plain(data_position, f"{call}: data_position"),
-        "extra": _plain(extra, f"{call}: extra"),
-        "scaling": scaler_settings(program),
-        "versions": _versions(),
-        "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
-    }
-    write_checkpoint(target, values, meta)
+    with scope.reading():  # steps of other threads wait until it is written
+        values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
+        others = step_folders(home) if step is not None else []
+        written = _written(others)
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "number": 1 + max(written.values(), default=0),
+            "program": {"name": program.name, "fingerprint": fingerprint(program)},
+            "step": step,
+            "data_position": _plain(data_position, f"{call}: data_position"),
+            "extra": _plain(extra, f"{call}: extra"),
+            "scaling": scaler_settings(program),
+            "versions": _versions(),
+            "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
+        }
+        write_checkpoint(target, values, meta)
     if keep_last is not None:
         _remove_older(target, written, keep_last)
     return target
@@ -161,7 +162,7 @@ def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     same = meta["program"]["fingerprint"] == fingerprint(program)
     if not same and not found.converted and rename is None:
         _warn_of_change(folder, meta, program)
-    scope._values.update(found.values)
+    scope._take(found.values)
     return Checkpoint(folder, meta["step"], meta["data_position"], meta["extra"], same and not found.converted,
                       tuple(found.missing), tuple(found.extra), meta["versions"])  # fmt: skip
 

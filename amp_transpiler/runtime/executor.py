@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -14,12 +16,14 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, GraphError, OrderError, PlaceError, ScopeError
 from ..ir import context
 from ..ir.marks import INITIALIZER
-from ..ir.program import OWN, Operator, Program, Variable, other_program
+from ..ir.opdef import body_of
+from ..ir.program import OWN, Operator, Program, Variable, Window, other_program
 from ..ir.tensors import tensor_array
 from ..passes.lowering import lower
 from . import tensors
 from .binding import PlainStep, Step, needs_plain
 from .feeds import Feeds, shape_of
+from .locks import Uninterrupted
 from .place import CPUPlace, CUDAPlace, Place, check_place
 from .report import ReportRequest, expanded, joined, requested
 from .scope import Scope, check_scope
@@ -36,23 +40,37 @@ class MemoryReport:
     two_buffers: dict[str, str]
 
 
-@dataclass
+@dataclass(eq=False)
+class _Session:
+    """The place of one session: who needs it first makes it, under ``lock``, and the others wait for that."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    step: Step | PlainStep | None = None
+
+
+@dataclass(eq=False)
 class _Plan:
     """What a program does for one list of fetches; compiled once for each set of feed shapes.
 
     ``sources`` says for each fetch where it comes from: the number of a session output, or the name of a variable
-    in the scope. ``outputs`` are the names of the session outputs. ``updates`` is what a run writes: True for the
-    program's updates, or those of a run that does not end a window of accumulation.
+    in the scope. ``outputs`` are the names of the session outputs. ``spread``: a run does not end a window of
+    accumulation, and writes the window's updates instead of the program's. ``writes``: a run changes the scope.
+    ``shaped``: a session serves the shapes alone that it was made for.
     """
 
-    updates: bool | dict[Variable, Variable]
+    spread: bool
     feeds: Feeds
     sources: list[int | str]
     outputs: list[str]
     runs: bool
     initialises: bool
-    steps: OrderedDict[Shapes, Step | PlainStep] = field(default_factory=OrderedDict)
+    writes: bool
+    shaped: bool
+    sessions: OrderedDict[Shapes, _Session] = field(default_factory=OrderedDict)
+    fed: Shapes | None = None
     last: Step | PlainStep | None = None
+    seconds: float = 0.0  # that making sessions took
+    dropped: bool = False  # a session that may be needed again
 
 
 @dataclass
@@ -66,11 +84,19 @@ class Executor:
     """Runs programs on ``place`` (default ``CPUPlace()``).
 
     Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and
-    fetches; a program that changes is compiled anew, and one that is dropped is forgotten. ``optimization_level`` is
+    fetches (a warning says so when one is dropped); a program that changes is compiled anew, and one that is dropped
+    is forgotten. On CPU one session serves every shape where a program neither updates state nor holds operators of
+    this package. ``optimization_level`` is
     onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on it may rearrange fp32 arithmetic between
     two roundings. ``threads`` within one operator (default: onnxruntime's choice). ``tf32`` lets CUDA round the
     operands of fp32 matrix products to 10 bits. On CUDA an operator without a kernel is an error, unless
     ``allow_cpu_fallback``; with it, and no usable device at all, programs run on ``CPUPlace()`` with a warning.
+
+    Threads may share an executor, and several executors a scope: no update is lost. The first run of a signature
+    (program, fetches, feed shapes) makes its session while others that need it wait; sessions of other signatures are
+    made at the same time. Runs go on side by side in different scopes, and in one scope where they write nothing; a
+    step that updates a scope has it for itself (see :class:`Scope`). A program must not be changed while it runs:
+    build and rewrite it first, in one thread.
 
     PlaceError where CUDA is asked for and cannot be used.
     """
@@ -83,6 +109,7 @@ class Executor:
             raise ArgumentError(f"max_sessions is a number, at least 1; got {max_sessions!r}")
         self.max_sessions = max_sessions
         self._programs: weakref.WeakKeyDictionary[Program, _Cache] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()  # of the tables: who holds it waits for nothing
         if isinstance(self.place, CUDAPlace):
             self._require_cuda(self.place)
 
@@ -119,20 +146,28 @@ class Executor:
         scope = check_scope(scope)
         if requested(fetch_list):
             on_host = return_numpy and self.place.kind == "cpu"  # there, an array is no copy more than what is bound
-            results = self.run(program, feed, expanded(fetch_list), scope, on_host)
-            return joined(results, fetch_list or (), return_numpy)
+            with scope.writing():  # reports are numbered in the order of the steps
+                results = self.run(program, feed, expanded(fetch_list), scope, on_host)
+                return joined(results, fetch_list or (), return_numpy)
         names = _fetch_names(fetch_list)
         _check_home(program, fetch_list or ())
-        window = program.window
-        turn = 0 if window is None else int(scope.find_var(window.counter.name))
-        plan = self._plan(program, names, window is not None and turn + 1 < window.steps)
-        feeds = plan.feeds.check(feed)
+        # Sessions are made before the scope is taken, so that those of other shapes are made side by side.
+        turn = _turn(program.window, scope)
+        plan, feeds, step = self._ready(program, names, feed, turn)
         if plan.initialises:
             return self._initialise(program, plan, feeds, scope, return_numpy)
-        results = self._run(program, plan, feeds, scope, return_numpy)
-        if window is not None:
-            scope.set_var(window.counter.name, np.array((turn + 1) % window.steps, np.int32))
-        return results
+        if not plan.writes:
+            with scope.reading():
+                return self._run(program, plan, step, feeds, scope, return_numpy)
+        with scope.writing(), Uninterrupted():
+            if program.window is not None:
+                now = _turn(program.window, scope)
+                if now != turn:  # another thread has taken it
+                    plan, feeds, step = self._ready(program, names, feed, now)
+                results = self._run(program, plan, step, feeds, scope, return_numpy)
+                scope.set_var(program.window.counter.name, np.array((now + 1) % program.window.steps, np.int32))
+                return results
+            return self._run(program, plan, step, feeds, scope, return_numpy)
 
     def memory_report(self, program: Program | None = None) -> MemoryReport:
         """Which updated variables the last run of ``program`` kept in place. OrderError where it never ran."""
@@ -147,40 +182,78 @@ class Executor:
 
     def close(self) -> None:
         """Free every session. The executor can still be used, and compiles anew."""
-        self._programs.clear()
+        with self._lock:
+            self._programs.clear()
 
     # -- compiling ------------------------------------------------------------------------------------
-    def _plan(self, program: Program, names: tuple[str, ...], spread: bool = False) -> _Plan:
-        cache = self._programs.get(program)
-        if cache is None or cache.version != program.version:
-            cache = self._programs[program] = _Cache(program.version)
-        plan = cache.plans.get((names, spread))
-        if plan is None:
-            plan = cache.plans[names, spread] = _make_plan(program, names, spread)
-        cache.last = plan
-        return plan
+    def _ready(self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None,
+               turn: int) -> tuple[_Plan, dict[str, Any], Step | PlainStep | None]:  # fmt: skip
+        """What a run needs: its plan, checked feeds, and the session (None: it needs none, or only once)."""
+        plan = self._plan(program, names, program.window is not None and turn + 1 < program.window.steps)
+        feeds = plan.feeds.check(feed)
+        step = self._step(program, plan, feeds) if plan.runs and not plan.initialises else None
+        return plan, feeds, step
+
+    def _plan(self, program: Program, names: tuple[str, ...], spread: bool) -> _Plan:
+        with self._lock:
+            cache = self._programs.get(program)
+            if cache is None or cache.version != program.version:
+                cache = self._programs[program] = _Cache(program.version)
+            plan = cache.plans.get((names, spread))
+            if plan is None:
+                plan = cache.plans[names, spread] = _make_plan(program, names, spread, self.place)
+            cache.last = plan
+            return plan
 
     def _step(self, program: Program, plan: _Plan, feeds: Mapping[str, Any]) -> Step | PlainStep:
         key = tuple((name, shape_of(value)) for name, value in sorted(feeds.items()))
-        step = plan.steps.get(key)
-        if step is None:
+        served = key if plan.shaped else ()
+        if not plan.shaped and key != plan.fed:
             plan.feeds.check_shapes(feeds)
-            try:
-                step = self._compile(program, plan, dict(key))
-            except (GraphError, ExecutionError) as error:
-                raise type(error)(f"{error}{_fed(key)}") from None
-            plan.steps[key] = step
-            if len(plan.steps) > self.max_sessions:
-                plan.steps.popitem(last=False)
-        elif step is not plan.last:
-            plan.steps.move_to_end(key)
+            plan.fed = key
+        with self._lock:
+            session = plan.sessions.get(served)
+            if session is None:
+                session = plan.sessions[served] = _Session()
+            elif session.step is not plan.last:
+                plan.sessions.move_to_end(served)
+        step = session.step
+        if step is None:
+            with session.lock:  # of those who come at once, the first makes it
+                if session.step is None:
+                    self._make(session, program, plan, served, feeds, key)
+                step = session.step
+            assert step is not None
         plan.last = step
         return step
 
+    def _make(self, session: _Session, program: Program, plan: _Plan, served: Shapes, feeds: Mapping[str, Any],
+              shapes: Shapes) -> None:  # fmt: skip
+        """Compile for feeds of these shapes; the session that was used longest ago goes where there are too many."""
+        start = time.monotonic()
+        try:
+            plan.feeds.check_shapes(feeds)
+            session.step = self._compile(program, plan, dict(shapes))
+        except (GraphError, ExecutionError) as error:
+            raise type(error)(f"{error}{_fed(shapes)}") from None
+        finally:
+            if session.step is None:  # what cannot be compiled takes no place
+                with self._lock:
+                    plan.sessions.pop(served, None)
+        plan.seconds += time.monotonic() - start
+        with self._lock:
+            drops = len(plan.sessions) > self.max_sessions
+            if drops:
+                plan.sessions.popitem(last=False)
+                drops, plan.dropped = not plan.dropped, True
+        if drops:
+            warnings.warn(_thrashes(program, plan, self.max_sessions, shapes), stacklevel=5)
+
     def _compile(self, program: Program, plan: _Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
-        tensors_fed = {name: shape for name, shape in shapes.items() if program.var(name).dtype is not None}
+        tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
-        lowered = lower(program, self.place.kind, tensors_fed, fetches, plan.updates)
+        updates = program.window.updates if plan.spread and program.window is not None else True
+        lowered = lower(program, self.place.kind, tensors_fed, fetches, updates)
         in_place = bool(lowered.updates) and not plan.initialises
         session, graph = create_session(lowered.model, self.place, self.settings, program.name, keep_graph=in_place)
         startup = program.startup.name if program.startup is not None else ""
@@ -189,12 +262,9 @@ class Executor:
         return Step(session, graph, lowered, self.place, program.name, startup)
 
     # -- running --------------------------------------------------------------------------------------
-    def _run(
-        self, program: Program, plan: _Plan, feeds: Mapping[str, Any], scope: Scope, return_numpy: bool
-    ) -> list[Any]:
-        results: list[Any] = []
-        if plan.runs:
-            results = self._step(program, plan, feeds).run(scope, feeds, return_numpy)
+    def _run(self, program: Program, plan: _Plan, step: Step | PlainStep | None, feeds: Mapping[str, Any],
+             scope: Scope, return_numpy: bool) -> list[Any]:  # fmt: skip
+        results = [] if step is None else step.run(scope, feeds, return_numpy)
         return [
             results[s] if isinstance(s, int) else self._state(program, scope, s, return_numpy) for s in plan.sources
         ]
@@ -214,26 +284,33 @@ class Executor:
 
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.
         """
-        staged = Scope()
-        staged._values.update(scope._values)
         arrays = [variable for op in program.operators if (variable := _array(op)) is not None]
-        for variable in arrays:
-            staged._values[variable.name] = tensors.from_array(tensor_array(variable), self.place)
+        rest = None
         if len(arrays) < len(program.operators):
             rest = program.clone() if arrays else program
             for op in rest.operators:
                 if _array(op) is not None:
                     rest.remove_operator(op)
-            results = self._run(rest, plan, feeds, staged, return_numpy)
-            plan.steps.clear()
+        step = None if rest is None else self._step(rest, plan, feeds)
+        with self._lock:
+            plan.sessions.clear()
             plan.last = None
-        else:
-            results = [self._state(program, staged, str(name), return_numpy) for name in plan.sources]
-        scope._values.update(staged._values)
+        with scope.writing(), Uninterrupted():
+            staged = Scope()
+            staged._values.update(scope._values)
+            for variable in arrays:
+                staged._values[variable.name] = tensors.from_array(tensor_array(variable), self.place)
+            results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
+            scope._values.update(staged._values)
         return results
 
 
-def _make_plan(program: Program, names: tuple[str, ...], spread: bool) -> _Plan:
+def _turn(window: Window | None, scope: Scope) -> int:
+    """The number of the next run among those of a window of accumulation."""
+    return 0 if window is None else int(scope.find_var(window.counter.name))
+
+
+def _make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Place) -> _Plan:
     updates = program.window.updates if spread and program.window is not None else program.updates
     fetched = {name: _fetched(program, name) for name in names}
     outputs = [name for name, variable in fetched.items() if not variable.persistable]
@@ -241,12 +318,15 @@ def _make_plan(program: Program, names: tuple[str, ...], spread: bool) -> _Plan:
     written = [v for v in program.variables if v.persistable and v.producer is not None]
     targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
     return _Plan(
-        updates=dict(updates) if spread else True,
+        spread=spread,
         feeds=Feeds(program, targets),
         sources=[number.get(name, name) for name in names],
         outputs=outputs,
         runs=bool(targets),
         initialises=bool(written),
+        writes=bool(written or program.updates),
+        # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
+        shaped=bool(written or program.updates or place.kind == "cuda" or any(map(body_of, program.walk()))),
     )
 
 
@@ -269,11 +349,13 @@ def _fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) ->
         raise ArgumentTypeError(
             f"fetch_list is a list of variables or names; got {fetch_list!r}, write [{fetch_list!r}]"
         )
-    names = tuple(item.name if isinstance(item, Variable) else item for item in fetch_list)
-    wrong = [name for name in names if not isinstance(name, str)]
-    if wrong:
-        raise ArgumentTypeError(f"fetch_list holds variables or names, got {wrong[0]!r}")
-    return tuple(str(name) for name in names)
+    names = []
+    for item in fetch_list:
+        name = item.name if isinstance(item, Variable) else item
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}")
+        names.append(name)
+    return tuple(names)
 
 
 def _check_home(program: Program, fetch_list: Sequence[Variable | ReportRequest | str]) -> None:
@@ -292,6 +374,17 @@ def _fed(shapes: Shapes) -> str:
         return ""
     listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
     return f". Fed were {listed}: sizes that belong together, such as that of the batch, must be equal"
+
+
+def _thrashes(program: Program, plan: _Plan, limit: int, shapes: Shapes) -> str:
+    """What to say when a session is dropped for a new one."""
+    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
+    return (
+        f"program '{program.name}' has been fed {limit + 1} different shapes, the last {listed}. Each is compiled, in "
+        f"{plan.seconds / (limit + 1):.2g} s on average, and the executor keeps {limit}; a shape that comes back after "
+        "more than that is compiled again. Pad the feeds to a few lengths and batch sizes, or let the executor keep "
+        f"more (memory for each): Executor(place, max_sessions={4 * limit})"
+    )
 
 
 def _check_program(program: Program | None) -> Program:

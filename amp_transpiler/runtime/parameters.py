@@ -29,9 +29,10 @@ def cast_parameters_to_fp16(place: Place, program: Program, scope: Scope | None 
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"cast_parameters_to_fp16 takes a program, got {program!r}")
     scope = check_scope(scope)
-    arrays = {v.name: _rounded(v, scope) for v in _chosen(program, to_fp16_var_names)}
-    values = {name: tensors.from_array(array, place) for name, array in arrays.items() if array is not None}
-    scope._values.update(values)
+    chosen = _chosen(program, to_fp16_var_names)
+    with scope.writing():
+        arrays = {v.name: _rounded(v, scope) for v in chosen}
+        scope._take({n: tensors.from_array(array, place) for n, array in arrays.items() if array is not None})
 
 
 def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import onnx
 from ..errors import ArgumentError, ArgumentTypeError, ScopeError
 from ..ir.types import numpy_dtype
 from . import tensors
+from .locks import StepLock
 from .place import CPUPlace, Place
 
 
@@ -21,17 +23,38 @@ class Scope:
     """Values by variable name. Programs that name a variable alike share its value (train and test programs do).
 
     A value stays on the device of the executor that used it last; it moves when another asks for it.
+
+    Threads may share a scope, through one executor or several. A step, from reading its state to storing the new one,
+    happens alone: other steps, ``set_var``, ``amp_init`` and the loading of files wait for its end and it for theirs.
+    Runs that write nothing (evaluation, inference) go on side by side, each between two steps, as ``find_var`` does
+    and the saving of a checkpoint. What takes several calls is whole inside ``reading()`` or ``writing()``.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
+        self._lock = StepLock()
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside, no other thread changes the scope: the values of several ``find_var`` belong to one step.
+
+        A thread may take it again, and run programs inside. Do not wait inside for another thread that trains.
+        """
+        return self._lock.reading()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Inside, no other thread reads or changes the scope: what several calls change, others see all at once.
+
+        A thread may take it again, and run programs inside. Do not wait inside for another thread that uses the scope.
+        """
+        return self._lock.writing()
 
     def find_var(self, name: str) -> np.ndarray:
         """A copy of a variable's value, whatever its shape and dtype (ml_dtypes for bfloat16).
 
         It is a copy because training updates values where they lie. ScopeError for an unknown name.
         """
-        return tensors.to_array(self._require(name))
+        with self.reading():
+            return tensors.to_array(self._require(name))
 
     def set_var(self, name: str, value: Any) -> None:
         """Give a variable a value: a numpy array, ONNX tensor or OrtValue, or Python numbers; it is copied.
@@ -41,7 +64,13 @@ class Scope:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"a variable's name is a string, got {name!r}")
-        self._values[name] = self._convert(name, value)
+        with self.writing():
+            self._values[name] = self._convert(name, value)
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        """Let variables have these values, OrtValues that nobody else holds, all of them at once."""
+        with self.writing():
+            self._values.update(values)
 
     def has_var(self, name: str) -> bool:
         """Whether a variable of this name has a value."""
@@ -53,10 +82,11 @@ class Scope:
 
     def drop(self, *names: str) -> None:
         """Forget variables, and free their memory. ScopeError for an unknown name; then none is forgotten."""
-        for name in names:
-            self._require(name)
-        for name in names:
-            self._values.pop(name, None)
+        with self.writing():
+            for name in names:
+                self._require(name)
+            for name in names:
+                self._values.pop(name, None)
 
     def _require(self, name: str) -> Any:
         value = self._values.get(name)
@@ -118,24 +148,30 @@ def _whole(array: np.ndarray, limits: Any) -> bool:
     return int(limits.min) <= int(array.min()) and int(array.max()) <= int(limits.max)
 
 
-_global: list[Scope] = [Scope()]
+#: The scope for the process, and that of the innermost ``scope_guard`` of the running thread or task.
+_process = Scope()
+_guarded: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 
 def global_scope() -> Scope:
     """The scope that runs use when none is given: that of the innermost ``scope_guard``, else one for the process."""
-    return _global[-1]
+    return _guarded.get() or _process
 
 
 @contextmanager
 def scope_guard(scope: Scope) -> Iterator[Scope]:
-    """Let ``global_scope()`` be ``scope`` inside."""
+    """Let ``global_scope()`` be ``scope`` inside, for this thread (or asyncio task) alone.
+
+    A thread that is started inside does not stand inside: give it the scope, ``exe.run(..., scope=scope)``.
+    """
     if not isinstance(scope, Scope):
         raise ArgumentTypeError(f"scope_guard takes a Scope, got {scope!r}")
-    _global.append(scope)
+    before = _guarded.get()
+    _guarded.set(scope)
     try:
         yield scope
     finally:
-        _global.pop()
+        _guarded.set(before)
 
 
 def check_scope(scope: Scope | None) -> Scope:

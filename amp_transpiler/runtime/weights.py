@@ -79,7 +79,7 @@ def load_weights(path: str | os.PathLike[str], program: Program, scope: Scope | 
         if name is not None:
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
     found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
-    scope._values.update(found.values)
+    scope._take(found.values)
     return LoadedWeights(file, tuple(found.values), tuple(found.missing), tuple(found.extra))
 
 

@@ -1,0 +1,92 @@
+"""What keeps threads apart that share a scope, and a step whole when Ctrl-C comes.
+
+Locks are taken in this order, each kind only while none of a later kind is held: the lock of a scope
+(:class:`StepLock`), that of one signature while its session is made, that of an executor's tables (held for a look-up
+alone). So nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+# What ``signal`` wraps; the wrappers make enum members, which takes 10 µs a step.
+import _signal as signals  # type: ignore[import-not-found]
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class StepLock:
+    """Any number of threads that read, or one that writes; a thread may take again what it holds.
+
+    A writer that waits keeps new readers out, so that evaluation in many threads does not starve training. Signal
+    handlers run in the main thread between any two operations; therefore what is taken here may be taken again by the
+    same thread, a thread that reads may go on to write (it waits for the other readers), and a block that Ctrl-C
+    leaves gives back what it took.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()  # held by the writer, and by a reader for the moment in which it enters
+        self._left = threading.Condition()  # told when a reader leaves while a writer waits
+        self._waits = False
+        self._readers: dict[object, int] = {}  # a token for each block that reads -> its thread
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Nobody writes inside, unless this thread does."""
+        me, token = threading.get_ident(), object()
+        try:
+            if me in self._readers.values():  # it is inside already, and must not wait for a writer that waits for it
+                self._readers[token] = me
+            else:
+                with self._turn:
+                    self._readers[token] = me
+            yield
+        finally:
+            try:
+                self._readers.pop(token, None)
+            finally:
+                self._readers.pop(token, None)  # where Ctrl-C came just before the first
+            if self._waits:
+                with self._left:
+                    self._left.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Nobody else reads or writes inside."""
+        with self._turn:
+            if self._readers:
+                self._wait(threading.get_ident())
+            yield
+
+    def _wait(self, me: int) -> None:
+        with self._left:
+            self._waits = True  # first: a reader that leaves unseen from here on tells
+            while any(reader != me for reader in list(self._readers.values())):
+                self._left.wait(1)  # and look again: Ctrl-C may have kept a reader from telling
+            self._waits = False
+
+
+class Uninterrupted:
+    """Lets Ctrl-C take effect after the block, so that a step happens wholly or not at all.
+
+    Python delivers the signal right after the session returns, that is, before the scope has the new values. Only the
+    main thread gets it.
+    """
+
+    def __enter__(self) -> None:
+        self.pending: tuple[Any, ...] | None = None
+        self.handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signals.getsignal(signals.SIGINT)
+            if callable(handler):
+                self.handler = handler
+                signals.signal(signals.SIGINT, self._later)
+
+    def _later(self, *arguments: Any) -> None:
+        self.pending = arguments
+
+    def __exit__(self, *_: object) -> None:
+        if self.handler is not None:
+            signals.signal(signals.SIGINT, self.handler)
+            if self.pending is not None:
+                self.handler(*self.pending)
