@@ -22,15 +22,12 @@ from .ir.types import FLOATS, LIMITS
 from .ir.weights import become_constants
 from .lists import AutoMixedPrecisionLists
 from .passes.evidence import Evidence
-from .passes.flow import Flow
-from .passes.guards import guard_numerics
 from .passes.io_types import narrow_io
+from .passes.known import known_evidence
 from .passes.optimal import MODES, Assignment, assign
-from .passes.positions import keep_positions
 from .passes.precision import check_variables, written_name
 from .passes.raise_opset import raise_for
 from .passes.ranges import Ranges
-from .passes.survival import check_constants
 from .passes.typing import operator_name
 from .report.record import Conversion, CutRecord, record_program
 from .runtime.calibration import load_calibration
@@ -231,12 +228,7 @@ class _Job:
         ranges = Ranges(program, self.input_ranges)
         if not self.numeric_guards:
             return Evidence() if self.mode == "auto" else None
-        evidence, flow = Evidence(), Flow(program)
-        self.progress("constants")
-        check_constants(program, self.dtype, evidence, flow)
-        self.progress("positions and ranges")
-        keep_positions(program, evidence)
-        guard_numerics(program, self.dtype, ranges, evidence, flow)
+        evidence = known_evidence(program, self.dtype, ranges, self.progress)
         if self.mode == "auto" and not measured:
             self._keep_unproved(program, ranges, evidence)
         return evidence

@@ -48,7 +48,8 @@ class Preparation:
 def prepare_training(program: Program, *, trainable: Sequence[str] | None = None, freeze: Sequence[str] = (),
                      batch_norm: str = "train", dropout: Mapping[str, float] | None = None,
                      values: Mapping[str, Any] | None = None, feed_shapes: Mapping[str, Sequence[int]] | None = None,
-                     keep_tied: Sequence[str] = (), restore: bool = True) -> Preparation:  # fmt: skip
+                     keep_tied: Sequence[str] = (), restore: bool = True,
+                     numeric_guards: bool = True) -> Preparation:  # fmt: skip
     """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
@@ -71,6 +72,8 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
         keep_tied: patterns of vectors that stay one parameter for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.
+        numeric_guards: let training in 16 bit keep fp32 what is known to leave the type, as ``amp.convert`` does;
+            False takes mode and lists literally. ``amp.decorate`` may say otherwise.
 
     Returns:
         A :class:`Preparation`; its notes are logged too.
@@ -102,6 +105,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         notes += train_dropout(program)
         notes += insert_dropout(program, dropout or {})
         _select(program, trainable, freeze)
+        program.numeric_guards = numeric_guards
         _settle_startup(program)
     kept = [v for v in program.variables if v.persistable and v.data is not None and not not_a_weight(v)]
     done = Preparation(tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable),

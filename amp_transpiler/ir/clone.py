@@ -62,7 +62,7 @@ class _Cloner:
     def program(self, old: Program, outer: dict[Variable, Variable]) -> Program:
         """Copy one program. ``outer`` maps the variables around a nested one to their copies."""
         new = Program(old.name)
-        new.seed = old.seed
+        new.seed, new.numeric_guards = old.seed, old.numeric_guards
         copies = {variable: self.variable(variable, new, outer, variable.name) for variable in old.variables}
         for variable, made in copies.items():
             if variable.grad_of is not None:

@@ -45,6 +45,7 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
     model = read.model
     reader = _Reader(DataFiles(read.label, read.folder, read.path))
     program = reader.graph(model.graph, read.initializers, None, name).program
+    program.numeric_guards = True
     info = program.info
     info.ir_version, info.model_version = model.ir_version, model.model_version
     info.producer_name, info.producer_version, info.domain = model.producer_name, model.producer_version, model.domain

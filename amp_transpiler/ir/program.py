@@ -80,6 +80,9 @@ class Program:
         self._next_key = 0
         #: What ``amp.convert`` did to make this program, as a ``report.record.Conversion``; None for any other.
         self.conversion: Any = None
+        #: Whether passes for training keep fp32 what is known to leave 16 bit, as a conversion does: a program from a
+        #: file, whose author had fp32 in mind. A built one is taken literally.
+        self.numeric_guards = False
         #: What ``amp.recompute`` asked for, as a ``passes.segments.Request``; ``append_backward`` obeys it.
         self.recompute: Any = None
         self._version = 0

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 
 from .program import Operator, Program, Variable
+from .spectra import spectral
 from .tensors import as_array, tensor_type
 from .types import FLOATS
 
@@ -57,7 +58,7 @@ def not_a_weight(variable: Variable) -> str:
         return "the frequencies of an angle"
     if uses and all(op.type in _MASKED for op, _ in uses) and _is_mask(variable, shape):
         return "a mask"
-    return ""
+    return spectral(variable, uses)
 
 
 def become_constants(program: Program) -> None:

@@ -45,13 +45,15 @@ class OptimizerWithMixedPrecision:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], amp_lists: AutoMixedPrecisionLists, scaler: LossScaler,
-                 use_pure_fp16: bool, use_fp16_guard: bool, accumulation: Accumulation | None) -> None:  # fmt: skip
+                 use_pure_fp16: bool, use_fp16_guard: bool, accumulation: Accumulation | None,
+                 numeric_guards: bool | None = None) -> None:  # fmt: skip
         self.optimizers = tuple(optimizers)
         self._accumulation = accumulation
         self._amp_lists = amp_lists
         self._scaler = scaler
         self._use_pure_fp16 = use_pure_fp16
         self._use_fp16_guard = use_fp16_guard
+        self._numeric_guards = numeric_guards
         self._checks = scaler.dynamic or scaler.init_scale != 1 or scaler.alarm or amp_lists.dtype == "bfloat16"
         self._program: Program | None = None
         self._startup: Program | None = None
@@ -294,9 +296,11 @@ class OptimizerWithMixedPrecision:
             if test_program is not None and (self._use_pure_fp16 or use_fp16_test):
                 take_apart(test_program)
             if test_program is not None and self._use_pure_fp16:
-                cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False)
+                cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False,
+                                   numeric_guards=self._guarded(program), like=program)  # fmt: skip
             elif test_program is not None and use_fp16_test:
-                rewrite_program(test_program, self._amp_lists, names_must_exist=False)
+                rewrite_program(test_program, self._amp_lists, names_must_exist=False,
+                                numeric_guards=self._guarded(program), like=program)  # fmt: skip
             if self._use_pure_fp16:
                 cast_parameters_to_fp16(place, program, scope, self._to_fp16_var_names)
 
@@ -360,11 +364,16 @@ class OptimizerWithMixedPrecision:
                              "a program once, or build it anew")  # fmt: skip
         take_apart(program)
         if self._use_pure_fp16:
-            self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard)
+            self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard,
+                                                         numeric_guards=self._guarded(program))  # fmt: skip
         else:
-            rewrite_program(program, self._amp_lists)
+            rewrite_program(program, self._amp_lists, numeric_guards=self._guarded(program))
         self._scale_state = ScaleState.create(program, startup, self._scaler)
         self._program, self._startup = program, startup
+
+    def _guarded(self, program: Program) -> bool:
+        """Whether what is known to leave the type stays fp32 whatever the lists say."""
+        return program.numeric_guards if self._numeric_guards is None else self._numeric_guards
 
     def _scale(self, losses: Sequence[Variable]) -> Variable:
         """The sum of the losses times the scale; its share of a window where gradients accumulate."""

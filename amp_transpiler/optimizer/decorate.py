@@ -25,7 +25,7 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
              incr_ratio: float = 2.0, decr_ratio: float = 0.8, use_dynamic_loss_scaling: bool = True,
              use_pure_fp16: bool = False, use_fp16_guard: bool | None = None, *,
              dtype: str = "float16", scaler: LossScaler | None = None,
-             accumulate_steps: int = 1) -> OptimizerWithMixedPrecision:  # fmt: skip
+             accumulate_steps: int = 1, numeric_guards: bool | None = None) -> OptimizerWithMixedPrecision:  # fmt: skip
     """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
 
     Args:
@@ -47,6 +47,9 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
         accumulate_steps: micro-batches whose gradients, kept in fp32, are averaged before one check and one update.
             Each ``Executor.run`` of the program takes one; the last of a window does the update. With equal
             micro-batches and a mean as loss that is the step of the whole batch.
+        numeric_guards: keep fp32 what is known to leave 16 bit, as ``amp.convert`` does. None: as the program says:
+            imported programs do, unless ``prepare_training`` was told otherwise, built ones do not. False takes mode
+            and lists literally.
 
     Raises:
         ArgumentTypeError: no optimizer, no lists, no scaler. ArgumentError: a number out of range, an optimizer
@@ -62,8 +65,8 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
         raise ArgumentError(f"decorate: dtype is {dtype}, but amp_lists are for {amp_lists.dtype}; pass dtype="
                             f"'{amp_lists.dtype}', or lists made with dtype='{dtype}'")  # fmt: skip
     for name, flag in (("use_dynamic_loss_scaling", use_dynamic_loss_scaling), ("use_pure_fp16", use_pure_fp16),
-                       ("use_fp16_guard", use_fp16_guard)):  # fmt: skip
-        if not isinstance(flag, bool) and not (flag is None and name == "use_fp16_guard"):
+                       ("use_fp16_guard", use_fp16_guard), ("numeric_guards", numeric_guards)):  # fmt: skip
+        if not isinstance(flag, bool) and not (flag is None and name in ("use_fp16_guard", "numeric_guards")):
             raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
     scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
     steps = scaling_attributes("decorate", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio)
@@ -84,6 +87,7 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
         use_pure_fp16,
         use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
         Accumulation(accumulate_steps) if accumulate_steps > 1 else None,
+        numeric_guards,
     )
     for each in optimizers:
         if use_pure_fp16 and not each.multi_precision:

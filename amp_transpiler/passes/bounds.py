@@ -11,7 +11,6 @@ import numpy as np
 from ..ir.program import Operator, Variable
 from ..ir.tensors import as_array
 from ..ir.types import FLOATS
-from . import constants
 from .precision import source
 from .typing import operator_name
 
@@ -275,7 +274,7 @@ def _matmul(op: Operator, ranges: Ranges) -> Interval | None:
         return scaled and (product[0] + scaled[0], product[1] + scaled[1])
     if _is_softmax(left):  # weights that add up to 1: between the least and the largest row
         return ranges.bound(right)
-    if left is not None and constants.content(source(left)) is not None:
+    if ranges.content(left) is not None:
         return _weighted(ranges.bound(right), ranges, left, "last")
     return _weighted(ranges.bound(left), ranges, right, "second last")
 
@@ -338,7 +337,7 @@ def _normalised(op: Operator, ranges: Ranges) -> Interval | None:
 @_rule("BatchNormalization")
 def _batch_normalised(op: Operator, ranges: Ranges) -> Interval | None:
     data = ranges.bound(op.input(0))
-    contents = [constants.content(source(v)) if v is not None else None for v in op.inputs[1:5]]
+    contents = [ranges.content(v) for v in op.inputs[1:5]]
     if data is None or not all(map(math.isfinite, data)) or op.attrs.get("training_mode", 0):
         return None
     if len(contents) < 4 or any(content is None for content in contents):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..ir.program import Operator, Variable
+from ..lists import AutoMixedPrecisionLists
 from .precision import source
+from .typing import operator_name
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,13 @@ class Evidence:
         """Never store the tensor in 16 bit; the first reason stands."""
         self.tensors.setdefault(source(variable), reason)
 
-    def against(self, op: Operator) -> str:
-        """Why the operator runs in fp32; "" where nothing speaks against 16 bit."""
+    def against(self, op: Operator, lists: AutoMixedPrecisionLists | None = None) -> str:
+        """Why the operator runs in fp32; "" where nothing speaks against 16 bit.
+
+        ``lists``: what their custom white list names is the caller's business, and nothing speaks against it.
+        """
+        if lists is not None and operator_name(op) in lists.custom_white_list:
+            return ""
         if op in self.operators:
             return self.operators[op]
         for variable in (*op.outputs, *op.inputs):

@@ -15,6 +15,7 @@ bfloat16 has the range of float32, so that only the squares remain there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..ir.program import Operator, Program, Variable
@@ -24,7 +25,7 @@ from .evidence import Evidence
 from .flow import MOVES, Flow, moves
 from .gains import LARGE, gain, weights
 from .masks import HIGH, LOW, binary_tensors, maskable, masking
-from .precision import label
+from .precision import label, written_name
 from .spread import INVERSE, PRODUCTS, SQUARE, SUMS, TINY, WIDE, Spread, summed_terms
 from .typing import SHORT, operator_name
 
@@ -43,8 +44,8 @@ _SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
 
 #: What may lie between a sum and the square of the mean.
 _MEANS = frozenset(MOVES) | _SUMMING | {"Mul", "Div", "Pow"}
-#: What may lie between a square and the sum.
-_TERMS = frozenset({"Add", "Sub", "Sum", "Mul"})
+#: What may lie between a signal and its spectrum.
+_LINEAR = frozenset(MOVES) | PRODUCTS | {"Add", "Sub", "Mul", "Div", "Neg"}
 
 
 class Bounds(Protocol):
@@ -75,6 +76,7 @@ def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evide
             spread.mark(variable, WIDE, (None, f"'{variable.name}': {why}"))
     spread.sweep(guards.seed)
     guards.keep_subtracted_squares(evidence)
+    guards.keep_spectra(evidence)
 
 
 class _Guards:
@@ -90,7 +92,8 @@ class _Guards:
             squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
-        self.summed = self._before_sum()
+        self.summed = self._before(lambda op, name: name in _SUMMING or (name == "Pow" and self._exponent(op) == 0.5))
+        self.logged = self._before(lambda op, name: name == "Log")
         self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
 
     def seed(self, op: Operator, name: str) -> tuple[int, str] | None:
@@ -121,6 +124,27 @@ class _Guards:
                     operands = (v for v in self.flow.inputs[maker] if v is not None and not constants.is_constant(v))
                     maker = next((v.producer for v in operands), None)
 
+    def keep_spectra(self, evidence: Evidence) -> None:
+        """What is squared on the way to a logarithm, and the signal that it is made of by one matrix product: the
+        small numbers between the large ones are most of a logarithm, and rounding before the sum drowns them."""
+        seen: set[tuple[Variable, bool]] = set()
+        for made, squared in self.squares.items() if self.float16 else ():
+            if made not in self.logged:
+                continue
+            why = f"the logarithm of its square '{written_name(made)}' shows the smallest numbers"
+            pending = [(squared, False)]
+            while pending:
+                variable, summed = pending.pop()
+                if (variable, summed) in seen or constants.is_constant(variable) or variable.persistable:
+                    continue
+                seen.add((variable, summed))
+                evidence.keep_tensor(variable, why)
+                maker = variable.producer
+                name = operator_name(maker) if maker is not None else ""
+                if maker is None or name not in _LINEAR or (name in PRODUCTS and summed):
+                    continue
+                pending += [(v, summed or name in PRODUCTS) for v in self.flow.inputs[maker] if v is not None]
+
     def beyond(self, variable: Variable) -> str:
         """Which sound interval puts the tensor wholly beyond the format; "" where none does."""
         interval = self.ranges.bound(variable)
@@ -147,6 +171,8 @@ class _Guards:
         why = "leaves fp16 beyond 255 and vanishes near 0" if self.float16 else "keeps too few digits in bf16"
         if (made in self.squares and made in self.summed) or name == "ReduceSumSquare":
             return SQUARE, f"sums squares: x*x {why}"
+        if made in self.squares and made in self.logged and self.float16:
+            return SQUARE, f"a square before a logarithm: x*x {why}"
         if name == "ReduceL2":
             return TINY if made in self.spread.divides else 0, f"sums squares inside: x*x {why}"
         if name == "LpNormalization" and op.attrs.get("p", 2) == 2:
@@ -155,8 +181,9 @@ class _Guards:
             return 0, f"sums powers inside: x**p {why}"
         return None
 
-    def _before_sum(self) -> frozenset[Variable]:
-        """Tensors that are summed, or whose root is taken, at once or after additions and factors."""
+    def _before(self, ends: Callable[[Operator, str], bool]) -> frozenset[Variable]:
+        """Tensors that are the first operand of such operators (a sum, a root), at once or after additions, factors
+        and, on the way to a logarithm or a division, matrix products."""
         found: set[Variable] = set()
         for op, name, read in reversed(self.flow.steps):
             made = op.output(0)
@@ -164,9 +191,12 @@ class _Guards:
             for slot, variable in enumerate(read):
                 if variable is None:
                     continue
-                yes = slot == 0 and (name in _SUMMING or (name == "Pow" and self._exponent(op) == 0.5))
+                yes = slot == 0 and ends(op, name)
                 yes |= ahead and (
-                    name in ("Add", "Sub", "Sum", "Mul") or moves(op, slot) or (name == "Div" and not slot)
+                    name in ("Add", "Sub", "Sum", "Mul", "Max")
+                    or moves(op, slot)
+                    or (name in ("Div", "Clip") and not slot)
+                    or (name in PRODUCTS and made in self.spread.divides)
                 )
                 if yes:
                     found.add(variable)

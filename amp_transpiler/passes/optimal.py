@@ -135,8 +135,8 @@ class _Choices(Rules):
         white, black = name in lists.white_list, name in lists.black_list
         if not (white or black or name in lists.gray_list):
             return self.as_it_is(op, "in no list", colour=BLACK)
-        against = self.evidence.against(op) if self.evidence else ""
-        if against and name not in lists.custom_white_list:
+        against = self.evidence.against(op, lists) if self.evidence else ""
+        if against:
             return self.full(op, against)
         if self.mode == "mixed" and black:
             return self.full(op, "black list")

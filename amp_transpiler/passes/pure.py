@@ -3,7 +3,8 @@
 What stays fp32: operators outside ``fp16_guard`` (where the guard is used), operators without a lowering
 to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
 and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
-stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type.
+stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type. With
+numeric guards, what is known to leave the type stays fp32 too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from ..errors import PrecisionError
 from ..ir.program import Operator, Program
 from ..lists import AutoMixedPrecisionLists
 from .casts import apply
+from .evidence import Evidence
+from .known import training_evidence
 from .mask_constants import saturate_masks
 from .precision import BLACK, Decision, Rules, check_program
 from .typing import operator_name
 
 
 def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | None = None,
-                       use_fp16_guard: bool = True, *, names_must_exist: bool = True) -> set[str]:  # fmt: skip
+                       use_fp16_guard: bool = True, *, names_must_exist: bool = True,
+                       numeric_guards: bool = False, like: Program | None = None) -> set[str]:  # fmt: skip
     """Turn ``program``, nested graphs included, to pure 16 bit in place.
 
     Every operator gets ``precision`` and ``reason``. Parameters that 16-bit operators read become 16-bit
@@ -32,6 +36,10 @@ def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | No
         use_fp16_guard: only operators marked by ``fp16_guard`` or ``mark_fp16`` (or inside a marked
             control-flow operator) run in 16 bit.
         names_must_exist: refuse ``custom_black_varnames`` that the program does not have.
+        numeric_guards: keep fp32 what is known to leave the type, or to sink in it, as ``amp.convert`` does (constants
+            that do not survive, sums of squares, positions, what ranges do not bound); ``op.reason`` says why.
+            False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
+        like: with guards, a training program that was rewritten already: what both have runs in the same precision.
 
     Returns:
         The names of the variables that enter the 16-bit part: its parameters, and feeds and results of
@@ -55,14 +63,16 @@ def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | No
             "or pass use_fp16_guard=False to cast the whole program"
         )
     saturate_masks(program, lists.dtype)
-    pure = _Pure(program, lists, use_fp16_guard)
+    evidence = training_evidence(program, lists.dtype, like) if numeric_guards else Evidence()
+    pure = _Pure(program, lists, use_fp16_guard, evidence)
     return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
 
 
 class _Pure(Rules):
-    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool) -> None:
+    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool,
+                 evidence: Evidence) -> None:  # fmt: skip
         super().__init__(program, lists)
-        self.use_fp16_guard = use_fp16_guard
+        self.use_fp16_guard, self.evidence = use_fp16_guard, evidence
 
     def decide(self, op: Operator) -> Decision:
         name, lists = operator_name(op), self.lists
@@ -75,6 +85,9 @@ class _Pure(Rules):
             return self.as_it_is(op, "in no list", colour=BLACK)
         if self.use_fp16_guard and not _marked(op):
             return self.as_it_is(op, "outside fp16_guard", colour=BLACK)
+        against = self.evidence.against(op, lists)
+        if against:
+            return self.full(op, against)
         return self.half(op, "inside fp16_guard" if self.use_fp16_guard else "pure 16 bit")
 
 

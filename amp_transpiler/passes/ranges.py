@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -32,13 +33,15 @@ class Ranges:
     Args:
         program: as it was written, or converted: inserted casts are looked through.
         input_ranges: the least and the largest value of inputs, by name.
+        trained: the program will be trained, so that what it stores now (parameters, statistics) bounds nothing.
 
     Raises:
         ArgumentError: a name that is no floating-point input, or an interval that is none.
     """
 
-    def __init__(self, program: Program, input_ranges: Mapping[str, Interval] | None = None) -> None:
-        self.program = program
+    def __init__(self, program: Program, input_ranges: Mapping[str, Interval] | None = None, *,
+                 trained: bool = False) -> None:  # fmt: skip
+        self.program, self.trained = program, trained
         self._bounds: dict[Variable, Interval | None] = {}
         self._weights: dict[tuple[Variable, str], tuple[np.ndarray, np.ndarray] | None] = {}
         for name, (low, high) in (input_ranges or {}).items():
@@ -58,8 +61,15 @@ class Ranges:
             return None
         variable = source(variable)
         if variable not in self._bounds:
-            self._bounds[variable] = _content(variable)
+            self._bounds[variable] = _bounds(self.content(variable), variable)
         return self._bounds[variable]
+
+    def content(self, variable: Variable | None) -> Any:
+        """What a constant holds, for good; None for any other variable."""
+        variable = source(variable) if variable is not None else None
+        if variable is None or (self.trained and variable.persistable):
+            return None
+        return constants.content(variable)
 
     def within(self, variable: Variable, limit: float) -> bool:
         """Whether every element is proved to lie in ``[-limit, limit]``."""
@@ -82,7 +92,7 @@ class Ranges:
             return None
         key = (source(weight), axis)
         if key not in self._weights:
-            self._weights[key] = _row_sums(key[0], axis)
+            self._weights[key] = _row_sums(self.content(weight), axis)
         return self._weights[key]
 
 
@@ -105,9 +115,8 @@ def _says_something(interval: Interval) -> bool:
     return not (math.isnan(interval[0]) or math.isnan(interval[1])) and interval != (-_INF, _INF)
 
 
-def _content(variable: Variable) -> Interval | None:
-    """The least and the largest number of a constant."""
-    data = constants.content(variable)
+def _bounds(data: Any, variable: Variable) -> Interval | None:
+    """The least and the largest number of a constant with this content."""
     if data is None or variable.dtype not in FLOATS:
         return None
     array = as_array(data)
@@ -118,8 +127,7 @@ def _content(variable: Variable) -> Interval | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def _row_sums(weight: Variable, axis: str) -> tuple[np.ndarray, np.ndarray] | None:
-    data = constants.content(weight)
+def _row_sums(data: Any, axis: str) -> tuple[np.ndarray, np.ndarray] | None:
     if data is None:
         return None
     array = as_array(data)

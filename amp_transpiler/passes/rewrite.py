@@ -4,7 +4,7 @@ A white operator runs in 16 bit, a black one in fp32. A gray one follows the ope
 floating-point inputs: fp32 where one of them is black, else 16 bit where one is white, else it stays
 as it is. The colour depends on the graph alone, never on the order in which operators were added.
 Parameters stay fp32 and are cast where 16-bit operators read them. Constants that only mask (-3.4e38 before a
-softmax) are brought into the range of the type.
+softmax) are brought into the range of the type. With numeric guards, what is known to leave the type stays fp32 too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from ..ir.program import Operator, Program
 from ..ir.types import HALF
 from ..lists import AutoMixedPrecisionLists
 from .casts import apply
+from .evidence import Evidence
+from .known import training_evidence
 from .mask_constants import saturate_masks
 from .precision import BLACK, WHITE, Decision, Rules, check_program, label, source
 from .typing import operator_name
 
 
 def rewrite_program(program: Program, amp_lists: AutoMixedPrecisionLists | None = None, *,
-                    names_must_exist: bool = True) -> None:  # fmt: skip
+                    names_must_exist: bool = True, numeric_guards: bool = False,
+                    like: Program | None = None) -> None:  # fmt: skip
     """Insert the casts of black/white/gray mixed precision into ``program``, nested graphs included, in place.
 
     Every operator gets ``precision`` and ``reason``. Feeds, fetches and state updates keep their
@@ -31,6 +34,10 @@ def rewrite_program(program: Program, amp_lists: AutoMixedPrecisionLists | None 
         amp_lists: the operator lists and the 16-bit type; the defaults at float16 where None.
         names_must_exist: refuse ``custom_black_varnames`` that the program does not have (a test
             program need not have them all).
+        numeric_guards: keep fp32 what is known to leave the type, or to sink in it, as ``amp.convert`` does (constants
+            that do not survive, sums of squares, positions, what ranges do not bound); ``op.reason`` says why.
+            False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
+        like: with guards, a training program that was rewritten already: what both have runs in the same precision.
 
     Raises:
         GraphError: a variable has no element type.
@@ -43,11 +50,16 @@ def rewrite_program(program: Program, amp_lists: AutoMixedPrecisionLists | None 
     lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "rewrite_program", names_must_exist)
     saturate_masks(program, lists.dtype)
-    colours = _Colours(program, lists)
+    evidence = training_evidence(program, lists.dtype, like) if numeric_guards else Evidence()
+    colours = _Colours(program, lists, evidence)
     apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
 
 
 class _Colours(Rules):
+    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, evidence: Evidence) -> None:
+        super().__init__(program, lists)
+        self.evidence = evidence
+
     def decide(self, op: Operator) -> Decision:
         name = operator_name(op)
         if name in self.lists.black_list:
@@ -55,6 +67,9 @@ class _Colours(Rules):
         table = self.trainable_table(op)
         if table:
             return self.full(op, table)
+        against = self.evidence.against(op, self.lists)
+        if against:
+            return self.full(op, against)
         if name in self.lists.white_list:
             return self.half(op, "white list")
         if name in self.lists.gray_list:

@@ -198,6 +198,8 @@ class Spread:
     def _square(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name in _STATISTICS or (name in ("Div", "Clip") and slot == 0):
             return SQUARE
+        if name in PRODUCTS and any(v is not None and v in self.divides for v in op.outputs):  # bands of a spectrum
+            return SQUARE
         if name == "Pow" and slot == 0:
             return self._power(op, SQUARE)
         bits = self._root(op, name)

@@ -1,0 +1,117 @@
+"""Constants of a spectrum: what turns a signal into frequencies, and what gathers these into bands.
+
+Networks on sound begin with a short-time Fourier transform, which exporters write as a convolution or a matrix
+product with windowed cosines and sines, and often go on with a bank of triangular filters. Neither was trained, and
+training would break both: a filter that becomes negative makes the logarithm behind it NaN.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .nodes import Operator, Variable
+from .tensors import as_array
+
+#: Samples of a window from which on a Fourier transform is looked for.
+_SAMPLES = 16
+#: Share of the rows that have to be the frequency of their place, and of the zeros in a bank of filters.
+_SHARE = 0.9
+_ZEROS = 0.75
+#: Elements up to which contents are looked through.
+_LARGE = 1 << 24
+_HOPS = 4
+_PRODUCTS = {"MatMul": 2, "Gemm": 2}
+_MOVES = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Flatten", "Cast",
+                    "Gather", "Pad"})  # fmt: skip
+#: What powers and magnitudes are made with, once there are squares.
+_MAGNITUDES = frozenset({"Add", "Sum", "Sqrt", "ReduceSum", "Pow"})
+
+
+def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
+    """As what constant of a spectrum a tensor with content is used: "a Fourier basis", "a filter bank"; else ""."""
+    shape = variable.shape or ()
+    if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not uses:
+        return ""
+    if int(np.prod([int(size or 0) for size in shape])) > _LARGE:
+        return ""
+    for op, slot in uses:
+        if op.domain or (op.type not in _PRODUCTS and (op.type not in ("Conv", "ConvTranspose") or slot != 1)):
+            return ""
+    if all(_may_transform(op, slot, shape) for op, slot in uses) and _is_fourier(variable, uses[0][0].type):
+        return "a Fourier basis"
+    if all(_is_power(op.input(1 - slot if slot < 2 else 0)) for op, slot in uses) and _is_filter_bank(variable):
+        return "a filter bank"
+    return ""
+
+
+def _may_transform(op: Operator, slot: int, shape: tuple[object, ...]) -> bool:
+    """Whether it may compute a Fourier transform: a convolution of one channel, a product that is squared then."""
+    if op.type in ("Conv", "ConvTranspose"):
+        return shape[1] == 1 and int(op.attrs.get("group", 1)) == 1
+    return len(shape) == 2 and slot < 2 and _is_squared(op.output(0), _HOPS)
+
+
+def _is_fourier(variable: Variable, reader: str) -> bool:
+    array = np.asarray(as_array(variable.data), np.float32)
+    if reader in ("Conv", "ConvTranspose"):
+        return _are_waves(array.reshape(array.shape[0], -1))
+    return _are_waves(array) or _are_waves(np.ascontiguousarray(array.T))
+
+
+def _are_waves(rows: np.ndarray) -> bool:
+    """Whether each row, but for those of zeros, is a windowed wave of the frequency of its place.
+
+    Cosines lie before the sines, beside them, or alone.
+    """
+    count, samples = rows.shape
+    if samples < _SAMPLES or count < samples // 2 or count > 2 * samples or not np.isfinite(rows).all():
+        return False
+    spectrum = np.abs(np.fft.rfft(rows, axis=1))
+    top = spectrum.max(axis=1)
+    found, waves = spectrum.argmax(axis=1), top > 1e-6 * max(float(top.max()), 1e-30)
+    places = np.arange(count)
+    for expected in (places, places % ((count + 1) // 2), places // 2):
+        if waves.any() and (np.abs(found - expected)[waves] <= 1).mean() >= _SHARE:
+            return True
+    return False
+
+
+def _is_filter_bank(variable: Variable) -> bool:
+    array = as_array(variable.data)
+    return bool(array.size and array.min() >= 0 and (array == 0).mean() >= _ZEROS)
+
+
+def _is_squared(variable: Variable | None, hops: int) -> bool:
+    """Whether the tensor, moved about or not, is multiplied by itself or summed up in squares."""
+    for op, slot in variable.readers if variable is not None else ():
+        if op.type in ("ReduceSumSquare", "ReduceL2") or _squares(op):
+            return True
+        if op.type in _MOVES and slot == 0 and hops and any(_is_squared(v, hops - 1) for v in op.outputs):
+            return True
+    return False
+
+
+def _is_power(variable: Variable | None) -> bool:
+    """Whether the tensor is made of squares or magnitudes alone."""
+    for _ in range(2 * _HOPS):
+        op = variable.producer if variable is not None else None
+        if op is None:
+            return False
+        if op.type in ("Abs", "ReduceSumSquare", "ReduceL2") or _squares(op):
+            return True
+        if op.type not in _MOVES and op.type not in _MAGNITUDES:
+            return False
+        variable = op.input(0)
+    return False
+
+
+def _squares(op: Operator) -> bool:
+    if op.type == "Mul":
+        return op.input(0) is op.input(1)
+    exponent = op.input(1) if op.type == "Pow" else None
+    if exponent is None:
+        return False
+    data = exponent.data
+    if data is None and exponent.producer is not None and exponent.producer.type == "Constant":
+        data = exponent.producer.attrs.get("value", exponent.producer.attrs.get("value_float"))
+    return data is not None and not isinstance(data, str) and np.ravel(as_array(data)).tolist() == [2]

@@ -1,0 +1,199 @@
+"""Imported programs train in 16 bit as safely as they convert: what is known to leave the type stays fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.cli.main import main
+from amp_transpiler.nn import functional as F
+
+CLASSES, SAMPLES, WINDOW, HOP = 4, 1600, 128, 64
+MODES = pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
+
+
+def model(text: str, **weights: np.ndarray) -> onnx.ModelProto:
+    """An ONNX text, and initializers for the names that nothing in it makes."""
+    found = onnx.parser.parse_model(text)
+    found.graph.initializer.extend(
+        onnx.numpy_helper.from_array(array.astype(np.int64 if array.dtype.kind == "i" else np.float32), name)
+        for name, array in weights.items()
+    )
+    onnx.checker.check_model(found)
+    return found
+
+
+def basis(samples: int = WINDOW) -> np.ndarray:
+    """Windowed cosines, then sines: a short-time Fourier transform as a convolution's weights."""
+    angles = 2 * np.pi * np.outer(np.arange(samples // 2 + 1), np.arange(samples)) / samples
+    return (np.concatenate([np.cos(angles), -np.sin(angles)]) * np.hanning(samples)).astype(np.float32)
+
+
+def bands(count: int, bins: int) -> np.ndarray:
+    """Triangular filters, [bins, count]."""
+    centres, places = np.linspace(0, bins - 1, count + 2), np.arange(bins)[:, None]
+    rise, fall = (places - centres[:-2]) / np.diff(centres)[:-1], (centres[2:] - places) / np.diff(centres)[1:]
+    return np.clip(np.minimum(rise, fall), 0, None).astype(np.float32)
+
+
+#: The front end: short-time Fourier transform, power, logarithm. Then a small CNN.
+SPECTRUM = """
+  framed = Unsqueeze(wave, one)
+  spectrum = Conv <strides = [64]> (framed, stft)
+  re, im = Split <axis = 1> (spectrum, halves)
+"""
+POWERS = {
+    "pow": "re2 = Pow(re, two)  im2 = Pow(im, two)  power = Add(re2, im2)  banded = Identity(power)",
+    "mul": "re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  banded = Identity(power)",
+    "bands": """re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  turned = Transpose <perm = [0, 2, 1]> (power)
+                summed = MatMul(turned, filters)  banded = Transpose <perm = [0, 2, 1]> (summed)""",
+}
+NETWORK = """
+  above = Add(banded, eps)
+  logged = Log(above)
+  image = Unsqueeze(logged, one)
+  c = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (image, w1, b1)
+  r = Relu(c)
+  pooled = GlobalAveragePool(r)
+  flat = Flatten(pooled)
+  scores = Gemm <transB = 1> (flat, w2, b2)
+}"""
+
+
+def audio(powers: str) -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    filters = {"filters": bands(20, WINDOW // 2 + 1)} if powers == "bands" else {}
+    exponent = {"two": np.float32(2)} if powers == "pow" else {}
+    head = f'<ir_version: 8, opset_import: ["" : 17]> net (float[8,{SAMPLES}] wave) => (float[8,{CLASSES}] scores) {{'
+    return model(
+        head + SPECTRUM + POWERS[powers] + NETWORK, stft=basis()[:, None], eps=np.float32(1e-9), one=np.array([1]),
+        halves=np.array([WINDOW // 2 + 1] * 2), w1=rng.normal(0, 0.1, (8, 1, 3, 3)), b1=np.zeros(8),
+        w2=rng.normal(0, 0.3, (CLASSES, 8)), b2=np.zeros(CLASSES), **filters, **exponent,
+    )  # fmt: skip
+
+
+def sounds(steps: int) -> list[dict[str, np.ndarray]]:
+    """Tones of the class's frequency, loud and soft, of which half end in silence."""
+    rng, time = np.random.default_rng(1), np.arange(SAMPLES) / 8000
+    feeds = []
+    for _ in range(steps):
+        label = rng.integers(0, CLASSES, (8, 1))
+        wave = np.sin(2 * np.pi * (300 + 700 * label) * time + 6 * rng.random((8, 1))) * 10 ** rng.uniform(
+            -2, 1, (8, 1)
+        )
+        wave[:, SAMPLES // 2 :] *= rng.integers(0, 2, (8, 1))
+        feeds.append({"wave": wave.astype(np.float32), "label": label})
+    return feeds
+
+
+def labelled(program: amp.Program) -> amp.Variable:
+    return F.cross_entropy(program.outputs[0], amp.data("label", [8, 1], "int64"))
+
+
+def trained(program: amp.Program, loss: Callable[[amp.Program], amp.Variable], feeds: list[dict[str, np.ndarray]],
+            mode: str, scale: float = 1024.0, **options: object) -> tuple[np.ndarray, int]:  # fmt: skip
+    """The losses, and how many steps were skipped."""
+    pure = mode == "pure-fp16"
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        value = loss(program)
+        optimizer = amp.optimizer.Adam(3e-3, multi_precision=pure)
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=pure, use_fp16_guard=False, init_loss_scaling=scale,
+                                     **options)  # fmt: skip
+        optimizer.minimize(value)
+    executor, scope, fetches = amp.Executor(), amp.Scope(), [value]
+    executor.run(program.startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+        fetches.append(optimizer.get_found_inf())
+    values = [executor.run(program, feed=feed, fetch_list=fetches, scope=scope) for feed in feeds]
+    return np.array([float(np.ravel(v[0])[0]) for v in values]), sum(bool(v[1].any()) for v in values if mode != "fp32")
+
+
+def prepared(exported: onnx.ModelProto, **options: object) -> amp.Program:
+    program = amp.Program.from_onnx(exported)
+    amp.prepare_training(program, **options)
+    return program
+
+
+@pytest.mark.parametrize("powers", POWERS)
+def test_f14_a_log_spectrum_trains_as_in_fp32(powers: str) -> None:
+    feeds = sounds(100)
+    exact, _ = trained(prepared(audio(powers)), labelled, feeds, "fp32")
+    assert exact[-20:].mean() < 0.6 * exact[0], "the network learns"
+    for mode in ("amp", "pure-fp16"):
+        losses, skipped = trained(prepared(audio(powers)), labelled, feeds, mode)
+        assert skipped == 0, (mode, skipped)
+        np.testing.assert_allclose(losses, exact, rtol=0.01, atol=0.01)
+
+
+def test_f14_the_literal_lists_lose_the_spectrum() -> None:
+    """What guards are for: without them the same model never makes a step."""
+    losses, skipped = trained(prepared(audio("mul"), numeric_guards=False), labelled, sounds(5), "pure-fp16")
+    assert skipped == 5 or not np.isfinite(losses).all()
+    losses, skipped = trained(prepared(audio("mul")), labelled, sounds(5), "pure-fp16", numeric_guards=False)
+    assert skipped == 5 or not np.isfinite(losses).all()
+
+
+def test_f14_reasons_are_on_the_operators_and_in_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = prepared(audio("mul"))
+    trained(program, labelled, sounds(1), "pure-fp16")
+    made = {v.name: op for op in program.operators for v in op.outputs if v is not None}
+    for name, why in {
+        "spectrum": "logarithm",
+        "re2": "logarithm",
+        "power": "logarithm",
+        "above": "'eps' holds 1e-09",
+    }.items():
+        assert made[name].precision == "float32" and why in made[name].reason, (name, made[name].reason)
+    assert made["c"].precision == "float16"
+    assert program.has_var("stft") and not program.var("stft").persistable, "a Fourier basis is not trained"
+    path = str(tmp_path / "audio.onnx")
+    program.to_onnx(path)
+    assert main(["explain", path, "re2"]) == 0
+    assert "a square before a logarithm: x*x leaves fp16 beyond 255" in capsys.readouterr().out
+
+
+@MODES
+def test_a_test_program_runs_in_the_precision_of_training(mode: str) -> None:
+    """The loss alone keeps the product fp32, with its weight; the test program, which has no loss, follows."""
+    exported = model("""<ir_version: 8, opset_import: ["" : 17]> net (float[4,6] x) => (float[4,2] y)
+                        { h = MatMul(x, w)  r = Relu(h)  y = MatMul(r, v) }""",
+                     w=np.random.default_rng(0).normal(0, 1, (6, 5)), v=np.random.default_rng(1).normal(0, 1, (5, 2)))  # fmt: skip
+    program, pure = prepared(exported), mode == "pure-fp16"
+    test = program.clone(for_test=True)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        y = program.outputs[0]
+        loss = F.mean(F.log(y * y + np.float32(1e-6)))
+        optimizer = amp.decorate(
+            amp.optimizer.SGD(0.01, multi_precision=True), use_pure_fp16=pure, use_fp16_guard=False
+        )
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope, test, use_fp16_test=True)
+    for variable in test.parameters:
+        assert variable.dtype == program.var(variable.name).dtype, variable.name
+    assert test.var("v").dtype == "float32" and program.var("w").dtype == ("float16" if pure else "float32")
+    x = np.random.default_rng(2).normal(0, 1, (4, 6)).astype(np.float32)
+    for each in (test, program):
+        precision = {v.name: op.precision for op in each.operators for v in op.outputs if v is not None}
+        assert precision["y"] == "float32", each.name
+    assert np.isfinite(executor.run(test, feed={"x": x}, fetch_list=["y"], scope=scope)[0]).all()
+
+
+def test_built_programs_keep_the_literal_rule() -> None:
+    for asked, expected in ((None, "float16"), (True, "float32")):
+        main_program, startup = amp.Program(), amp.Program()
+        with amp.program_guard(main_program, startup), amp.unique_name.guard():
+            y = amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)
+            loss = F.mean(F.log(y * y + np.float32(1e-6)))
+            amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False,
+                         numeric_guards=asked).minimize(loss)  # fmt: skip
+        squares = [op for op in main_program.operators if op.type == "Mul" and op.inputs[0] is op.inputs[1]]
+        assert [op.precision for op in squares] == [expected]
