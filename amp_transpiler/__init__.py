@@ -18,6 +18,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
 
 from . import nn, ops, optimizer, regularizer
 from .convert import convert
+from .finetune import FitOptions, FitResult, fit
 from .ir import names as unique_name
 from .ir.context import default_main_program, default_startup_program, fp16_guard, name_scope, program_guard
 from .ir.opdef import gradient as register_gradient
@@ -68,13 +69,13 @@ __getattr__ = paddle_attributes("amp_transpiler")
 
 __all__ = [
     "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit",
-    "Executor", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate", "Operator",
-    "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward",
+    "Executor", "FitOptions", "FitResult", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate",
+    "Operator", "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward",
     "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step", "convert",
     "create_parameter", "data", "decorate", "default_main_program", "default_startup_program", "find_culprit",
-    "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow", "latest_checkpoint", "load_checkpoint",
-    "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer", "policy_scope",
-    "prepare_training", "program_guard", "recompute", "register_gradient", "regularizer", "rewrite_program",
-    "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed", "set_global_policy", "step_state",
-    "unique_name", "update_loss_scaling", "watch",
+    "fit", "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow", "latest_checkpoint",
+    "load_checkpoint", "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer",
+    "policy_scope", "prepare_training", "program_guard", "recompute", "register_gradient", "regularizer",
+    "rewrite_program", "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed", "set_global_policy",
+    "step_state", "unique_name", "update_loss_scaling", "watch",
 ]  # fmt: skip

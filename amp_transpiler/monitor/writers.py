@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -108,9 +109,16 @@ class TensorBoardWriter(_Writer):
         }
         if self._parameters:
             record |= {f"grad_norm/{name}": norm for name, norm in report.grad_norms.items()}
+        self._add(record, report.step)
+
+    def write_scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        """Add numbers of other kinds, under ``<group>/``: those of an epoch, say."""
+        self._add({f"{group}/{name}": value for name, value in values.items()}, step)
+
+    def _add(self, record: Mapping[str, Any], step: int) -> None:
         for tag, value in record.items():
             if value is not None and math.isfinite(value):
-                self._summary.add_scalar(tag, float(value), report.step)
+                self._summary.add_scalar(tag, float(value), step)
 
     def close(self) -> None:
         self._summary.close()

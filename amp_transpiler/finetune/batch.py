@@ -1,0 +1,115 @@
+"""A model that was exported with a fixed batch, freed of it where its operators let it.
+
+Exporters write the batch of their example into the inputs and into constant shapes. Here the first dimension of each
+input and of each Reshape of what comes from them is set free; what is left is tried: on samples of the data, the freed
+model has to give for a larger batch what the model gave for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import AmpError
+from ..ir.infer import constant_array
+from ..ir.program import Operator, Program, Variable
+from ..runtime import CPUPlace, Executor, Scope
+
+#: What the free dimension is called.
+BATCH = "batch"
+
+
+def fixed_batch(inputs: list[Variable]) -> int | None:
+    """The batch that inputs are fixed to; None where it is free."""
+    return next((v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)), None)
+
+
+def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarray]) -> Program | str:
+    """The program with a free batch, or why it cannot have one.
+
+    ``inputs`` are those that are fed, all of one fixed batch; ``feed`` has one sample more than that for each.
+    """
+    model = program.to_onnx()
+    names = {v.name for v in inputs}
+    sizes = {v.name: v.shape[0] for v in inputs if v.shape}
+    if len(set(sizes.values())) > 1:
+        return f"its inputs differ in their first dimension: {sizes}"
+    for value in model.graph.input:
+        if value.name in names:
+            value.type.tensor_type.shape.dim[0].dim_param = BATCH
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    del model.graph.value_info[:]
+    _free_reshapes(program, model.graph, inputs)
+    batch = next(iter(sizes.values()))
+    assert isinstance(batch, int)
+    try:
+        free = Program.from_onnx(model, name=program.name)
+        own = [_run(program, {name: rows[start : start + batch] for name, rows in feed.items()}) for start in (0, 1)]
+        larger = _run(free, feed)
+    except AmpError as error:
+        return f"a larger batch does not pass: {error}"
+    for out, first, second, found in zip(program.outputs, *own, larger, strict=True):
+        expected = np.concatenate([first, second[-1:]]) if first.ndim and len(first) == batch else None
+        if expected is None or expected.shape != found.shape or not _near(found, expected):
+            return f"output '{out.name}' of a larger batch is not what the samples give by themselves"
+    return free
+
+
+def _run(program: Program, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    executor, scope = Executor(CPUPlace()), Scope()
+    if program.startup is not None:
+        executor.run(program.startup, scope=scope)
+    found: list[np.ndarray] = executor.run(program, feed=dict(feed), fetch_list=list(program.outputs), scope=scope)
+    return found
+
+
+def _near(found: np.ndarray, expected: np.ndarray) -> bool:
+    if not np.issubdtype(np.asarray(found, np.float32).dtype, np.floating):
+        return bool(np.array_equal(found, expected))
+    a, b = (np.asarray(array, np.float64) for array in (found, expected))
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * max(float(np.abs(b).max(initial=0.0)), 1e-6), equal_nan=True))
+
+
+def _free_reshapes(program: Program, graph: onnx.GraphProto, inputs: list[Variable]) -> None:
+    """Let constant shapes of what comes from the inputs leave their first size open."""
+    nodes = {node.output[0]: node for node in graph.node if node.op_type == "Reshape" and node.output}
+    for op in _reached(inputs):
+        shape = op.input(1)
+        target = None if op.type != "Reshape" or op.domain or shape is None else constant_array(shape)
+        out = op.output(0)
+        if target is None or out is None or out.name not in nodes or op.attrs.get("allowzero", 0):
+            continue
+        free = _free_shape(target, op.inputs[0], out)
+        if free is not None:
+            name = program.unique(f"{out.name}.shape")
+            graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(free, np.int64), name))
+            nodes[out.name].input[1] = name
+
+
+def _free_shape(target: np.ndarray, read: Variable | None, made: Variable) -> list[int] | None:
+    """A constant shape whose first size follows the batch; None where it does so, or cannot be made to."""
+    sizes = [int(size) for size in target]
+    if not sizes or sizes[0] in (0, -1) or read is None or not read.shape:
+        return None
+    if read.shape[0] == sizes[0]:
+        return [0, *sizes[1:]]
+    known = made.shape
+    if known is None or len(known) != len(sizes) or not all(isinstance(size, int) for size in known[1:]):
+        return None
+    return [-1, *(int(size) for size in known[1:] if isinstance(size, int))]
+
+
+def _reached(inputs: list[Variable]) -> list[Operator]:
+    """The operators that compute with what comes from the inputs."""
+    found: dict[Operator, None] = {}
+    stack: list[Any] = list(inputs)
+    while stack:
+        for op, _ in stack.pop().readers:
+            if op not in found:
+                found[op] = None
+                stack += [v for v in op.outputs if v is not None]
+    return list(found)

@@ -1,0 +1,174 @@
+"""Data sets: arrays by input name, whose first dimension counts samples; checked whole before the first step."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import ArgumentTypeError, FeedError
+from ..ir.program import Variable
+from ..ir.types import FLOATS, element_type
+from ..runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
+from .metrics import IGNORED
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+#: Elements of the pieces in which arrays are looked through.
+_PIECE = 1 << 22
+
+
+def read(source: Source, wanted: list[str], what: str) -> dict[str, np.ndarray]:
+    """The wanted arrays of a file, a folder or a mapping; others are left alone. FeedError names a missing one."""
+    if isinstance(source, Mapping):
+        known = [str(name) for name in source]
+        arrays = {name: np.asarray(source[name]) for name in wanted if name in source}
+    elif isinstance(source, str | os.PathLike):
+        arrays = read_arrays(source, wanted)
+        known = list(arrays)
+        if len(arrays) < len(wanted):
+            known = array_names(source)
+    else:
+        raise ArgumentTypeError(f"{what} is {source!r:.80}; expected the path of an npz file or of a folder of npy "
+                                "files, or arrays by name")  # fmt: skip
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        raise FeedError(f"{what} has no array '{missing[0]}'; the program is fed {', '.join(wanted)}, and there is "
+                        f"{', '.join(known) or 'nothing'}")  # fmt: skip
+    return arrays
+
+
+@dataclass
+class Samples:
+    """Arrays for the inputs of a program. ``what`` names the data in messages."""
+
+    what: str
+    arrays: dict[str, np.ndarray]
+    dtypes: dict[str, str]
+    count: int
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], inputs: list[Variable], what: str) -> Samples:
+        """Arrays checked against inputs: ranks, sizes, types, one number of samples, nothing that is not finite.
+
+        FeedError, FeedTypeError with the array and the first place in it.
+        """
+        fitted = {v.name: _fitted(arrays[v.name], v, what) for v in inputs}
+        counts = {name: len(array) for name, array in fitted.items()}
+        if len(set(counts.values())) != 1:
+            raise FeedError(f"{what}: arrays differ in the number of samples: {counts}")
+        count = next(iter(counts.values()))
+        if not count:
+            raise FeedError(f"{what} holds no samples")
+        for variable in inputs:
+            check_declared(fitted[variable.name], str(variable.dtype), f"{what}: array '{variable.name}'")
+            _check_finite(fitted[variable.name], f"{what}: array '{variable.name}'")
+        return cls(what, fitted, {v.name: str(v.dtype) for v in inputs}, count)
+
+    def rows(self, chosen: Any) -> dict[str, np.ndarray]:
+        """A feed of these samples."""
+        return {name: as_declared(np.ascontiguousarray(array[chosen]), self.dtypes[name], self._array(name))
+                for name, array in self.arrays.items()}  # fmt: skip
+
+    def _array(self, name: str) -> str:
+        return f"{self.what}: array '{name}'"
+
+    def batches(self, sizes: list[int], rng: np.random.Generator | None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Batches of these sizes, each with its number of samples; in another order where there is a generator."""
+        order = np.arange(self.count) if rng is None else rng.permutation(self.count)
+        start = 0
+        for size in sizes:
+            yield size, self.rows(np.sort(order[start : start + size]))
+            start += size
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this data from other data: types, shapes and check sums by array."""
+        return {name: [str(array.dtype), list(array.shape), _checksum(array)] for name, array in self.arrays.items()}
+
+
+def batch_sizes(count: int, batch: int, accumulate: int, *, whole: bool = False) -> list[int]:
+    """The sizes of an epoch's batches; with gradients added up over several, every window is complete.
+
+    What does not fill a window is one window more, of shorter batches; fewer samples than a window has batches join
+    the one before. ``whole``: the batch is fixed, and samples that do not fill a window of whole ones are left out.
+    """
+    windows, rest = divmod(count, batch * accumulate)
+    sizes = [batch] * (windows * accumulate)
+    if whole or not rest:
+        return sizes
+    if rest >= accumulate or not windows:
+        turns = min(accumulate, rest)
+        return sizes + [rest // turns + (turn < rest % turns) for turn in range(turns)]
+    last = len(sizes) - accumulate
+    return [size + (last <= turn < last + rest) for turn, size in enumerate(sizes)]
+
+
+def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:
+    """FeedError where a label is no class of an output of so many classes, or no probability."""
+    array, what = samples.arrays[label], f"{samples.what}: label array '{label}'"
+    for start, piece in _pieces(array):
+        if loss == "cross_entropy":
+            wrong = (piece < 0) & (piece != IGNORED)
+            if isinstance(classes, int):
+                wrong |= piece >= classes
+            expected = f"classes from 0 to {classes - 1}" if isinstance(classes, int) else "classes from 0 on"
+            expected += f", or {IGNORED} for what does not count"
+        elif loss in ("bce_with_logits", "kl_div"):
+            wrong, expected = (piece < 0) | (piece > 1), "probabilities from 0 to 1"
+        else:
+            return
+        if wrong.any():
+            place = _place(wrong, start)
+            raise FeedError(f"{what} holds {array[place]} at index {list(place)}; the loss {loss} on this output takes "
+                            f"{expected}")  # fmt: skip
+
+
+def _fitted(array: np.ndarray, variable: Variable, what: str) -> np.ndarray:
+    """The array with the rank of an input; FeedError where its sizes are others."""
+    shape = variable.shape
+    if shape is not None and not shape:
+        raise FeedError(f"input '{variable.name}' is a single number, which has no samples; give it a value for good "
+                        f"(--value {variable.name}=NUMBER, or values={{'{variable.name}': …}})")  # fmt: skip
+    array = as_ranked(array, shape)
+    wrong = array.ndim == 0 or (shape is not None and (len(shape) != array.ndim or any(
+        isinstance(d, int) and d != size for d, size in zip(shape[1:], array.shape[1:], strict=True))))  # fmt: skip
+    if wrong:
+        sizes = ", ".join("?" if d is None else str(d) for d in shape or ())
+        raise FeedError(f"{what}: array '{variable.name}' has the shape {list(array.shape)}; the program is fed "
+                        f"[{sizes}], the first of which counts samples")  # fmt: skip
+    return array
+
+
+def _check_finite(array: np.ndarray, what: str) -> None:
+    if element_type(array.dtype) not in FLOATS:
+        return
+    for start, piece in _pieces(array):
+        wrong = ~np.isfinite(piece.astype(np.float32) if piece.dtype == ml_dtypes.bfloat16 else piece)
+        if wrong.any():
+            place = _place(wrong, start)
+            raise FeedError(f"{what} holds {array[place]} at index {list(place)}; no training survives that: correct "
+                            "or leave out such samples")  # fmt: skip
+
+
+def _place(wrong: np.ndarray, start: int) -> tuple[int, ...]:
+    first = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+    return (int(first[0]) + start, *(int(index) for index in first[1:]))
+
+
+def _pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The array in parts along its first dimension, each with the index of its first row."""
+    rows = max(1, _PIECE // max(1, math.prod(array.shape[1:])))
+    for start in range(0, len(array), rows):
+        yield start, np.asarray(array[start : start + rows])
+
+
+def _checksum(array: np.ndarray) -> int:
+    found = 0
+    for _, piece in _pieces(array):
+        found = zlib.crc32(np.ascontiguousarray(piece).view(np.uint8).reshape(-1).data, found)
+    return found

@@ -1,0 +1,69 @@
+"""Why a loss is not finite: the model as it was given, its precision, or the steps. The data was tried before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from ..errors import NonFiniteError
+from ..ir.program import Program
+from ..ir.tensors import as_array
+from ..ir.types import FLOATS
+from .options import FitOptions
+from .programs import Programs
+
+Feed = Mapping[str, np.ndarray]
+LossOf = Callable[[Program, Feed], float]
+
+
+def model_fault(programs: Programs, feeds: Iterable[Feed], loss: LossOf) -> NonFiniteError | None:
+    """The error for a model that is not finite before it is trained; None where it is.
+
+    ``feeds``: the first batches; ``loss`` runs an evaluation program with the initial weights on one.
+    """
+    broken = _broken_weight(programs.program)
+    if broken:
+        return NonFiniteError(f"the model itself is at fault, not the training: {broken}. Nothing was written")
+    found = next((value for feed in feeds if not math.isfinite(value := loss(programs.reference, feed))), None)
+    if found is None:
+        return None
+    return NonFiniteError(f"the model as it was given is at fault, not the training: before the first step, in fp32, "
+                          f"its loss is {found} on this data, which is finite (its output leaves the range of numbers, "
+                          "or the loss does not fit what it puts out). Nothing was written")  # fmt: skip
+
+
+def training_fault(programs: Programs, options: FitOptions, feeds: Iterable[Feed], loss: LossOf,
+                   where: str) -> NonFiniteError:  # fmt: skip
+    """The error for a training of a finite model whose loss is not finite ``where``."""
+    batches = list(feeds)
+    first = sum(loss(programs.reference, feed) for feed in batches) / len(batches)
+    if options.mode != "fp32" and not all(math.isfinite(loss(programs.evaluation, feed)) for feed in batches):
+        return NonFiniteError(f"the loss is not finite {where}, because of {options.dtype}: before the first step it "
+                              f"is {first:.4g} in fp32, and not finite in {options.dtype}. Train with "
+                              f"{_way_out(options)}. Nothing was written")  # fmt: skip
+    warmup, clip = options.called("warmup_steps"), options.called("clip_norm")
+    return NonFiniteError(f"the loss is not finite {where}. Before the first step it was {first:.4g}, and data and "
+                          f"model are finite, so the steps are too long: lower the learning rate "
+                          f"({options.said('lr')}), or try {warmup} or {clip}. Nothing was written")  # fmt: skip
+
+
+def _way_out(options: FitOptions) -> str:
+    spaced = " " if options.flags else "="
+    ways = [f"{options.called('mode')}{spaced}fp32", f"{options.called('black_list')} for what overflows"]
+    if options.dtype == "float16":
+        ways.insert(0, f"{options.called('dtype')}{spaced}bfloat16")
+    return ", ".join(ways[:-1]) + f" or {ways[-1]}"
+
+
+def _broken_weight(program: Program) -> str:
+    """The first weight with a number that is not finite, in words."""
+    for variable in program.variables:
+        if variable.persistable and variable.data is not None and variable.dtype in FLOATS:
+            array = np.asarray(as_array(variable.data), np.float32)
+            wrong = ~np.isfinite(array)
+            if wrong.any():
+                place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
+                return f"its weight '{variable.name}' holds {array[tuple(place)]} at index {place}"
+    return ""

@@ -1,0 +1,327 @@
+"""``amp.fit``: train an imported model on arrays, and write it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..convert import convert
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
+from ..files import check_outputs
+from ..ir.program import Program, Variable
+from ..ir.tensors import ExternalTensor
+from ..runtime import CPUPlace, CUDAPlace, Executor, Scope
+from ..runtime.arrays import as_declared, as_ranked
+from ..runtime.place import Place
+from . import resume
+from .batch import fixed_batch, freed
+from .data import Samples, Source, batch_sizes, check_labels, read
+from .log import EPOCHS, STEPS, Log
+from .loop import Loop
+from .options import FitOptions, options_of
+from .programs import Programs
+from .record import EpochRecord, FitResult
+
+_log = logging.getLogger(__name__)
+_BATCH = 32
+Say = Callable[[str], None]
+
+
+def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLike[str], *, data: Source,
+        test: Source | None = None, checkpoint: str | os.PathLike[str] | None = None,
+        log: str | os.PathLike[str] | None = None, place: Place | str = "cpu", say: Say | None = None,
+        progress: Callable[[int, int], None] | None = None, **options: Any) -> FitResult:  # fmt: skip
+    """Train a model on arrays and write it for inference; ``amp-transpile train`` is this.
+
+    All of the arguments and of the data is checked before the first step. Every sample counts: an epoch's last batch
+    is shorter where the data does not fill it, and epochs and test data are averaged over samples. Where ``accumulate``
+    batches make an update, what is left makes one update more, of shorter batches. A model whose batch is fixed, and
+    that was not freed of it, leaves out what does not fill one; a note says so.
+
+    Args:
+        model: what to train, in fp32 or in 16 bit: its weights become fp32, or fp32 masters.
+        output: the file to write, whole or not at all. It may not be the model, its external data, or a data file.
+        data: an npz file, a folder of npy files (mapped, not read) or a mapping: one array for each input and one for
+            the label, whose first dimension counts samples. Other arrays are left alone.
+        test: the same for what is evaluated before the training and after each epoch.
+        checkpoint: a folder: all state is saved there after each epoch, and a training that lies there is gone on with,
+            to end bit for bit where one in a single run ends. Options given here win over those of the checkpoint, as
+            far as it stays the same training; the others are the checkpoint's.
+        log: a folder for ``steps.csv``, ``epochs.csv`` and TensorBoard.
+        place: "cpu", "cuda" or a place.
+        say: called with each line that there is to say; logged where None.
+        progress: called after each step with its number in the epoch and the epoch's steps.
+        options: the fields of :class:`FitOptions`.
+
+    Returns:
+        A :class:`FitResult`, with the record of each epoch.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an option out of range, or that contradicts another or the checkpoint.
+        FeedError: data that does not fit, is not finite, or has labels that the output has no class for.
+        NonFiniteError: the loss is not finite, with what is at fault. ModelFileWriteError: ``output`` cannot be
+        written. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
+    """
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        (say or _log.info)(line)
+
+    chosen = options_of(options)
+    found = None
+    if checkpoint is not None:
+        _check_folder(checkpoint, chosen.called("checkpoint"))
+        found = resume.find(checkpoint)
+    if found is not None:
+        chosen, overridden = resume.merged(found, options)
+        tell(f"{found.path}: going on after epoch {found.epochs}")
+        for line in overridden:
+            tell(line)
+    program = Program.from_onnx(model)
+    _check_files(program, model, output, data, test, log, chosen)
+    run = _Run(program, chosen, _place(place, chosen), data, test, tell)
+    start = found.epochs if found is not None else 0
+    if log is None:
+        return run.train(Path(output), checkpoint, found, None, progress, told)
+    with Log(log, start, found.steps if found is not None else 0) as book:
+        if book.note:
+            tell(book.note)
+        return run.train(Path(output), checkpoint, found, book, progress, told)
+
+
+class _Run:
+    """One training: programs and data that fit each other."""
+
+    def __init__(self, program: Program, options: FitOptions, place: Place, data: Source, test: Source | None,
+                 tell: Say) -> None:  # fmt: skip
+        self.options, self.place, self.tell = options, place, tell
+        fed = [v for v in _fed(program) if v.name not in options.values]
+        what = _named("data", data, options)
+        arrays = read(data, [*(v.name for v in fed), options.label], what)
+        program, self.batch, self.whole = self._with_batch(program, fed, arrays, what)
+        program.seed = options.seed
+        if program.startup is not None:
+            program.startup.seed = options.seed
+        self.programs = Programs.of(program, options, tell)
+        self.train_data = self._samples(arrays, what)
+        self.test_data = None
+        if test is not None:
+            what = _named("test", test, options)
+            self.test_data = self._samples(read(test, list(self.train_data.arrays), what), what)
+        self._check_counts()
+
+    def _with_batch(self, program: Program, fed: list[Variable], arrays: Mapping[str, np.ndarray],
+                    what: str) -> tuple[Program, int, bool]:  # fmt: skip
+        """The program, the batch, and whether the model fixes it."""
+        options, wanted = self.options, self.options.batch_size
+        fixed = fixed_batch(fed)
+        if fixed is None:
+            return program, wanted or _BATCH, False
+        exported = f"the model was exported with a fixed batch of {fixed}"
+        if wanted is None:
+            larger = f"{options.called('batch_size')}{' ' if options.flags else '='}{_BATCH}"
+            self.tell(f"{exported}, and is trained in batches of {fixed}; {larger}, say, frees it where its operators "
+                      "let it")  # fmt: skip
+            return program, fixed, True
+        rows = {}
+        for variable in fed:
+            array = as_ranked(arrays[variable.name], variable.shape)
+            if not array.ndim or not len(array):
+                raise FeedError(f"{what}: array '{variable.name}' holds no samples")
+            chosen = np.ascontiguousarray(array[np.arange(fixed + 1) % len(array)])
+            rows[variable.name] = as_declared(chosen, str(variable.dtype), f"{what}: array '{variable.name}'")
+        result = freed(program, fed, rows)
+        if isinstance(result, Program):
+            self.tell(f"{exported}: freed of it, and so will be what is written (tried on samples of the data)")
+            return result, wanted, False
+        if wanted != fixed:
+            raise ArgumentError(f"{options.said('batch_size')}: {exported}, and cannot be freed of it: {result}. "
+                                "Export it with a dynamic batch, or leave the option out")  # fmt: skip
+        return program, fixed, True
+
+    def _samples(self, arrays: Mapping[str, np.ndarray], what: str) -> Samples:
+        samples = Samples.of(arrays, _fed(self.programs.program), what)
+        prediction = self.programs.prediction
+        check_labels(samples, self.options.label, self.options.loss, (prediction.shape or (None,))[-1])
+        return samples
+
+    def _check_counts(self) -> None:
+        """FeedError where there are too few samples; a note where some are left out."""
+        options, window = self.options, self.batch * self.options.accumulate
+        train, least = self.train_data, window if self.whole else options.accumulate
+        if train.count < least or (options.batch_size and not self.whole and train.count < self.batch):
+            of = f"a batch of {self.batch}" if train.count < self.batch else "the batches of one update"
+            added = f" ({options.said('accumulate')})" if options.accumulate > 1 else ""
+            raise FeedError(f"{train.what} holds {train.count} samples, fewer than {of}{added}")
+        if self.test_data is not None and self.whole and self.test_data.count < self.batch:
+            raise FeedError(f"{self.test_data.what} holds {self.test_data.count} samples, fewer than the model's fixed "
+                            f"batch of {self.batch}")  # fmt: skip
+        if not self.whole:
+            return
+        for samples, size in ((train, window), (self.test_data, self.batch)):
+            if samples is not None and samples.count % size:
+                self.tell(f"{samples.what}: {samples.count % size} of {samples.count} samples do not fill the model's "
+                          f"fixed batch of {self.batch} and are left out")  # fmt: skip
+
+    def train(self, output: Path, checkpoint: Any, found: resume.Resumed | None, log: Log | None,
+              progress: Callable[[int, int], None] | None, told: list[str]) -> FitResult:  # fmt: skip
+        """Compile, go on from ``found``, train, write."""
+        options, programs = self.options, self.programs
+        now = resume.identity(programs.program, self.train_data.identity()) if checkpoint is not None else {}
+        if found is not None:
+            resume.check_identity(found, now, self.train_data.what)
+        runs = len(batch_sizes(self.train_data.count, self.batch, options.accumulate, whole=self.whole))
+        updates = options.epochs * runs // options.accumulate
+        if options.warmup_steps >= updates:
+            self.tell(f"{options.said('warmup_steps')}: there are {updates} updates in all, so the learning rate does "
+                      f"not reach {options.lr:g}")  # fmt: skip
+        optimizer = programs.compile(options, max(updates, 1))
+        scope, executor = Scope(), Executor(self.place)
+        executor.run(programs.program.startup, scope=scope)
+        if options.mode != "fp32":
+            optimizer.amp_init(self.place, scope=scope, test_program=programs.evaluation, use_fp16_test=True)
+        history: tuple[EpochRecord, ...] = ()
+        if found is not None:
+            resume.load(found, programs.program, scope)
+            history = found.history
+            if options.loss_scale is not None and options.loss_scale != found.options.get("loss_scale"):
+                state = optimizer.get_loss_scale_state(scope)
+                optimizer.set_loss_scale_state(replace(state, scale=float(options.loss_scale)), scope)
+        loop = Loop(programs, optimizer, options, executor, scope, self.batch, self.whole, log, progress,
+                    found.steps if found is not None else 0)  # fmt: skip
+        before, done = _stamp(output), found.epochs if found is not None else 0
+        try:
+            if self.test_data is not None and found is None:
+                history = (self._first(loop, log),)
+            for number in range(done + 1, options.epochs + 1):
+                history = (*history, self._epoch(loop, number, log))
+                if checkpoint is not None:
+                    resume.save(checkpoint, programs.program, scope, options, loop.steps, now, history)
+                done = number
+            self._write(output, scope)
+        except KeyboardInterrupt:
+            written = f"{output} is written" if _stamp(output) != before else f"{output} was not written"
+            raise KeyboardInterrupt(f"{written}{_standing(checkpoint, done)}") from None
+        return FitResult(output, options, programs.preparation, history, tuple(told))
+
+    def _first(self, loop: Loop, log: Log | None) -> EpochRecord:
+        """The record of the model before training."""
+        assert self.test_data is not None
+        loss, metric = loop.evaluate(self.test_data)
+        return self._told(EpochRecord(0, test_loss=loss, test_metric=metric), log)
+
+    def _epoch(self, loop: Loop, number: int, log: Log | None) -> EpochRecord:
+        record = loop.epoch(number, self.train_data)
+        if self.test_data is not None:
+            loss, metric = loop.evaluate(self.test_data)
+            record = replace(record, test_loss=loss, test_metric=metric)
+        return self._told(record, log)
+
+    def _told(self, record: EpochRecord, log: Log | None) -> EpochRecord:
+        self.tell(record.line(self.options.measured))
+        if log is not None:
+            log.epoch(record)
+        return record
+
+    def _write(self, output: Path, scope: Scope) -> None:
+        """The trained model for inference, from the fp32 masters, in the chosen precision."""
+        options = self.options
+        model = self.programs.model.to_onnx(scope=_Masters(scope))
+        if options.saved == "fp32":
+            Program.from_onnx(model).to_onnx(output)
+        else:
+            convert(model, mode=options.saved, dtype=options.dtype, black_list=list(options.black_list) or None
+                    ).to_onnx(output)  # fmt: skip
+        self.tell(f"{output}: the trained model in {options.saved}, {os.path.getsize(output):,} bytes")
+
+
+class _Masters:
+    """A scope in which a parameter has the value of its fp32 master."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope, self.names = scope, set(scope.var_names())
+
+    def find_var(self, name: str) -> Any:
+        """The master's value, else the variable's own."""
+        master = f"{name}_fp32_master_0"
+        return self.scope.find_var(master if master in self.names else name)
+
+
+def _fed(program: Program) -> list[Variable]:
+    """The inputs that have no value of their own."""
+    return [v for v in program.inputs if v.data is None and not v.persistable]
+
+
+def _named(option: str, source: Source, options: FitOptions) -> str:
+    """A data set in messages."""
+    return options.called(option) if isinstance(source, Mapping) else f"'{os.fspath(source)}'"
+
+
+def _place(place: Place | str, options: FitOptions) -> Place:
+    if isinstance(place, str):
+        if place not in ("cpu", "cuda"):
+            raise ArgumentError(f"{options.called('place')} is {place!r}; expected 'cpu' or 'cuda'")
+        return CUDAPlace(0) if place == "cuda" else CPUPlace()
+    return place
+
+
+def _check_files(program: Program, model: Any, output: Any, data: Any, test: Any, log: Any,
+                 options: FitOptions) -> None:  # fmt: skip
+    """Refuse before the work what could not be written after it, or would overwrite what is read."""
+    if not isinstance(output, str | os.PathLike):
+        raise ArgumentTypeError(f"fit: output is {output!r}; expected the path of a file")
+    external = {v.data.file for v in program.variables if isinstance(v.data, ExternalTensor)}
+    inputs: dict[str, list[Any]] = {}
+    for what, source in (("IN.onnx" if options.flags else "model", model), (options.called("data"), data),
+                         (options.called("test"), test)):  # fmt: skip
+        if isinstance(source, str | os.PathLike):
+            inputs[what] = [source]
+    if external:
+        inputs["the model's external data"] = sorted(external)
+    outputs: dict[str, Any] = {"OUT.onnx" if options.flags else "output": output}
+    if log is not None:
+        _check_folder(log, options.called("log"))
+        if os.path.isdir(log):
+            outputs |= {f"{options.called('log')} {name}": Path(log) / name for name in (STEPS, EPOCHS)}
+    check_outputs(outputs, inputs)
+
+
+def _check_folder(path: Any, what: str) -> None:
+    """A folder that is there, or can be made where it is to be, and be written to."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
+        raise ArgumentTypeError(f"{what} is {path!r}; expected the path of a folder")
+    folder = Path(path)
+    kind = CheckpointWriteError if what.endswith("checkpoint") else ModelFileWriteError
+    if folder.exists() and not folder.is_dir():
+        raise kind(f"{what} '{path}' is a file; give the name of a folder")
+    place = folder if folder.exists() else folder.absolute().parent
+    if not place.is_dir():
+        raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")
+    if not os.access(place, os.W_OK):
+        raise kind(f"{what} '{path}' cannot be written: no permission to write to '{place}'")
+
+
+def _stamp(path: Path) -> Any:
+    """What tells a file from one that was put in its place."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _standing(checkpoint: Any, done: int) -> str:
+    """What stands of an interrupted training."""
+    if checkpoint is None:
+        return ""
+    if not done:
+        return f"; there is no checkpoint in {checkpoint} yet, since no epoch was over"
+    return f"; the checkpoint of epoch {done} in {checkpoint} stands, and the same command goes on from it"

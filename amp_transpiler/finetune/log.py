@@ -1,0 +1,88 @@
+"""The log of a training: a folder with CSV files of steps and epochs, and what TensorBoard draws."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import MissingPackageError
+from ..files import put, write_files
+from ..monitor import CsvWriter, TensorBoardWriter
+from ..runtime.report import StepReport
+from .record import EpochRecord
+
+STEPS, EPOCHS = "steps.csv", "epochs.csv"
+
+
+class Log:
+    """Writes reports of steps and records of epochs; a context manager.
+
+    A run that is resumed goes on in the files that are there; what lies behind its checkpoint is taken out first.
+    ``note`` says what is missing for TensorBoard, "" where nothing is.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], epochs: int, steps: int) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(exist_ok=True)
+        self.note = ""
+        _cut(self.folder / STEPS, "step", steps)
+        _cut(self.folder / EPOCHS, "epoch", epochs + 1 if epochs else 0)
+        self._steps = CsvWriter(self.folder / STEPS, append=True)
+        self._board: TensorBoardWriter | None = None
+        try:
+            self._board = TensorBoardWriter(self.folder)
+        except MissingPackageError as error:
+            self.note = f"{self.folder}: CSV files alone; {error}"
+
+    def step(self, report: StepReport) -> None:
+        """Add a step."""
+        self._steps.write(report)
+        if self._board is not None:
+            self._board.write(report)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Add an epoch."""
+        rows = _rows(self.folder / EPOCHS)
+        fields = record.plain()
+        rows.append({name: "" if value is None else str(value) for name, value in fields.items()})
+        _write(self.folder / EPOCHS, list(fields), rows)
+        if self._board is not None:
+            self._board.write_scalars("epoch", {k: v for k, v in fields.items() if k != "epoch"}, record.epoch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self._steps.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+
+
+def _write(path: Path, names: list[str], rows: list[dict[str, str]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_files([(path, put(text.getvalue().encode()))])
+
+
+def _cut(path: Path, column: str, end: int) -> None:
+    """Leave the rows below ``end`` in a file; no file where none is left."""
+    rows = _rows(path)
+    kept = [row for row in rows if row.get(column, "").isdigit() and int(row[column]) < end]
+    if kept:
+        _write(path, list(kept[0]), kept)
+    elif path.exists():
+        path.unlink()

@@ -1,0 +1,125 @@
+"""The training loop: epochs over the data, and the evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..ir.program import Program
+from ..monitor import StepReports
+from ..runtime import Executor, Scope
+from .data import Samples, batch_sizes
+from .diagnose import Feed, model_fault, training_fault
+from .log import Log
+from .metrics import Metric
+from .options import FitOptions
+from .programs import Programs
+from .record import EpochRecord
+
+#: Batches on which the model is tried as it was given, where a loss is not finite.
+_TRIED = 4
+
+
+@dataclass
+class Loop:
+    """What the epochs of one run need. ``batch`` is fixed where ``whole``: samples that do not fill one are left out.
+
+    ``steps`` counts the runs of the training program. ``progress`` is called with the steps done and all of an epoch.
+    """
+
+    programs: Programs
+    optimizer: Any
+    options: FitOptions
+    executor: Executor
+    scope: Scope
+    batch: int
+    whole: bool
+    log: Log | None = None
+    progress: Callable[[int, int], None] | None = None
+    steps: int = 0
+    _fetches: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._fetches = [self.programs.loss, self.programs.prediction]
+        if self.options.mode != "fp32":
+            verdict = self.optimizer.get_found_inf()
+            self._fetches += [self.optimizer.get_loss_scaling()] + ([verdict] if verdict is not None else [])
+        if self.log is not None:
+            self._fetches.append(StepReports(self.programs.program, self.programs.loss, step=self.steps))
+
+    def sizes(self, samples: Samples) -> list[int]:
+        """The batches of an epoch."""
+        return batch_sizes(samples.count, self.batch, self.options.accumulate, whole=self.whole)
+
+    def epoch(self, number: int, train: Samples) -> EpochRecord:
+        """One pass over the data. NonFiniteError, with what is at fault, where the loss is not finite."""
+        options = self.options
+        sizes = self.sizes(train)
+        metric = Metric(options.measured, options.loss)
+        total, seen, skipped, scale = 0.0, 0, 0, None
+        rng = np.random.default_rng([options.seed, number])
+        for step, (size, feed) in enumerate(train.batches(sizes, rng)):
+            loss, prediction, *rest = self._step(feed)
+            found = float(np.ravel(loss)[0])
+            scale = float(np.ravel(rest[0])[0]) if rest else None
+            bad = bool(np.ravel(rest[1])[0]) if len(rest) > 1 else False
+            skipped += bad
+            if math.isfinite(found):
+                total, seen = total + found * size, seen + size
+                if metric.name != "none":
+                    metric.update(prediction, feed[options.label])
+            elif not bad or (step == 0 and number == 1):
+                self._check(number, step, train, sizes, go_on=bad)
+            if self.progress is not None:
+                self.progress(step + 1, len(sizes))
+        if not seen:
+            self._check(number, len(sizes) - 1, train, sizes, go_on=False)
+        value = metric.value() if metric.name != "none" else None
+        return EpochRecord(number, total / seen, value, loss_scale=scale,
+                           skipped_steps=None if scale is None else skipped)  # fmt: skip
+
+    def evaluate(self, samples: Samples) -> tuple[float, float | None]:
+        """The mean loss over the samples, and the metric."""
+        metric = Metric(self.options.measured, self.options.loss)
+        total, seen = 0.0, 0
+        names = [self.programs.loss.name, self.programs.prediction.name]
+        for size, feed in samples.batches(batch_sizes(samples.count, self.batch, 1, whole=self.whole), None):
+            loss, prediction = self.executor.run(self.programs.evaluation, feed=feed, fetch_list=names,
+                                                 scope=self.scope)  # fmt: skip
+            total, seen = total + float(np.ravel(loss)[0]) * size, seen + size
+            if metric.name != "none":
+                metric.update(prediction, feed[self.options.label])
+        return total / seen, metric.value() if metric.name != "none" else None
+
+    def _step(self, feed: Feed) -> list[Any]:
+        """Run a step; its results without the report, which goes to the log."""
+        values: list[Any] = self.executor.run(self.programs.program, feed=dict(feed), fetch_list=self._fetches,
+                                              scope=self.scope)  # fmt: skip
+        self.steps += 1
+        if self.log is not None:
+            self.log.step(values.pop())
+        return values
+
+    def _check(self, number: int, step: int, train: Samples, sizes: list[int], *, go_on: bool) -> None:
+        """Raise for a loss that is not finite; with ``go_on`` only where the model as it was given is at fault."""
+        rng = np.random.default_rng([self.options.seed, number])
+        feeds = [feed for _, feed in train.batches(sizes[:_TRIED], rng)]
+        error = model_fault(self.programs, feeds, self._first_loss)
+        if error is None and not go_on:
+            where = f"in epoch {number}, step {step + 1}"
+            error = training_fault(self.programs, self.options, feeds, self._first_loss, where)
+        if error is not None:
+            raise error
+
+    def _first_loss(self, program: Program, feed: Feed) -> float:
+        """The loss of an evaluation program with the initial weights."""
+        scope = Scope()
+        self.executor.run(self.programs.program.startup, scope=scope)
+        if program is self.programs.evaluation and self.options.mode != "fp32":
+            self.optimizer.amp_init(self.executor.place, scope=scope)
+        (loss,) = self.executor.run(program, feed=dict(feed), fetch_list=[self.programs.loss.name], scope=scope)
+        return float(np.ravel(loss)[0])

@@ -1,0 +1,184 @@
+"""What a run of :func:`~amp_transpiler.finetune.fit` is asked for, checked before anything is read."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .metrics import METRICS, default_metric, fits_loss
+
+LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
+OPTIMIZERS = {"sgd": "SGD", "momentum": "Momentum", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}
+MODES = ("fp32", "mixed", "pure-fp16")
+SCHEDULES = ("constant", "cosine", "linear")
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "loss": LOSSES, "mode": MODES, "dtype": ("float16", "bfloat16"), "save": MODES, "optimizer": tuple(OPTIMIZERS),
+    "schedule": SCHEDULES, "batch_norm": ("train", "frozen"), "metric": METRICS,
+}  # fmt: skip
+#: Whole numbers, with the least that each may be.
+_COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0}
+#: Other numbers: the least, and whether that itself is taken.
+_NUMBERS = {"lr": (0.0, False), "weight_decay": (0.0, True), "clip_norm": (0.0, False), "loss_scale": (0.0, False)}
+_LISTS = ("black_list", "trainable", "freeze")
+_NAMES = ("label", "target")
+#: The command line's spelling, where it is not the field's.
+_FLAGS = {"target": "--output", "values": "--value"}
+#: What another value of which would make a checkpoint one of another training.
+FIXED = ("label", "loss", "target", "mode", "dtype", "optimizer", "accumulate", "black_list", "trainable", "freeze",
+         "dropout", "values", "batch_norm")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How to train; the keywords of :func:`fit`.
+
+    Attributes:
+        label: the name of the label's array.
+        loss: "cross_entropy" (labels are classes), "mse", "bce_with_logits" or "kl_div" (labels are floats of the
+            output's shape). One that applies the model's last activation itself reads what that reads.
+        target: the output that the loss reads; the first float one where None.
+        mode: the precision to train in: "fp32", "mixed" (lists) or "pure-fp16" (16-bit weights, fp32 masters).
+        dtype: the 16-bit type, of training and of what is saved.
+        save: the precision of the file; that of the training where None.
+        black_list: operators to keep fp32, in training and in the file.
+        loss_scale: the scale to begin with; the optimizer's default where None.
+        optimizer: "sgd", "momentum", "adam", "adamw" or "lamb".
+        lr, weight_decay, clip_norm: learning rate, decay, limit of the global norm of the gradients.
+        schedule: of the learning rate: "constant", or "cosine" or "linear" down to 0 at the end of the last epoch.
+        warmup_steps: updates in which the rate rises from 0.
+        accumulate: batches to an update.
+        epochs: passes over the data.
+        batch_size: samples of a batch; what the model has, else 32, where None. A model with another fixed batch is
+            freed of it where its operators let it.
+        trainable, freeze, dropout, values, batch_norm: as ``prepare_training`` takes them.
+        seed: of the order of samples and of dropout.
+        metric: what is told beside the loss: "accuracy", "top5", "f1", "mae", "mse" or "none"; by the loss where None.
+        flags: name options in messages as the command line spells them.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a value of another kind or out of range, or two that contradict each other.
+    """
+
+    label: str = "label"
+    loss: str = "cross_entropy"
+    target: str | None = None
+    mode: str = "mixed"
+    dtype: str = "float16"
+    save: str | None = None
+    black_list: Sequence[str] = ()
+    loss_scale: float | None = None
+    optimizer: str = "adam"
+    lr: float = 1e-4
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    accumulate: int = 1
+    epochs: int = 1
+    batch_size: int | None = None
+    trainable: Sequence[str] | None = None
+    freeze: Sequence[str] = ()
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    batch_norm: str = "train"
+    seed: int = 0
+    metric: str | None = None
+    flags: bool = False
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is not None or one.default is not None:
+                self._check(one.name, value)
+        self._check_together()
+
+    def called(self, name: str) -> str:
+        """An option as the caller spells it."""
+        return _FLAGS.get(name, "--" + name.replace("_", "-")) if self.flags else name
+
+    def said(self, name: str) -> str:
+        """An option with its value, for messages: ``lr=0.1`` or ``--lr 0.1``."""
+        return f"{self.called(name)}{' ' if self.flags else '='}{getattr(self, name)}"
+
+    @property
+    def saved(self) -> str:
+        """The precision of the file."""
+        return self.save or self.mode
+
+    @property
+    def measured(self) -> str:
+        """The metric, by the loss where none was asked for."""
+        return self.metric or default_metric(self.loss)
+
+    def plain(self) -> dict[str, Any]:
+        """The options as a checkpoint holds them."""
+        plain = {name: value for name, value in asdict(self).items() if name != "flags"}
+        return plain | {name: None if plain[name] is None else list(plain[name]) for name in _LISTS}
+
+    def _check(self, name: str, value: Any) -> None:
+        called = self.called(name)
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ArgumentError(f"{called} is {value!r}; expected one of {', '.join(_CHOICES[name])}")
+        if name in _COUNTS:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise ArgumentTypeError(f"{called} is {value!r}; expected a whole number")
+            if value < _COUNTS[name]:
+                raise ArgumentError(f"{called} is {value}; expected a whole number, at least {_COUNTS[name]}")
+        elif name in _NUMBERS:
+            self._check_number(name, value)
+        elif name in _LISTS:
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise ArgumentTypeError(f"{called} is {value!r}; expected a list of strings")
+            wrong = next((item for item in value if not isinstance(item, str) or not item), None)
+            if wrong is not None:
+                raise ArgumentTypeError(f"{called} holds {wrong!r}; expected names or patterns")
+        elif name in _NAMES and (not isinstance(value, str) or not value):
+            raise ArgumentTypeError(f"{called} is {value!r}; expected a name")
+        elif name in ("dropout", "values") and not isinstance(value, Mapping):
+            raise ArgumentTypeError(f"{called} is {value!r}; expected a mapping from names to numbers")
+        if name == "dropout":
+            for pattern, rate in value.items():
+                if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < 1:
+                    raise ArgumentError(f"{called}: the rate of {pattern!r} is {rate!r}; expected a number from 0 to "
+                                        "below 1")  # fmt: skip
+
+    def _check_number(self, name: str, value: Any) -> None:
+        least, taken = _NUMBERS[name]
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ArgumentTypeError(f"{self.called(name)} is {value!r}; expected a number")
+        if not math.isfinite(value) or value < least or (value == least and not taken):
+            raise ArgumentError(f"{self.called(name)} is {value}; expected a number {'from' if taken else 'above'} "
+                                f"{least:g}{' on' if taken else ''}")  # fmt: skip
+
+    def _check_together(self) -> None:
+        if self.mode == "fp32":
+            for name, value in (("accumulate", self.accumulate > 1), ("loss_scale", self.loss_scale)):
+                if value:
+                    raise ArgumentError(f"{self.called(name)} goes with {self.called('mode')} mixed or pure-fp16, "
+                                        "whose gradients are scaled, and added up in fp32")  # fmt: skip
+            if self.black_list and self.saved == "fp32":
+                raise ArgumentError(f"{self.called('black_list')}: training and file are fp32 altogether; choose "
+                                    f"another {self.called('mode')} or {self.called('save')}")  # fmt: skip
+        both = sorted(set(self.trainable or ()) & set(self.freeze))
+        if both:
+            raise ArgumentError(f"{self.called('trainable')} and {self.called('freeze')} both name {both[0]!r}")
+        if not fits_loss(self.measured, self.loss):
+            raise ArgumentError(f"{self.said('metric')} does not go with {self.said('loss')}; "
+                                f"{', '.join(m for m in METRICS if fits_loss(m, self.loss))} do")  # fmt: skip
+
+
+def options_of(given: Mapping[str, Any]) -> FitOptions:
+    """Options of keywords. ArgumentTypeError for one that is unknown, with near names."""
+    known = [one.name for one in fields(FitOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; it takes {', '.join(known)}"
+            raise ArgumentTypeError(f"fit takes no option '{name}'{hint}")
+    return FitOptions(**given)

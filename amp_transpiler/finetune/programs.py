@@ -1,0 +1,127 @@
+"""The programs of one run: the model to write, the training step, the evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import optimizer as optimizers
+from ..errors import ArgumentError
+from ..ir import names as unique_name
+from ..ir.context import program_guard
+from ..ir.marks import inserted
+from ..ir.program import Program, Variable
+from ..ir.types import FLOATS
+from ..lists import AutoMixedPrecisionLists
+from ..nn import data
+from ..nn import functional as F
+from ..optimizer import decorate
+from ..prepare import Preparation, prepare_training
+from .options import OPTIMIZERS, FitOptions
+
+#: Loss by name: its function, and the activation at a model's end that it applies itself.
+_CALLS: dict[str, tuple[Callable[..., Variable], str]] = {
+    "cross_entropy": (F.cross_entropy, "Softmax"), "mse": (F.mse_loss, ""),
+    "bce_with_logits": (F.bce_with_logits, "Sigmoid"), "kl_div": (F.kl_div, ""),
+}  # fmt: skip
+
+
+@dataclass
+class Programs:
+    """``program`` trains once :meth:`compile` has run; ``model`` is for inference, ``evaluation`` has the loss too.
+
+    ``reference`` is the evaluation in fp32, whatever the training's precision is. ``prediction`` is what the loss
+    reads, under the same name in all of them.
+    """
+
+    program: Program
+    preparation: Preparation
+    model: Program
+    evaluation: Program
+    reference: Program
+    loss: Variable
+    prediction: Variable
+    label: Variable
+
+    @classmethod
+    def of(cls, program: Program, options: FitOptions, say: Callable[[str], None]) -> Programs:
+        """Prepare an imported program and attach the loss."""
+        told = prepare_training(program, trainable=options.trainable, freeze=options.freeze, values=options.values,
+                                batch_norm=options.batch_norm, dropout=options.dropout)  # fmt: skip
+        say(str(told))
+        model = program.clone(for_test=True)
+        prediction = _prediction(program, options, say)
+        with program_guard(program, program.startup), unique_name.guard():
+            label = _label(prediction, options)
+            loss = _CALLS[options.loss][0](prediction, label)
+        evaluation, reference = program.clone(for_test=True), program.clone(for_test=True)
+        return cls(program, told, model, evaluation, reference, loss, prediction, label)
+
+    def compile(self, options: FitOptions, updates: int) -> Any:
+        """Append the training step of so many updates in all; the optimizer."""
+        kind = getattr(optimizers, OPTIMIZERS[options.optimizer])
+        more: dict[str, Any] = {"multi_precision": options.mode != "fp32"}
+        if options.weight_decay:
+            more["lamb_weight_decay" if kind is optimizers.Lamb else "weight_decay"] = options.weight_decay
+        if options.clip_norm:
+            more["grad_clip"] = optimizers.ClipGradByGlobalNorm(options.clip_norm)
+        optimizer = kind(learning_rate=_rate(options, updates), **more)
+        if options.mode != "fp32":
+            lists = AutoMixedPrecisionLists(custom_black_list=list(options.black_list) or None, dtype=options.dtype)
+            scaling: dict[str, Any] = {"init_loss_scaling": options.loss_scale} if options.loss_scale else {}
+            optimizer = decorate(optimizer, lists, use_pure_fp16=options.mode == "pure-fp16", use_fp16_guard=False,
+                                 dtype=options.dtype, accumulate_steps=options.accumulate, **scaling)  # fmt: skip
+        with program_guard(self.program, self.program.startup), unique_name.guard():
+            optimizer.minimize(self.loss, self.program.startup)
+        return optimizer
+
+
+def _prediction(program: Program, options: FitOptions, say: Callable[[str], None]) -> Variable:
+    """What the loss reads: the chosen output, or what stands before an activation that the loss applies itself."""
+    floats = [v for v in program.outputs if v.dtype in FLOATS]
+    found = [v for v in floats if v.name == options.target] if options.target else floats[:1]
+    if not found:
+        known = ", ".join(f"{v.name} ({v.dtype})" for v in program.outputs)
+        wanted = options.said("target") if options.target else options.said("loss")
+        raise ArgumentError(f"{wanted}: the model has no such float output; it has {known}")
+    out = found[0]
+    if len(floats) > 1 and not options.target:
+        say(f"the model has {len(floats)} float outputs; the loss reads the first, '{out.name}'")
+    while inserted(out.producer) and out.producer is not None and out.producer.inputs[0] is not None:
+        out = out.producer.inputs[0]  # a 16-bit output; the loss reads what it is rounded from
+    applied = _CALLS[options.loss][1]
+    if applied and out.producer is not None and out.producer.type == applied and out.producer.inputs[0] is not None:
+        say(f"the model ends in {applied}, which {options.loss} applies itself: the loss reads its input")
+        out = out.producer.inputs[0]
+    if not out.shape:
+        raise ArgumentError(f"the loss reads '{out.name}', whose shape is not known, or which is a single number; "
+                            f"choose another output ({options.called('target')})")  # fmt: skip
+    return out
+
+
+def _label(prediction: Variable, options: FitOptions) -> Variable:
+    """The input for the label, in the shape that the loss takes."""
+    shape = list(prediction.shape or ())
+    if prediction.program.has_var(options.label):
+        raise ArgumentError(f"{options.said('label')}: the model has a tensor of that name; give the label's array "
+                            "another")  # fmt: skip
+    if options.loss == "cross_entropy":
+        if len(shape) < 2:
+            raise ArgumentError(f"{options.said('loss')}: output '{prediction.name}' of shape {shape} has no classes; "
+                                "bce_with_logits takes one logit a sample")  # fmt: skip
+        return data(options.label, shape[:-1], "int64")
+    return data(options.label, shape, str(prediction.dtype))
+
+
+def _rate(options: FitOptions, updates: int) -> Any:
+    """The schedule of the learning rate over so many updates; a constant one too, so that the rate is no state."""
+    rest = max(updates - options.warmup_steps, 1)
+    rate: Any = optimizers.lr.Constant(options.lr)
+    if options.schedule == "cosine":
+        rate = optimizers.lr.CosineAnnealingDecay(options.lr, rest)
+    elif options.schedule == "linear":
+        rate = optimizers.lr.PolynomialDecay(options.lr, rest, end_lr=0.0)
+    if options.warmup_steps:
+        rate = optimizers.lr.LinearWarmup(rate, options.warmup_steps, 0.0, options.lr)
+    return rate

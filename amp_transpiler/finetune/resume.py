@@ -1,0 +1,118 @@
+"""Going on from a checkpoint: what it was made with, what this run asks for, and what that comes to."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, CheckpointError
+from ..ir.program import Program
+from ..ir.tensors import as_array
+from ..runtime import Scope
+from ..runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from ..runtime.checkpoint_files import read_meta
+from ..runtime.roles import fingerprint
+from .options import FIXED, FitOptions, options_of
+from .record import EpochRecord
+
+#: The entry of a checkpoint that says how the training was asked for.
+_KEY = "fit"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint to go on from: its folder, the epochs behind it, and what it says of its training."""
+
+    path: Path
+    epochs: int
+    steps: int
+    options: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    history: tuple[EpochRecord, ...]
+
+
+def find(folder: str | os.PathLike[str]) -> Resumed | None:
+    """The last checkpoint in a folder; None where there is none. CheckpointError for one that ``fit`` did not write."""
+    path = latest_checkpoint(folder)
+    if path is None:
+        return None
+    meta = read_meta(path)
+    try:
+        said = meta["extra"][_KEY]
+        history = tuple(EpochRecord(**_numbers(record)) for record in said["history"])
+        return Resumed(path, int(meta["step"]), int(said["steps"]), dict(said["options"]), dict(said["identity"]),
+                       history)  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"'{path}' is not a checkpoint of amp.fit or `amp-transpile train`, which keep their "
+                              "options in it; choose another folder") from None  # fmt: skip
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as it was written: a number that was not finite is NaN again."""
+    return {**record, "loss": float("nan") if record["epoch"] and record["loss"] is None else record["loss"]}
+
+
+def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[str]]:
+    """The options of a resumed run, and what they change: what is given wins, the rest is the checkpoint's.
+
+    ArgumentError names every given option that would make it another training.
+    """
+    asked = options_of(given)
+    kept = {name: value for name, value in found.options.items() if name not in given}
+    try:
+        options = options_of({**kept, **given})
+    except TypeError as error:
+        raise CheckpointError(f"'{found.path}': {error}") from None
+    now = options.plain()
+    changed = [name for name in now if name in given and now[name] != found.options.get(name)]
+    wrong = [name for name in changed if name in FIXED]
+    if wrong:
+        listed = ", ".join(f"{asked.said(name)} (the checkpoint has {found.options[name]})" for name in wrong)
+        raise ArgumentError(f"'{found.path}' is a checkpoint of another training: {listed}. Leave that out to go on, "
+                            "or give another folder to begin anew")  # fmt: skip
+    told = [f"{options.said(name)} from now on, where the checkpoint has {found.options[name]}" for name in changed]
+    return options, told
+
+
+def identity(program: Program, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a prepared program and its data from others; ``data`` as ``Samples.identity`` gives it."""
+    weights = 0
+    for variable in program.variables:
+        if variable.persistable and variable.data is not None:
+            content = np.ascontiguousarray(as_array(variable.data))
+            weights = zlib.crc32(content.view(np.uint8).reshape(-1).data if content.size else b"", weights)
+    return {"model": [fingerprint(program), weights], "data": dict(data)}
+
+
+def check_identity(found: Resumed, now: Mapping[str, Any], data: str) -> None:
+    """ArgumentError where the checkpoint was made with another model or other data."""
+    if found.identity.get("model") != now["model"]:
+        raise ArgumentError(f"'{found.path}' is a checkpoint of another model: its weights or its operators are "
+                            "others than those of the model given. Give that one, or another folder to begin anew")  # fmt: skip
+    was = found.identity.get("data", {})
+    other = [name for name in now["data"] if was.get(name) != now["data"][name]]
+    if other or set(was) != set(now["data"]):
+        named = f": array '{other[0]}' differs" if other else ""
+        raise ArgumentError(f"'{found.path}' is a checkpoint of a training on other data than {data}{named}. Give the "
+                            "same, or another folder to begin anew")  # fmt: skip
+
+
+def load(found: Resumed, program: Program, scope: Scope) -> None:
+    """Set the state of the training program to that of the checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that other options are another program was told, option by option
+        load_checkpoint(found.path, program, scope)
+
+
+def save(folder: str | os.PathLike[str], program: Program, scope: Scope, options: FitOptions, steps: int,
+         now: Mapping[str, Any], history: tuple[EpochRecord, ...]) -> None:  # fmt: skip
+    """Write the state behind the last epoch of ``history``, and keep the one before it."""
+    said = {"options": options.plain(), "steps": steps, "identity": now, "history": [one.plain() for one in history]}
+    save_checkpoint(folder, program, scope, step=history[-1].epoch, extra={_KEY: said}, keep_last=2)
