@@ -95,7 +95,7 @@ def check_identity(found: Resumed, now: Mapping[str, Any], data: str) -> None:
     """ArgumentError where the checkpoint was made with another model or other data."""
     if found.identity.get("model") != now["model"]:
         raise ArgumentError(f"'{found.path}' is a checkpoint of another model: its weights or its operators are "
-                            "others than those of the model given. Give that one, or another folder to begin anew")  # fmt: skip
+                            "others than those given. Give that model, or another folder to begin anew")  # fmt: skip
     was = found.identity.get("data", {})
     other = [name for name in now["data"] if was.get(name) != now["data"][name]]
     if other or set(was) != set(now["data"]):
