@@ -46,6 +46,7 @@ from .optimizer import (
     LossScaler,
     check_finite_and_unscale,
     decorate,
+    enable_static,
     get_global_policy,
     policy_scope,
     set_global_policy,
@@ -68,14 +69,14 @@ __version__ = "0.1.0"
 __getattr__ = paddle_attributes("amp_transpiler")
 
 __all__ = [
-    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit",
-    "Executor", "FitOptions", "FitResult", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler",
-    "MemoryEstimate", "Operator", "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch",
-    "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step",
-    "convert", "create_parameter", "data", "decorate", "default_main_program", "default_startup_program",
-    "find_culprit", "fit", "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow", "latest_checkpoint",
-    "load_checkpoint", "load_inference_model", "load_weights", "name_scope", "nn", "ops", "optimizer",
-    "policy_scope", "prepare_training", "program_guard", "recompute", "register_gradient", "regularizer",
+    "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit", "Executor",
+    "FitOptions", "FitResult", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate",
+    "Operator", "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward",
+    "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step", "convert",
+    "create_parameter", "data", "decorate", "default_main_program", "default_startup_program", "enable_static",
+    "find_culprit", "fit", "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow",
+    "latest_checkpoint", "load_checkpoint", "load_inference_model", "load_weights", "name_scope", "nn", "ops",
+    "optimizer", "policy_scope", "prepare_training", "program_guard", "recompute", "register_gradient", "regularizer",
     "rewrite_program", "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed",
     "set_global_policy", "step_state", "unique_name", "update_loss_scaling", "watch",
 ]  # fmt: skip

@@ -28,7 +28,10 @@ class Numbers:
     """What rules need beside ``+ - * /``, on Python's floats."""
 
     cos = staticmethod(math.cos)
+    exp = staticmethod(math.exp)
     pow = staticmethod(math.pow)
+    #: A number to the power of what rules are given.
+    power = staticmethod(math.pow)
     floor = staticmethod(math.floor)
     min = staticmethod(min)
     max = staticmethod(max)
@@ -55,6 +58,12 @@ class _Tensors:
 
     def cos(self, x: Any) -> _Tensor:
         return self.emit("Cos", x)
+
+    def exp(self, x: Any) -> _Tensor:
+        return self.emit("Exp", x)
+
+    def power(self, base: float, n: Any) -> _Tensor:
+        return self.exp(n * math.log(base))  # Pow of an fp32 base is off by n roundings
 
     def pow(self, x: Any, power: Any) -> _Tensor:
         return self.emit("Pow", x, power)
@@ -94,6 +103,9 @@ class _Tensor:
     def __truediv__(self, other: Any) -> _Tensor:
         return self.functions.emit("Div", self, other)
 
+    def __rtruediv__(self, other: Any) -> _Tensor:
+        return self.functions.emit("Div", other, self)
+
     __radd__, __rmul__ = __add__, __mul__
 
 
@@ -123,6 +135,40 @@ def PiecewiseDecay(m: Any, t: Any, s: Description) -> Any:
     for boundary, value in reversed(list(zip(s["boundaries"], s["values"], strict=False))):
         rate = m.less(t, boundary, value, rate)
     return rate
+
+
+@_rule
+def ExponentialDecay(m: Any, t: Any, s: Description) -> Any:
+    return s["learning_rate"] * m.power(s["gamma"], t)
+
+
+@_rule
+def NaturalExpDecay(m: Any, t: Any, s: Description) -> Any:
+    return s["learning_rate"] * m.exp(t * -s["gamma"])
+
+
+@_rule
+def InverseTimeDecay(m: Any, t: Any, s: Description) -> Any:
+    return s["learning_rate"] / (1 + s["gamma"] * t)
+
+
+@_rule
+def StepDecay(m: Any, t: Any, s: Description) -> Any:
+    return s["learning_rate"] * m.power(s["gamma"], m.floor(t / s["step_size"]))
+
+
+@_rule
+def MultiStepDecay(m: Any, t: Any, s: Description) -> Any:
+    rate = s["learning_rate"] * s["gamma"] ** len(s["milestones"])
+    for index, milestone in reversed(list(enumerate(s["milestones"]))):
+        rate = m.less(t, milestone, s["learning_rate"] * s["gamma"] ** index, rate)
+    return rate
+
+
+@_rule
+def LinearLR(m: Any, t: Any, s: Description) -> Any:
+    done = m.min(t, s["total_steps"]) / s["total_steps"]
+    return s["learning_rate"] * (s["start_factor"] + (s["end_factor"] - s["start_factor"]) * done)
 
 
 @_rule

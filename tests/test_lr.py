@@ -53,6 +53,8 @@ LONG: list[lr.LRScheduler] = [
     lr.PolynomialDecay(0.1, 600, power=0.5, cycle=True), lr.PolynomialDecay(0.1, 1600, end_lr=0.2, power=3.0),
     lr.NoamDecay(64, 400, 2.0), lr.OneCycleLR(0.1, 1800), lr.OneCycleLR(0.1, 1000, three_phase=True),
     lr.OneCycleLR(0.1, 999, phase_pct=0.21, anneal_strategy="linear"),
+    lr.ExponentialDecay(0.1, 0.995), lr.NaturalExpDecay(0.1, 0.003), lr.InverseTimeDecay(0.1, 0.01),
+    lr.StepDecay(0.1, 300, 0.5), lr.MultiStepDecay(0.1, [100, 900, 1700], 0.3), lr.LinearLR(0.1, 1500, 0.01, 2.0),
     lr.LinearWarmup(lr.LinearWarmup(lr.PiecewiseDecay([100], [0.1, 0.01]), 200, 0.2, 0.1), 300, 0.0, 0.2),
 ]  # fmt: skip
 EVERY = pytest.mark.parametrize("schedule", LONG, ids=[f"{i}-{type(s).__name__}" for i, s in enumerate(LONG)])

@@ -11,12 +11,13 @@ from .optimizers import SGD, Adam, AdamW, Lamb, Lars, Momentum
 from .policy import get_global_policy, policy_scope, set_global_policy
 from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, update_loss_scaling
+from .schedule import enable_static
 
 __getattr__ = paddle_attributes("amp_transpiler.optimizer")
 
 __all__ = [
     "SGD", "Momentum", "Lars", "Adam", "AdamW", "Lamb", "Optimizer", "ExponentialMovingAverage",
     "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue",
-    "LossScale", "LossScaler", "OptimizerWithMixedPrecision", "decorate", "lr", "check_finite_and_unscale",
-    "get_global_policy", "policy_scope", "set_global_policy", "update_loss_scaling",
+    "LossScale", "LossScaler", "OptimizerWithMixedPrecision", "decorate", "enable_static", "lr",
+    "check_finite_and_unscale", "get_global_policy", "policy_scope", "set_global_policy", "update_loss_scaling",
 ]  # fmt: skip

@@ -311,11 +311,12 @@ class Optimizer:
         """The rate that the program computes from its count of good steps, which is state."""
         step = create_state(program, startup, shared_name(program, "lr_step"), "int32", [], 0)
         rate, new = program.add_variable(name, "float32", ()), next_value(step)
+        schedule.follow(step.name)
         program.add_operator(LEARNING_RATE, [step], [rate, new], attrs={"schedule": schedule.description}, domain=OWN)
         rate.stop_gradient = True
-        if found_inf is not None:
-            new = gated_value(step, step, new, found_inf)
-        program.set_update(step, new)
+        if not schedule.stepped_by_user:
+            gated = new if found_inf is None else gated_value(step, step, new, found_inf)
+            program.set_update(step, gated)
         self._lr_step = step
         return rate
 

@@ -8,50 +8,25 @@ and formulas are those of ``paddle.optimizer.lr``, evaluated once for every step
 
 from __future__ import annotations
 
-import json
-import math
-import numbers
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ops.schedule import rate_at
+from ..errors import ArgumentError
+from ..lists.paddle import paddle_arguments, paddle_attributes
+from .schedule import LRScheduler, count, flag, listed, positive, rate
 
-
-class LRScheduler:
-    """Base of the schedules. Two of them are equal where they describe the same rates."""
-
-    def __init__(self, **description: Any) -> None:
-        self._description = {"type": type(self).__name__, **description}
-
-    def value(self, step: int) -> float:
-        """The rate of step ``step`` (the first is 0), in float64; the program computes it in fp32."""
-        return float(rate_at(self._description, float(_count(self, "step", step, 0))))
-
-    @property
-    def description(self) -> str:
-        """The schedule as JSON, as the program's ``LearningRate`` operator holds it."""
-        return json.dumps(self._description)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LRScheduler) and self._description == other._description
-
-    def __hash__(self) -> int:
-        return hash(self.description)
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self._description.items() if name != "type")
-        return f"{type(self).__name__}({given})"
+__getattr__ = paddle_attributes("amp_transpiler.optimizer.lr")
 
 
+@paddle_arguments("optimizer.lr")
 class Constant(LRScheduler):
     """``learning_rate`` at every step."""
 
     def __init__(self, learning_rate: float) -> None:
-        super().__init__(learning_rate=_rate(self, "learning_rate", learning_rate))
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate))
 
 
+@paddle_arguments("optimizer.lr")
 class PiecewiseDecay(LRScheduler):
     """``values[i]`` while ``step < boundaries[i]``, the last value from the last boundary on.
 
@@ -59,8 +34,8 @@ class PiecewiseDecay(LRScheduler):
     """
 
     def __init__(self, boundaries: Sequence[int], values: Sequence[float]) -> None:
-        steps = [_count(self, "boundaries", b, 1) for b in _list(self, "boundaries", boundaries)]
-        rates = [_rate(self, "values", v) for v in _list(self, "values", values)]
+        steps = [count(self, "boundaries", b, 1) for b in listed(self, "boundaries", boundaries)]
+        rates = [rate(self, "values", v) for v in listed(self, "values", values)]
         if not steps or any(b <= a for a, b in pairwise(steps)):
             raise ArgumentError(f"PiecewiseDecay: boundaries are {steps}; expected ascending steps")
         if len(rates) != len(steps) + 1:
@@ -70,6 +45,7 @@ class PiecewiseDecay(LRScheduler):
         super().__init__(boundaries=steps, values=rates)
 
 
+@paddle_arguments("optimizer.lr")
 class LinearWarmup(LRScheduler):
     """``start_lr + (end_lr - start_lr) * step / warmup_steps`` for ``warmup_steps`` steps, then ``learning_rate``.
 
@@ -80,12 +56,84 @@ class LinearWarmup(LRScheduler):
         after = learning_rate if isinstance(learning_rate, LRScheduler) else Constant(learning_rate)
         super().__init__(
             learning_rate=after._description,
-            warmup_steps=_count(self, "warmup_steps", warmup_steps, 1),
-            start_lr=_rate(self, "start_lr", start_lr),
-            end_lr=_rate(self, "end_lr", end_lr),
+            warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
+            start_lr=rate(self, "start_lr", start_lr),
+            end_lr=rate(self, "end_lr", end_lr),
         )
 
 
+@paddle_arguments("optimizer.lr")
+class ExponentialDecay(LRScheduler):
+    """``learning_rate * gamma ** step``."""
+
+    def __init__(self, learning_rate: float, gamma: float) -> None:
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma)
+        )
+
+
+@paddle_arguments("optimizer.lr")
+class NaturalExpDecay(LRScheduler):
+    """``learning_rate * exp(-gamma * step)``."""
+
+    def __init__(self, learning_rate: float, gamma: float) -> None:
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma)
+        )
+
+
+@paddle_arguments("optimizer.lr")
+class InverseTimeDecay(LRScheduler):
+    """``learning_rate / (1 + gamma * step)``."""
+
+    def __init__(self, learning_rate: float, gamma: float) -> None:
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma)
+        )
+
+
+@paddle_arguments("optimizer.lr")
+class StepDecay(LRScheduler):
+    """``learning_rate * gamma ** floor(step / step_size)``."""
+
+    def __init__(self, learning_rate: float, step_size: int, gamma: float = 0.1) -> None:
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            step_size=count(self, "step_size", step_size, 1),
+            gamma=positive(self, "gamma", gamma),
+        )
+
+
+@paddle_arguments("optimizer.lr")
+class MultiStepDecay(LRScheduler):
+    """``learning_rate * gamma ** n`` where ``n`` of the ascending ``milestones`` are reached."""
+
+    def __init__(self, learning_rate: float, milestones: Sequence[int], gamma: float = 0.1) -> None:
+        steps = [count(self, "milestones", m, 1) for m in listed(self, "milestones", milestones)]
+        if not steps or any(b <= a for a, b in pairwise(steps)):
+            raise ArgumentError(f"MultiStepDecay: milestones are {steps}; expected ascending steps")
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            milestones=steps,
+            gamma=positive(self, "gamma", gamma),
+        )
+
+
+@paddle_arguments("optimizer.lr")
+class LinearLR(LRScheduler):
+    """``learning_rate * (start_factor + (end_factor - start_factor) * min(step, total_steps) / total_steps)``."""
+
+    def __init__(self, learning_rate: float, total_steps: int, start_factor: float = 1 / 3,
+                 end_factor: float = 1.0) -> None:  # fmt: skip
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            total_steps=count(self, "total_steps", total_steps, 1),
+            start_factor=rate(self, "start_factor", start_factor),
+            end_factor=rate(self, "end_factor", end_factor),
+        )
+
+
+@paddle_arguments("optimizer.lr")
 class CosineAnnealingDecay(LRScheduler):
     """``eta_min + (learning_rate - eta_min) / 2 * (1 + cos(pi * step / T_max))`` (Loshchilov and Hutter, 2016).
 
@@ -94,12 +142,13 @@ class CosineAnnealingDecay(LRScheduler):
 
     def __init__(self, learning_rate: float, T_max: int, eta_min: float = 0.0) -> None:
         super().__init__(
-            learning_rate=_rate(self, "learning_rate", learning_rate),
-            T_max=_count(self, "T_max", T_max, 1),
-            eta_min=_rate(self, "eta_min", eta_min),
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            T_max=count(self, "T_max", T_max, 1),
+            eta_min=rate(self, "eta_min", eta_min),
         )
 
 
+@paddle_arguments("optimizer.lr")
 class PolynomialDecay(LRScheduler):
     """``end_lr + (learning_rate - end_lr) * (1 - min(step, decay_steps) / decay_steps) ** power``.
 
@@ -109,14 +158,15 @@ class PolynomialDecay(LRScheduler):
     def __init__(self, learning_rate: float, decay_steps: int, end_lr: float = 0.0001, power: float = 1.0,
                  cycle: bool = False) -> None:  # fmt: skip
         super().__init__(
-            learning_rate=_rate(self, "learning_rate", learning_rate),
-            decay_steps=_count(self, "decay_steps", decay_steps, 1),
-            end_lr=_rate(self, "end_lr", end_lr),
-            power=_positive(self, "power", power),
-            cycle=_flag(self, "cycle", cycle),
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            decay_steps=count(self, "decay_steps", decay_steps, 1),
+            end_lr=rate(self, "end_lr", end_lr),
+            power=positive(self, "power", power),
+            cycle=flag(self, "cycle", cycle),
         )
 
 
+@paddle_arguments("optimizer.lr")
 class NoamDecay(LRScheduler):
     """``learning_rate * d_model ** -0.5 * min(step ** -0.5, step * warmup_steps ** -1.5)``, 0 at step 0.
 
@@ -125,12 +175,13 @@ class NoamDecay(LRScheduler):
 
     def __init__(self, d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> None:
         super().__init__(
-            d_model=_count(self, "d_model", d_model, 1),
-            warmup_steps=_count(self, "warmup_steps", warmup_steps, 1),
-            learning_rate=_rate(self, "learning_rate", learning_rate),
+            d_model=count(self, "d_model", d_model, 1),
+            warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
+            learning_rate=rate(self, "learning_rate", learning_rate),
         )
 
 
+@paddle_arguments("optimizer.lr")
 class OneCycleLR(LRScheduler):
     """Up from ``max_learning_rate / divide_factor`` to the maximum, and down to ``end_learning_rate``.
 
@@ -142,69 +193,27 @@ class OneCycleLR(LRScheduler):
     def __init__(self, max_learning_rate: float, total_steps: int, divide_factor: float = 25.0,
                  end_learning_rate: float = 0.0001, phase_pct: float = 0.3, anneal_strategy: str = "cos",
                  three_phase: bool = False) -> None:  # fmt: skip
-        total = _count(self, "total_steps", total_steps, 2)
-        share = _positive(self, "phase_pct", phase_pct)
+        total = count(self, "total_steps", total_steps, 2)
+        share = positive(self, "phase_pct", phase_pct)
         rises = share * total - 1
         if anneal_strategy not in ("cos", "linear"):
             raise ArgumentError(f"OneCycleLR: anneal_strategy is {anneal_strategy!r}; expected 'cos' or 'linear'")
-        if not 0 < rises < ((total - 1) / 2 if _flag(self, "three_phase", three_phase) else total - 1):
+        if not 0 < rises < ((total - 1) / 2 if flag(self, "three_phase", three_phase) else total - 1):
             raise ArgumentError(f"OneCycleLR: phase_pct is {phase_pct!r} of {total} steps; every phase must be longer "
                                 f"than one step, and the phases no longer than the cycle")  # fmt: skip
         super().__init__(
-            max_learning_rate=_rate(self, "max_learning_rate", max_learning_rate),
+            max_learning_rate=rate(self, "max_learning_rate", max_learning_rate),
             total_steps=total,
-            divide_factor=_positive(self, "divide_factor", divide_factor),
-            end_learning_rate=_rate(self, "end_learning_rate", end_learning_rate),
+            divide_factor=positive(self, "divide_factor", divide_factor),
+            end_learning_rate=rate(self, "end_learning_rate", end_learning_rate),
             phase_pct=share,
             anneal_strategy=anneal_strategy,
             three_phase=three_phase,
         )
 
 
-# -- arguments -----------------------------------------------------------------------------------------------
-def _real(owner: LRScheduler, name: str, value: Any, wanted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected {wanted}")
-    return float(value)
-
-
-def _rate(owner: LRScheduler, name: str, value: Any) -> float:
-    if isinstance(value, LRScheduler):
-        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is a schedule; of the schedules, LinearWarmup alone "
-                                "wraps another one")  # fmt: skip
-    rate = _real(owner, name, value, "a number >= 0")
-    if rate < 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number >= 0")
-    return rate
-
-
-def _positive(owner: LRScheduler, name: str, value: Any) -> float:
-    number = _real(owner, name, value, "a number above 0")
-    if number <= 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number above 0")
-    return number
-
-
-def _count(owner: LRScheduler, name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < 2**31:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a whole number of steps, "
-                            f"at least {low}")  # fmt: skip
-    return int(value)
-
-
-def _flag(owner: LRScheduler, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected True or False")
-    return value
-
-
-def _list(owner: LRScheduler, name: str, value: Any) -> list[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected a list")
-    return list(value)
-
-
 __all__ = [
-    "Constant", "CosineAnnealingDecay", "LRScheduler", "LinearWarmup", "NoamDecay", "OneCycleLR", "PiecewiseDecay",
-    "PolynomialDecay",
+    "Constant", "CosineAnnealingDecay", "ExponentialDecay", "InverseTimeDecay", "LRScheduler", "LinearLR",
+    "LinearWarmup", "MultiStepDecay", "NaturalExpDecay", "NoamDecay", "OneCycleLR", "PiecewiseDecay",
+    "PolynomialDecay", "StepDecay",
 ]  # fmt: skip
