@@ -12,8 +12,9 @@ another, and come back where a rename fails.
 
 **Kills.** A workspace is locked while its process lives. The next write into the same folder removes those whose lock
 is free; where the process was killed between two renames, a journal in the workspace says which are left, and they are
-made good first, unless somebody else has put a file there since. Where the system has no such locks (Windows, some
-network drives), what a killed process left stays there.
+made good first, unless somebody else has put a file there since. That is done folder by folder: a report in another
+folder than its model's may be that of the run before. Where the system has no such locks (Windows, some network
+drives), what a killed process left stays there.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
         if same is not None:
             raise ArgumentError(f"{what} '{os.fspath(path)}' and {same} are the same file; choose another name")
         seen |= dict.fromkeys(_identities(path), f"{what} '{os.fspath(path)}'")
-        _probe(check_target(path, what), f"{what} '{os.fspath(path)}'")
+        target = check_target(path, what)
+        _probe(target.parent, f"{what} '{os.fspath(path)}'")
 
 
 def _files_in(path: PathLike) -> list[PathLike]:
@@ -122,13 +124,15 @@ def same_file(one: PathLike, other: PathLike) -> bool:
     return bool(set(_identities(one)) & set(_identities(other)))
 
 
-def _probe(target: Path, told: str) -> None:
+def _probe(folder: Path, told: str) -> None:
+    """Make sure that the folder takes files; what killed processes left in it is made good and removed."""
     try:
-        made = tempfile.mkdtemp(SUFFIX, PREFIX, target.parent)
+        remove_leftovers(folder)
+        made = tempfile.mkdtemp(SUFFIX, PREFIX, folder)
         with suppress(FileNotFoundError):  # another process may take it for left behind
             os.rmdir(made)
     except OSError as error:
-        raise ModelFileWriteError(f"{told} cannot be written: folder '{target.parent}' takes no files: "
+        raise ModelFileWriteError(f"{told} cannot be written: folder '{folder}' takes no files: "
                                   f"{error.strerror or error}") from None  # fmt: skip
 
 
@@ -199,7 +203,7 @@ def remove_leftovers(folder: Path) -> None:
         return
     for name in os.listdir(folder):
         left = folder / name
-        if not (name.startswith(PREFIX) and name.endswith(SUFFIX)) or left.is_symlink() or not left.is_dir():
+        if not (name.startswith(PREFIX) and name.endswith(SUFFIX) and _is_own_folder(left)):
             continue
         handle = _hold(left)
         if handle is not None:
@@ -209,6 +213,12 @@ def remove_leftovers(folder: Path) -> None:
         elif not os.listdir(left):  # killed before it was locked; one that lives makes itself another
             with suppress(OSError):
                 os.rmdir(left)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether it is a folder of this user's: in a shared one nobody makes us rename what he put there."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _stamp(path: Path) -> list[int] | None:
@@ -226,7 +236,8 @@ def _finish(workspace: Path) -> None:
         entries = json.loads((workspace / _JOURNAL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # there is none, or it was not whole: then nothing had been renamed
-    waiting = [(name, stamp) for name, stamp in entries if (workspace / _NEW / name).exists()]
+    waiting = [(name, stamp) for name, stamp in entries
+               if os.path.basename(name) == name and (workspace / _NEW / name).exists()]  # fmt: skip
     if any(_stamp(workspace.parent / name) not in (None, stamp) for name, stamp in waiting):
         return
     for name, _ in waiting:
@@ -247,14 +258,16 @@ class Group:
         self._moving = False
         self.written: tuple[Path, ...] = ()
 
-    def add(self, path: PathLike, write: Write) -> Path:
-        """Write what is to appear at ``path``; gives where it lies until then, under its own name.
+    def add(self, path: PathLike, write: Write) -> None:
+        """Write what is to appear at ``path``.
 
         ModelFileWriteError where that cannot be, ArgumentError where the group has that file already.
         """
         target = check_target(path)
         try:
-            staged = self.folder(target.parent) / target.name
+            if target.parent not in self._workspaces:
+                self._workspaces[target.parent] = Workspace(target.parent)
+            staged = self._at(target).new / target.name
             with open(staged, "xb") as stream:
                 write(stream)
                 stream.flush()
@@ -266,13 +279,11 @@ class Group:
         except OSError as error:
             raise _failed(path, error) from None
         self._staged.append(target)
-        return staged
 
-    def folder(self, parent: Path) -> Path:
-        """The folder in which the files for ``parent`` wait."""
-        if parent not in self._workspaces:
-            self._workspaces[parent] = Workspace(parent)
-        return self._workspaces[parent].new
+    def staged(self, path: PathLike) -> Path:
+        """Where a file that was added lies until the commit, under its own name, and its data beside it."""
+        target = check_target(path)
+        return self._at(target).new / target.name
 
     def commit(self) -> None:
         """Give every file its name, in the order in which they were added, or none of them.
@@ -299,7 +310,8 @@ class Group:
             raise
         self._moving = False
         for folder in self._workspaces:
-            sync_folder(folder)
+            with suppress(OSError):  # they stand; a power cut right now may still undo that
+                sync_folder(folder)
 
     def _at(self, target: Path) -> Workspace:
         return self._workspaces[target.parent]

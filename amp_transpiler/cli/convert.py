@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,15 @@ from tqdm import tqdm
 
 from ..convert import TOLERANCE
 from ..convert import convert as convert_model
-from ..errors import ArgumentError, ModelFileWriteError
+from ..errors import ArgumentError
+from ..files import Group, check_outputs, check_space, put
+from ..ir.external import check_unnamed
+from ..ir.locations import model_files, model_size
+from ..ir.marks import inserted
+from ..ir.onnx_out import save
 from ..ir.program import Program
-from ..report.html import write_html
-from ..report.json import write_json
+from ..report.html import to_html
+from ..report.json import to_json
 from ..report.record import record_program
 from .check import check
 
@@ -29,6 +33,18 @@ def run(options: argparse.Namespace) -> int:
     _check_paths(options)
     if options.tolerance is not None and not (options.calibration or options.check):
         raise ArgumentError("--tolerance is kept to on data: give --calibration as well, or --check")
+    with Group() as group:
+        try:
+            return _run(options, group)
+        except KeyboardInterrupt:
+            if not group.written:
+                raise
+            print(f"amp-transpile: interrupted; {_listed(group.written)} stand whole", file=sys.stderr)
+            return 130
+
+
+def _run(options: argparse.Namespace, group: Group) -> int:
+    """All files, the reports too, appear together at the end, after the check."""
     tolerance = options.tolerance
     bar = _Bar(options)
     with bar:
@@ -50,42 +66,41 @@ def run(options: argparse.Namespace) -> int:
             progress=bar.stage,
         )
         bar.stage("writing")
-        program.to_onnx(options.output, external_data=options.external_data)
+        save(program, options.output, external_data=options.external_data, group=group)
+    waiting = group.staged(options.output)
     status = 0
     if not options.quiet:
-        print(_summary(program, options))
+        print(_summary(program, options, model_size(waiting)))
     if options.check:
         limit = tolerance or TOLERANCE[options.dtype]
-        status = check(options.input, options.output, program, options.calibration, limit)
-    _write_reports(program, options)
+        status = check(options.input, str(waiting), program, options.calibration, limit)
+    _add_reports(program, options, group, waiting)
+    group.commit()
     errors = program.conversion.outputs
     if program.conversion.tolerance is not None and not all(e <= program.conversion.tolerance for e in errors.values()):
         print(f"amp-transpile: {program.conversion.rounds[-1]}", file=sys.stderr)
         status = 3
+    if status:
+        print(f"amp-transpile: {_listed(group.written)} written all the same", file=sys.stderr)
     return status
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(f"'{path}'" for path in paths)
 
 
 def _check_paths(options: argparse.Namespace) -> None:
     """Refuse before the work what could not be written after it."""
-    targets = {"OUT.onnx": options.output, "--report": options.report, "--json": options.json}
-    seen = {_real(options.input): "IN.onnx"}
-    for what, path in targets.items():
-        if path is None:
-            continue
-        if _real(path) in seen:
-            raise ArgumentError(f"{seen[_real(path)]} and {what} are the same file, {path}; choose another name")
-        seen[_real(path)] = what
-        if os.path.isdir(path):
-            raise ModelFileWriteError(f"{what} '{path}' is a folder; give the name of a file in it")
-        folder = Path(path).resolve().parent
-        if not folder.is_dir():
-            raise ModelFileWriteError(f"{what} '{path}' cannot be written: there is no folder '{folder}'")
-        if not os.access(folder, os.W_OK):
-            raise ModelFileWriteError(f"{what} '{path}' cannot be written: no permission to write to '{folder}'")
-
-
-def _real(path: str) -> str:
-    return os.path.realpath(path)
+    output, data = Path(options.output), options.external_data
+    read = model_files(options.input)
+    beside = output.parent / (data if isinstance(data, str) else f"{output.name}.data")
+    external = data is not None or len(read) > 1  # else it is large models alone that get a data file
+    outputs = {"OUT.onnx": options.output, "--external-data": beside if external else None, "--report": options.report,
+               "--json": options.json}  # fmt: skip
+    check_outputs(outputs, {"IN.onnx": read, "--calibration": options.calibration or []})
+    if external and not isinstance(data, str):
+        check_unnamed(output, beside)
+    check_space(options.output, model_size(options.input) // 2)
 
 
 def _keep_io(options: argparse.Namespace) -> Any:
@@ -108,13 +123,13 @@ def _ranges(texts: list[str]) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def _summary(program: Program, options: argparse.Namespace) -> str:
-    operators = list(program.walk())
-    casts = sum(op.type == "Cast" for op in operators)
-    halves = sum(op.precision == options.dtype and op.type != "Cast" for op in operators)
+def _summary(program: Program, options: argparse.Namespace, size: int) -> str:
+    own = [op for op in program.walk() if not inserted(op)]
+    casts = sum(inserted(op) for op in program.walk())
+    halves = sum(op.precision == options.dtype for op in own)
     done = program.conversion
-    lines = [f"{options.output}: {halves} of {len(operators) - casts} operators in {options.dtype}, {casts} casts, "
-             f"{_size(options.input):,} -> {_size(options.output):,} bytes"]  # fmt: skip
+    lines = [f"{options.output}: {halves} of {len(own)} operators in {options.dtype}, {casts} casts inserted, "
+             f"{model_size(options.input):,} -> {size:,} bytes"]  # fmt: skip
     actions: dict[str, list[str]] = {}
     for note in done.constants:
         actions.setdefault(note.action, []).append(note.name)
@@ -126,27 +141,21 @@ def _summary(program: Program, options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _size(path: str) -> int:
-    """Bytes of a model file and of the data file beside it."""
-    beside = f"{path}.data"
-    return os.path.getsize(path) + (os.path.getsize(beside) if os.path.exists(beside) else 0)
-
-
-def _write_reports(program: Program, options: argparse.Namespace) -> None:
+def _add_reports(program: Program, options: argparse.Namespace, group: Group, written: Path) -> None:
     done = program.conversion
     if options.report or options.json:
-        done.after = record_program(program, options.output)
+        done.after = record_program(program, written)
     if options.report:
-        write_html(done, options.report)
+        group.add(options.report, put(to_html(done).encode("utf-8")))
     if options.json:
-        write_json(done, options.json)
+        group.add(options.json, put(to_json(done).encode("ascii")))
 
 
 class _Bar:
     """A progress bar for large models, on a terminal."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        large = os.path.exists(options.input) and (_size(options.input) >= _LARGE or bool(options.calibration))
+        large = model_size(options.input) >= _LARGE or bool(options.calibration)
         shown = large and not options.quiet and sys.stderr.isatty()
         self.bar = tqdm(total=None if options.calibration else 5, disable=not shown, leave=False, unit="stage")
         self.stage: Callable[[str], None] = self._stage

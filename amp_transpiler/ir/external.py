@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import onnx
 
 from ..errors import ArgumentError
-from ..files import Group, check_space, check_target, put, same_file
+from ..files import Group, check_space, check_target, put, remove_leftovers, same_file
 from . import serializing
 from .locations import model_files
 from .program import Program, Variable
@@ -90,7 +90,8 @@ class Layout:
         read = {data.file for _, data in held if isinstance(data, ExternalTensor)}
         read |= set(source.external) if source is not None else set()
         in_place = source is not None and source.path is not None and same_file(source.path, path)
-        check_target(path)
+        target = check_target(path)
+        remove_leftovers(target.parent)
         taken = next((file for file in read if same_file(file, path)), None)
         beside = path.parent / self.location
         if self.places:
@@ -100,9 +101,8 @@ class Layout:
         if taken is not None:
             raise ArgumentError(f"'{taken}' cannot be written: the model that was read consists of it; choose another "
                                 "name")  # fmt: skip
-        if self.places and not named and beside.exists() and not any(same_file(f, beside) for f in model_files(path)):
-            raise ArgumentError(f"'{beside}' is there, and is not the data of '{path.name}'; remove it, or give "
-                                f"external_data (--external-data) the name '{beside.name}' to replace it")  # fmt: skip
+        if self.places and not named:
+            check_unnamed(path, beside)
 
     def content(self, variable: Variable, data: Any) -> Tensor:
         """The TensorProto of a variable in the model that is written."""
@@ -131,6 +131,13 @@ class Layout:
             stream.write(b"\0" * (offset - stream.tell()))
             for piece in raw_bytes(self.values.get(variable, variable.data)):
                 stream.write(piece)
+
+
+def check_unnamed(path: Path, beside: Path) -> None:
+    """ArgumentError where the data file that nobody named is there, and the model at ``path`` does not refer to it."""
+    if beside.exists() and not any(same_file(file, beside) for file in model_files(path)):
+        raise ArgumentError(f"'{beside}' is there, and is not the data of a model '{path.name}'; remove it, or give "
+                            f"external_data (--external-data) the name '{beside.name}' to replace it")  # fmt: skip
 
 
 def _contents(program: Program, values: dict[Variable, Any]) -> list[Variable]:

@@ -82,6 +82,11 @@ def location_of(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
+def model_size(path: str | os.PathLike[str]) -> int:
+    """Bytes of the files of a model, as far as they are there."""
+    return sum(file.stat().st_size for file in model_files(path) if file.is_file())
+
+
 def model_files(path: str | os.PathLike[str]) -> list[Path]:
     """The files of a model: itself, and those in which its tensors lie, whether they are there or not.
 

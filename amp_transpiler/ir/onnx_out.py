@@ -60,9 +60,11 @@ def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope:
             values = {} if scope is None else _scope_values(program, scope)
         layout = Layout(program, values, target, external_data)
         model = model_of(program, layout.content, values)
-        if target is not None:
+        if group is not None:
+            layout.add_to(group, model)
+        elif target is not None:
             with Group() as own:
-                layout.add_to(group or own, model)
+                layout.add_to(own, model)
                 own.commit()
     return model
 

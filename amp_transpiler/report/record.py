@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..ir.locations import model_size
 from ..ir.marks import inserted
 from ..ir.program import Operator, Program, Variable
 from ..ir.tensors import byte_size, tensor_type
@@ -54,7 +55,7 @@ class OperatorRecord:
 class ProgramRecord:
     """A program: operators in their order (nested graphs after the operator that holds them), tensors, totals.
 
-    ``weights``: bytes of constant content. ``file``: bytes on disk, 0 where there is no file.
+    ``weights``: bytes of constant content. ``file``: bytes on disk with those of its data, 0 where there is no file.
     """
 
     opset: int
@@ -156,7 +157,7 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
         tuple(v.name for v in program.outputs),
         sum(op.type == "Cast" for op in operators),
         sum(t.bytes for t in tensors),
-        os.path.getsize(path) if path is not None and os.path.exists(path) else 0,
+        0 if path is None else model_size(path),
     )
 
 
