@@ -151,6 +151,11 @@ def _aliases() -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]]:
     return parse_aliases(read_text("aliases.toml"), "aliases.toml")
 
 
+def known_aliases() -> Mapping[str, tuple[str, ...]]:
+    """Paddle's operator names, and the ONNX operators that each stands for."""
+    return _aliases()[0]
+
+
 def kept_fp32(op_type: str, domain: str = "") -> tuple[frozenset[int], frozenset[int]]:
     """Indices of the inputs and of the outputs that stay fp32 when the operator runs in 16 bit (``slots.toml``).
 

@@ -3,11 +3,42 @@
 from collections.abc import Iterable
 
 from amp_transpiler.errors import ListError, ListTypeError
-from amp_transpiler.lists._data import default_lists, resolve
+from amp_transpiler.lists._data import default_lists, known_aliases, resolve
 from amp_transpiler.lists._kernels import unsupported_operators, unsupported_reason
 from amp_transpiler.lists._presets import Preset, find_preset
 
 _NO_PRESET = Preset("", frozenset(), (), {})
+_HALF = {"float16": "float16", "fp16": "float16", "half": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+
+
+class OperatorSet(set[str]):
+    """ONNX operator types. Paddle's names may be asked for, added and taken out: ``"conv2d" in lists.white_list``.
+
+    A name that stands for several types is in the set where all of them are.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name) or not isinstance(name, str):
+            return super().__contains__(name)
+        return all(map(super().__contains__, known_aliases().get(name, ("",))))
+
+    def add(self, name: str) -> None:
+        """ListError for a name that no operator has."""
+        super().update(resolve(name))
+
+    def update(self, *names: Iterable[str]) -> None:
+        """ListError for a name that no operator has."""
+        super().update(*(resolve(name) for some in names for name in some))
+
+    def discard(self, name: object) -> None:
+        """ListError for a name that no operator has, ListTypeError for what is no string."""
+        super().difference_update(resolve(name))  # type: ignore[arg-type]
+
+    def remove(self, name: str) -> None:
+        """KeyError where it is not in the set."""
+        if name not in self:
+            raise KeyError(name)
+        self.discard(name)
 
 
 class AutoMixedPrecisionLists:
@@ -24,12 +55,12 @@ class AutoMixedPrecisionLists:
         custom_black_varnames: names of variables; an operator that reads or writes one of them runs fp32. A name
             that no variable has and that is a glob (``encoder/*``) or, after ``re:``, a regular expression stands for
             operators instead: by name or scope, by what they make, or by a parameter that they read.
-        dtype: ``float16`` or ``bfloat16``, in any letter case.
+        dtype: ``float16`` (also ``fp16``, ``half``) or ``bfloat16`` (``bf16``), in any letter case.
         preset: a recipe of ``presets.toml`` that the custom lists change further: ``"bert"`` for transformer encoders
             in mixed precision (layer norm, softmax, GELU, embeddings, logits in fp32), ``"bert_pure"`` for pure 16 bit.
 
     Attributes:
-        white_list, black_list, gray_list: sets of operators, copies of this instance's own.
+        white_list, black_list, gray_list: sets of operators, copies of this instance's own; they know Paddle's names.
         black_varnames: set of variable names and patterns.
         black_patterns: patterns of the preset, which need not fit anything.
         dtype: ``float16`` or ``bfloat16``.
@@ -49,9 +80,9 @@ class AutoMixedPrecisionLists:
         *,
         preset: str | None = None,
     ) -> None:
-        if not isinstance(dtype, str) or dtype.lower() not in ("float16", "bfloat16"):
+        if not isinstance(dtype, str) or dtype.lower() not in _HALF:
             raise ListError(f"AutoMixedPrecisionLists: dtype is {dtype!r}; expected 'float16' or 'bfloat16'.")
-        self.dtype = dtype.lower()
+        self.dtype = _HALF[dtype.lower()]
         white = _resolved(custom_white_list, "custom_white_list")
         black = _resolved(custom_black_list, "custom_black_list")
         overlap = sorted(white.keys() & black.keys())
@@ -71,12 +102,22 @@ class AutoMixedPrecisionLists:
         recipe = _NO_PRESET if preset is None else find_preset(preset)
         blackened = (recipe.black - white.keys()) | black.keys()
         defaults = default_lists()
-        self.white_list: set[str] = (set(defaults.white) | white.keys()) - blackened
-        self.black_list: set[str] = (set(defaults.black) - white.keys()) | blackened
-        self.gray_list: set[str] = set(defaults.gray) - white.keys() - blackened
+        self.white_list: set[str] = OperatorSet((set(defaults.white) | white.keys()) - blackened)
+        self.black_list: set[str] = OperatorSet((set(defaults.black) - white.keys()) | blackened)
+        self.gray_list: set[str] = OperatorSet(set(defaults.gray) - white.keys() - blackened)
         self.black_varnames: set[str] = set(_strings(custom_black_varnames, "custom_black_varnames"))
         self.black_patterns: tuple[str, ...] = recipe.names
         self._custom_black, self._custom_white = frozenset(blackened), frozenset(white)
+
+    @property
+    def amp_dtype(self) -> str:
+        """``dtype``, by its name in Paddle."""
+        return self.dtype
+
+    @property
+    def all_list(self) -> set[str]:
+        """White, black and gray operators together: every float operator of ai.onnx."""
+        return OperatorSet(self.white_list | self.black_list | self.gray_list)
 
     @property
     def unsupported_list(self) -> frozenset[str]:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.types import HALF
+from ..ir.types import HALF, element_type
 from ..lists import AutoMixedPrecisionLists
+from ..lists.paddle import paddle_arguments
 from . import policy
 from .accumulation import Accumulation
 from .amp_optimizer import OptimizerWithMixedPrecision
 from .base import Optimizer
 from .groups import number
+from .levels import with_levels
 from .scaler import LossScaler
 from .scaling import scaling_attributes
 
@@ -20,6 +22,8 @@ _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
 
 
+@with_levels
+@paddle_arguments("decorate")
 def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPrecisionLists | None = None,
              init_loss_scaling: float = 2**15, incr_every_n_steps: int = 1000, decr_every_n_nan_or_inf: int = 2,
              incr_ratio: float = 2.0, decr_ratio: float = 0.8, use_dynamic_loss_scaling: bool = True,
@@ -27,6 +31,8 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
              dtype: str = "float16", scaler: LossScaler | None = None,
              accumulate_steps: int = 1, numeric_guards: bool | None = None) -> OptimizerWithMixedPrecision:  # fmt: skip
     """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
+
+    Paddle's other signature, by ``level``, is taken as well; see ``levels.with_levels``.
 
     Args:
         optimizer: an optimizer of this package, not yet used; or several over disjoint parameters, that take every
@@ -39,9 +45,9 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
         use_dynamic_loss_scaling: adapt the scale. A static scale checks gradients and skips bad steps as well.
         use_pure_fp16: run everything that can in 16 bit and store parameters so, instead of black/white lists.
         use_fp16_guard: in pure mode, only what ``fp16_guard`` or ``mark_fp16`` marks; default: ``use_pure_fp16``.
-        dtype: "float16" or "bfloat16". bfloat16 has fp32's range: it trains with scale 1 and without dynamic
-            scaling unless one of the five scaling numbers is given other than its default; its gradients are
-            checked in any case.
+        dtype: "float16" ("fp16", "half") or "bfloat16" ("bf16"). bfloat16 has fp32's range: it trains
+            with scale 1 and without dynamic scaling unless one of the five scaling numbers is given other than its
+            default; its gradients are checked in any case.
         scaler: another rule for the loss scale, such as ``amp.LossScaler.torch()``; the five scaling numbers and
             ``use_dynamic_loss_scaling`` then keep their defaults.
         accumulate_steps: micro-batches whose gradients, kept in fp32, are averaged before one check and one update.
@@ -56,9 +62,7 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
             decorated already, a ``dtype`` that is not that of ``amp_lists``, a scaler beside numbers for another.
     """
     optimizers = _checked_optimizers(optimizer)
-    if not isinstance(dtype, str) or dtype.lower() not in HALF:
-        raise ArgumentError(f"decorate: dtype is {dtype!r}; expected 'float16' or 'bfloat16'")
-    dtype = dtype.lower()
+    dtype = _half(dtype)
     if not isinstance(amp_lists, (AutoMixedPrecisionLists, type(None))):
         raise ArgumentTypeError(f"decorate: amp_lists is {amp_lists!r}; expected amp.AutoMixedPrecisionLists(...)")
     if amp_lists is not None and amp_lists.dtype != dtype:
@@ -93,6 +97,16 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
         if use_pure_fp16 and not each.multi_precision:
             each.warn_low_precision(f"use_pure_fp16 stores parameters in {dtype}")
     return decorated
+
+
+def _half(dtype: Any) -> str:
+    try:
+        name = element_type(dtype)
+    except ArgumentError:
+        name = ""
+    if name not in HALF:
+        raise ArgumentError(f"decorate: dtype is {dtype!r}; expected 'float16' or 'bfloat16'")
+    return name
 
 
 def _checked_optimizers(optimizer: Any) -> list[Optimizer]:
