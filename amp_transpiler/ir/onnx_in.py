@@ -23,6 +23,7 @@ from .source import Entry, Source, leftover, plain_domain, set_source, source_of
 from .tensors import stripped, tensor_array, tensor_type
 from .verify import operator_clashes
 from .weights import STATISTICS, not_a_weight
+from .wellformed import node_label
 
 __all__ = ["load", "program_of", "tensor_array"]
 
@@ -203,7 +204,7 @@ class _Reader:
     def _declare_outputs(self, program: Program, node: onnx.NodeProto) -> None:
         for output in node.output:
             if output and program.has_var(output):
-                raise GraphError(f"node {_label(node)} of graph '{program.name}' writes '{output}', which another "
+                raise GraphError(f"node {node_label(node)} of graph '{program.name}' writes '{output}', which another "
                                  "node, an input or an initializer gives already; a name is written once")  # fmt: skip
             if output:
                 program.add_variable(output)
@@ -231,7 +232,7 @@ class _Reader:
             return None
         variable = frame.find(name)
         if variable is None:
-            raise GraphError(f"node {_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing "
+            raise GraphError(f"node {node_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing "
                              "produces")  # fmt: skip
         return variable
 
@@ -247,12 +248,6 @@ class _Reader:
             programs.append(inner.program)
         header = copy_without(attribute, ("g", "graphs"))
         attributes.set_graph(header, programs[0] if attribute.HasField("g") else programs)
-
-
-def _label(node: onnx.NodeProto) -> str:
-    """A node in a message: its name, or its first output, and its type."""
-    name = node.name or next((f"-> {output}" for output in node.output if output), "")
-    return f"'{name}' ({node.op_type})" if name else f"of type {node.op_type}"
 
 
 def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:

@@ -17,6 +17,7 @@ from .locations import external_tensors, located
 from .serializing import LIMIT
 from .source import plain_domain
 from .tensors import ExternalTensor, byte_size, tensor_type, to_proto
+from .wellformed import check_model
 
 _LFS = b"version https://git-lfs"
 
@@ -108,6 +109,7 @@ def _check_model(read: ModelFile) -> None:
     _check_opsets(label, model.opset_import)
     for function in model.functions:
         _check_opsets(f"function '{function.name}' of {label}", function.opset_import)
+    check_model(model, read.initializers, label)
 
 
 def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None:
@@ -160,13 +162,10 @@ class DataFiles:
 
         ModelFileNotFoundError, ModelFileError: no such file, a file outside the model's folder or too short.
         """
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            return tensor
         dtype, shape = tensor_type(tensor)
         needed = byte_size(dtype, shape)
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            if tensor.HasField("raw_data") and tensor.ByteSize() < needed:
-                raise ModelFileError(f"tensor '{tensor.name}' of {self.label} is cut short: {dtype}{list(shape)} "
-                                     f"takes {needed} bytes")  # fmt: skip
-            return tensor
         entries = {entry.key: entry.value for entry in tensor.external_data}
         file, mapped = self._file(entries.get("location", ""), tensor.name)
         try:

@@ -1,0 +1,322 @@
+"""What everything behind the reading takes for granted of a ModelProto, checked once, on the protobuf.
+
+Text is UTF-8; a tensor's content is of the length that its element type and dims ask for; attributes have the types,
+and nodes the numbers of inputs and outputs, that the operators' schemas say; control flow fits its graphs. Nothing
+is read of the content of dense tensors, and no call into onnx sees a model before it has passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
+
+from ..errors import GraphError, ModelFileError
+from .control import CONTROL
+from .functions import check_functions
+from .source import plain_domain
+from .tensors import byte_size
+from .types import NAMES, numpy_dtype
+from .verify import schema_of
+
+#: Bytes that a sparse tensor may take once it is dense.
+DENSE = 1 << 30
+#: What numpy and onnxruntime count bytes in.
+_LARGEST = 2**63 - 1
+
+_Attribute = onnx.AttributeProto
+_Names = _Attribute.AttributeType.Name
+#: The field of an AttributeProto that holds the value of each type.
+_FIELDS = {
+    _Attribute.FLOAT: "f", _Attribute.INT: "i", _Attribute.STRING: "s", _Attribute.TENSOR: "t", _Attribute.GRAPH: "g",
+    _Attribute.SPARSE_TENSOR: "sparse_tensor", _Attribute.TYPE_PROTO: "tp", _Attribute.FLOATS: "floats",
+    _Attribute.INTS: "ints", _Attribute.STRINGS: "strings", _Attribute.TENSORS: "tensors",
+    _Attribute.GRAPHS: "graphs", _Attribute.SPARSE_TENSORS: "sparse_tensors", _Attribute.TYPE_PROTOS: "type_protos",
+}  # fmt: skip
+_VALUES = frozenset(_FIELDS.values())
+_CONTENT = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+_SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
+
+
+def check_model(model: onnx.ModelProto, initializers: Iterable[onnx.TensorProto], label: str) -> None:
+    """Refuse what is wrong with a model that parses; ``initializers`` are those of its main graph.
+
+    Raises: ModelFileError for text and tensors, GraphError for nodes, graphs and functions; both begin with ``label``.
+    """
+    try:
+        _check_text(model, "the model")
+        for tensor in initializers:
+            _check_text(tensor, "an initializer")
+        functions = {(plain_domain(f.domain), f.name, f.overload) for f in model.functions}
+        checker = _Checker(functions)
+        opsets = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
+        check_functions(model)
+        for tensor in initializers:
+            check_tensor(tensor, f"initializer '{tensor.name}'")
+        checker.graph(model.graph, opsets, None)
+        for function in model.functions:
+            of_function = {plain_domain(opset.domain): opset.version for opset in function.opset_import}
+            checker.nodes(function.node, opsets | of_function, f"function '{function.name}'", frozenset(
+                [*function.attribute, *(a.name for a in function.attribute_proto)]))  # fmt: skip
+    except ModelFileError as error:
+        raise ModelFileError(f"{label}: {error}") from None
+    except GraphError as error:
+        raise GraphError(f"{label}: {error}") from None
+
+
+# -- text ------------------------------------------------------------------------------------------------------
+def _check_text(message: Any, where: str) -> None:
+    """Refuse a string field that does not decode, which protobuf gives as bytes; of tensors their labels alone."""
+    tensor = isinstance(message, onnx.TensorProto)
+    for field, value in _labels(message) if tensor else message.ListFields():
+        kind = field.type
+        if kind == FieldDescriptor.TYPE_MESSAGE:
+            for item in value if _repeated(value) else (value,):
+                _check_text(item, where)
+        elif kind == FieldDescriptor.TYPE_STRING:
+            for item in (value,) if isinstance(value, str | bytes) else value:
+                if not isinstance(item, str):
+                    raise ModelFileError(f"holds text that is not UTF-8: field '{field.name}' of a "
+                                         f"{type(message).__name__} is {bytes(item)[:40]!r}")  # fmt: skip
+    if tensor and message.data_type == onnx.TensorProto.STRING:
+        _check_strings(message)
+
+
+def _repeated(value: Any) -> bool:
+    return hasattr(value, "extend")
+
+
+def _labels(tensor: onnx.TensorProto) -> Iterable[tuple[Any, Any]]:
+    """The fields of a tensor that hold text; the others may hold gigabytes."""
+    fields = onnx.TensorProto.DESCRIPTOR.fields_by_name
+    for name in ("name", "doc_string", "external_data", "metadata_props"):
+        yield fields[name], getattr(tensor, name)
+
+
+def _check_strings(tensor: onnx.TensorProto) -> None:
+    for item in tensor.string_data:
+        try:
+            item.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ModelFileError(f"tensor '{tensor.name}' of strings holds {item[:40]!r}, which is not "
+                                 "UTF-8") from None  # fmt: skip
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------
+def check_tensor(tensor: onnx.TensorProto, what: str) -> None:
+    """Refuse a dense tensor whose element type, dims and content disagree; of external ones type and dims."""
+    if tensor.data_type not in NAMES:
+        raise ModelFileError(f"{what} has the element type {tensor.data_type}, which ONNX does not define")
+    dtype = NAMES[tensor.data_type]
+    typed = f"{what} ({dtype}{list(tensor.dims)})"
+    count = _elements(tensor.dims, dtype, typed)
+    if tensor.HasField("segment"):
+        raise ModelFileError(f"{typed} is a segment of a tensor, which ONNX keeps for later; it cannot be used")
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return
+    given = [name for name in _CONTENT if len(getattr(tensor, name))]
+    if tensor.HasField("raw_data"):
+        if given:
+            raise ModelFileError(f"{typed} has its content twice, in raw_data and in {given[0]}")
+        needed = byte_size(dtype, tensor.dims)
+        if dtype == "string":
+            raise ModelFileError(f"{typed} has raw_data, which strings cannot have")
+        if not _has_raw_bytes(tensor, needed):
+            length = len(tensor.raw_data)
+            raise ModelFileError(f"{typed} {'is cut short' if length < needed else 'is too long'}: it takes {needed} "
+                                 f"bytes, and raw_data holds {length}")  # fmt: skip
+        return
+    field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
+    if given and given != [field]:
+        wrong = next(name for name in given if name != field)
+        raise ModelFileError(f"{typed} has content in {wrong}; {dtype} belongs into raw_data or {field}")
+    entries = len(getattr(tensor, field))
+    if entries != _entries(dtype, count):
+        raise ModelFileError(f"{typed} {'has no content' if not entries else 'is cut short or too long'}: it takes "
+                             f"{_entries(dtype, count)} entries, and {field} holds {entries}")  # fmt: skip
+
+
+def _elements(dims: Iterable[int], dtype: str, what: str) -> int:
+    dims = list(dims)
+    if any(size < 0 for size in dims):
+        raise ModelFileError(f"{what} has a negative dimension")
+    itemsize = 1 if dtype == "string" else numpy_dtype(dtype).itemsize
+    # sizes beside a zero count as well: numpy multiplies those that are not zero
+    if math.prod(max(size, 1) for size in dims) * itemsize > _LARGEST:
+        raise ModelFileError(f"{what} has more elements than 64 bits can count bytes of")
+    return math.prod(dims)
+
+
+def _has_raw_bytes(tensor: onnx.TensorProto, needed: int) -> bool:
+    """Whether raw_data holds so many bytes. Asking for large content copies it, so the sizes of messages tell first."""
+    if needed < 1 << 16:
+        return len(tensor.raw_data) == needed
+    header = onnx.TensorProto(dims=tensor.dims, data_type=tensor.data_type, external_data=tensor.external_data,
+                              metadata_props=tensor.metadata_props)  # fmt: skip
+    for name in ("name", "doc_string", "data_location"):
+        if tensor.HasField(name):
+            setattr(header, name, getattr(tensor, name))
+    prefix = 1 + (max(needed.bit_length(), 1) + 6) // 7  # tag and length of the field
+    return tensor.ByteSize() == header.ByteSize() + prefix + needed or len(tensor.raw_data) == needed
+
+
+def _entries(dtype: str, count: int) -> int:
+    """Entries of the typed field for so many elements."""
+    if dtype.startswith("complex"):
+        return 2 * count
+    if dtype in ("int4", "uint4", "float4e2m1"):
+        return (count + 1) // 2
+    return (count + 3) // 4 if dtype in ("int2", "uint2") else count
+
+
+def check_sparse(sparse: onnx.SparseTensorProto, what: str) -> None:
+    """Refuse a sparse tensor whose indices leave it, or that is too large to be dense."""
+    values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
+    check_tensor(values, f"the values of {what}")
+    check_tensor(indices, f"the indices of {what}")
+    if onnx.TensorProto.EXTERNAL in (values.data_location, indices.data_location):
+        raise ModelFileError(f"{what} is sparse and lies in an external file; only dense tensors can")
+    dtype = NAMES[values.data_type]
+    count = _elements(dims, dtype, what)
+    if byte_size(dtype, dims) > DENSE:
+        raise ModelFileError(f"{what} ({dtype}{dims}) takes {byte_size(dtype, dims):,} bytes where it is used dense, "
+                             f"above the limit of {DENSE:,}")  # fmt: skip
+    if len(values.dims) != 1 or NAMES[indices.data_type] != "int64":
+        raise ModelFileError(f"{what} is sparse: its values have one dimension, its indices are int64; found values "
+                             f"{list(values.dims)}, indices of {NAMES[indices.data_type]}")  # fmt: skip
+    nonzero = values.dims[0]
+    if list(indices.dims) not in ([nonzero], [nonzero, len(dims)]):
+        raise ModelFileError(f"{what} is sparse of shape {dims} with {nonzero} values, and its indices have the shape "
+                             f"{list(indices.dims)}; expected [{nonzero}] or [{nonzero}, {len(dims)}]")  # fmt: skip
+    array = onnx.numpy_helper.to_array(indices)
+    limits = np.asarray(dims) if array.ndim == 2 else count
+    if array.size and ((array < 0) | (array >= limits)).any():
+        raise ModelFileError(f"{what} is sparse of shape {dims}, and an index of it lies outside")
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------
+class _Schema:
+    """What a schema demands of a node."""
+
+    def __init__(self, schema: onnx.defs.OpSchema) -> None:
+        self.inputs = schema.min_input, schema.max_input
+        self.outputs = schema.min_output, schema.max_output
+        self.single = tuple(formal.option == _SINGLE for formal in schema.inputs)
+        self.attributes = {
+            name: _Attribute.AttributeType.Value(a.type.name) for name, a in schema.attributes.items()
+        }
+        self.required = frozenset(name for name, a in schema.attributes.items() if a.required)
+
+
+@lru_cache(maxsize=4096)
+def _schema(type_: str, opset: int, domain: str) -> _Schema | None:
+    found = schema_of(type_, opset, domain)
+    return None if found is None else _Schema(found)
+
+
+class _Checker:
+    """Walks the graphs of one model. ``functions``: domain, name and overload of those that it defines."""
+
+    def __init__(self, functions: set[tuple[str, str, str]]) -> None:
+        self.functions = functions
+
+    def graph(self, graph: onnx.GraphProto, opsets: Mapping[str, int], parameters: frozenset[str] | None) -> None:
+        """A graph less its dense initializers, where it is the main one; nested ones are given whole."""
+        where = f"graph '{graph.name}'"
+        for sparse in graph.sparse_initializer:
+            check_sparse(sparse, f"initializer '{sparse.values.name}'")
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            self.type(info.type, f"'{info.name}' of {where}")
+        self.nodes(graph.node, opsets, where, parameters)
+
+    def type(self, proto: onnx.TypeProto, what: str) -> None:
+        """The element type of a declaration."""
+        kind = proto.WhichOneof("value")
+        if kind in ("tensor_type", "sparse_tensor_type"):
+            found = getattr(proto, kind).elem_type
+            if found and found not in NAMES:
+                raise GraphError(f"{what} is declared with the element type {found}, which ONNX does not define")
+        elif kind in ("sequence_type", "optional_type"):
+            self.type(getattr(proto, kind).elem_type, what)
+        elif kind == "map_type":
+            self.type(proto.map_type.value_type, what)
+
+    def nodes(self, nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], where: str,
+              parameters: frozenset[str] | None) -> None:  # fmt: skip
+        """``parameters``: attributes of the function around, None outside of functions."""
+        for node in nodes:
+            what = f"node {node_label(node)} of {where}"
+            if not node.op_type:
+                raise GraphError(f"{what} names no operator")
+            for attribute in node.attribute:
+                self.attribute(attribute, opsets, what, parameters)
+            names = [attribute.name for attribute in node.attribute]
+            if len(set(names)) < len(names):
+                raise GraphError(f"{what} has two attributes of one name ({', '.join(sorted(names))})")
+            domain = plain_domain(node.domain)
+            if (domain, node.op_type, node.overload) in self.functions:
+                continue
+            schema = _schema(node.op_type, opsets.get(domain, 1), domain)
+            if schema is not None:
+                self.against(node, schema, what)
+                if not domain and node.op_type in CONTROL:
+                    CONTROL[node.op_type](node, what)
+
+    def against(self, node: onnx.NodeProto, schema: _Schema, what: str) -> None:
+        """Numbers of inputs and outputs, and the types of attributes."""
+        for kind, found, (least, most) in (("input", len(node.input), schema.inputs),
+                                           ("output", len(node.output), schema.outputs)):  # fmt: skip
+            if not least <= found <= most:
+                takes = least if least == most else f"at least {least}" if found < least else f"at most {most}"
+                raise GraphError(f"{what} has {found} {kind}{'s' * (found != 1)}; the operator has {takes}")
+        for slot, (name, single) in enumerate(zip(node.input, schema.single, strict=False)):
+            if single and not name:
+                raise GraphError(f"{what} leaves out its input {slot}, which the operator needs")
+        given = {attribute.name: attribute for attribute in node.attribute}
+        for name, attribute in given.items():
+            wanted = schema.attributes.get(name)
+            if wanted is not None and attribute.type != wanted:
+                raise GraphError(f"{what} has the attribute '{name}' as {_Names(attribute.type)}; the operator takes "
+                                 f"{_Names(wanted)}")  # fmt: skip
+        missing = sorted(schema.required - given.keys())
+        if missing:
+            raise GraphError(f"{what} lacks the attribute '{missing[0]}', which the operator needs")
+
+    def attribute(self, attribute: onnx.AttributeProto, opsets: Mapping[str, int], node: str,
+                  parameters: frozenset[str] | None) -> None:  # fmt: skip
+        """One attribute by itself: one value, of the type that it says; its tensors and graphs."""
+        what = f"attribute '{attribute.name}' of {node}"
+        if attribute.type not in _FIELDS:
+            raise GraphError(f"{what} says no type")
+        field = _FIELDS[attribute.type]
+        held = {f.name for f, _ in attribute.ListFields()} & _VALUES
+        if attribute.ref_attr_name:
+            if parameters is None or attribute.ref_attr_name not in parameters:
+                raise GraphError(f"{what} refers to the attribute '{attribute.ref_attr_name}' of a function around it, "
+                                 "and there is none")  # fmt: skip
+            if held:
+                raise GraphError(f"{what} refers to an attribute, and has a value as well")
+            return
+        # numbers and text that are 0 or empty may be left out, as proto3 writers do
+        if held - {field} or (field in ("t", "g", "sparse_tensor", "tp") and not held):
+            found = ", ".join(sorted(held)) or "nothing"
+            raise GraphError(f"{what} says that it is {_Names(attribute.type)}, and holds {found}")
+        for tensor in [attribute.t] if "t" in held else attribute.tensors:
+            check_tensor(tensor, f"the tensor in {what}")
+        for sparse in [attribute.sparse_tensor] if "sparse_tensor" in held else attribute.sparse_tensors:
+            check_sparse(sparse, f"the tensor in {what}")
+        for graph in [attribute.g] if "g" in held else attribute.graphs:
+            for tensor in graph.initializer:
+                check_tensor(tensor, f"initializer '{tensor.name}' of graph '{graph.name}'")
+            self.graph(graph, opsets, parameters)
+
+
+def node_label(node: onnx.NodeProto) -> str:
+    """A node in a message: its name, or its first output, and its type."""
+    name = node.name or next((f"-> {output}" for output in node.output if output), "")
+    return f"'{name}' ({node.op_type})" if name else f"of type {node.op_type}"
