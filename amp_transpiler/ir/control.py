@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import onnx
 
-from ..errors import GraphError
-
 
 def _graph(node: onnx.NodeProto, name: str) -> onnx.GraphProto:
     return next(attribute.g for attribute in node.attribute if attribute.name == name)
@@ -17,55 +15,52 @@ def _number(node: onnx.NodeProto, name: str) -> int:
     return next(attribute.i for attribute in node.attribute if attribute.name == name)
 
 
-def _demand(graph: str, kind: str, found: int, wanted: int, what: str) -> None:
-    if found != wanted:
-        raise GraphError(f"{what}: its graph '{graph}' has {found} {kind}; the node's own ask for {wanted}")
+def _counts(graph: onnx.GraphProto, name: str, inputs: int, outputs: int) -> str:
+    """Where a graph has another number of inputs or outputs than its node hands in and takes out."""
+    for kind, found, wanted in (("inputs", len(graph.input), inputs), ("outputs", len(graph.output), outputs)):
+        if found != wanted:
+            return f"has a graph '{name}' with {found} {kind}; the node's own ask for {wanted}"
+    return ""
 
 
-def _if(node: onnx.NodeProto, what: str) -> None:
-    for name in ("then_branch", "else_branch"):
-        branch = _graph(node, name)
-        _demand(name, "inputs", len(branch.input), 0, what)
-        _demand(name, "outputs", len(branch.output), len(node.output), what)
+def _if(node: onnx.NodeProto) -> str:
+    branches = ("then_branch", "else_branch")
+    problems = [_counts(_graph(node, name), name, 0, len(node.output)) for name in branches]
+    return next(filter(None, problems), "")
 
 
-def _loop(node: onnx.NodeProto, what: str) -> None:
-    body, carried = _graph(node, "body"), max(len(node.input) - 2, 0)
-    _demand("body", "inputs", len(body.input), 2 + carried, what)
-    _demand("body", "outputs", len(body.output), 1 + len(node.output), what)
-    _check_states(node, carried, what)
+def _loop(node: onnx.NodeProto) -> str:
+    carried = max(len(node.input) - 2, 0)
+    return _counts(_graph(node, "body"), "body", 2 + carried, 1 + len(node.output)) or _states(node, carried)
 
 
-def _scan(node: onnx.NodeProto, what: str) -> None:
-    body, scanned = _graph(node, "body"), _number(node, "num_scan_inputs")
-    given = len(node.input)
-    if len(body.input) != given - 1:  # in opset 8 the lengths of sequences come first
-        _demand("body", "inputs", len(body.input), given, what)
-    states = len(body.input) - scanned
-    if scanned < 1 or states < 0:
-        raise GraphError(f"{what} has num_scan_inputs={scanned}; its graph 'body' has {len(body.input)} inputs")
-    _demand("body", "outputs", len(body.output), len(node.output), what)
-    _check_states(node, states, what)
-    stacked = len(node.output) - states
+def _scan(node: onnx.NodeProto) -> str:
+    body, scanned, given = _graph(node, "body"), _number(node, "num_scan_inputs"), len(node.input)
+    given -= len(body.input) == given - 1  # in opset 8 the lengths of sequences come first
+    if not 1 <= scanned <= given:
+        return f"has num_scan_inputs={scanned}, and {given} inputs"
+    problem = _counts(body, "body", given, len(node.output)) or _states(node, given - scanned)
+    if problem:
+        return problem
+    stacked = len(node.output) - (given - scanned)
     for name, wanted in (("scan_input_axes", scanned), ("scan_input_directions", scanned), ("directions", scanned),
                          ("scan_output_axes", stacked), ("scan_output_directions", stacked)):  # fmt: skip
         entries = next((len(attribute.ints) for attribute in node.attribute if attribute.name == name), 0)
         if entries not in (0, wanted):
-            raise GraphError(f"{what} has {entries} entries in '{name}'; its inputs and outputs ask for {wanted}")
+            return f"has {entries} entries in '{name}'; its inputs and outputs ask for {wanted}"
+    return ""
 
 
-def _check_states(node: onnx.NodeProto, states: int, what: str) -> None:
-    if len(node.output) < states:
-        raise GraphError(f"{what} carries {states} states and has {len(node.output)} outputs; each state is an output")
+def _states(node: onnx.NodeProto, states: int) -> str:
+    found = len(node.output)
+    return f"carries {states} states and has {found} outputs; each state is an output" if found < states else ""
 
 
-def _sequence_map(node: onnx.NodeProto, what: str) -> None:
-    body = _graph(node, "body")
-    _demand("body", "inputs", len(body.input), len(node.input), what)
-    _demand("body", "outputs", len(body.output), len(node.output), what)
+def _sequence_map(node: onnx.NodeProto) -> str:
+    return _counts(_graph(node, "body"), "body", len(node.input), len(node.output))
 
 
-#: Operators of ai.onnx with graphs -> the check of one, which is known to fit its schema; GraphError.
-CONTROL: dict[str, Callable[[onnx.NodeProto, str], None]] = {
+#: Operators of ai.onnx with graphs -> what is wrong with a node that fits its schema, as the rest of a sentence.
+CONTROL: dict[str, Callable[[onnx.NodeProto], str]] = {
     "If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _sequence_map,
 }  # fmt: skip

@@ -18,8 +18,8 @@ from .source import plain_domain
 EXPANDED = 50_000
 #: Functions that may call one another in a row; onnx's own limit.
 CALLS = 100
-#: Graphs that may lie in one another; protobuf reads no more than 100 messages deep, three to a graph.
-NESTED = 32
+#: Graphs that may lie around one another; protobuf reads no more than 100 messages deep, three to a graph.
+NESTED = 30
 
 Key = tuple[str, str, str]
 
@@ -53,10 +53,15 @@ def check_functions(model: onnx.ModelProto) -> None:
         plain += _key(node) not in functions
     if whole.operators - plain > EXPANDED:
         raise GraphError(f"its functions expand to {whole.operators - plain:,} operators, above the limit of "
-                         f"{EXPANDED:,}; inline them where the model is made, or export it without functions")  # fmt: skip
+                         f"{EXPANDED:,}; inline them, or export the model without")  # fmt: skip
     if whole.depth > NESTED:
-        raise GraphError(f"with its functions expanded, graphs lie {whole.depth} deep in one another, above the limit "
-                         f"of {NESTED}")  # fmt: skip
+        raise GraphError(too_deep("the model with its functions expanded"))
+
+
+def too_deep(what: str) -> str:
+    """The message for graphs that lie too deep in one another."""
+    return (f"{what} nests graphs (of If, Loop, Scan) more than {NESTED} deep, near which protobuf ends; flatten them "
+            "where the model is made")  # fmt: skip
 
 
 def _measure(start: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[Key, _Size]) -> None:

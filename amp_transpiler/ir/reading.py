@@ -12,12 +12,14 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
-from ..errors import ArgumentTypeError, ModelFileError, ModelFileNotFoundError
+from ..errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
+from .functions import NESTED, too_deep
 from .locations import external_tensors, located
 from .serializing import LIMIT
 from .source import plain_domain
 from .tensors import ExternalTensor, byte_size, tensor_type, to_proto
 from .wellformed import check_model
+from .wire import nesting
 
 _LFS = b"version https://git-lfs"
 
@@ -41,7 +43,11 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
     if isinstance(model_or_path, onnx.ModelProto):
         folder = None if external_data_dir is None else Path(external_data_dir)
         label = f"the given model '{model_or_path.graph.name}'"
-        read = ModelFile(without_weights(model_or_path), label, folder, list(model_or_path.graph.initializer))
+        try:
+            model = without_weights(model_or_path)
+        except DecodeError:  # what is copied is read again, and may not lie deeper than a file
+            raise GraphError(too_deep(label)) from None
+        read = ModelFile(model, label, folder, list(model_or_path.graph.initializer))
     elif isinstance(model_or_path, str | os.PathLike):
         path = Path(model_or_path)
         model = _parse(path)
@@ -69,6 +75,8 @@ def _parse(path: Path) -> onnx.ModelProto:
     try:
         model.ParseFromString(content)
     except DecodeError:
+        if nesting(content) > NESTED:
+            raise ModelFileError(too_deep(f"'{path}'")) from None
         raise ModelFileError(f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not "
                              "parse") from None  # fmt: skip
     return model

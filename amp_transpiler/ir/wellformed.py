@@ -2,7 +2,7 @@
 
 Text is UTF-8; a tensor's content is of the length that its element type and dims ask for; attributes have the types,
 and nodes the numbers of inputs and outputs, that the operators' schemas say; control flow fits its graphs. Nothing
-is read of the content of dense tensors, and no call into onnx sees a model before it has passed.
+is read of the content of dense tensors but its length, and no call into onnx sees a model before it has passed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-un
 
 from ..errors import GraphError, ModelFileError
 from .control import CONTROL
-from .functions import check_functions
+from .functions import NESTED, check_functions, too_deep
 from .source import plain_domain
 from .tensors import byte_size
 from .types import NAMES, numpy_dtype
@@ -30,7 +30,7 @@ DENSE = 1 << 30
 _LARGEST = 2**63 - 1
 
 _Attribute = onnx.AttributeProto
-_Names = _Attribute.AttributeType.Name
+_type_name = _Attribute.AttributeType.Name
 #: The field of an AttributeProto that holds the value of each type.
 _FIELDS = {
     _Attribute.FLOAT: "f", _Attribute.INT: "i", _Attribute.STRING: "s", _Attribute.TENSOR: "t", _Attribute.GRAPH: "g",
@@ -49,9 +49,9 @@ def check_model(model: onnx.ModelProto, initializers: Iterable[onnx.TensorProto]
     Raises: ModelFileError for text and tensors, GraphError for nodes, graphs and functions; both begin with ``label``.
     """
     try:
-        _check_text(model, "the model")
+        _check_text(model)
         for tensor in initializers:
-            _check_text(tensor, "an initializer")
+            _check_text(tensor)
         functions = {(plain_domain(f.domain), f.name, f.overload) for f in model.functions}
         checker = _Checker(functions)
         opsets = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
@@ -70,14 +70,19 @@ def check_model(model: onnx.ModelProto, initializers: Iterable[onnx.TensorProto]
 
 
 # -- text ------------------------------------------------------------------------------------------------------
-def _check_text(message: Any, where: str) -> None:
-    """Refuse a string field that does not decode, which protobuf gives as bytes; of tensors their labels alone."""
+def _check_text(message: Any, depth: int = 0) -> None:
+    """Refuse a string field that does not decode, which protobuf gives as bytes; of tensors their labels alone.
+
+    It goes first of all, and so it also ends where messages lie too deep in one another.
+    """
+    if depth > 3 * NESTED + 1 and isinstance(message, onnx.GraphProto):
+        raise GraphError(too_deep("the model"))
     tensor = isinstance(message, onnx.TensorProto)
     for field, value in _labels(message) if tensor else message.ListFields():
         kind = field.type
         if kind == FieldDescriptor.TYPE_MESSAGE:
             for item in value if _repeated(value) else (value,):
-                _check_text(item, where)
+                _check_text(item, depth + 1)
         elif kind == FieldDescriptor.TYPE_STRING:
             for item in (value,) if isinstance(value, str | bytes) else value:
                 if not isinstance(item, str):
@@ -126,8 +131,8 @@ def check_tensor(tensor: onnx.TensorProto, what: str) -> None:
         needed = byte_size(dtype, tensor.dims)
         if dtype == "string":
             raise ModelFileError(f"{typed} has raw_data, which strings cannot have")
-        if not _has_raw_bytes(tensor, needed):
-            length = len(tensor.raw_data)
+        length = len(tensor.raw_data)
+        if length != needed:
             raise ModelFileError(f"{typed} {'is cut short' if length < needed else 'is too long'}: it takes {needed} "
                                  f"bytes, and raw_data holds {length}")  # fmt: skip
         return
@@ -150,19 +155,6 @@ def _elements(dims: Iterable[int], dtype: str, what: str) -> int:
     if math.prod(max(size, 1) for size in dims) * itemsize > _LARGEST:
         raise ModelFileError(f"{what} has more elements than 64 bits can count bytes of")
     return math.prod(dims)
-
-
-def _has_raw_bytes(tensor: onnx.TensorProto, needed: int) -> bool:
-    """Whether raw_data holds so many bytes. Asking for large content copies it, so the sizes of messages tell first."""
-    if needed < 1 << 16:
-        return len(tensor.raw_data) == needed
-    header = onnx.TensorProto(dims=tensor.dims, data_type=tensor.data_type, external_data=tensor.external_data,
-                              metadata_props=tensor.metadata_props)  # fmt: skip
-    for name in ("name", "doc_string", "data_location"):
-        if tensor.HasField(name):
-            setattr(header, name, getattr(tensor, name))
-    prefix = 1 + (max(needed.bit_length(), 1) + 6) // 7  # tag and length of the field
-    return tensor.ByteSize() == header.ByteSize() + prefix + needed or len(tensor.raw_data) == needed
 
 
 def _entries(dtype: str, count: int) -> int:
@@ -208,7 +200,7 @@ class _Schema:
         self.outputs = schema.min_output, schema.max_output
         self.single = tuple(formal.option == _SINGLE for formal in schema.inputs)
         self.attributes = {
-            name: _Attribute.AttributeType.Value(a.type.name) for name, a in schema.attributes.items()
+            name: _Attribute.AttributeType.Value(str(a.type).rpartition(".")[2]) for name, a in schema.attributes.items()
         }
         self.required = frozenset(name for name, a in schema.attributes.items() if a.required)
 
@@ -250,70 +242,74 @@ class _Checker:
               parameters: frozenset[str] | None) -> None:  # fmt: skip
         """``parameters``: attributes of the function around, None outside of functions."""
         for node in nodes:
-            what = f"node {node_label(node)} of {where}"
-            if not node.op_type:
-                raise GraphError(f"{what} names no operator")
-            for attribute in node.attribute:
-                self.attribute(attribute, opsets, what, parameters)
-            names = [attribute.name for attribute in node.attribute]
-            if len(set(names)) < len(names):
-                raise GraphError(f"{what} has two attributes of one name ({', '.join(sorted(names))})")
-            domain = plain_domain(node.domain)
-            if (domain, node.op_type, node.overload) in self.functions:
-                continue
-            schema = _schema(node.op_type, opsets.get(domain, 1), domain)
-            if schema is not None:
-                self.against(node, schema, what)
-                if not domain and node.op_type in CONTROL:
-                    CONTROL[node.op_type](node, what)
+            problem = self.node(node, opsets, where, parameters)
+            if problem:
+                raise GraphError(f"node {node_label(node)} of {where} {problem}")
 
-    def against(self, node: onnx.NodeProto, schema: _Schema, what: str) -> None:
-        """Numbers of inputs and outputs, and the types of attributes."""
-        for kind, found, (least, most) in (("input", len(node.input), schema.inputs),
-                                           ("output", len(node.output), schema.outputs)):  # fmt: skip
-            if not least <= found <= most:
-                takes = least if least == most else f"at least {least}" if found < least else f"at most {most}"
-                raise GraphError(f"{what} has {found} {kind}{'s' * (found != 1)}; the operator has {takes}")
-        for slot, (name, single) in enumerate(zip(node.input, schema.single, strict=False)):
-            if single and not name:
-                raise GraphError(f"{what} leaves out its input {slot}, which the operator needs")
+    def node(self, node: onnx.NodeProto, opsets: Mapping[str, int], where: str,
+             parameters: frozenset[str] | None) -> str:  # fmt: skip
+        """What is wrong with a node, as the rest of a sentence that begins with it; "" where nothing is."""
+        type_, domain = node.op_type, plain_domain(node.domain)
+        if not type_:
+            return "names no operator"
         given = {attribute.name: attribute for attribute in node.attribute}
-        for name, attribute in given.items():
-            wanted = schema.attributes.get(name)
-            if wanted is not None and attribute.type != wanted:
-                raise GraphError(f"{what} has the attribute '{name}' as {_Names(attribute.type)}; the operator takes "
-                                 f"{_Names(wanted)}")  # fmt: skip
-        missing = sorted(schema.required - given.keys())
-        if missing:
-            raise GraphError(f"{what} lacks the attribute '{missing[0]}', which the operator needs")
+        if given:
+            if len(given) < len(node.attribute):
+                return f"has two attributes of one name ({', '.join(sorted(given))})"
+            for attribute in given.values():
+                problem = self.attribute(attribute, opsets, f"node {node_label(node)} of {where}", parameters)
+                if problem:
+                    return f"has an attribute '{attribute.name}' that {problem}"
+        if (domain, type_, node.overload) in self.functions:
+            return ""
+        schema = _schema(type_, opsets.get(domain, 1), domain)
+        if schema is None:
+            return ""
+        problem = _against(node, given, schema)
+        return problem or (CONTROL[type_](node) if not domain and type_ in CONTROL else "")
 
     def attribute(self, attribute: onnx.AttributeProto, opsets: Mapping[str, int], node: str,
-                  parameters: frozenset[str] | None) -> None:  # fmt: skip
-        """One attribute by itself: one value, of the type that it says; its tensors and graphs."""
-        what = f"attribute '{attribute.name}' of {node}"
-        if attribute.type not in _FIELDS:
-            raise GraphError(f"{what} says no type")
-        field = _FIELDS[attribute.type]
+                  parameters: frozenset[str] | None) -> str:  # fmt: skip
+        """What is wrong with one attribute by itself: its type, its value; its tensors and graphs raise."""
+        field = _FIELDS.get(attribute.type)
+        if field is None:
+            return "says no type"
         held = {f.name for f, _ in attribute.ListFields()} & _VALUES
         if attribute.ref_attr_name:
             if parameters is None or attribute.ref_attr_name not in parameters:
-                raise GraphError(f"{what} refers to the attribute '{attribute.ref_attr_name}' of a function around it, "
-                                 "and there is none")  # fmt: skip
-            if held:
-                raise GraphError(f"{what} refers to an attribute, and has a value as well")
-            return
+                return f"refers to '{attribute.ref_attr_name}' of a function around it, and there is none"
+            return "refers to another, and has a value as well" if held else ""
         # numbers and text that are 0 or empty may be left out, as proto3 writers do
         if held - {field} or (field in ("t", "g", "sparse_tensor", "tp") and not held):
-            found = ", ".join(sorted(held)) or "nothing"
-            raise GraphError(f"{what} says that it is {_Names(attribute.type)}, and holds {found}")
+            return f"says that it is {_type_name(attribute.type)}, and holds {', '.join(sorted(held)) or 'nothing'}"
         for tensor in [attribute.t] if "t" in held else attribute.tensors:
-            check_tensor(tensor, f"the tensor in {what}")
+            check_tensor(tensor, f"attribute '{attribute.name}' of {node}")
         for sparse in [attribute.sparse_tensor] if "sparse_tensor" in held else attribute.sparse_tensors:
-            check_sparse(sparse, f"the tensor in {what}")
+            check_sparse(sparse, f"attribute '{attribute.name}' of {node}")
         for graph in [attribute.g] if "g" in held else attribute.graphs:
             for tensor in graph.initializer:
                 check_tensor(tensor, f"initializer '{tensor.name}' of graph '{graph.name}'")
             self.graph(graph, opsets, parameters)
+        return ""
+
+
+def _against(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], schema: _Schema) -> str:
+    """How a node breaks its schema: numbers of inputs and outputs, types of attributes."""
+    for kind, found, (least, most) in (("input", len(node.input), schema.inputs),
+                                       ("output", len(node.output), schema.outputs)):  # fmt: skip
+        if not least <= found <= most:
+            takes = least if least == most else f"at least {least}" if found < least else f"at most {most}"
+            return f"has {found} {kind}{'s' * (found != 1)}; the operator has {takes}"
+    for slot, (name, single) in enumerate(zip(node.input, schema.single, strict=False)):
+        if single and not name:
+            return f"leaves out its input {slot}, which the operator needs"
+    for name, attribute in given.items():
+        wanted = schema.attributes.get(name)
+        if wanted is not None and attribute.type != wanted:
+            return (f"has the attribute '{name}' as {_type_name(attribute.type)}; the operator takes "
+                    f"{_type_name(wanted)}")  # fmt: skip
+    missing = sorted(schema.required - given.keys())
+    return f"lacks the attribute '{missing[0]}', which the operator needs" if missing else ""
 
 
 def node_label(node: onnx.NodeProto) -> str:
