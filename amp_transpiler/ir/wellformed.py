@@ -199,9 +199,8 @@ class _Schema:
         self.inputs = schema.min_input, schema.max_input
         self.outputs = schema.min_output, schema.max_output
         self.single = tuple(formal.option == _SINGLE for formal in schema.inputs)
-        self.attributes = {
-            name: _Attribute.AttributeType.Value(str(a.type).rpartition(".")[2]) for name, a in schema.attributes.items()
-        }
+        value = _Attribute.AttributeType.Value
+        self.attributes = {name: value(str(a.type).rpartition(".")[2]) for name, a in schema.attributes.items()}
         self.required = frozenset(name for name, a in schema.attributes.items() if a.required)
 
 
