@@ -183,7 +183,7 @@ def kills(folder: Path, count: int, last: int, seed: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(reader)
-        torn += any(name.startswith(".amp_checkpoint.") for name in os.listdir(folder))
+        torn += any(name.startswith(".amp_write.") for name in os.listdir(folder))
         scope = amp.Scope()
         loaded = amp.load_checkpoint(folder, net.main, scope)
         assert loaded.exact and digest(net.main, scope) == expected[str(loaded.step)], loaded.step

@@ -286,9 +286,10 @@ def test_interrupted_at_any_call(net: Small, scope: amp.Scope, tmp_path: Path, p
 
 
 def test_leftovers_are_ignored_and_removed(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
-    left = tmp_path / ".amp_checkpoint.abc.tmp"
-    left.mkdir()
-    (left / META).write_text("{}")
+    left = tmp_path / ".amp_write.abc.tmp"
+    (left / "new").mkdir(parents=True)
+    (left / "amp_transpiler.lock").touch()
+    (left / "new" / META).write_text("{}")
     (tmp_path / ".other.tmp").mkdir()
     (tmp_path / "step_00000009").mkdir()  # made by hand: no checkpoint
     assert amp.latest_checkpoint(tmp_path) is None
@@ -299,9 +300,9 @@ def test_leftovers_are_ignored_and_removed(net: Small, scope: amp.Scope, tmp_pat
 
 def test_another_process_may_be_writing(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
-    busy = tmp_path / ".amp_checkpoint.abc.tmp"
+    busy = tmp_path / ".amp_write.abc.tmp"
     busy.mkdir()
-    handle = os.open(busy, os.O_RDONLY)
+    handle = os.open(busy / "amp_transpiler.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
     amp.save_checkpoint(tmp_path, net.main, scope, step=1)
     assert busy.exists()

@@ -17,7 +17,7 @@ from ..ir.program import Program
 from ..ir.tensors import as_array
 from ..runtime import Scope
 from ..runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from ..runtime.checkpoint_files import read_meta
+from ..runtime.checkpoint_reading import read_meta
 from ..runtime.roles import fingerprint
 from .options import FIXED, FitOptions, options_of
 from .record import EpochRecord

@@ -38,13 +38,12 @@ from .checkpoint_files import (
     FORMAT,
     META,
     VERSION,
-    TensorFile,
-    read_meta,
     remove_checkpoint,
     step_folder,
     step_folders,
     write_checkpoint,
 )
+from .checkpoint_reading import TensorFile, read_meta
 from .renaming import Renames, renamed
 from .restore import Stored, restore
 from .roles import NAMED, UNUSED, Key, Slot, fingerprint, scaler_settings, state_slots
@@ -158,13 +157,15 @@ def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     folder = _chosen(_path(path, call))
     meta = read_meta(folder)
     file = TensorFile(folder, meta)
-    found = restore(program, _stored(meta, file, rename), scope, f"checkpoint '{folder}'", strict=strict)
+    what = f"checkpoint '{folder}'"
+    found = restore(program, _stored(meta, file, rename, what), scope, what, strict=strict)
     same = meta["program"]["fingerprint"] == fingerprint(program)
     if not same and not found.converted and rename is None:
         _warn_of_change(folder, meta, program)
+    loaded = Checkpoint(folder, meta["step"], meta["data_position"], meta["extra"], same and not found.converted,
+                        tuple(found.missing), tuple(found.extra), meta["versions"])  # fmt: skip
     scope._take(found.values)
-    return Checkpoint(folder, meta["step"], meta["data_position"], meta["extra"], same and not found.converted,
-                      tuple(found.missing), tuple(found.extra), meta["versions"])  # fmt: skip
+    return loaded
 
 
 def latest_checkpoint(path: PathLike) -> Path | None:
@@ -252,18 +253,21 @@ def _versions() -> dict[str, str]:
 
 
 # -- loading ---------------------------------------------------------------------------------------------
-def _stored(meta: Mapping[str, Any], file: TensorFile, rename: Renames | None) -> dict[Key, Stored]:
+def _stored(meta: Mapping[str, Any], file: TensorFile, rename: Renames | None, what: str) -> dict[Key, Stored]:
     said = meta["tensors"]
     slots = {name: Slot(one["role"], one.get("of", ""), one.get("number", 0)) for name, one in said.items()}
     owners = dict.fromkeys(slot.of or name for name, slot in slots.items() if slot.role in NAMED)
     names = renamed(owners, rename, "load_checkpoint")
-    stored = {}
+    stored: dict[Key, Stored] = {}
     for name, slot in slots.items():
         of = names.get(slot.of or name, slot.of) if slot.role in NAMED or slot.of in owners else slot.of
         if of is None:
             continue
-        one = said[name]
-        stored[Slot(slot.role, of, slot.number).key(name)] = Stored(
+        one, key = said[name], Slot(slot.role, of, slot.number).key(name)
+        if key in stored:
+            raise CheckpointError(f"{what}: the tensors {stored[key].name!r:.200} and {name!r:.200} are for the same "
+                                  f"state, {' '.join(map(str, key)).strip()!r:.200}")  # fmt: skip
+        stored[key] = Stored(
             name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name)
         )
     return stored
@@ -297,6 +301,8 @@ def _check_numbers(step: Any, keep_last: Any) -> None:
 def _path(path: Any, call: str) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ArgumentTypeError(f"{call} takes a path first, got {path!r}")
+    if "\0" in str(path):
+        raise ArgumentError(f"{call}: {str(path)!r:.200} is no path: it holds the character \\0")
     return Path(path)
 
 

@@ -18,16 +18,13 @@ from ..ir.patterns import matching_names
 from ..ir.program import Program
 from ..ir.tensors import as_array, tensor_type
 from ..ir.types import element_type
+from .checkpoint_files import SAFETENSORS_TYPES
 from .renaming import Renames, renamed
 from .restore import Stored, restore
 from .roles import PARAMETER, UNUSED, Key
 from .scope import Scope, check_scope
 
 _CALL = "load_weights"
-#: The element types of safetensors files that have another name here.
-_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-          "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-          "BOOL": "bool"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def _safetensors(path: Path) -> list[Stored]:
     found = []
     for name in file.keys():  # noqa: SIM118 (it is no mapping)
         piece = file.get_slice(name)
-        dtype = _TYPES.get(piece.get_dtype())
+        dtype = SAFETENSORS_TYPES.get(piece.get_dtype())
         if dtype is None:
             raise CheckpointError(f"tensor '{name}' of '{path}' is {piece.get_dtype()}, which no parameter can have")
         found.append(Stored(name, dtype, tuple(piece.get_shape()), PARAMETER, _getter(file.get_tensor, name)))
