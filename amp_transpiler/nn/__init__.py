@@ -2,12 +2,16 @@
 
 from . import functional, initializer, math
 from .attention import multi_head_attention
+from .conv import conv1d, conv1d_transpose, conv2d, conv2d_transpose, conv3d, conv3d_transpose
 from .elementwise import dropout
-from .layers import batch_norm, conv2d, embedding, fc, layer_norm
+from .layers import embedding, fc, prelu
+from .norm import batch_norm, group_norm, instance_norm, layer_norm
 from .parameters import create_parameter, data
+from .pooling import pool2d
 from .recurrent import gru, lstm
 
 __all__ = [
-    "batch_norm", "conv2d", "create_parameter", "data", "dropout", "embedding", "fc", "functional", "gru",
-    "initializer", "layer_norm", "lstm", "math", "multi_head_attention",
+    "batch_norm", "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose",
+    "create_parameter", "data", "dropout", "embedding", "fc", "functional", "group_norm", "gru", "initializer",
+    "instance_norm", "layer_norm", "lstm", "math", "multi_head_attention", "pool2d", "prelu",
 ]  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -47,7 +48,7 @@ def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *,
         program.convert_opset(OPSET)
     schema = _schema(call, type_, program.opset())
     _check_types(call, schema, inputs)
-    prefix = prefix or names.generate(call)
+    prefix = prefix or fresh(call)
     variables = [
         program.add_constant(f"{prefix}.const", item) if isinstance(item, np.ndarray) else item for item in inputs
     ]
@@ -67,6 +68,24 @@ def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *,
     for variable in results:
         variable.dtype, variable.shape = env.types.get(variable.key, (None, None))
     return results
+
+
+_prefixes: list[str] = []
+
+
+@contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """What functions append inside is named ``<prefix>.tmp_<n>``."""
+    _prefixes.append(prefix)
+    try:
+        yield
+    finally:
+        _prefixes.pop()
+
+
+def fresh(call: str) -> str:
+    """The prefix of what a call of the function ``call`` appends."""
+    return _prefixes[-1] if _prefixes else names.generate(call)
 
 
 @cache
@@ -166,33 +185,38 @@ def whole(call: str, argument: str, value: Any, minimum: int = 1) -> int:
     return int(value)
 
 
-def pair(call: str, argument: str, value: Any, minimum: int = 1) -> list[int]:
-    """An int, or two of them, as two."""
-    items = list(value) if isinstance(value, (list, tuple)) else [value, value]
-    if len(items) != 2:
-        raise ArgumentError(f"{call}: {argument} must be one integer or two, not {value!r}")
-    return [whole(call, argument, item, minimum) for item in items]
+def real(call: str, argument: str, value: Any) -> float:
+    """``value`` as a float; ArgumentTypeError where it is no number."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.number)):
+        raise ArgumentTypeError(f"{call}: {argument} must be a number, not {value!r}")
+    return float(value)
 
 
-def pads(call: str, value: Any) -> list[int]:
-    """ONNX pads (top, left, bottom, right) from one int, (height, width) or (top, bottom, left, right)."""
-    if isinstance(value, (list, tuple)) and len(value) == 4:
-        top, bottom, left, right = (whole(call, "padding", item, 0) for item in value)
-        return [top, left, bottom, right]
-    if isinstance(value, str):
-        raise ArgumentTypeError(f"{call}: padding must be given in numbers, not as {value!r}")
-    height, width = pair(call, "padding", value, 0)
-    return [height, width, height, width]
+def flag(call: str, argument: str, value: Any) -> bool:
+    """``value`` if it is True or False; ArgumentTypeError otherwise."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{call}: {argument} must be True or False, not {value!r}")
+    return bool(value)
 
 
-def check_window(call: str, x: Variable, kernel: Sequence[int], pad: Sequence[int], dilation: Sequence[int]) -> None:
-    """ArgumentError where a window is larger than the padded image."""
-    assert x.shape is not None
-    for i in range(2):
-        size, window = x.shape[2 + i], dilation[i] * (kernel[i] - 1) + 1
-        if isinstance(size, int) and size + pad[i] + pad[2 + i] < window:
-            raise ArgumentError(f"{call}: a window of {window} does not fit dimension {2 + i} of {describe(x)} "
-                                f"padded by {pad[i]} and {pad[2 + i]}")  # fmt: skip
+def integers(call: str, argument: str, values: Any, minimum: int | None = None) -> list[int]:
+    """A list of integers, each at least ``minimum``."""
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        raise ArgumentTypeError(f"{call}: {argument} must be a list of integers, not {values!r}")
+    return [whole(call, argument, value, -(1 << 62) if minimum is None else minimum) for value in values]
+
+
+def axes_of(call: str, axis: Any, x: Variable) -> list[int]:
+    """Axes of ``x``, one or several, counted from 0, each named once."""
+    axes = [axis_of(call, a, x) for a in (axis if isinstance(axis, (list, tuple)) else [axis])]
+    if len(set(axes)) != len(axes) or not axes:
+        raise ArgumentError(f"{call}: axis {axis!r} must name each axis once, and at least one")
+    return axes
+
+
+def constant(like: Variable, value: Any) -> np.ndarray:
+    """``value`` in the element type of ``like``."""
+    return np.array(value, numpy_dtype(str(like.dtype)))
 
 
 def axis_of(call: str, axis: Any, x: Variable, argument: str = "axis") -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..ir import names
 from ..ir.context import default_main_program
 from ..ir.program import OWN, Variable
-from .building import FLOATING, INTEGER, describe, fixed, variable, whole
-from .losses import check_reduction
+from .building import FLOATING, INTEGER, describe, fixed, fresh, variable, whole
+from .calls import function
+from .classification import check_reduction
 
 
+@function()
 def ctc_loss(log_probs: Variable, labels: Variable, input_lengths: Variable, label_lengths: Variable, blank: int = 0,
              reduction: str = "mean", zero_infinity: bool = False) -> Variable:  # fmt: skip
     """Negative log-probability of ``labels`` under all their alignments (Graves et al. 2006), in fp32.
@@ -48,7 +49,7 @@ def ctc_loss(log_probs: Variable, labels: Variable, input_lengths: Variable, lab
                 f"{describe(value)} has {size}"
             )
     program = default_main_program()
-    loss = program.new_variable(names.generate(call))
+    loss = program.new_variable(fresh(call))
     loss.dtype, loss.shape = log_probs.dtype, (batch,) if reduction == "none" else ()
     attrs = {"blank": blank, "reduction": reduction, "zero_infinity": int(zero_infinity)}
     program.add_operator("CTCLoss", [log_probs, labels, input_lengths, label_lengths], [loss], attrs=attrs, domain=OWN)

@@ -1,95 +1,92 @@
-"""Activations, arithmetic, selection and reductions."""
+"""Arithmetic, comparison and selection, element by element."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..ir import names
 from ..ir.context import default_startup_program
 from ..ir.program import Variable
 from ..ir.types import ONNX_TYPES, element_type
 from ..ops.random import MASK_ID, rng_state
-from .building import FLOATING, append, append_many, axis_of, operand, variable
+from .building import FLOATING, append, append_many, constant, flag, fresh, operand, real, variable
+from .calls import function, simple
 
-Axis = int | Sequence[int] | None
-#: Names that the ``act`` argument of a layer takes: operator type and attributes.
-ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "relu": ("Relu", {}),
-    "gelu": ("Gelu", {}),
-    "sigmoid": ("Sigmoid", {}),
-    "tanh": ("Tanh", {}),
-    "softmax": ("Softmax", {"axis": -1}),
-    "log_softmax": ("LogSoftmax", {"axis": -1}),
-}
-
-
-def check_activation(call: str, act: str | None) -> None:
-    """ArgumentError for a name that is no activation."""
-    if act is not None and act not in ACTIVATIONS:
-        raise ArgumentError(f"{call}: act={act!r} is no activation; known are {', '.join(ACTIVATIONS)}")
-
-
-def activate(call: str, x: Variable, act: str | None, prefix: str) -> Variable:
-    """``x`` through the activation called ``act``; ``x`` itself where that is None."""
-    if act is None:
-        return x
-    type_, attrs = ACTIVATIONS[act]
-    return append(call, type_, [x], attrs=attrs, prefix=prefix)
-
-
-def _unary(call: str, type_: str, x: Variable, **attrs: Any) -> Variable:
-    return append(call, type_, [variable(call, "x", x, dtypes=FLOATING)], attrs=attrs)
+abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
+sign = simple("sign", "Sign", "-1, 0 or 1.", dtypes=None)
+neg = simple("neg", "Neg", "-x.", dtypes=None)
+exp = simple("exp", "Exp", "e to the power x.")
+log = simple("log", "Log", "Natural logarithm.")
+sqrt = simple("sqrt", "Sqrt", "Square root.")
+reciprocal = simple("reciprocal", "Reciprocal", "1 / x.")
+erf = simple("erf", "Erf", "The error function.")
+sin = simple("sin", "Sin", "Sine.")
+cos = simple("cos", "Cos", "Cosine.")
+tan = simple("tan", "Tan", "Tangent.")
+asin = simple("asin", "Asin", "Arc sine.")
+acos = simple("acos", "Acos", "Arc cosine.")
+atan = simple("atan", "Atan", "Arc tangent.")
+sinh = simple("sinh", "Sinh", "Hyperbolic sine.")
+cosh = simple("cosh", "Cosh", "Hyperbolic cosine.")
+floor = simple("floor", "Floor", "The next integer below. Its gradient is 0.")
+ceil = simple("ceil", "Ceil", "The next integer above. Its gradient is 0.")
+round = simple("round", "Round", "The nearest integer, the even one where two are near. Its gradient is 0.")
+isnan = simple("isnan", "IsNaN", "True where x is NaN.")
+isinf = simple("isinf", "IsInf", "True where x is infinite.")
+logical_not = simple("logical_not", "Not", "True where x (bool) is False.", dtypes=("bool",))
 
 
-def relu(x: Variable) -> Variable:
-    """max(x, 0). ``x``: float, any shape."""
-    return _unary("relu", "Relu", x)
+def _two(call: str, first: str, second: str, x: Variable, number: float, reverse: bool = False) -> Variable:
+    """``second(first(x), number)``: two operators, one of them on a constant."""
+    variable(call, "x", x, dtypes=FLOATING)
+    prefix = fresh(call)
+    if reverse:
+        return append(call, second, [append(call, first, [x, constant(x, number)], prefix=prefix)], prefix=prefix)
+    return append(call, second, [append(call, first, [x], prefix=prefix), constant(x, number)], prefix=prefix)
 
 
-def gelu(x: Variable, approximate: bool = False) -> Variable:
-    """x * Phi(x) (Hendrycks & Gimpel 2016); with ``approximate`` its tanh form. ``x``: float, any shape."""
-    return _unary("gelu", "Gelu", x, approximate="tanh" if approximate else "none")
+@function()
+def rsqrt(x: Variable) -> Variable:
+    """1 / sqrt(x). ``x``: float, any shape."""
+    variable("rsqrt", "x", x, dtypes=FLOATING)
+    prefix = fresh("rsqrt")
+    return append("rsqrt", "Reciprocal", [append("rsqrt", "Sqrt", [x], prefix=prefix)], prefix=prefix)
 
 
-def sigmoid(x: Variable) -> Variable:
-    """1 / (1 + exp(-x)). ``x``: float, any shape."""
-    return _unary("sigmoid", "Sigmoid", x)
+@function()
+def square(x: Variable) -> Variable:
+    """x * x, as a power: computed in fp32 by the default lists. ``x``: float, any shape."""
+    return append("square", "Pow", [variable("square", "x", x, dtypes=FLOATING), constant(x, 2)])
 
 
-def tanh(x: Variable) -> Variable:
-    """Hyperbolic tangent. ``x``: float, any shape."""
-    return _unary("tanh", "Tanh", x)
+@function()
+def log2(x: Variable) -> Variable:
+    """Logarithm to base 2. ``x``: float, any shape."""
+    return _two("log2", "Log", "Mul", x, 1 / math.log(2))
 
 
-def exp(x: Variable) -> Variable:
-    """e to the power ``x``. ``x``: float, any shape."""
-    return _unary("exp", "Exp", x)
+@function()
+def log10(x: Variable) -> Variable:
+    """Logarithm to base 10. ``x``: float, any shape."""
+    return _two("log10", "Log", "Mul", x, 1 / math.log(10))
 
 
-def log(x: Variable) -> Variable:
-    """Natural logarithm. ``x``: float, any shape."""
-    return _unary("log", "Log", x)
+@function()
+def log1p(x: Variable) -> Variable:
+    """log(1 + x), as written: digits of an x far below 1 are lost. ``x``: float, any shape."""
+    return _two("log1p", "Add", "Log", x, 1, reverse=True)
 
 
-def sqrt(x: Variable) -> Variable:
-    """Square root. ``x``: float, any shape."""
-    return _unary("sqrt", "Sqrt", x)
+@function()
+def expm1(x: Variable) -> Variable:
+    """exp(x) - 1, as written: digits of an x far below 1 are lost. ``x``: float, any shape."""
+    return _two("expm1", "Exp", "Sub", x, 1)
 
 
-def softmax(x: Variable, axis: int = -1) -> Variable:
-    """exp(x) over its sum along ``axis``. ``x``: float, at least one dimension."""
-    return _unary("softmax", "Softmax", x, axis=axis_of("softmax", axis, x))
-
-
-def log_softmax(x: Variable, axis: int = -1) -> Variable:
-    """Logarithm of :func:`softmax`. ``x``: float, at least one dimension."""
-    return _unary("log_softmax", "LogSoftmax", x, axis=axis_of("log_softmax", axis, x))
-
-
+# -- two operands -----------------------------------------------------------------------------------------------
 def binary(call: str, type_: str, x: Any, y: Any) -> Variable:
     """A broadcasting operator on two operands, one of them a variable; a number takes the other's element type."""
     like = x if isinstance(x, Variable) else y
@@ -99,27 +96,99 @@ def binary(call: str, type_: str, x: Any, y: Any) -> Variable:
     return append(call, type_, [operand(call, x, like), operand(call, y, like)])
 
 
+@function()
+def add(x: Any, y: Any) -> Variable:
+    """x + y, broadcast; one of them may be a number or an array."""
+    return binary("add", "Add", x, y)
+
+
+@function()
+def subtract(x: Any, y: Any) -> Variable:
+    """x - y, broadcast; one of them may be a number or an array."""
+    return binary("subtract", "Sub", x, y)
+
+
+@function()
+def multiply(x: Any, y: Any) -> Variable:
+    """x * y, broadcast; one of them may be a number or an array."""
+    return binary("multiply", "Mul", x, y)
+
+
+@function()
+def divide(x: Any, y: Any) -> Variable:
+    """x / y, broadcast; one of them may be a number or an array."""
+    return binary("divide", "Div", x, y)
+
+
+@function()
 def pow(x: Any, y: Any) -> Variable:
     """``x`` to the power ``y``, broadcast; one of them may be a number."""
     return binary("pow", "Pow", x, y)
 
 
-def matmul(x: Variable, y: Variable, transpose_x: bool = False, transpose_y: bool = False) -> Variable:
-    """Matrix product over the last two dimensions, the others broadcast.
-
-    ``transpose_x``, ``transpose_y``: swap the last two dimensions of that operand first. Both of one float type.
-    """
-    call = "matmul"
-    operands = []
-    for name, value, transposed in (("x", x, transpose_x), ("y", y, transpose_y)):
-        variable(call, name, value, min_rank=2 if transposed else 1)
-        if transposed:
-            rank = len(value.shape or ())
-            value = append("transpose", "Transpose", [value], attrs={"perm": [*range(rank - 2), rank - 1, rank - 2]})
-        operands.append(value)
-    return append(call, "MatMul", operands)
+@function()
+def maximum(x: Any, y: Any) -> Variable:
+    """The larger of x and y, broadcast; the gradient goes to x where they are equal."""
+    return binary("maximum", "Max", x, y)
 
 
+@function()
+def minimum(x: Any, y: Any) -> Variable:
+    """The smaller of x and y, broadcast; the gradient goes to x where they are equal."""
+    return binary("minimum", "Min", x, y)
+
+
+@function()
+def equal(x: Any, y: Any) -> Variable:
+    """True where x is y, broadcast."""
+    return binary("equal", "Equal", x, y)
+
+
+@function()
+def not_equal(x: Any, y: Any) -> Variable:
+    """True where x is not y, broadcast."""
+    prefix = fresh("not_equal")
+    return append("not_equal", "Not", [binary("not_equal", "Equal", x, y)], prefix=prefix)
+
+
+@function()
+def less_than(x: Any, y: Any) -> Variable:
+    """True where x < y, broadcast."""
+    return binary("less_than", "Less", x, y)
+
+
+@function()
+def less_equal(x: Any, y: Any) -> Variable:
+    """True where x <= y, broadcast."""
+    return binary("less_equal", "LessOrEqual", x, y)
+
+
+@function()
+def greater_than(x: Any, y: Any) -> Variable:
+    """True where x > y, broadcast."""
+    return binary("greater_than", "Greater", x, y)
+
+
+@function()
+def greater_equal(x: Any, y: Any) -> Variable:
+    """True where x >= y, broadcast."""
+    return binary("greater_equal", "GreaterOrEqual", x, y)
+
+
+@function()
+def logical_and(x: Variable, y: Variable) -> Variable:
+    """True where both (bool) are True, broadcast."""
+    return binary("logical_and", "And", x, y)
+
+
+@function()
+def logical_or(x: Variable, y: Variable) -> Variable:
+    """True where one of both (bool) is True, broadcast."""
+    return binary("logical_or", "Or", x, y)
+
+
+# -- selection --------------------------------------------------------------------------------------------------
+@function()
 def where(condition: Variable, x: Any, y: Any) -> Variable:
     """``x`` where ``condition`` (bool) is True, ``y`` elsewhere, broadcast; one of them may be a number."""
     call = "where"
@@ -130,38 +199,52 @@ def where(condition: Variable, x: Any, y: Any) -> Variable:
     return append(call, "Where", [condition, operand(call, x, like), operand(call, y, like)])
 
 
+@function()
+def clip(x: Variable, min: float | None = None, max: float | None = None) -> Variable:
+    """``x`` within [``min``, ``max``]; None for no bound. The gradient is 0 where x lies outside.
+
+    ``x``: float or integer, any shape.
+    """
+    call = "clip"
+    variable(call, "x", x)
+    if min is None and max is None:
+        raise ArgumentError(f"{call}: one of min and max must be given")
+    low, high = (None if b is None else real(call, name, b) for name, b in (("min", min), ("max", max)))
+    if low is not None and high is not None and low > high:
+        raise ArgumentError(f"{call}: min {low:g} is above max {high:g}")
+    return append(call, "Clip", [x, *(None if b is None else operand(call, b, x) for b in (low, high))])
+
+
+@function()
+def scale(x: Variable, scale: float = 1.0, bias: float = 0.0, bias_after_scale: bool = True,
+          act: None = None) -> Variable:  # fmt: skip
+    """``scale * x + bias``, or ``scale * (x + bias)`` where the bias does not come after the scale."""
+    call = "scale"
+    variable(call, "x", x, dtypes=FLOATING)
+    if act is not None:
+        raise ArgumentError(f"{call}: act={act!r} is not taken here; apply the activation to the result")
+    steps = [("Mul", real(call, "scale", scale), 1.0), ("Add", real(call, "bias", bias), 0.0)]
+    prefix, y = fresh(call), x
+    for type_, number, neutral in steps if flag(call, "bias_after_scale", bias_after_scale) else steps[::-1]:
+        if number != neutral:
+            y = append(call, type_, [y, constant(x, number)], prefix=prefix)
+    return y if y is not x else append(call, "Identity", [x], prefix=prefix)
+
+
+@function()
 def cast(x: Variable, dtype: Any) -> Variable:
     """``x`` as element type ``dtype``."""
     return append("cast", "Cast", [variable("cast", "x", x)], attrs={"to": ONNX_TYPES[element_type(dtype)]})
 
 
-def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool) -> Variable:
-    variable(call, "x", x)
-    attrs: dict[str, Any] = {"keepdims": keepdim}
-    inputs: list[Any] = [x]
-    if axis is not None:
-        axes = [axis_of(call, a, x) for a in (axis if isinstance(axis, (list, tuple)) else [axis])]
-        if len(set(axes)) != len(axes) or not axes:
-            raise ArgumentError(f"{call}: axis {axis!r} must name each axis once, and at least one")
-        inputs.append(np.array(axes, np.int64))
-    return append(call, type_, inputs, attrs=attrs)
-
-
-def mean(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
-    """Mean over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None."""
-    return _reduce("mean", "ReduceMean", x, axis, keepdim)
-
-
-def sum(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
-    """Sum over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None."""
-    return _reduce("sum", "ReduceSum", x, axis, keepdim)
-
-
-def dropout(x: Variable, p: float = 0.5, training: bool = True) -> Variable:
+# -- dropout ------------------------------------------------------------------------------------------------------
+@function("dropout")
+def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "upscale_in_train") -> Variable:
     """Each element 0 with probability ``p``, else divided by 1 - p (Srivastava et al. 2014). ``0 <= p < 1``.
 
     The mask is a hash of the program's seed and step, so a repeated run repeats it. A clone for testing, and
-    ``training=False``, pass ``x`` through.
+    ``training=False``, pass ``x`` through. ``mode="downscale_in_infer"``: training keeps elements as they are, and
+    a test multiplies all by 1 - p.
     """
     call = "dropout"
     variable(call, "x", x, dtypes=FLOATING)
@@ -169,9 +252,13 @@ def dropout(x: Variable, p: float = 0.5, training: bool = True) -> Variable:
         raise ArgumentTypeError(f"{call}: p must be a number, not {p!r}")
     if not 0 <= p < 1:
         raise ArgumentError(f"{call}: p must be in [0, 1), not {p}")
-    if not training or p == 0:
+    if mode not in ("upscale_in_train", "downscale_in_infer"):
+        raise ArgumentError(f'{call}: mode={mode!r}; known are "upscale_in_train" and "downscale_in_infer"')
+    if p == 0 or (not training and mode == "upscale_in_train"):
         return x
-    return append_dropout(call, x, p, names.generate(call))
+    prefix = fresh(call)
+    y = append_dropout(call, x, p, prefix) if training else x
+    return y if mode == "upscale_in_train" else append(call, "Mul", [y, constant(x, 1 - p)], prefix=prefix)
 
 
 def append_dropout(call: str, x: Variable, p: float, prefix: str) -> Variable:

@@ -4,8 +4,8 @@ A layer called without a name is called ``<type>_<n>`` (``conv2d_0``); its param
 ``<name>.b_0``, its outputs ``<name>.tmp_<n>``. A name used again, with equal shapes, shares the parameters.
 
 ``param_attr`` and ``bias_attr`` say how a parameter is made: None or True for the default; an
-``amp.nn.initializer`` or an array for its initial value; a string for its name; a variable to share it; for
-a bias that the layer can do without, False for none.
+``amp.nn.initializer`` or an array for its initial value; a string for its name; a :class:`ParamAttr` for several of
+these; a variable to share it; for a bias that the layer can do without, False for none.
 """
 
 from __future__ import annotations
@@ -18,63 +18,12 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..ir import names
-from ..ir.context import default_main_program
 from ..ir.program import Variable
-from .building import (
-    FLOATING,
-    INTEGER,
-    append,
-    append_many,
-    axis_of,
-    check_window,
-    describe,
-    fixed,
-    pads,
-    pair,
-    variable,
-    whole,
-)
-from .elementwise import activate, check_activation
-from .initializer import Constant, KaimingNormal, XavierUniform
-from .parameters import Attr, parameter
-
-
-def _required(call: str, argument: str, attr: Attr) -> Attr:
-    if attr is False:
-        raise ArgumentError(f"{call}: {argument}=False, but the layer cannot do without this parameter")
-    return attr
-
-
-def conv2d(x: Variable, num_filters: int, filter_size: int | Sequence[int], stride: int | Sequence[int] = 1,
-           padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
-           param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None,
-           name: str | None = None) -> Variable:  # fmt: skip
-    """2-D convolution (cross-correlation) with a bias.
-
-    ``x``: float [batch, channels, height, width], channels known. ``padding``: one int, (height, width), or
-    (top, bottom, left, right). Filters w_0 [num_filters, channels / groups, height, width] start Kaiming normal
-    (as Paddle's, standard deviation sqrt(2 / fan in)), the bias b_0 [num_filters] at 0.
-    ArgumentError: unknown channels, groups that do not divide them, a filter larger than the padded image.
-    """
-    call = "conv2d"
-    variable(call, "x", x, dtypes=FLOATING, rank=4)
-    check_activation(call, act)
-    num_filters, groups = whole(call, "num_filters", num_filters), whole(call, "groups", groups)
-    kernel = pair(call, "filter_size", filter_size)
-    strides, dilations, pad = pair(call, "stride", stride), pair(call, "dilation", dilation), pads(call, padding)
-    channels = fixed(call, "x", x, 1)
-    if channels % groups or num_filters % groups:
-        raise ArgumentError(f"{call}: groups={groups} must divide the {channels} channels of '{x.name}' and the "
-                            f"{num_filters} filters")  # fmt: skip
-    check_window(call, x, kernel, pad, dilations)
-    name = name or names.generate(call)
-    shape = [num_filters, channels // groups, *kernel]
-    param_attr = _required(call, "param_attr", param_attr)
-    inputs = [x, parameter(call, f"{name}.w_0", shape, x.dtype, param_attr, KaimingNormal())]
-    if bias_attr is not False:
-        inputs.append(parameter(call, f"{name}.b_0", [num_filters], x.dtype, bias_attr, Constant()))
-    attrs = {"kernel_shape": kernel, "strides": strides, "pads": pad, "dilations": dilations, "group": groups}
-    return activate(call, append(call, "Conv", inputs, attrs=attrs, prefix=name), act, name)
+from .activation import activate, check_activation
+from .building import FLOATING, INTEGER, append, constant, describe, fixed, fresh, variable, whole
+from .calls import function
+from .initializer import Constant, XavierUniform
+from .parameters import Attr, parameter, required
 
 
 def fc(x: Variable, size: int, act: str | None = None, num_flatten_dims: int = 1, param_attr: Attr = None,
@@ -88,17 +37,18 @@ def fc(x: Variable, size: int, act: str | None = None, num_flatten_dims: int = 1
     call = "fc"
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     check_activation(call, act)
-    size, kept = whole(call, "size", size), whole(call, "num_flatten_dims", num_flatten_dims)
     rank = len(x.shape or ())
-    if rank <= kept:
+    size, kept = whole(call, "size", size), whole(call, "num_flatten_dims", num_flatten_dims, -rank)
+    kept = kept + rank if kept < 0 else kept
+    if not 0 < kept < rank:
         raise ArgumentError(
             f"{call}: x {describe(x)} must have more than {kept} dimensions: num_flatten_dims={kept} of them are kept, "
-            "the others are the features"
+            "at least 1, the others are the features"
         )
     features = math.prod(fixed(call, "x", x, axis) for axis in range(kept, rank))
+    required(call, "param_attr", param_attr)
     name = name or names.generate(call)
-    weight = parameter(call, f"{name}.w_0", [features, size], x.dtype, _required(call, "param_attr", param_attr),
-                       XavierUniform())  # fmt: skip
+    weight = parameter(call, f"{name}.w_0", [features, size], x.dtype, param_attr, XavierUniform())
     bias = parameter(call, f"{name}.b_0", [size], x.dtype, bias_attr, Constant()) if bias_attr is not False else None
     if rank > kept + 1:
         x = _merged(call, x, kept, features, name)
@@ -115,82 +65,76 @@ def _merged(call: str, x: Variable, kept: int, features: int, prefix: str) -> Va
     return append(call, "Reshape", [x, np.array([0] * kept + [features], np.int64)], prefix=prefix)
 
 
-def _channels(call: str, x: Variable) -> int:
-    variable(call, "x", x, dtypes=FLOATING, min_rank=2)
-    return fixed(call, "x", x, 1)
-
-
-def batch_norm(x: Variable, act: str | None = None, momentum: float = 0.9, epsilon: float = 1e-5, is_test: bool = False,
-               param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None) -> Variable:  # fmt: skip
-    """Batch normalisation (Ioffe & Szegedy 2015) over every dimension but the second.
-
-    ``x``: float [batch, channels, …]. Scale w_0 (1), bias b_0 (0), running mean w_1 (0) and variance w_2 (1) are
-    [channels], fp32 also where ``x`` is 16-bit; after a run ``w_1 = momentum * w_1 + (1 - momentum) * mean`` and w_2
-    alike, with the variance over N elements, not N - 1. ``is_test``, and a clone for testing, use the
-    running statistics and leave them alone.
-    """
-    call = "batch_norm"
-    channels = _channels(call, x)
-    check_activation(call, act)
-    if not 0 <= momentum <= 1:
-        raise ArgumentError(f"{call}: momentum must be in [0, 1], not {momentum}")
-    dtype = "float64" if x.dtype == "float64" else "float32"
-    name = name or names.generate(call)
-    inputs = [x]
-    for suffix, attr, start, trainable in (("w_0", _required(call, "param_attr", param_attr), 1.0, True),
-                                           ("b_0", _required(call, "bias_attr", bias_attr), 0.0, True),
-                                           ("w_1", None, 0.0, False), ("w_2", None, 1.0, False)):  # fmt: skip
-        inputs.append(parameter(call, f"{name}.{suffix}", [channels], dtype, attr, Constant(start), trainable))
-    attrs = {"epsilon": float(epsilon), "momentum": float(momentum)}
-    if is_test:
-        y = append(call, "BatchNormalization", inputs, attrs=attrs, prefix=name)
-    else:
-        attrs["training_mode"] = 1
-        y, *statistics = append_many(call, "BatchNormalization", inputs, 3, attrs=attrs, prefix=name)
-        _update(inputs[3:], statistics)
-    return activate(call, y, act, name)
-
-
-def _update(states: Sequence[Variable], values: Sequence[Variable]) -> None:
-    """Let each state take its new value, named ``<state>@NEW``, when a step ends."""
-    program = default_main_program()
-    for state, value in zip(states, values, strict=True):
-        program.rename_variable(value, program.unique(f"{state.name}@NEW"))
-        program.set_update(state, value)
-
-
-def layer_norm(x: Variable, begin_norm_axis: int = -1, epsilon: float = 1e-5, act: str | None = None,
-               param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None) -> Variable:  # fmt: skip
-    """Layer normalisation (Ba et al. 2016) over the dimensions from ``begin_norm_axis`` on.
-
-    That is the last dimension by default, as transformers use it (Paddle's default is 1). ``x``: float, the
-    normalised sizes known. Scale w_0 (1) and bias b_0 (0) have these sizes; ``bias_attr=False`` leaves the bias out.
-    """
-    call = "layer_norm"
-    variable(call, "x", x, dtypes=FLOATING, min_rank=1)
-    check_activation(call, act)
-    axis = axis_of(call, begin_norm_axis, x, "begin_norm_axis")
-    shape = [fixed(call, "x", x, i) for i in range(axis, len(x.shape or ()))]
-    name = name or names.generate(call)
-    scale = parameter(call, f"{name}.w_0", shape, x.dtype, _required(call, "param_attr", param_attr), Constant(1.0))
-    inputs = [x, scale]
-    if bias_attr is not False:
-        inputs.append(parameter(call, f"{name}.b_0", shape, x.dtype, bias_attr, Constant()))
-    attrs = {"axis": axis, "epsilon": float(epsilon)}
-    return activate(call, append(call, "LayerNormalization", inputs, attrs=attrs, prefix=name), act, name)
-
-
 def embedding(x: Variable, size: Sequence[int], dtype: Any = "float32", param_attr: Attr = None,
-              name: str | None = None) -> Variable:  # fmt: skip
+              name: str | None = None, padding_idx: int | None = None) -> Variable:  # fmt: skip
     """Rows of a table: result [shape of ``x``, width].
 
-    ``x``: int64 or int32 row numbers, any shape. ``size``: [rows, width]. The table w_0 starts Xavier uniform.
+    ``x``: int64 or int32 row numbers, any shape. ``size``: [rows, width]. The table w_0 starts Xavier uniform. Where
+    ``x`` is ``padding_idx`` (below 0: counted from the last row), the result is 0, and that row gets no gradient.
     """
     call = "embedding"
     variable(call, "x", x, dtypes=INTEGER)
     if not isinstance(size, (list, tuple)) or len(size) != 2:
         raise ArgumentError(f"{call}: size must be [rows, width], not {size!r}")
-    name = name or names.generate(call)
     shape = [whole(call, "size", item) for item in size]
-    table = parameter(call, f"{name}.w_0", shape, dtype, _required(call, "param_attr", param_attr), XavierUniform())
-    return append(call, "Gather", [table, x], attrs={"axis": 0}, prefix=name)
+    row = _padding_row(call, padding_idx, shape[0])
+    required(call, "param_attr", param_attr)
+    name = name or names.generate(call)
+    table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
+    return _rows(call, table, x, row, name)
+
+
+def _padding_row(call: str, padding_idx: int | None, rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    row = whole(call, "padding_idx", padding_idx, -rows)
+    if row >= rows:
+        raise ArgumentError(f"{call}: padding_idx={row} is outside the {rows} rows of the table")
+    return row % rows
+
+
+def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: str) -> Variable:
+    y = append(call, "Gather", [table, x], attrs={"axis": 0}, prefix=prefix)
+    if padding is None:
+        return y
+    pads = append(call, "Equal", [x, constant(x, padding)], prefix=prefix)
+    column = append(call, "Unsqueeze", [pads, np.array([-1], np.int64)], prefix=prefix)
+    return append(call, "Where", [column, constant(y, 0), y], prefix=prefix)
+
+
+@function("sparse")
+def functional_embedding(x: Variable, weight: Variable, padding_idx: int | None = None) -> Variable:
+    """Rows ``x`` (int64 or int32, any shape) of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding`."""
+    call = "embedding"
+    variable(call, "x", x, dtypes=INTEGER)
+    variable(call, "weight", weight, dtypes=FLOATING, rank=2)
+    row = None if padding_idx is None else _padding_row(call, padding_idx, fixed(call, "weight", weight, 0))
+    return _rows(call, weight, x, row, fresh(call))
+
+
+def prelu(x: Variable, mode: str, param_attr: Attr = None, data_format: str = "NCHW",
+          name: str | None = None) -> Variable:  # fmt: skip
+    """``x`` where it is above 0, w_0 * x elsewhere (He et al. 2015); the slopes w_0 start at 0.25.
+
+    ``mode``: "all" for one slope [1], "channel" for one a channel [channels], "element" for one an element
+    [1, sizes behind the batch], which are known. ``x``: float [batch, channels, …], or, with ``data_format`` "NHWC", its
+    channels last.
+    """
+    call = "prelu"
+    rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=2).shape or ())
+    if mode not in ("all", "channel", "element"):
+        raise ArgumentError(f'{call}: mode={mode!r}; known are "all", "channel" and "element"')
+    if data_format not in ("NCHW", "NHWC"):
+        raise ArgumentError(f"{call}: data_format={data_format!r}; known are NCHW and NHWC")
+    axis = rank - 1 if data_format == "NHWC" else 1
+    shape = [1]
+    if mode == "channel":
+        shape = [fixed(call, "x", x, axis)]
+    elif mode == "element":
+        shape = [1, *(fixed(call, "x", x, i) for i in range(1, rank))]
+    required(call, "param_attr", param_attr)
+    name = name or names.generate(call)
+    slope = parameter(call, f"{name}.w_0", shape, x.dtype, param_attr, Constant(0.25))
+    if mode == "channel" and axis != rank - 1:
+        slope = append(call, "Reshape", [slope, np.array([-1, *[1] * (rank - 2)], np.int64)], prefix=name)
+    return append(call, "PRelu", [x, slope], prefix=name)

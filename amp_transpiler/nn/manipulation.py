@@ -1,4 +1,4 @@
-"""Shapes: reshape, transpose, concat, split, slice, gather and their kin."""
+"""Shapes: reshape, transpose, concat, split, slice and their kin."""
 
 from __future__ import annotations
 
@@ -10,16 +10,32 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import Variable
-from .building import INTEGER, Input, append, append_many, axis_of, describe, fixed, variable, whole
+from .building import (
+    Input,
+    append,
+    append_many,
+    axes_of,
+    axis_of,
+    describe,
+    fixed,
+    fresh,
+    integers,
+    operand,
+    variable,
+    whole,
+)
+from .calls import function
+from .windows import LAYOUTS, channels_last
+
+#: Beyond the end of every dimension.
+LONGEST = (1 << 62) - 1
 
 
 def _ints(call: str, argument: str, values: Any, minimum: int | None = None) -> np.ndarray:
-    if not isinstance(values, (list, tuple)):
-        raise ArgumentTypeError(f"{call}: {argument} must be a list of integers, not {values!r}")
-    lowest = -(1 << 62) if minimum is None else minimum
-    return np.array([whole(call, argument, value, lowest) for value in values], np.int64)
+    return np.array(integers(call, argument, values, minimum), np.int64)
 
 
+@function()
 def reshape(x: Variable, shape: Sequence[int]) -> Variable:
     """``x`` with these sizes; 0 keeps the size at that place, one -1 takes what is left."""
     call = "reshape"
@@ -49,6 +65,7 @@ def _check_count(call: str, x: Variable, sizes: np.ndarray) -> None:
         raise ArgumentError(f"{call}: {describe(x)} cannot take the shape {sizes.tolist()}")
 
 
+@function()
 def transpose(x: Variable, perm: Sequence[int]) -> Variable:
     """Dimension ``i`` of the result is dimension ``perm[i]`` of ``x``."""
     call = "transpose"
@@ -59,6 +76,7 @@ def transpose(x: Variable, perm: Sequence[int]) -> Variable:
     return append(call, "Transpose", [x], attrs={"perm": axes})
 
 
+@function()
 def flatten(x: Variable, start_axis: int = 0, stop_axis: int = -1) -> Variable:
     """Merge the dimensions ``start_axis`` … ``stop_axis`` into one."""
     call = "flatten"
@@ -72,13 +90,18 @@ def flatten(x: Variable, start_axis: int = 0, stop_axis: int = -1) -> Variable:
     return append(call, "Reshape", [x, np.array([0] * start + [-1] + tail, np.int64)])
 
 
-def squeeze(x: Variable, axis: int | Sequence[int]) -> Variable:
-    """Drop dimensions of size 1."""
+@function()
+def squeeze(x: Variable, axis: int | Sequence[int] | None = None) -> Variable:
+    """Drop dimensions of size 1: these, or all that are known to be 1 where ``axis`` is None."""
     call = "squeeze"
-    axes = [axis_of(call, a, x) for a in (axis if isinstance(axis, (list, tuple)) else [axis])]
-    return append(call, "Squeeze", [x, np.array(axes, np.int64)])
+    if axis is None:
+        axis = [i for i, size in enumerate(variable(call, "x", x, min_rank=1).shape or ()) if size == 1]
+    if isinstance(axis, (list, tuple)) and not axis:
+        return append(call, "Identity", [x])
+    return append(call, "Squeeze", [x, np.array(axes_of(call, axis, x), np.int64)])
 
 
+@function()
 def unsqueeze(x: Variable, axis: int | Sequence[int]) -> Variable:
     """Insert dimensions of size 1 at these places of the result."""
     call = "unsqueeze"
@@ -87,6 +110,7 @@ def unsqueeze(x: Variable, axis: int | Sequence[int]) -> Variable:
     return append(call, "Unsqueeze", [x, _ints(call, "axis", axes)])
 
 
+@function()
 def concat(x: Sequence[Variable], axis: int = 0) -> Variable:
     """Join variables of one element type along ``axis``; their other sizes are equal."""
     call = "concat"
@@ -97,6 +121,7 @@ def concat(x: Sequence[Variable], axis: int = 0) -> Variable:
     return append(call, "Concat", list(x), attrs={"axis": axis_of(call, axis, x[0])})
 
 
+@function()
 def split(x: Variable, num_or_sections: int | Sequence[int], axis: int = 0) -> list[Variable]:
     """Cut ``x`` along ``axis`` into a number of equal parts, or into parts of these sizes (one may be -1)."""
     call = "split"
@@ -116,6 +141,7 @@ def split(x: Variable, num_or_sections: int | Sequence[int], axis: int = 0) -> l
     return append_many(call, "Split", [x, np.array(sections, np.int64)], len(sections), attrs={"axis": axis})
 
 
+@function()
 def slice(x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int],
           steps: Sequence[int] | None = None) -> Variable:  # fmt: skip
     """``x[start:end:step]`` on each of ``axes``, with python's meaning of negative and large numbers."""
@@ -133,8 +159,166 @@ def slice(x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequenc
     return append(call, "Slice", inputs if steps is None else [*inputs, strides])
 
 
-def gather(x: Variable, index: Variable, axis: int = 0) -> Variable:
-    """``x`` at the places ``index`` (int64 or int32, any shape) of dimension ``axis``."""
-    call = "gather"
-    variable(call, "index", index, dtypes=INTEGER)
-    return append(call, "Gather", [variable(call, "x", x), index], attrs={"axis": axis_of(call, axis, x)})
+@function()
+def strided_slice(x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int],
+                  strides: Sequence[int]) -> Variable:  # fmt: skip
+    """:func:`slice` with steps."""
+    return slice(x, axes, starts, ends, strides)
+
+
+@function()
+def chunk(x: Variable, chunks: int, axis: int = 0) -> list[Variable]:
+    """Cut ``x`` along ``axis`` into ``chunks`` equal parts."""
+    return split(x, whole("chunk", "chunks", chunks), axis)
+
+
+@function()
+def stack(x: Sequence[Variable], axis: int = 0) -> Variable:
+    """Join variables of one shape and element type along a new dimension ``axis``."""
+    call = "stack"
+    if not isinstance(x, (list, tuple)) or not x:
+        raise ArgumentTypeError(f"{call}: x must be a list of variables, not {x!r}")
+    first = variable(call, "each of x", x[0])
+    rank = len(variable(call, "each of x", first, min_rank=0 if first.shape is not None else 1).shape or ()) + 1
+    at = whole(call, "axis", axis, -rank)
+    if at >= rank:
+        raise ArgumentError(f"{call}: axis {axis} is outside the {rank} dimensions of the result")
+    prefix = fresh(call)
+    place = np.array([at % rank], np.int64)
+    items = [append(call, "Unsqueeze", [variable(call, "each of x", v), place], prefix=prefix) for v in x]
+    return append(call, "Concat", items, attrs={"axis": at % rank}, prefix=prefix)
+
+
+@function()
+def unstack(x: Variable, axis: int = 0, num: int | None = None) -> list[Variable]:
+    """The pieces of ``x`` along ``axis``, whose size is known, without that dimension."""
+    call = "unstack"
+    at = axis_of(call, axis, x)
+    count = fixed(call, "x", x, at)
+    if num is not None and num != count:
+        raise ArgumentError(f"{call}: num={num}, but dimension {at} of {describe(x)} has {count}")
+    prefix = fresh(call)
+    pieces = append_many(call, "Split", [x, np.ones(count, np.int64)], count, attrs={"axis": at}, prefix=prefix)
+    return [append(call, "Squeeze", [piece, np.array([at], np.int64)], prefix=prefix) for piece in pieces]
+
+
+@function()
+def unbind(x: Variable, axis: int = 0) -> list[Variable]:
+    """As :func:`unstack`."""
+    return unstack(x, axis)
+
+
+@function()
+def expand(x: Variable, shape: Sequence[int]) -> Variable:
+    """Repeat dimensions of size 1 to these sizes; -1 keeps one. New dimensions come in front."""
+    call = "expand"
+    variable(call, "x", x)
+    sizes = _ints(call, "shape", shape, -1)
+    if (sizes == 0).any():
+        raise ArgumentError(f"{call}: a size is above 0, or -1 to keep one; shape is {list(shape)}")
+    return append(call, "Expand", [x, np.where(sizes == -1, 1, sizes)])
+
+
+broadcast_to = expand
+
+
+@function()
+def expand_as(x: Variable, y: Variable) -> Variable:
+    """``x`` repeated to the shape of ``y``."""
+    call = "expand_as"
+    prefix = fresh(call)
+    shape = append(call, "Shape", [variable(call, "y", y)], prefix=prefix)
+    return append(call, "Expand", [variable(call, "x", x), shape], prefix=prefix)
+
+
+@function()
+def tile(x: Variable, repeat_times: Sequence[int]) -> Variable:
+    """Repeat ``x`` this often along each dimension; a shorter list counts for the last ones."""
+    call = "tile"
+    rank = len(variable(call, "x", x, min_rank=1).shape or ())
+    times = integers(call, "repeat_times", repeat_times, 1)
+    if len(times) > rank:
+        lead = np.arange(len(times) - rank)
+        prefix = fresh(call)
+        return append(call, "Tile", [append(call, "Unsqueeze", [x, lead], prefix=prefix), np.array(times, np.int64)],
+                      prefix=prefix)  # fmt: skip
+    return append(call, "Tile", [x, np.array([1] * (rank - len(times)) + times, np.int64)])
+
+
+@function()
+def flip(x: Variable, axis: int | Sequence[int]) -> Variable:
+    """Reverse the order along these dimensions."""
+    call = "flip"
+    axes = axes_of(call, axis, x)
+    count = len(axes)
+    return slice(x, axes, [-1] * count, [-LONGEST] * count, [-1] * count)
+
+
+@function()
+def roll(x: Variable, shifts: int, axis: int) -> Variable:
+    """Move elements ``shifts`` places on along ``axis``; what leaves at the end comes in at the front."""
+    call = "roll"
+    at = axis_of(call, axis, x)
+    size = fixed(call, "x", x, at)
+    count = whole(call, "shifts", shifts, -LONGEST) % size
+    if not count:
+        return append(call, "Identity", [x])
+    prefix = fresh(call)
+    cut = np.array([size - count, count], np.int64)
+    front, back = append_many(call, "Split", [x, cut], 2, attrs={"axis": at}, prefix=prefix)
+    return append(call, "Concat", [back, front], attrs={"axis": at}, prefix=prefix)
+
+
+def _triangle(call: str, x: Variable, diagonal: int, upper: int) -> Variable:
+    variable(call, "x", x, min_rank=2)
+    offset = np.array(whole(call, "diagonal", diagonal, -LONGEST), np.int64)
+    return append(call, "Trilu", [x, offset], attrs={"upper": upper})
+
+
+@function()
+def tril(x: Variable, diagonal: int = 0) -> Variable:
+    """``x`` with zeros above the ``diagonal`` of its last two dimensions."""
+    return _triangle("tril", x, diagonal, 0)
+
+
+@function()
+def triu(x: Variable, diagonal: int = 0) -> Variable:
+    """``x`` with zeros below the ``diagonal`` of its last two dimensions."""
+    return _triangle("triu", x, diagonal, 1)
+
+
+_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+@function()
+def pad(x: Variable, pad: int | Sequence[int], mode: str = "constant", value: float = 0.0,
+        data_format: str = "NCHW") -> Variable:  # fmt: skip
+    """``x`` with elements added around it.
+
+    ``pad``: two numbers for each dimension, in their order, (before, behind, before, …); or for the axes of an image
+    alone, the last one first (left, right, top, bottom, front, back); or one number for all of these. ``mode``:
+    "constant" (``value``), "reflect", "replicate" or "circular". ``data_format``: where the channels of an image are.
+    """
+    call = "pad"
+    rank = len(variable(call, "x", x, min_rank=1).shape or ())
+    if mode not in _MODES:
+        raise ArgumentError(f"{call}: mode={mode!r}; known are {', '.join(_MODES)}")
+    image = rank - 2
+    if isinstance(pad, (list, tuple)):
+        widths = integers(call, "pad", pad, 0)
+    else:
+        widths = [whole(call, "pad", pad, 0)] * 2 * max(image, 0)
+    if len(widths) == 2 * rank:
+        pairs = list(zip(widths[::2], widths[1::2], strict=True))
+    elif image in LAYOUTS and len(widths) == 2 * image:
+        axes = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+        last = channels_last(call, None if data_format == "NCHW" else data_format, image)
+        pairs = [(0, 0), *axes, (0, 0)] if last else [(0, 0), (0, 0), *axes]
+    else:
+        raise ArgumentError(f"{call}: pad has {len(widths)} numbers; {describe(x)} takes {2 * rank}, or {2 * image} "
+                            "for the axes of an image")  # fmt: skip
+    array = np.array([low for low, _ in pairs] + [high for _, high in pairs], np.int64)
+    inputs: list[Input] = [x, array]
+    if mode == "constant":
+        inputs.append(operand(call, value, x))
+    return append(call, "Pad", inputs, attrs={"mode": _MODES[mode]})

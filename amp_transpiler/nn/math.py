@@ -1,4 +1,4 @@
-"""Python operators on variables: ``x @ w + b``. Importing this module attaches them.
+"""Python operators on variables: ``x @ w + b``, ``x[:, 0]``. Importing this module attaches them.
 
 A number or array beside a variable takes its element type. ``==`` keeps its meaning, identity.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ArgumentTypeError
 from ..ir.program import Variable
 from .building import append, variable
-from .elementwise import binary
+from .elementwise import abs, binary, cast
+from .indexing import item
 
 #: python's method name -> (function name, ONNX operator)
 _BINARY = {
@@ -41,13 +43,19 @@ def _negative(x: Variable) -> Variable:
     return append("negative", "Neg", [variable("negative", "x", x)])
 
 
+def _iterated(x: Variable) -> None:
+    raise ArgumentTypeError(f"variable '{x.name}' cannot be iterated over; F.unstack gives its pieces along an axis")
+
+
 def _attach() -> None:
     for name, (call, type_) in _BINARY.items():
         setattr(Variable, f"__{name}__", _forward(call, type_))
         setattr(Variable, f"__r{name}__", _reflected(call, type_))
     for name, (call, type_) in _COMPARE.items():
         setattr(Variable, f"__{name}__", _forward(call, type_))
-    setattr(Variable, "__neg__", _negative)  # noqa: B010 - mypy refuses the plain assignment
+    others = {"__neg__": _negative, "__abs__": abs, "__getitem__": item, "__iter__": _iterated, "astype": cast}
+    for name, method in others.items():
+        setattr(Variable, name, method)
     # numpy must not take `array * variable` apart element by element.
     setattr(Variable, "__array_ufunc__", None)  # noqa: B010
 

@@ -91,6 +91,12 @@ def parameter(call: str, name: str, shape: Iterable[int], dtype: str | None, att
     return _create(call, name, sizes, element_type(dtype), initializer, trainable)
 
 
+def required(call: str, argument: str, attr: Attr) -> None:
+    """ArgumentError where a parameter that the layer cannot do without is described as False."""
+    if attr is False:
+        raise ArgumentError(f"{call}: {argument}=False, but the layer cannot do without this parameter")
+
+
 def _sizes(call: str, name: str, shape: Any) -> tuple[int, ...]:
     sizes = _listed(call, name, shape)
     for size in sizes:

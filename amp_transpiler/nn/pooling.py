@@ -1,71 +1,185 @@
-"""Pooling over images [batch, channels, height, width]."""
+"""Pooling over the axes of an image [batch, channels, axis, …], or, with ``data_format``, with its channels last."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from ..errors import ArgumentError
 from ..ir.program import Variable
-from .building import FLOATING, append, check_window, fixed, pads, pair, variable
+from .building import append, constant, flag, fresh, real
+from .calls import function
+from .windows import Image, Padding, Sizes, check_fit, image, numbers, padding
 
 
-def _pool(call: str, type_: str, x: Variable, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
-          **attrs: Any) -> Variable:  # fmt: skip
-    _image(call, x)
-    kernel = pair(call, "kernel_size", kernel_size)
-    strides = kernel if stride is None else pair(call, "stride", stride)
-    pad = pads(call, padding)
-    if any(pad[i] >= kernel[i % 2] for i in range(4)):
-        raise ArgumentError(f"{call}: padding {padding!r} must be smaller than the kernel {kernel}")
-    check_window(call, x, kernel, pad, [1, 1])
-    attrs |= {"kernel_shape": kernel, "strides": strides, "pads": pad}
-    if ceil_mode:
+def _pool(call: str, type_: str, rank: int, x: Variable, kernel_size: Any, stride: Any, pad: Any, ceil_mode: bool,
+          data_format: str | None, **attrs: Any) -> Variable:  # fmt: skip
+    at = image(call, x, rank, data_format)
+    kernel = numbers(call, "kernel_size", kernel_size, rank)
+    strides = kernel if stride is None else numbers(call, "stride", stride, rank)
+    ones = [1] * rank
+    around = padding(at, pad, kernel, strides, ones)
+    pads: list[int] | None = around.get("pads")
+    if pads is not None and any(pads[i] >= kernel[i % rank] for i in range(2 * rank)):
+        raise ArgumentError(f"{call}: padding {pad!r} must be smaller than the kernel {kernel}")
+    check_fit(at, pads, kernel, ones)
+    attrs |= {"kernel_shape": kernel, "strides": strides, **around}
+    if flag(call, "ceil_mode", ceil_mode):
         attrs["ceil_mode"] = 1
-    return append(call, type_, [x], attrs=attrs)
+    prefix = fresh(call)
+    return at.as_given(append(call, type_, [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
 
 
-def max_pool2d(x: Variable, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-               padding: int | Sequence[int] = 0, ceil_mode: bool = False) -> Variable:  # fmt: skip
-    """Maximum over windows. ``stride``: the kernel's size by default.
+def _max_pool(rank: int) -> Callable[..., Variable]:
+    call = f"max_pool{rank}d"
 
-    ``padding``: one int, (height, width), or (top, bottom, left, right). ``ceil_mode``: count windows that
-    reach over the edge.
-    """
-    return _pool("max_pool2d", "MaxPool", x, kernel_size, stride, padding, ceil_mode)
+    def called(x: Variable, kernel_size: Sizes, stride: Sizes | None = None, padding: Padding = 0,
+               ceil_mode: bool = False, data_format: str | None = None) -> Variable:  # fmt: skip
+        return _pool(call, "MaxPool", rank, x, kernel_size, stride, padding, ceil_mode, data_format)
 
-
-def avg_pool2d(x: Variable, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-               padding: int | Sequence[int] = 0, ceil_mode: bool = False,
-               exclusive: bool = True) -> Variable:  # fmt: skip
-    """Mean over windows; arguments as :func:`max_pool2d`. ``exclusive``: padding does not count as elements."""
-    include = 0 if exclusive else 1
-    return _pool("avg_pool2d", "AveragePool", x, kernel_size, stride, padding, ceil_mode, count_include_pad=include)
+    called.__name__ = called.__qualname__ = call
+    called.__doc__ = (
+        "Maximum over windows. ``stride``: the kernel's size by default.\n\n"
+        "    ``padding``: one integer, one for each axis, two for each axis (before, behind, before, …), \"SAME\" or "
+        '"VALID".\n    ``ceil_mode``: count windows that reach over the edge.'
+    )
+    return function("max_pool")(called)
 
 
+def _avg_pool(rank: int) -> Callable[..., Variable]:
+    call = f"avg_pool{rank}d"
+
+    def called(x: Variable, kernel_size: Sizes, stride: Sizes | None = None, padding: Padding = 0,
+               ceil_mode: bool = False, exclusive: bool = True, divisor_override: float | None = None,
+               data_format: str | None = None) -> Variable:  # fmt: skip
+        include = int(not flag(call, "exclusive", exclusive))
+        if divisor_override is None:
+            return _pool(call, "AveragePool", rank, x, kernel_size, stride, padding, ceil_mode, data_format,
+                         count_include_pad=include)  # fmt: skip
+        if ceil_mode:
+            raise ArgumentError(f"{call}: divisor_override goes with whole windows, not with ceil_mode")
+        divisor = real(call, "divisor_override", divisor_override)
+        y = _pool(call, "AveragePool", rank, x, kernel_size, stride, padding, False, data_format, count_include_pad=1)
+        size = prod(numbers(call, "kernel_size", kernel_size, rank))
+        return append(call, "Mul", [y, constant(y, size / divisor)])
+
+    called.__name__ = called.__qualname__ = call
+    called.__doc__ = (
+        f"Mean over windows; arguments as :func:`max_pool{rank}d`.\n\n    ``exclusive``: padding does not count as "
+        "elements. ``divisor_override``: divide each window's sum by this."
+    )
+    return function("pool")(called)
+
+
+max_pool1d, max_pool2d, max_pool3d = (_max_pool(rank) for rank in (1, 2, 3))
+avg_pool1d, avg_pool2d, avg_pool3d = (_avg_pool(rank) for rank in (1, 2, 3))
+
+
+@function()
 def global_avg_pool2d(x: Variable) -> Variable:
     """Mean over the whole image: [batch, channels, 1, 1]."""
-    return append("global_avg_pool2d", "GlobalAveragePool", [_image("global_avg_pool2d", x)])
+    return append("global_avg_pool2d", "GlobalAveragePool", [image("global_avg_pool2d", x, 2).x])
 
 
+@function()
 def global_max_pool2d(x: Variable) -> Variable:
     """Maximum over the whole image: [batch, channels, 1, 1]."""
-    return append("global_max_pool2d", "GlobalMaxPool", [_image("global_max_pool2d", x)])
+    return append("global_max_pool2d", "GlobalMaxPool", [image("global_max_pool2d", x, 2).x])
 
 
-def _image(call: str, x: Variable) -> Variable:
-    return variable(call, "x", x, dtypes=FLOATING, rank=4)
+# -- adaptive -------------------------------------------------------------------------------------------------------
+def _adaptive(call: str, mean: bool, rank: int, x: Variable, output_size: Any, data_format: str | None) -> Variable:
+    at = image(call, x, rank, data_format)
+    wanted = _wanted(at, output_size, rank)
+    prefix = fresh(call)
+    if all(size == 1 for size in wanted):
+        y = append(call, f"Global{'Average' if mean else 'Max'}Pool", [at.channels_first(prefix)], prefix=prefix)
+        return at.as_given(y, prefix)
+    sizes = [known if size is None else size for size, known in zip(wanted, at.known_sizes(), strict=True)]
+    y = at.channels_first(prefix)
+    if not any(size % out for size, out in zip(at.known_sizes(), sizes, strict=True)):
+        kernel = [size // out for size, out in zip(at.known_sizes(), sizes, strict=True)]
+        y = append(call, "AveragePool" if mean else "MaxPool", [y], attrs={"kernel_shape": kernel, "strides": kernel},
+                   prefix=prefix)  # fmt: skip
+        return at.as_given(y, prefix)
+    for i, (size, out) in enumerate(zip(at.known_sizes(), sizes, strict=True)):
+        if size != out:
+            y = (_axis_mean if mean else _axis_maximum)(call, y, 2 + i, size, out, prefix)
+    return at.as_given(y, prefix)
 
 
-def adaptive_avg_pool2d(x: Variable, output_size: int | Sequence[int] = 1) -> Variable:
-    """Mean over equal windows that give ``output_size``, which divides the image; all of it by default."""
-    call = "adaptive_avg_pool2d"
-    _image(call, x)
-    wanted = pair(call, "output_size", output_size)
-    if wanted == [1, 1]:
-        return append(call, "GlobalAveragePool", [x])
-    sizes = [fixed(call, "x", x, 2), fixed(call, "x", x, 3)]
-    if any(size % out for size, out in zip(sizes, wanted, strict=True)):
-        raise ArgumentError(f"{call}: an image of {sizes} cannot be divided into {wanted} equal windows")
-    kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
-    return append(call, "AveragePool", [x], attrs={"kernel_shape": kernel, "strides": kernel})
+def _wanted(at: Image, output_size: Any, rank: int) -> list[int | None]:
+    """The size of each axis; None for that of the image."""
+    items = list(output_size) if isinstance(output_size, (list, tuple)) else [output_size] * rank
+    given = iter(numbers(at.call, "output_size", [1 if item is None else item for item in items], rank))
+    return [None if item is None else size for item, size in zip(items, given, strict=True)]
+
+
+def _windows(size: int, out: int) -> list[tuple[int, int]]:
+    """Start and end of each window: from floor(i * size / out) to ceil((i + 1) * size / out)."""
+    return [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
+
+
+def _axis_mean(call: str, x: Variable, axis: int, size: int, out: int, prefix: str) -> Variable:
+    """Means of windows along one axis: the product with a [size, out] matrix."""
+    matrix = np.zeros((size, out))
+    for column, (start, end) in enumerate(_windows(size, out)):
+        matrix[start:end, column] = 1 / (end - start)
+    rank = len(x.shape or ())
+    swap = [i for i in range(rank) if i != axis] + [axis]
+    back = [int(i) for i in np.argsort(swap)]
+    if axis != rank - 1:
+        x = append(call, "Transpose", [x], attrs={"perm": swap}, prefix=prefix)
+    y = append(call, "MatMul", [x, constant(x, matrix)], prefix=prefix)
+    return y if axis == rank - 1 else append(call, "Transpose", [y], attrs={"perm": back}, prefix=prefix)
+
+
+def _axis_maximum(call: str, x: Variable, axis: int, size: int, out: int, prefix: str) -> Variable:
+    """Maxima of windows along one axis: a slice for each."""
+    pieces = []
+    for start, end in _windows(size, out):
+        bounds = [np.array([number], np.int64) for number in (start, end, axis)]
+        piece = append(call, "Slice", [x, *bounds], prefix=prefix)
+        if end - start > 1:
+            piece = append(call, "ReduceMax", [piece, bounds[2]], attrs={"keepdims": 1}, prefix=prefix)
+        pieces.append(piece)
+    return append(call, "Concat", pieces, attrs={"axis": axis}, prefix=prefix)
+
+
+def _adaptive_pool(kind: str, rank: int) -> Callable[..., Variable]:
+    call = f"adaptive_{kind}_pool{rank}d"
+
+    def called(x: Variable, output_size: int | Sequence[int | None] = 1, data_format: str | None = None) -> Variable:
+        return _adaptive(call, kind == "avg", rank, x, output_size, data_format)
+
+    called.__name__ = called.__qualname__ = call
+    what = "Mean" if kind == "avg" else "Maximum"
+    called.__doc__ = (
+        f"{what} over windows that give ``output_size``; all of the image by default.\n\n"
+        "    Window i of an axis reaches from floor(i * size / out) to ceil((i + 1) * size / out). ``output_size``: one "
+        "integer or one\n    for each axis, None to keep one. Sizes are known, unless all of the image is one window."
+    )
+    return function("adaptive_pool")(called)
+
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (_adaptive_pool("avg", rank) for rank in (1, 2, 3))
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (_adaptive_pool("max", rank) for rank in (1, 2, 3))
+
+
+def pool2d(x: Variable, pool_size: Sizes = 2, pool_type: str = "max", pool_stride: Sizes = 1, pool_padding: Padding = 0,
+           global_pooling: bool = False, ceil_mode: bool = False, exclusive: bool = True, data_format: str = "NCHW",
+           name: str | None = None) -> Variable:  # fmt: skip
+    """:func:`max_pool2d` (``pool_type`` "max") or :func:`avg_pool2d` ("avg"), or with ``global_pooling`` one window
+    over the whole image, as Paddle's layer of this name."""
+    call = "pool2d"
+    if pool_type not in ("max", "avg"):
+        raise ArgumentError(f'{call}: pool_type={pool_type!r}; known are "max" and "avg"')
+    if flag(call, "global_pooling", global_pooling):
+        whole_image = adaptive_max_pool2d if pool_type == "max" else adaptive_avg_pool2d
+        return whole_image(x, 1, data_format=data_format, name=name)
+    if pool_type == "max":
+        return max_pool2d(x, pool_size, pool_stride, pool_padding, ceil_mode, data_format=data_format, name=name)
+    return avg_pool2d(x, pool_size, pool_stride, pool_padding, ceil_mode, exclusive, data_format=data_format, name=name)

@@ -1,0 +1,243 @@
+"""Activations: functions of one variable, elementwise or along one axis. Formulas: the operators' specifications
+(https://onnx.ai/onnx/operators/) and Paddle's functions of the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..ir.program import Variable
+from .building import (
+    FLOATING,
+    append,
+    append_many,
+    axis_of,
+    constant,
+    describe,
+    fixed,
+    fresh,
+    prefixed,
+    real,
+    variable,
+    whole,
+)
+from .calls import function, simple
+
+
+def _checked(call: str, x: Variable) -> Variable:
+    return variable(call, "x", x, dtypes=FLOATING)
+
+
+def _one(call: str, type_: str, x: Variable, **attrs: Any) -> Variable:
+    return append(call, type_, [_checked(call, x)], attrs=attrs)
+
+
+relu = simple("relu", "Relu", "max(x, 0).")
+sigmoid = simple("sigmoid", "Sigmoid", "1 / (1 + exp(-x)).", "cudnn")
+tanh = simple("tanh", "Tanh", "Hyperbolic tangent.")
+softsign = simple("softsign", "Softsign", "x / (1 + |x|).")
+mish = simple("mish", "Mish", "x * tanh(softplus(x)) (Misra 2019).")
+hardswish = simple("hardswish", "HardSwish", "x * min(max(x + 3, 0), 6) / 6 (Howard et al. 2019).")
+hard_swish = hardswish
+
+
+@function()
+def relu6(x: Variable) -> Variable:
+    """min(max(x, 0), 6). ``x``: float, any shape."""
+    return hardtanh(x, 0.0, 6.0)
+
+
+@function()
+def hardtanh(x: Variable, min: float = -1.0, max: float = 1.0) -> Variable:
+    """``x`` within [``min``, ``max``]. ``x``: float, any shape."""
+    call = "hardtanh"
+    _checked(call, x)
+    return append(call, "Clip", [x, constant(x, real(call, "min", min)), constant(x, real(call, "max", max))])
+
+
+@function()
+def gelu(x: Variable, approximate: bool = False) -> Variable:
+    """x * Phi(x) (Hendrycks & Gimpel 2016); with ``approximate`` its tanh form. ``x``: float, any shape."""
+    return _one("gelu", "Gelu", x, approximate="tanh" if approximate else "none")
+
+
+@function()
+def silu(x: Variable) -> Variable:
+    """x * sigmoid(x) (Elfwing et al. 2017). ``x``: float, any shape."""
+    call = "silu"
+    prefix = fresh(call)
+    return append(call, "Mul", [x, append(call, "Sigmoid", [_checked(call, x)], prefix=prefix)], prefix=prefix)
+
+
+swish = silu
+
+
+@function()
+def hardsigmoid(x: Variable, slope: float = 1 / 6, offset: float = 0.5) -> Variable:
+    """min(max(slope * x + offset, 0), 1). ``x``: float, any shape."""
+    call = "hardsigmoid"
+    return _one(call, "HardSigmoid", x, alpha=real(call, "slope", slope), beta=real(call, "offset", offset))
+
+
+@function()
+def leaky_relu(x: Variable, negative_slope: float = 0.01) -> Variable:
+    """``x`` where it is above 0, ``negative_slope * x`` elsewhere. ``x``: float, any shape."""
+    call = "leaky_relu"
+    return _one(call, "LeakyRelu", x, alpha=real(call, "negative_slope", negative_slope))
+
+
+@function()
+def elu(x: Variable, alpha: float = 1.0) -> Variable:
+    """``x`` where it is above 0, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al. 2015). ``x``: float, any shape."""
+    return _one("elu", "Elu", x, alpha=real("elu", "alpha", alpha))
+
+
+@function()
+def celu(x: Variable, alpha: float = 1.0) -> Variable:
+    """``x`` where it is above 0, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron 2017). ``x``: float, any shape."""
+    return _one("celu", "Celu", x, alpha=real("celu", "alpha", alpha))
+
+
+@function()
+def selu(x: Variable, scale: float = 1.0507009873554805, alpha: float = 1.6732632423543772) -> Variable:
+    """``scale * elu(x, alpha)`` (Klambauer et al. 2017). ``x``: float, any shape."""
+    return _one("selu", "Selu", x, gamma=real("selu", "scale", scale), alpha=real("selu", "alpha", alpha))
+
+
+@function()
+def thresholded_relu(x: Variable, threshold: float = 1.0) -> Variable:
+    """``x`` where it is above ``threshold``, 0 elsewhere. ``x``: float, any shape."""
+    call = "thresholded_relu"
+    return _one(call, "ThresholdedRelu", x, alpha=real(call, "threshold", threshold))
+
+
+@function()
+def hardshrink(x: Variable, threshold: float = 0.5) -> Variable:
+    """``x`` where \\|x\\| is above ``threshold``, 0 elsewhere. ``x``: float, any shape."""
+    return _one("hardshrink", "Shrink", x, lambd=real("hardshrink", "threshold", threshold))
+
+
+@function()
+def softshrink(x: Variable, threshold: float = 0.5) -> Variable:
+    """``x`` moved towards 0 by ``threshold``, 0 where \\|x\\| is not above it. ``x``: float, any shape."""
+    limit = real("softshrink", "threshold", threshold)
+    return _one("softshrink", "Shrink", x, lambd=limit, bias=limit)
+
+
+@function()
+def tanhshrink(x: Variable) -> Variable:
+    """x - tanh(x). ``x``: float, any shape."""
+    call = "tanhshrink"
+    prefix = fresh(call)
+    return append(call, "Sub", [x, append(call, "Tanh", [_checked(call, x)], prefix=prefix)], prefix=prefix)
+
+
+@function("softplus")
+def softplus(x: Variable, beta: float = 1.0) -> Variable:
+    """log(1 + exp(beta * x)) / beta. ``x``: float, any shape."""
+    call = "softplus"
+    if real(call, "beta", beta) == 1:
+        return _one(call, "Softplus", x)
+    if beta <= 0:
+        raise ArgumentError(f"{call}: beta must be above 0, not {beta}")
+    prefix = fresh(call)
+    scaled = append(call, "Mul", [_checked(call, x), constant(x, beta)], prefix=prefix)
+    return append(call, "Div", [append(call, "Softplus", [scaled], prefix=prefix), constant(x, beta)], prefix=prefix)
+
+
+@function()
+def log_sigmoid(x: Variable) -> Variable:
+    """log(1 / (1 + exp(-x))), finite for every x. ``x``: float, any shape."""
+    call = "log_sigmoid"
+    prefix = fresh(call)
+    value = append(call, "Neg", [_checked(call, x)], prefix=prefix)
+    return append(call, "Neg", [append(call, "Softplus", [value], prefix=prefix)], prefix=prefix)
+
+
+@function("cudnn")
+def softmax(x: Variable, axis: int = -1) -> Variable:
+    """exp(x) over its sum along ``axis``. ``x``: float, at least one dimension."""
+    return _one("softmax", "Softmax", x, axis=axis_of("softmax", axis, x))
+
+
+@function()
+def log_softmax(x: Variable, axis: int = -1) -> Variable:
+    """Logarithm of :func:`softmax`. ``x``: float, at least one dimension."""
+    return _one("log_softmax", "LogSoftmax", x, axis=axis_of("log_softmax", axis, x))
+
+
+@function()
+def prelu(x: Variable, weight: Variable) -> Variable:
+    """``x`` where it is above 0, ``weight * x`` elsewhere (He et al. 2015).
+
+    ``x``: float [batch, channels, …]. ``weight``: float, of one element or one for each channel.
+    """
+    call = "prelu"
+    rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=2).shape or ())
+    variable(call, "weight", weight, dtypes=(str(x.dtype),), rank=1)
+    size, channels = fixed(call, "weight", weight, 0), fixed(call, "x", x, 1)
+    if size not in (1, channels):
+        raise ArgumentError(f"{call}: weight {describe(weight)} must have 1 element, or one for each of the {channels} "
+                            f"channels of {describe(x)}")  # fmt: skip
+    prefix = fresh(call)
+    if size > 1 and rank > 2:
+        ones = np.array([size, *[1] * (rank - 2)], np.int64)
+        weight = append(call, "Reshape", [weight, ones], prefix=prefix)
+    return append(call, "PRelu", [x, weight], prefix=prefix)
+
+
+@function()
+def glu(x: Variable, axis: int = -1) -> Variable:
+    """The first half of ``x`` along ``axis`` times the sigmoid of the second (Dauphin et al. 2017)."""
+    call = "glu"
+    _checked(call, x)
+    at = axis_of(call, axis, x)
+    if fixed(call, "x", x, at) % 2:
+        raise ArgumentError(f"{call}: dimension {at} of {describe(x)} must be even")
+    prefix = fresh(call)
+    half = np.full(2, fixed(call, "x", x, at) // 2, np.int64)
+    first, second = append_many(call, "Split", [x, half], 2, attrs={"axis": at}, prefix=prefix)
+    return append(call, "Mul", [first, append(call, "Sigmoid", [second], prefix=prefix)], prefix=prefix)
+
+
+@function()
+def maxout(x: Variable, groups: int, axis: int = 1) -> Variable:
+    """The maximum of each ``groups`` neighbouring channels (Goodfellow et al. 2013), channels being ``axis``."""
+    call = "maxout"
+    _checked(call, x)
+    at, count = axis_of(call, axis, x), whole(call, "groups", groups)
+    channels = fixed(call, "x", x, at)
+    if channels % count:
+        raise ArgumentError(f"{call}: groups={count} must divide dimension {at} of {describe(x)}")
+    prefix = fresh(call)
+    tail = [fixed(call, "x", x, i) for i in range(at + 1, len(x.shape or ()))]
+    shape = np.array([0] * at + [channels // count, count, *tail], np.int64)
+    apart = append(call, "Reshape", [x, shape], prefix=prefix)
+    inputs = [apart, np.array([at + 1], np.int64)]
+    return append(call, "ReduceMax", inputs, attrs={"keepdims": 0}, prefix=prefix)
+
+
+#: What the ``act`` argument of a layer names.
+ACTIVATIONS: dict[str, Callable[[Variable], Variable]] = {
+    f.__name__: f
+    for f in (relu, gelu, sigmoid, tanh, softmax, log_softmax, relu6, silu, hardswish, hardsigmoid, leaky_relu, elu,
+              celu, selu, softplus, softsign, mish, log_sigmoid, hardtanh, hardshrink, softshrink, tanhshrink,
+              thresholded_relu)
+} | {"swish": silu, "hard_swish": hardswish, "hard_sigmoid": hardsigmoid}  # fmt: skip
+
+
+def check_activation(call: str, act: str | None) -> None:
+    """ArgumentError for a name that is no activation."""
+    if act is not None and (not isinstance(act, str) or act not in ACTIVATIONS):
+        raise ArgumentError(f"{call}: act={act!r} is no activation; known are {', '.join(ACTIVATIONS)}")
+
+
+def activate(call: str, x: Variable, act: str | None, prefix: str) -> Variable:
+    """``x`` through the activation called ``act``; ``x`` itself where that is None."""
+    if act is None:
+        return x
+    with prefixed(prefix):
+        return ACTIVATIONS[act](x)

@@ -1,0 +1,270 @@
+"""Losses of classes: cross entropy in its forms, spans, and accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.program import Shape, Variable
+from ..ir.types import numpy_dtype
+from .building import FLOATING, INTEGER, append, append_many, axis_of, constant, describe, fixed, flag, fresh, real, variable, whole
+from .calls import function
+from .elementwise import cast
+from .reduction import mean, sum
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_reduction(call: str, reduction: str) -> None:
+    """ArgumentError where ``reduction`` is no way to reduce a loss."""
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
+        raise ArgumentError(f"{call}: reduction={reduction!r}; known are {', '.join(_REDUCTIONS)}")
+
+
+def reduced(value: Variable, reduction: str) -> Variable:
+    """Losses brought together as ``reduction`` says."""
+    return {"mean": mean, "sum": sum}[reduction](value) if reduction != "none" else value
+
+
+def _labels(call: str, input: Variable, label: Variable, prefix: str) -> Variable:
+    """``label`` without the trailing dimension of size 1 that it may have, checked against ``input``."""
+    variable(call, "label", label, dtypes=INTEGER, min_rank=1)
+    assert input.shape is not None and label.shape is not None
+    lead, shape = input.shape[:-1], label.shape
+    extra = len(shape) == len(lead) + 1 and shape[-1] == 1
+    pairs = list(zip(lead, shape, strict=False))
+    if len(shape) != len(lead) + extra or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs):
+        raise ArgumentError(
+            f"{call}: label {describe(label)} does not fit input {describe(input)}; it has the shape of the input "
+            "without the classes, which come last, or that with a 1 behind it"
+        )
+    if not extra:
+        return label
+    return append(call, "Squeeze", [label, np.array([len(lead)], np.int64)], prefix=prefix)
+
+
+@function()
+def cross_entropy(input: Variable, label: Variable, reduction: str = "mean", ignore_index: int = -100,
+                  weight: Variable | None = None, soft_label: bool = False, axis: int = -1, use_softmax: bool = True,
+                  label_smoothing: float = 0.0) -> Variable:  # fmt: skip
+    """Softmax, then the negative logarithm of the label's probability.
+
+    ``input``: float logits [N, …, classes]. ``label``: int64 or int32 classes [N, …] or [N, …, 1]; elements equal
+    to ``ignore_index`` give 0. ``reduction``: "mean" (over the elements not ignored) and "sum" give a scalar of
+    shape [], "none" the losses in the shape of the label. As in Paddle, softmax is applied here: pass logits; with
+    ``use_softmax=False``, ``input`` is probabilities.
+
+    ``soft_label``: ``label`` is probabilities, float in the shape of the input, and "none" gives [N, …, 1].
+    ``label_smoothing`` e: the label's probability is 1 - e, and e is spread over all classes (Szegedy et al. 2016).
+    ``weight``: float [classes], a factor of each element's loss by its class (for soft labels: the mean under the
+    label); "mean" then divides by the sum of these factors. ``axis``: the dimension of the classes.
+    """
+    call = "cross_entropy"
+    variable(call, "input", input, dtypes=FLOATING, min_rank=2)
+    if isinstance(reduction, Variable):
+        raise ArgumentTypeError(f"{call}: reduction is a Variable; pass class weights by name, as weight=...")
+    check_reduction(call, reduction)
+    ignore = whole(call, "ignore_index", ignore_index, -(1 << 62))
+    smooth = real(call, "label_smoothing", label_smoothing)
+    if not 0 <= smooth < 1:
+        raise ArgumentError(f"{call}: label_smoothing must be in [0, 1), not {smooth:g}")
+    if weight is not None:
+        variable(call, "weight", weight, dtypes=(str(input.dtype),), rank=1)
+    at = axis_of(call, axis, input)
+    soft = flag(call, "soft_label", soft_label)
+    variable(call, "label", label, dtypes=(str(input.dtype),) if soft else INTEGER, min_rank=1)
+    prefix = fresh(call)
+    given = label.shape
+    logits, label = (_classes_last(call, v, at, input, prefix) for v in (input, label))
+    if soft or smooth:
+        loss = _soft_cross_entropy(call, logits, label, soft, smooth, ignore, weight, use_softmax, reduction, prefix)
+        return _back(call, loss, at, input, prefix) if soft and reduction == "none" else loss
+    target = _labels(call, logits, label, prefix)
+    loss = _hard_cross_entropy(call, logits, target, ignore, weight, use_softmax, reduction, prefix)
+    return loss if reduction != "none" or loss.shape == given else _as_label(call, loss, given, prefix)
+
+
+def _hard_cross_entropy(call: str, logits: Variable, target: Variable, ignore: int, weight: Variable | None,
+                        use_softmax: bool, reduction: str, prefix: str) -> Variable:  # fmt: skip
+    assert logits.shape is not None
+    if len(logits.shape) > 2:  # the operator has its classes in dimension 1
+        classes = fixed(call, "input", logits, -1)
+        logits = append(call, "Reshape", [logits, np.array([-1, classes], np.int64)], prefix=prefix)
+        target = append(call, "Reshape", [target, np.array([-1], np.int64)], prefix=prefix)
+    attrs = {"reduction": reduction, "ignore_index": ignore}
+    type_ = "SoftmaxCrossEntropyLoss"
+    if not flag(call, "use_softmax", use_softmax):
+        type_, logits = "NegativeLogLikelihoodLoss", append(call, "Log", [logits], prefix=prefix)
+    inputs = [logits, target, *([] if weight is None else [weight])]
+    return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+
+
+def _soft_cross_entropy(call: str, logits: Variable, label: Variable, soft: bool, smooth: float, ignore: int,
+                        weight: Variable | None, use_softmax: bool, reduction: str, prefix: str) -> Variable:  # fmt: skip
+    """-sum(label * log(p)) over the classes, which come last; hard labels are made soft first."""
+
+    def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
+        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+
+    classes = fixed(call, "input", logits, -1)
+    valid = None
+    if not soft:
+        target = _labels(call, logits, label, prefix)
+        valid = put("Not", put("Equal", target, constant(target, ignore)))
+        target = put("Where", valid, target, constant(target, 0))
+        label = put("OneHot", target, np.array(classes, np.int64), np.array([0, 1], np.float32), axis=-1)
+        label = label if logits.dtype == "float32" else cast(label, str(logits.dtype))
+    elif label.shape is not None and label.shape[-1] != classes:
+        raise ArgumentError(f"{call}: soft label {describe(label)} must have the {classes} classes of {describe(logits)}")
+    if smooth:
+        label = put("Add", put("Mul", label, constant(label, 1 - smooth)), constant(label, smooth / classes))
+    logs = put("LogSoftmax", logits, axis=-1) if flag(call, "use_softmax", use_softmax) else put("Log", logits)
+    last = np.array([-1], np.int64)
+    keep = int(soft and reduction == "none")
+    loss = put("Neg", put("ReduceSum", put("Mul", label, logs), last, keepdims=keep))
+    factor = None
+    if weight is not None:
+        factor = put("ReduceSum", put("Mul", label, weight), last, keepdims=keep)
+    if valid is not None:
+        loss = put("Where", valid, loss, constant(loss, 0))
+        if factor is not None or reduction == "mean":
+            factor = put("Where", valid, constant(loss, 1) if factor is None else factor, constant(loss, 0))
+    if weight is not None and factor is not None:
+        loss = put("Mul", loss, factor)
+    if reduction != "mean" or factor is None:
+        return reduced(loss, reduction)
+    return put("Div", sum(loss), sum(factor))
+
+
+def _classes_last(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:
+    """``value`` with its dimension ``axis`` behind the others, where it has the rank of the input."""
+    rank = len(input.shape or ())
+    if axis == rank - 1 or len(value.shape or ()) != rank:
+        return value
+    perm = [i for i in range(rank) if i != axis] + [axis]
+    return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
+
+
+def _back(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:
+    """What :func:`_classes_last` did, undone."""
+    rank = len(input.shape or ())
+    if axis == rank - 1:
+        return value
+    perm = [i if i < axis else i - 1 for i in range(rank)]
+    perm[axis] = rank - 1
+    return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
+
+
+@function()
+def softmax_with_cross_entropy(logits: Variable, label: Variable, soft_label: bool = False, ignore_index: int = -100,
+                               return_softmax: bool = False, axis: int = -1) -> Any:  # fmt: skip
+    """:func:`cross_entropy` of each element, with a dimension of size 1 where the classes were.
+
+    ``return_softmax``: (loss, softmax of the logits along ``axis``) instead of the loss.
+    """
+    call = "softmax_with_cross_entropy"
+    variable(call, "logits", logits, dtypes=FLOATING, min_rank=2)
+    at = axis_of(call, axis, logits)
+    loss = cross_entropy(logits, label, "none", ignore_index, soft_label=soft_label, axis=at)
+    if len(loss.shape or ()) < len(logits.shape or ()):
+        loss = append(call, "Unsqueeze", [loss, np.array([at], np.int64)])
+    if not flag(call, "return_softmax", return_softmax):
+        return loss
+    return loss, append(call, "Softmax", [logits], attrs={"axis": at})
+
+
+@function()
+def nll_loss(input: Variable, label: Variable, weight: Variable | None = None, ignore_index: int = -100,
+             reduction: str = "mean") -> Variable:  # fmt: skip
+    """The negative logarithm of the label's probability.
+
+    ``input``: float *logarithms* of probabilities [N, classes] or [N, classes, …]; ``label``: int64 or int32 [N, …];
+    other arguments as :func:`cross_entropy`.
+    """
+    call = "nll_loss"
+    rank = len(variable(call, "input", input, dtypes=FLOATING, min_rank=2).shape or ())
+    variable(call, "label", label, dtypes=INTEGER, rank=rank - 1)
+    check_reduction(call, reduction)
+    if weight is not None:
+        variable(call, "weight", weight, dtypes=(str(input.dtype),), rank=1)
+    attrs = {"reduction": reduction, "ignore_index": whole(call, "ignore_index", ignore_index, -(1 << 62))}
+    inputs = [input, label, *([] if weight is None else [weight])]
+    return append(call, "NegativeLogLikelihoodLoss", inputs, attrs=attrs)
+
+
+@function()
+def label_smooth(label: Variable, epsilon: float = 0.1) -> Variable:
+    """``(1 - epsilon) * label + epsilon / classes`` (Szegedy et al. 2016). ``label``: float [.., classes]."""
+    call = "label_smooth"
+    variable(call, "label", label, dtypes=FLOATING, min_rank=1)
+    share = real(call, "epsilon", epsilon)
+    if not 0 <= share <= 1:
+        raise ArgumentError(f"{call}: epsilon must be in [0, 1], not {share:g}")
+    prefix = fresh(call)
+    kept = append(call, "Mul", [label, constant(label, 1 - share)], prefix=prefix)
+    return append(call, "Add", [kept, constant(label, share / fixed(call, "label", label, -1))], prefix=prefix)
+
+
+def _as_label(call: str, loss: Variable, shape: Shape | None, prefix: str) -> Variable:
+    """``loss`` in the shape of its label."""
+    assert shape is not None
+    sizes = [d if isinstance(d, int) else -1 for d in shape]
+    if sizes.count(-1) > 1:
+        raise ArgumentError(f'{call}: reduction="none" needs the sizes of the label, all but one; it has {list(shape)}')
+    return append(call, "Reshape", [loss, np.array(sizes, np.int64)], prefix=prefix)
+
+
+@function()
+def span_loss(start_logits: Variable, end_logits: Variable, start: Variable, end: Variable) -> Variable:
+    """Mean of two cross entropies over places: where a span starts, and where it ends (Devlin et al. 2019).
+
+    ``start_logits``, ``end_logits``: float [N, length]. ``start``, ``end``: int64 or int32 places [N] or [N, 1]; one
+    below 0 or from ``length`` on lies outside the window and does not count. Result: a scalar of shape [], the
+    mean over the places that count; 0 where none does.
+    """
+    first, last = (_place_loss(*pair) for pair in ((start_logits, start), (end_logits, end)))
+    both = append("span_loss", "Add", [first, last])
+    return append("span_loss", "Mul", [both, np.array(0.5, numpy_dtype(str(first.dtype)))])
+
+
+def _place_loss(logits: Variable, place: Variable) -> Variable:
+    """Cross entropy of ``place`` [N] under ``logits`` [N, length], over the places that lie inside."""
+    call = "span_loss"
+    variable(call, "logits", logits, dtypes=FLOATING, rank=2)
+    prefix = fresh(call)
+    target = cast(_labels(call, logits, place, prefix), "int64")
+    length = append(call, "Shape", [logits], attrs={"start": 1}, prefix=prefix)
+    above = append(call, "GreaterOrEqual", [target, np.array(0, np.int64)], prefix=prefix)
+    inside = append(call, "And", [above, append(call, "Less", [target, length], prefix=prefix)], prefix=prefix)
+    target = append(call, "Where", [inside, target, np.array(-100, np.int64)], prefix=prefix)
+    total = cross_entropy(logits, target, reduction="sum")
+    count = sum(cast(inside, str(total.dtype)))
+    return append(call, "Div", [total, append(call, "Max", [count, np.array(1, numpy_dtype(str(total.dtype)))])])
+
+
+@function()
+def accuracy(input: Variable, label: Variable, k: int = 1) -> Variable:
+    """The share of rows whose label is among the ``k`` highest scores, a float32 scalar.
+
+    ``input``: float scores [N, …, classes]; ``label``: int64 or int32 [N, …] or [N, …, 1].
+    """
+    call = "accuracy"
+    variable(call, "input", input, dtypes=FLOATING, min_rank=2)
+    k = whole(call, "k", k)
+    assert input.shape is not None
+    classes = input.shape[-1]
+    if isinstance(classes, int) and k > classes:
+        raise ArgumentError(f"{call}: k={k}, but {describe(input)} has {classes} classes")
+    prefix = fresh(call)
+    target = _labels(call, input, label, prefix)
+    if target.dtype != "int64":
+        target = cast(target, "int64")
+    if k == 1:
+        best = append(call, "ArgMax", [input], attrs={"axis": -1, "keepdims": 0}, prefix=prefix)
+        return mean(cast(append(call, "Equal", [best, target], prefix=prefix), "float32"))
+    _, best = append_many(call, "TopK", [input, np.array([k], np.int64)], 2, prefix=prefix)
+    column = append(call, "Unsqueeze", [target, np.array([-1], np.int64)], prefix=prefix)
+    hits = cast(append(call, "Equal", [best, column], prefix=prefix), "float32")
+    return mean(sum(hits, axis=-1))

@@ -1,0 +1,258 @@
+"""Convolutions and transposed convolutions over one, two and three axes.
+
+Each layer ``conv<n>d`` and ``conv<n>d_transpose`` creates its filters and bias; the functions of the same names in
+:mod:`amp.nn.functional` take them.
+
+``x``: float [batch, channels, axis, …], channels known; with ``data_format`` "NLC", "NHWC", "NDHWC" its channels come
+last, and so do the result's (ONNX has its channels first: a transposition on either side). ``padding``: an integer, one
+for each axis, two for each axis (before, behind, before, …), pairs for each dimension, "VALID" (none) or "SAME"
+(ceil(size / stride) positions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ArgumentError
+from ..ir import names
+from ..ir.program import Variable
+from .activation import activate, check_activation
+from .building import append, describe, fixed, fresh, variable, whole
+from .calls import function
+from .initializer import Constant, Initializer, KaimingNormal, XavierUniform
+from .parameters import Attr, parameter, required
+from .windows import Image, Padding, Sizes, check_fit, image, numbers, output_sizes, padding
+
+_Attributes = dict[str, Any]
+
+
+# -- geometry ----------------------------------------------------------------------------------------------
+def _groups(call: str, groups: int | None, channels: int, filters: int, x: Variable) -> int:
+    count = 1 if groups is None else whole(call, "groups", groups)
+    if channels % count or filters % count:
+        raise ArgumentError(f"{call}: groups={count} must divide the {channels} channels of '{x.name}' and the "
+                            f"{filters} filters")  # fmt: skip
+    return count
+
+
+def _sliding(at: Image, kernel: list[int], stride: Sizes, pad: Padding, dilation: Sizes, group: int) -> _Attributes:
+    """The attributes of Conv."""
+    rank = len(kernel)
+    strides = numbers(at.call, "stride", stride, rank)
+    dilations = numbers(at.call, "dilation", dilation, rank)
+    attrs = padding(at, pad, kernel, strides, dilations)
+    check_fit(at, attrs.get("pads"), kernel, dilations)
+    return {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": group, **attrs}
+
+
+def _transposed(at: Image, kernel: list[int], stride: Sizes, pad: Padding, dilation: Sizes, group: int,
+                extra: Sizes, output_size: Sizes | None) -> _Attributes:  # fmt: skip
+    """The attributes of ConvTranspose."""
+    call, rank = at.call, len(kernel)
+    strides = numbers(call, "stride", stride, rank)
+    dilations = numbers(call, "dilation", dilation, rank)
+    attrs = padding(at, pad, kernel, strides, dilations)
+    if "pads" not in attrs:
+        raise ArgumentError(f'{call}: padding="SAME" with a stride needs the sizes of {describe(at.x)}; give numbers')
+    pads: list[int] = attrs["pads"]
+    more = numbers(call, "output_padding", extra, rank, 0)
+    if output_size is not None:
+        if any(more):
+            raise ArgumentError(f"{call}: output_padding and output_size say the same thing; give one of them")
+        natural = [
+            (size - 1) * strides[i] - pads[i] - pads[rank + i] + dilations[i] * (kernel[i] - 1) + 1
+            for i, size in enumerate(at.known_sizes())
+        ]
+        more = output_sizes(at, output_size, natural, strides)
+    return {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": group,
+            "output_padding": more, **attrs}  # fmt: skip
+
+
+def _kernel_of(at: Image, output_size: Sizes | None, stride: Sizes, pad: Padding, dilation: Sizes,
+               rank: int) -> list[int]:  # fmt: skip
+    """The kernel that makes ``output_size`` of the image's sizes, where no filter_size is given."""
+    call = at.call
+    if output_size is None:
+        raise ArgumentError(f"{call}: one of filter_size and output_size must be given")
+    strides, dilations = numbers(call, "stride", stride, rank), numbers(call, "dilation", dilation, rank)
+    if isinstance(pad, str):
+        raise ArgumentError(f"{call}: without a filter_size, padding must be given in numbers, not as {pad!r}")
+    pads: list[int] = padding(at, pad, [1] * rank, strides, dilations)["pads"]
+    wanted = numbers(call, "output_size", output_size, rank)
+    sizes = at.known_sizes()
+    kernel = [
+        (wanted[i] - (sizes[i] - 1) * strides[i] + pads[i] + pads[rank + i] - 1) // dilations[i] + 1
+        for i in range(rank)
+    ]
+    if min(kernel) < 1:
+        raise ArgumentError(f"{call}: no filter makes output_size={output_size!r} of {describe(at.x)}; give filter_size")
+    return kernel
+
+
+# -- layers -------------------------------------------------------------------------------------------------
+def _layer(call: str, type_: str, at: Image, attrs: _Attributes, shape: list[int], filters: int, start: Initializer,
+           param_attr: Attr, bias_attr: Attr, act: str | None, name: str | None) -> Variable:  # fmt: skip
+    check_activation(call, act)
+    required(call, "param_attr", param_attr)
+    name = name or names.generate(call)
+    weights = parameter(call, f"{name}.w_0", shape, at.x.dtype, param_attr, start)
+    bias = None
+    if bias_attr is not False:
+        bias = parameter(call, f"{name}.b_0", [filters], at.x.dtype, bias_attr, Constant())
+    return activate(call, _applied(type_, at, weights, bias, attrs, name), act, name)
+
+
+def _applied(type_: str, at: Image, weights: Variable, bias: Variable | None, attrs: _Attributes,
+             prefix: str) -> Variable:  # fmt: skip
+    inputs = [at.channels_first(prefix), weights, *([] if bias is None else [bias])]
+    return at.as_given(append(at.call, type_, inputs, attrs=attrs, prefix=prefix), prefix)
+
+
+def _convolution(rank: int, x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes, padding: Padding,
+                 dilation: Sizes, groups: int | None, param_attr: Attr, bias_attr: Attr, act: str | None,
+                 name: str | None, data_format: str | None) -> Variable:  # fmt: skip
+    call = f"conv{rank}d"
+    at = image(call, x, rank, data_format)
+    filters, kernel = whole(call, "num_filters", num_filters), numbers(call, "filter_size", filter_size, rank)
+    group = _groups(call, groups, at.channels, filters, x)
+    attrs = _sliding(at, kernel, stride, padding, dilation, group)
+    shape = [filters, at.channels // group, *kernel]
+    return _layer(call, "Conv", at, attrs, shape, filters, KaimingNormal(), param_attr, bias_attr, act, name)
+
+
+def conv1d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
+           dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
+           act: str | None = None, name: str | None = None, data_format: str = "NCL") -> Variable:  # fmt: skip
+    """1-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, length]."""
+    return _convolution(1, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act,
+                        name, data_format)  # fmt: skip
+
+
+def conv2d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
+           dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
+           act: str | None = None, name: str | None = None, data_format: str = "NCHW") -> Variable:  # fmt: skip
+    """2-D convolution (cross-correlation) with a bias.
+
+    ``x``: float [batch, channels, height, width], channels known. ``padding``: see the module's text. Filters w_0
+    [num_filters, channels / groups, height, width], in this order for every layout, start Kaiming normal
+    (as Paddle's, standard deviation sqrt(2 / fan in)), the bias b_0 [num_filters] at 0.
+    ArgumentError: unknown channels, groups that do not divide them, a filter larger than the padded image.
+    """
+    return _convolution(2, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act,
+                        name, data_format)  # fmt: skip
+
+
+def conv3d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
+           dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
+           act: str | None = None, name: str | None = None, data_format: str = "NCDHW") -> Variable:  # fmt: skip
+    """3-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, depth, height,
+    width]."""
+    return _convolution(3, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act,
+                        name, data_format)  # fmt: skip
+
+
+def _transposition(rank: int, x: Variable, num_filters: int, output_size: Sizes | None, filter_size: Sizes | None,
+                   stride: Sizes, padding: Padding, dilation: Sizes, groups: int | None, param_attr: Attr,
+                   bias_attr: Attr, act: str | None, name: str | None, data_format: str | None) -> Variable:  # fmt: skip
+    call = f"conv{rank}d_transpose"
+    at = image(call, x, rank, data_format)
+    filters = whole(call, "num_filters", num_filters)
+    group = _groups(call, groups, at.channels, filters, x)
+    if filter_size is None:
+        kernel = _kernel_of(at, output_size, stride, padding, dilation, rank)
+    else:
+        kernel = numbers(call, "filter_size", filter_size, rank)
+    attrs = _transposed(at, kernel, stride, padding, dilation, group, 0, output_size)
+    shape = [at.channels, filters // group, *kernel]
+    return _layer(call, "ConvTranspose", at, attrs, shape, filters, XavierUniform(), param_attr, bias_attr, act, name)
+
+
+def conv1d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
+                     stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
+                     param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
+                     data_format: str = "NCL") -> Variable:  # fmt: skip
+    """1-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, length]."""
+    return _transposition(1, x, num_filters, output_size, filter_size, stride, padding, dilation, groups, param_attr,
+                          bias_attr, act, name, data_format)  # fmt: skip
+
+
+def conv2d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
+                     stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
+                     param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
+                     data_format: str = "NCHW") -> Variable:  # fmt: skip
+    """2-D transposed convolution (the gradient of :func:`conv2d` with respect to its input) with a bias.
+
+    Each axis becomes ``(size - 1) * stride - padding + dilation * (filter_size - 1) + 1`` long, padding on both sides
+    together; ``output_size`` asks for up to stride - 1 more, which needs known sizes, or stands for ``filter_size``
+    where that is left out. Filters w_0 [channels, num_filters / groups, height, width] start Xavier uniform, the bias
+    b_0 [num_filters] at 0. ArgumentError: as :func:`conv2d`, and an ``output_size`` out of reach.
+    """
+    return _transposition(2, x, num_filters, output_size, filter_size, stride, padding, dilation, groups, param_attr,
+                          bias_attr, act, name, data_format)  # fmt: skip
+
+
+def conv3d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
+                     stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
+                     param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
+                     data_format: str = "NCDHW") -> Variable:  # fmt: skip
+    """3-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, depth, height, width]."""
+    return _transposition(3, x, num_filters, output_size, filter_size, stride, padding, dilation, groups, param_attr,
+                          bias_attr, act, name, data_format)  # fmt: skip
+
+
+# -- functions of given filters ---------------------------------------------------------------------------------
+def _filters(call: str, at: Image, weight: Variable, rank: int, groups: int | None, own: int) -> tuple[list[int], int]:
+    """The kernel's sizes and the number of groups of ``weight``, whose dimension ``own`` belongs to the channels."""
+    variable(call, "weight", weight, dtypes=(str(at.x.dtype),), rank=rank + 2)
+    kernel = [fixed(call, "weight", weight, 2 + i) for i in range(rank)]
+    group = _groups(call, groups, at.channels, fixed(call, "weight", weight, 0), at.x)
+    wanted = at.channels // group if own else at.channels
+    if fixed(call, "weight", weight, own) != wanted:
+        raise ArgumentError(f"{call}: weight {describe(weight)} must have {wanted} in dimension {own}: x "
+                            f"{describe(at.x)} has {at.channels} channels in {group} groups")  # fmt: skip
+    return kernel, group
+
+
+def _functional(rank: int) -> Callable[..., Variable]:
+    call = f"conv{rank}d"
+
+    def called(x: Variable, weight: Variable, bias: Variable | None = None, stride: Sizes = 1, padding: Padding = 0,
+                 dilation: Sizes = 1, groups: int | None = 1, data_format: str | None = None) -> Variable:  # fmt: skip
+        at = image(call, x, rank, data_format)
+        kernel, group = _filters(call, at, weight, rank, groups, 1)
+        attrs = _sliding(at, kernel, stride, padding, dilation, group)
+        return _applied("Conv", at, weight, bias, attrs, fresh(call))
+
+    called.__name__ = called.__qualname__ = call
+    called.__doc__ = (
+        f"{rank}-D convolution of ``x`` with given filters ``weight`` [filters, channels / groups, …] and ``bias`` "
+        f"[filters].\n\n    Other arguments as :func:`amp.nn.{call}`."
+    )
+    return function()(called)
+
+
+def _functional_transpose(rank: int) -> Callable[..., Variable]:
+    call = f"conv{rank}d_transpose"
+
+    def called(x: Variable, weight: Variable, bias: Variable | None = None, stride: Sizes = 1, padding: Padding = 0,
+                 output_padding: Sizes = 0, groups: int | None = 1, dilation: Sizes = 1,
+                 data_format: str | None = None, output_size: Sizes | None = None) -> Variable:  # fmt: skip
+        at = image(call, x, rank, data_format)
+        kernel, group = _filters(call, at, weight, rank, groups, 0)
+        attrs = _transposed(at, kernel, stride, padding, dilation, group, output_padding, output_size)
+        return _applied("ConvTranspose", at, weight, bias, attrs, fresh(call))
+
+    called.__name__ = called.__qualname__ = call
+    called.__doc__ = (
+        f"{rank}-D transposed convolution of ``x`` with given filters ``weight`` [channels, filters / groups, …] and "
+        "``bias`` [filters].\n\n    ``output_padding``: elements more behind each axis. Other arguments as "
+        f":func:`amp.nn.{call}`."
+    )
+    return function()(called)
+
+
+functional_conv1d, functional_conv2d, functional_conv3d = (_functional(rank) for rank in (1, 2, 3))
+functional_conv1d_transpose, functional_conv2d_transpose, functional_conv3d_transpose = (
+    _functional_transpose(rank) for rank in (1, 2, 3)
+)

@@ -1,0 +1,188 @@
+"""By index: gather, scatter, one-hot, and the brackets of python."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.program import Variable
+from .building import INTEGER, append, axis_of, describe, fresh, variable, whole
+from .calls import function
+from .manipulation import LONGEST
+
+
+@function()
+def gather(x: Variable, index: Variable, axis: int | None = 0) -> Variable:
+    """``x`` at the places ``index`` (int64 or int32, any shape) of dimension ``axis``."""
+    call = "gather"
+    variable(call, "index", index, dtypes=INTEGER)
+    axis = axis_of(call, 0 if axis is None else axis, x)
+    return append(call, "Gather", [variable(call, "x", x), index], attrs={"axis": axis})
+
+
+@function()
+def index_select(x: Variable, index: Variable, axis: int = 0) -> Variable:
+    """As :func:`gather`, ``index`` being a vector."""
+    call = "index_select"
+    variable(call, "index", index, dtypes=INTEGER, rank=1)
+    return append(call, "Gather", [x, index], attrs={"axis": axis_of(call, axis, x)})
+
+
+@function()
+def gather_nd(x: Variable, index: Variable) -> Variable:
+    """``x`` at the places ``index`` [.., k] (int64 or int32) of its first k dimensions."""
+    call = "gather_nd"
+    prefix = fresh(call)
+    variable(call, "x", x, min_rank=1)
+    return append(call, "GatherND", [x, _int64(call, index, prefix, 1)], prefix=prefix)
+
+
+@function("take_along_axis")
+def take_along_axis(arr: Variable, indices: Variable, axis: int) -> Variable:
+    """``arr`` at the places ``indices`` of dimension ``axis``, element by element; both of one rank."""
+    call = "take_along_axis"
+    at = axis_of(call, axis, variable(call, "arr", arr, min_rank=1))
+    variable(call, "indices", indices, dtypes=INTEGER, rank=len(arr.shape or ()))
+    return append(call, "GatherElements", [arr, indices], attrs={"axis": at})
+
+
+def _int64(call: str, index: Variable, prefix: str, min_rank: int) -> Variable:
+    variable(call, "index", index, dtypes=INTEGER, min_rank=min_rank)
+    if index.dtype == "int64":
+        return index
+    return append(call, "Cast", [index], attrs={"to": 7}, prefix=prefix)
+
+
+@function()
+def scatter(x: Variable, index: Variable, updates: Variable, overwrite: bool = True) -> Variable:
+    """``x`` with the rows at ``index`` [n] replaced by ``updates`` [n, …].
+
+    With ``overwrite=False`` these rows start from 0 and all updates to one row are added.
+    """
+    call = "scatter"
+    prefix = fresh(call)
+    variable(call, "index", index, dtypes=INTEGER, rank=1)
+    place = append(call, "Unsqueeze", [_int64(call, index, prefix, 1), np.array([1], np.int64)], prefix=prefix)
+    variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
+    if overwrite:
+        return append(call, "ScatterND", [x, place, updates], prefix=prefix)
+    zeros = append(call, "Sub", [updates, updates], prefix=prefix)
+    cleared = append(call, "ScatterND", [x, place, zeros], prefix=prefix)
+    return append(call, "ScatterND", [cleared, place, updates], attrs={"reduction": "add"}, prefix=prefix)
+
+
+@function()
+def scatter_nd_add(x: Variable, index: Variable, updates: Variable) -> Variable:
+    """``x`` with ``updates`` added at the places ``index`` [.., k] (int64 or int32) of its first k dimensions."""
+    call = "scatter_nd_add"
+    prefix = fresh(call)
+    variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
+    inputs = [x, _int64(call, index, prefix, 1), updates]
+    return append(call, "ScatterND", inputs, attrs={"reduction": "add"}, prefix=prefix)
+
+
+@function("one_hot")
+def one_hot(x: Variable, num_classes: int) -> Variable:
+    """float32 [shape of ``x``, num_classes]: 1 at the class that ``x`` (int64 or int32) names, 0 elsewhere."""
+    call = "one_hot"
+    variable(call, "x", x, dtypes=INTEGER)
+    depth = np.array(whole(call, "num_classes", num_classes), np.int64)
+    return append(call, "OneHot", [x, depth, np.array([0, 1], np.float32)], attrs={"axis": -1})
+
+
+# -- x[...] ---------------------------------------------------------------------------------------------------------
+def item(x: Variable, key: Any) -> Variable:
+    """``x[key]``: integers, slices (with steps), ``...``, None and at most one vector of integers, as numpy's.
+
+    ArgumentError: more indices than dimensions, an integer outside a known dimension. ArgumentTypeError: a key of
+    another kind, a bool mask among them.
+    """
+    call = "getitem"
+    variable(call, "x", x, min_rank=1)
+    rank = len(x.shape or ())
+    keys = list(key) if isinstance(key, tuple) else [key]
+    used = sum(1 for k in keys if k is not None and k is not Ellipsis)
+    if used > rank:
+        raise ArgumentError(f"{call}: {used} indices for the {rank} dimensions of {describe(x)}")
+    if sum(1 for k in keys if k is Ellipsis) > 1:
+        raise ArgumentError(f"{call}: '...' can stand in an index once")
+    if Ellipsis not in [k for k in keys if k is Ellipsis]:
+        keys.append(Ellipsis)
+    at = next(i for i, k in enumerate(keys) if k is Ellipsis)
+    keys[at : at + 1] = [slice(None)] * (rank - used)
+    return _indexed(call, x, keys)
+
+
+def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
+    """One key for each dimension of ``x``, None between them: one Slice, one Gather, one Squeeze, one Unsqueeze."""
+    prefix, y, axis = fresh(call), x, 0
+    bounds: list[tuple[int, int, int, int]] = []
+    dropped: list[int] = []
+    added: list[int] = []
+    gathered: tuple[int, Any] | None = None
+    for place, key in enumerate(keys):
+        if key is None:
+            added.append(place - len(dropped))
+            continue
+        if isinstance(key, slice):
+            if key != slice(None):
+                bounds.append((axis, *_bounds(call, key)))
+        elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
+            start = _place(call, x, axis, int(key))
+            bounds.append((axis, start, start + 1 if start != -1 else LONGEST, 1))
+            dropped.append(axis)
+        elif gathered is None:
+            gathered = axis, _vector(call, x, key)
+        else:
+            raise ArgumentError(f"{call}: one vector of integers can index {describe(x)}, not two")
+        axis += 1
+    if bounds:
+        columns = [np.array(column, np.int64) for column in zip(*bounds, strict=True)]
+        y = append(call, "Slice", [y, columns[1], columns[2], columns[0], columns[3]], prefix=prefix)
+    if gathered is not None:
+        y = append(call, "Gather", [y, gathered[1]], attrs={"axis": gathered[0]}, prefix=prefix)
+    if dropped:
+        y = append(call, "Squeeze", [y, np.array(dropped, np.int64)], prefix=prefix)
+    if added:
+        y = append(call, "Unsqueeze", [y, np.array(added, np.int64)], prefix=prefix)
+    return y if y is not x else append(call, "Identity", [x], prefix=prefix)
+
+
+def _bounds(call: str, key: slice) -> tuple[int, int, int]:
+    """Start, end and step of a slice."""
+    step = 1 if key.step is None else _whole(call, key.step)
+    if step == 0:
+        raise ArgumentError(f"{call}: a step of 0 does not move")
+    first, last = (0, LONGEST) if step > 0 else (LONGEST, -LONGEST)
+    start = first if key.start is None else _whole(call, key.start)
+    return start, last if key.stop is None else _whole(call, key.stop), step
+
+
+def _whole(call: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{call}: the bounds and the step of a slice are integers, not {value!r}")
+    return int(value)
+
+
+def _place(call: str, x: Variable, axis: int, index: int) -> int:
+    """``index`` along ``axis``, as it is; ArgumentError where it lies outside."""
+    size = (x.shape or ())[axis]
+    if isinstance(size, int) and not -size <= index < size:
+        raise ArgumentError(f"{call}: index {index} is outside dimension {axis} of {describe(x)}")
+    return index
+
+
+def _vector(call: str, x: Variable, key: Any) -> Any:
+    """A vector of places: a variable, or a constant."""
+    if isinstance(key, Variable):
+        return variable(call, "index", key, dtypes=INTEGER, rank=1)
+    array = np.asarray(key) if isinstance(key, (list, np.ndarray)) else None
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ArgumentTypeError(
+            f"{call}: an index is an integer, a slice, '...', None or a vector of integers, not {key!r}"
+            f"{'; a bool mask selects with F.where' if array is not None and array.dtype.kind == 'b' else ''}"
+        )
+    return array.astype(np.int64)

@@ -1,0 +1,73 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ir.program import Variable
+from .building import FLOATING, append, fresh, variable
+from .calls import function
+
+
+@function()
+def matmul(x: Variable, y: Variable, transpose_x: bool = False, transpose_y: bool = False) -> Variable:
+    """Matrix product over the last two dimensions, the others broadcast.
+
+    ``transpose_x``, ``transpose_y``: swap the last two dimensions of that operand first. Both of one float type.
+    """
+    call = "matmul"
+    operands = []
+    for name, value, transposed in (("x", x, transpose_x), ("y", y, transpose_y)):
+        variable(call, name, value, min_rank=2 if transposed else 1)
+        if transposed:
+            rank = len(value.shape or ())
+            value = append("transpose", "Transpose", [value], attrs={"perm": [*range(rank - 2), rank - 1, rank - 2]})
+        operands.append(value)
+    return append(call, "MatMul", operands)
+
+
+@function()
+def mm(x: Variable, y: Variable) -> Variable:
+    """Matrix product, as :func:`matmul`."""
+    return append("mm", "MatMul", [variable("mm", "x", x, min_rank=1), variable("mm", "y", y, min_rank=1)])
+
+
+@function()
+def bmm(x: Variable, y: Variable) -> Variable:
+    """Matrix product of each pair: [batch, m, k] times [batch, k, n]."""
+    return append("bmm", "MatMul", [variable("bmm", "x", x, rank=3), variable("bmm", "y", y, rank=3)])
+
+
+@function()
+def dot(x: Variable, y: Variable) -> Variable:
+    """The sum of x * y over the last dimension: of two vectors, a scalar; of [batch, n], [batch]."""
+    call = "dot"
+    rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=1).shape or ())
+    if rank > 2:
+        raise ArgumentError(f"{call}: x '{x.name}' must have 1 or 2 dimensions, not {rank}")
+    variable(call, "y", y, dtypes=FLOATING, rank=rank)
+    return append(call, "Einsum", [x, y], attrs={"equation": "i,i->" if rank == 1 else "bi,bi->b"})
+
+
+@function()
+def einsum(equation: str, *operands: Variable) -> Variable:
+    """Einstein summation, as numpy's: ``einsum("bij,bjk->bik", a, b)``. Operands: float, of one type."""
+    call = "einsum"
+    if not isinstance(equation, str):
+        raise ArgumentTypeError(f"{call}: the equation comes first, a string, not {equation!r}")
+    if not operands:
+        raise ArgumentError(f"{call}: no operands")
+    inputs = [variable(call, f"operand {i}", item, dtypes=FLOATING) for i, item in enumerate(operands)]
+    return append(call, "Einsum", inputs, attrs={"equation": equation.replace(" ", "")})
+
+
+@function()
+def linear(x: Variable, weight: Variable, bias: Variable | None = None) -> Variable:
+    """x @ weight + bias. ``x``: float [.., in]; ``weight`` [in, out] (torch's is transposed); ``bias`` [out]."""
+    call = "linear"
+    variable(call, "x", x, dtypes=FLOATING, min_rank=1)
+    variable(call, "weight", weight, dtypes=(str(x.dtype),), rank=2)
+    prefix = fresh(call)
+    y = append(call, "MatMul", [x, weight], prefix=prefix)
+    if bias is None:
+        return y
+    return append(call, "Add", [y, variable(call, "bias", bias, dtypes=(str(x.dtype),), rank=1)], prefix=prefix)

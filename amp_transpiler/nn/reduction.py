@@ -1,0 +1,199 @@
+"""Along axes: sums, means, extremes, norms, orders, running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..ir.program import Variable
+from ..ir.types import ONNX_TYPES, element_type
+from .building import (
+    FLOATING,
+    append,
+    append_many,
+    axes_of,
+    axis_of,
+    constant,
+    describe,
+    fixed,
+    flag,
+    fresh,
+    real,
+    variable,
+    whole,
+)
+from .calls import function
+
+Axis = int | Sequence[int] | None
+
+
+def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool, prefix: str | None = None) -> Variable:
+    variable(call, "x", x)
+    inputs: list[Any] = [x]
+    if axis is not None:
+        inputs.append(np.array(axes_of(call, axis, x), np.int64))
+    return append(call, type_, inputs, attrs={"keepdims": int(flag(call, "keepdim", keepdim))}, prefix=prefix)
+
+
+def _reduction(name: str, type_: str, text: str) -> Callable[..., Variable]:
+    def called(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
+        return _reduce(name, type_, x, axis, keepdim)
+
+    called.__name__ = called.__qualname__ = name
+    called.__doc__ = (
+        f"{text} over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None.\n\n"
+        "    ``keepdim``: keep the reduced dimensions, with size 1."
+    )
+    return function("reduction")(called)
+
+
+mean = _reduction("mean", "ReduceMean", "Mean")
+sum = _reduction("sum", "ReduceSum", "Sum")
+max = _reduction("max", "ReduceMax", "Maximum (equal ones share the gradient)")
+min = _reduction("min", "ReduceMin", "Minimum (equal ones share the gradient)")
+prod = _reduction("prod", "ReduceProd", "Product")
+logsumexp = _reduction("logsumexp", "ReduceLogSumExp", "Logarithm of the sum of exp(x)")
+
+
+@function("reduction")
+def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
+    """Variance over ``axis``, or over everything: the sum of squared deviations over N - 1, or N if not ``unbiased``.
+
+    ``x``: float; where ``unbiased``, the sizes of the axes are known.
+    """
+    call = "var"
+    prefix = fresh(call)
+    variable(call, "x", x, dtypes=FLOATING, min_rank=1)
+    axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
+    deviation = append(call, "Sub", [x, _reduce(call, "ReduceMean", x, axes, True, prefix)], prefix=prefix)
+    squares = append(call, "Pow", [deviation, constant(x, 2)], prefix=prefix)
+    y = _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
+    if not flag(call, "unbiased", unbiased):
+        return y
+    count = int(np.prod([fixed(call, "x", x, a) for a in axes]))
+    if count < 2:
+        raise ArgumentError(f"{call}: an unbiased variance needs 2 elements or more; pass unbiased=False")
+    return append(call, "Mul", [y, constant(x, count / (count - 1))], prefix=prefix)
+
+
+@function("reduction")
+def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
+    """Square root of :func:`var`."""
+    return append("std", "Sqrt", [var(x, axis, unbiased, keepdim)])
+
+
+@function("reduction")
+def norm(x: Variable, p: float = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
+    """Sum of \\|x\\| (``p`` = 1) or root of the sum of squares (``p`` = 2, also "fro"), in fp32. ``x``: float."""
+    types: dict[Any, str] = {1: "ReduceL1", 2: "ReduceL2", "fro": "ReduceL2"}
+    if p not in types:
+        raise ArgumentError(f'norm: p={p!r}; known are 1, 2 and "fro"')
+    return _reduce("norm", types[p], variable("norm", "x", x, dtypes=FLOATING), axis, keepdim)
+
+
+@function()
+def normalize(x: Variable, p: float = 2, axis: int = 1, epsilon: float = 1e-12) -> Variable:
+    """``x`` over its norm along ``axis``, which counts as at least ``epsilon``; zeros stay zeros. ``p``: 1 or 2."""
+    call = "normalize"
+    at = axis_of(call, axis, variable(call, "x", x, dtypes=FLOATING))
+    if p not in (1, 2):
+        raise ArgumentError(f"{call}: p={p!r}; known are 1 and 2")
+    prefix = fresh(call)
+    size = _reduce(call, "ReduceL1" if p == 1 else "ReduceL2", x, at, True, prefix)
+    return append(call, "Div", [x, above_zero(call, size, real(call, "epsilon", epsilon), prefix)], prefix=prefix)
+
+
+def above_zero(call: str, size: Variable, least: float, prefix: str) -> Variable:
+    """``size``, which is not negative, as a divisor: at least ``least``, and 1 where it is 0, also where 16 bit
+    cannot hold ``least``."""
+    positive = append(call, "Greater", [size, constant(size, 0)], prefix=prefix)
+    size = append(call, "Where", [positive, size, constant(size, 1)], prefix=prefix)
+    return append(call, "Max", [size, constant(size, least)], prefix=prefix)
+
+
+@function()
+def cosine_similarity(x1: Variable, x2: Variable, axis: int = 1, eps: float = 1e-8) -> Variable:
+    """The sum of x1 * x2 along ``axis`` over the product of their norms, which counts as at least ``eps``."""
+    call = "cosine_similarity"
+    variable(call, "x1", x1, dtypes=FLOATING)
+    variable(call, "x2", x2, dtypes=(str(x1.dtype),))
+    at, prefix = axis_of(call, axis, x1), fresh(call)
+    product = append(call, "Mul", [x1, x2], prefix=prefix)
+    sizes = [_reduce(call, "ReduceL2", x, at, False, prefix) for x in (x1, x2)]
+    size = above_zero(call, append(call, "Mul", [*sizes], prefix=prefix), real(call, "eps", eps), prefix)
+    return append(call, "Div", [_reduce(call, "ReduceSum", product, at, False, prefix), size], prefix=prefix)
+
+
+# -- places of extremes and orders --------------------------------------------------------------------------------
+def _extreme_place(call: str, type_: str, x: Variable, axis: int | None, keepdim: bool, dtype: Any) -> Variable:
+    variable(call, "x", x)
+    prefix = fresh(call)
+    if axis is None:
+        if flag(call, "keepdim", keepdim):
+            raise ArgumentError(f"{call}: keepdim=True goes with an axis")
+        x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
+    attrs = {"axis": axis_of(call, axis, x), "keepdims": int(flag(call, "keepdim", keepdim))}
+    y = append(call, type_, [x], attrs=attrs, prefix=prefix)
+    kind = element_type(dtype)
+    return y if kind == "int64" else append(call, "Cast", [y], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix)
+
+
+@function("reduction")
+def argmax(x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64") -> Variable:
+    """The place of the first maximum along ``axis``; in ``x`` laid out flat where it is None."""
+    return _extreme_place("argmax", "ArgMax", x, axis, keepdim, dtype)
+
+
+@function("reduction")
+def argmin(x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64") -> Variable:
+    """The place of the first minimum along ``axis``; in ``x`` laid out flat where it is None."""
+    return _extreme_place("argmin", "ArgMin", x, axis, keepdim, dtype)
+
+
+def _ordered(call: str, x: Variable, k: int, axis: int, largest: bool, in_order: bool) -> list[Variable]:
+    attrs = {"axis": axis, "largest": int(largest), "sorted": int(in_order)}
+    return append_many(call, "TopK", [x, np.array([k], np.int64)], 2, attrs=attrs)
+
+
+@function()
+def topk(x: Variable, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Variable, Variable]:
+    """The ``k`` largest (or smallest) along ``axis``, and their int64 places there; ``sorted``: the first ones first.
+
+    ``x``: float or integer. The gradient goes to the elements taken.
+    """
+    call = "topk"
+    variable(call, "x", x, min_rank=1)
+    at, k = axis_of(call, -1 if axis is None else axis, x), whole(call, "k", k)
+    size = (x.shape or ())[at]
+    if isinstance(size, int) and k > size:
+        raise ArgumentError(f"{call}: k={k} is more than dimension {at} of {describe(x)} has")
+    values, places = _ordered(call, x, k, at, flag(call, "largest", largest), flag(call, "sorted", sorted))
+    return values, places
+
+
+@function()
+def sort(x: Variable, axis: int = -1, descending: bool = False) -> Variable:
+    """``x`` in order along ``axis``, whose size is known."""
+    at = axis_of("sort", axis, x)
+    return _ordered("sort", x, fixed("sort", "x", x, at), at, flag("sort", "descending", descending), True)[0]
+
+
+@function()
+def argsort(x: Variable, axis: int = -1, descending: bool = False) -> Variable:
+    """The int64 places that put ``x`` in order along ``axis``, whose size is known."""
+    at = axis_of("argsort", axis, x)
+    return _ordered("argsort", x, fixed("argsort", "x", x, at), at, flag("argsort", "descending", descending), True)[1]
+
+
+@function()
+def cumsum(x: Variable, axis: int | None = None) -> Variable:
+    """The sum of everything up to each element along ``axis``; of ``x`` laid out flat where it is None."""
+    call = "cumsum"
+    variable(call, "x", x)
+    prefix = fresh(call)
+    if axis is None:
+        x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
+    return append(call, "CumSum", [x, np.array(axis_of(call, axis, x), np.int64)], prefix=prefix)

@@ -1,0 +1,92 @@
+"""Images made larger or smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..ir.program import Variable
+from .building import FLOATING, append, describe, flag, fresh, real, variable, whole
+from .calls import function
+from .pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
+from .windows import LAYOUTS, image, numbers
+
+#: Mode -> the number of axes, and ONNX's mode.
+_MODES = {"linear": (1, "linear"), "bilinear": (2, "linear"), "trilinear": (3, "linear"), "bicubic": (2, "cubic")}
+
+
+@function()
+def interpolate(x: Variable, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
+                mode: str = "nearest", align_corners: bool = False, align_mode: int = 0,
+                data_format: str | None = None) -> Variable:  # fmt: skip
+    """An image resized to ``size``, or by ``scale_factor``, along each of its axes.
+
+    ``x``: float [batch, channels, axis, …] of 1 to 3 axes. ``mode``: "nearest", "linear" (one axis), "bilinear" (two),
+    "trilinear" (three), "bicubic" (two) or "area" (adaptive mean). ``align_corners``: the outermost elements lie on
+    one another. ``align_mode`` of the linear modes: 0 for half a pixel in the middle of an element, 1 for
+    ``place * scale``. Sizes are rounded down.
+    """
+    call = "interpolate"
+    rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=3).shape or ()) - 2
+    if rank not in LAYOUTS:
+        raise ArgumentError(f"{call}: x {describe(x)} must have 3, 4 or 5 dimensions")
+    if mode not in ("nearest", "area") and _MODES.get(mode, (0, ""))[0] != rank:
+        known = ", ".join(["nearest", "area", *(name for name, (axes, _) in _MODES.items() if axes == rank)])
+        raise ArgumentError(f"{call}: mode={mode!r}; of an image of {rank} axes known are {known}")
+    if (size is None) == (scale_factor is None):
+        raise ArgumentError(f"{call}: one of size and scale_factor must be given")
+    if mode == "area":
+        if size is None:
+            raise ArgumentError(f'{call}: mode="area" takes a size, not a scale_factor')
+        pool = (adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d)[rank - 1]
+        return pool(x, size, data_format=data_format)
+    at, prefix = image(call, x, rank, data_format), fresh(call)
+    scales: np.ndarray | None = None
+    sizes: np.ndarray | None = None
+    if size is not None:
+        sizes = np.array(numbers(call, "size", size, rank), np.int64)
+    else:
+        factors = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * rank
+        factors = [real(call, "scale_factor", factor) for factor in factors]
+        if len(factors) != rank or min(factors) <= 0:
+            raise ArgumentError(f"{call}: scale_factor must be a number above 0, or {rank} of them, not {scale_factor!r}")
+        scales = np.array(factors, np.float32)
+    attrs = _attributes(call, mode, align_corners, align_mode) | {"axes": list(range(2, rank + 2))}
+    inputs = [at.channels_first(prefix), None, scales, *([] if sizes is None else [sizes])]
+    return at.as_given(append(call, "Resize", inputs, attrs=attrs, prefix=prefix), prefix)
+
+
+def _attributes(call: str, mode: str, align_corners: bool, align_mode: int) -> dict[str, Any]:
+    """ONNX's words for where an element of the result lies in the original."""
+    if whole(call, "align_mode", align_mode, 0) > 1:
+        raise ArgumentError(f"{call}: align_mode must be 0 or 1, not {align_mode}")
+    if mode == "nearest":
+        if align_corners:
+            raise ArgumentError(f'{call}: align_corners goes with the linear and cubic modes, not with "nearest"')
+        return {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    kind = _MODES[mode][1]
+    if flag(call, "align_corners", align_corners):
+        return {"mode": kind, "coordinate_transformation_mode": "align_corners"}
+    asymmetric = kind == "linear" and align_mode == 1
+    return {"mode": kind, "coordinate_transformation_mode": "asymmetric" if asymmetric else "half_pixel"}
+
+
+upsample = interpolate
+
+
+@function()
+def pixel_shuffle(x: Variable, upscale_factor: int, data_format: str = "NCHW") -> Variable:
+    """[batch, channels * r * r, height, width] as [batch, channels, height * r, width * r] (Shi et al. 2016).
+
+    r is ``upscale_factor``; element (i, j) of a block comes from channel c * r * r + i * r + j.
+    """
+    call = "pixel_shuffle"
+    at, factor = image(call, x, 2, data_format), whole(call, "upscale_factor", upscale_factor)
+    if at.channels % factor**2:
+        raise ArgumentError(f"{call}: the {at.channels} channels of {describe(x)} are no multiple of {factor}²")
+    prefix = fresh(call)
+    attrs = {"blocksize": factor, "mode": "CRD"}
+    return at.as_given(append(call, "DepthToSpace", [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
