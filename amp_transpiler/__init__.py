@@ -39,7 +39,7 @@ from .monitor import (
     step_state,
     watch,
 )
-from .nn import create_parameter, data
+from .nn import ParamAttr, create_parameter, data
 from .nn.initializer import set_seed as seed
 from .optimizer import (
     LossScale,
@@ -71,7 +71,8 @@ __getattr__ = paddle_attributes("amp_transpiler")
 __all__ = [
     "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit", "Executor",
     "FitOptions", "FitResult", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate",
-    "Operator", "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch", "append_backward",
+    "Operator", "ParamAttr", "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch",
+    "append_backward",
     "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step", "convert",
     "create_parameter", "data", "decorate", "default_main_program", "default_startup_program", "enable_static",
     "find_culprit", "fit", "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow",

@@ -6,11 +6,12 @@ from .conv import conv1d, conv1d_transpose, conv2d, conv2d_transpose, conv3d, co
 from .elementwise import dropout
 from .layers import embedding, fc, prelu
 from .norm import batch_norm, group_norm, instance_norm, layer_norm
-from .parameters import create_parameter, data
+from .parameters import ParamAttr, create_parameter, data
 from .pooling import pool2d
 from .recurrent import gru, lstm
 
 __all__ = [
+    "ParamAttr",
     "batch_norm", "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose",
     "create_parameter", "data", "dropout", "embedding", "fc", "functional", "group_norm", "gru", "initializer",
     "instance_norm", "layer_norm", "lstm", "math", "multi_head_attention", "pool2d", "prelu",

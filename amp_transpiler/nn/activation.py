@@ -36,7 +36,7 @@ def _one(call: str, type_: str, x: Variable, **attrs: Any) -> Variable:
 
 
 relu = simple("relu", "Relu", "max(x, 0).")
-sigmoid = simple("sigmoid", "Sigmoid", "1 / (1 + exp(-x)).", "cudnn")
+sigmoid = simple("sigmoid", "Sigmoid", "1 / (1 + exp(-x)).", "nn.cudnn")
 tanh = simple("tanh", "Tanh", "Hyperbolic tangent.")
 softsign = simple("softsign", "Softsign", "x / (1 + |x|).")
 mish = simple("mish", "Mish", "x * tanh(softplus(x)) (Misra 2019).")
@@ -82,7 +82,7 @@ def hardsigmoid(x: Variable, slope: float = 1 / 6, offset: float = 0.5) -> Varia
     return _one(call, "HardSigmoid", x, alpha=real(call, "slope", slope), beta=real(call, "offset", offset))
 
 
-@function()
+@function("nn.leaky_relu")
 def leaky_relu(x: Variable, negative_slope: float = 0.01) -> Variable:
     """``x`` where it is above 0, ``negative_slope * x`` elsewhere. ``x``: float, any shape."""
     call = "leaky_relu"
@@ -116,13 +116,13 @@ def thresholded_relu(x: Variable, threshold: float = 1.0) -> Variable:
 
 @function()
 def hardshrink(x: Variable, threshold: float = 0.5) -> Variable:
-    """``x`` where \\|x\\| is above ``threshold``, 0 elsewhere. ``x``: float, any shape."""
+    """``x`` where |x| is above ``threshold``, 0 elsewhere. ``x``: float, any shape."""
     return _one("hardshrink", "Shrink", x, lambd=real("hardshrink", "threshold", threshold))
 
 
 @function()
 def softshrink(x: Variable, threshold: float = 0.5) -> Variable:
-    """``x`` moved towards 0 by ``threshold``, 0 where \\|x\\| is not above it. ``x``: float, any shape."""
+    """``x`` moved towards 0 by ``threshold``, 0 where |x| is not above it. ``x``: float, any shape."""
     limit = real("softshrink", "threshold", threshold)
     return _one("softshrink", "Shrink", x, lambd=limit, bias=limit)
 
@@ -135,7 +135,7 @@ def tanhshrink(x: Variable) -> Variable:
     return append(call, "Sub", [x, append(call, "Tanh", [_checked(call, x)], prefix=prefix)], prefix=prefix)
 
 
-@function("softplus")
+@function("nn.softplus")
 def softplus(x: Variable, beta: float = 1.0) -> Variable:
     """log(1 + exp(beta * x)) / beta. ``x``: float, any shape."""
     call = "softplus"
@@ -157,7 +157,7 @@ def log_sigmoid(x: Variable) -> Variable:
     return append(call, "Neg", [append(call, "Softplus", [value], prefix=prefix)], prefix=prefix)
 
 
-@function("cudnn")
+@function("nn.cudnn")
 def softmax(x: Variable, axis: int = -1) -> Variable:
     """exp(x) over its sum along ``axis``. ``x``: float, at least one dimension."""
     return _one("softmax", "Softmax", x, axis=axis_of("softmax", axis, x))
@@ -216,8 +216,7 @@ def maxout(x: Variable, groups: int, axis: int = 1) -> Variable:
     tail = [fixed(call, "x", x, i) for i in range(at + 1, len(x.shape or ()))]
     shape = np.array([0] * at + [channels // count, count, *tail], np.int64)
     apart = append(call, "Reshape", [x, shape], prefix=prefix)
-    inputs = [apart, np.array([at + 1], np.int64)]
-    return append(call, "ReduceMax", inputs, attrs={"keepdims": 0}, prefix=prefix)
+    return append(call, "ReduceMax", [apart, np.array([at + 1], np.int64)], attrs={"keepdims": 0}, prefix=prefix)
 
 
 #: What the ``act`` argument of a layer names.

@@ -34,7 +34,7 @@ def function(*tables: str) -> Callable[[Called], Called]:
             with prefixed(name):
                 return called(*args, **kwargs)
 
-        both = ["input", *tables] if "x" in parameters and "input" not in parameters else tables
+        both = ["nn.input", *tables] if "x" in parameters and "input" not in parameters else tables
         return cast(Called, paddle_arguments(*both)(call))
 
     return carry

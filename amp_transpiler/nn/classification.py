@@ -9,7 +9,21 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import Shape, Variable
 from ..ir.types import numpy_dtype
-from .building import FLOATING, INTEGER, append, append_many, axis_of, constant, describe, fixed, flag, fresh, real, variable, whole
+from .building import (
+    FLOATING,
+    INTEGER,
+    append,
+    append_many,
+    axis_of,
+    constant,
+    describe,
+    fixed,
+    flag,
+    fresh,
+    real,
+    variable,
+    whole,
+)
 from .calls import function
 from .elementwise import cast
 from .reduction import mean, sum
@@ -102,7 +116,8 @@ def _hard_cross_entropy(call: str, logits: Variable, target: Variable, ignore: i
 
 
 def _soft_cross_entropy(call: str, logits: Variable, label: Variable, soft: bool, smooth: float, ignore: int,
-                        weight: Variable | None, use_softmax: bool, reduction: str, prefix: str) -> Variable:  # fmt: skip
+                        weight: Variable | None, use_softmax: bool, reduction: str,
+                        prefix: str) -> Variable:  # fmt: skip
     """-sum(label * log(p)) over the classes, which come last; hard labels are made soft first."""
 
     def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
@@ -117,7 +132,7 @@ def _soft_cross_entropy(call: str, logits: Variable, label: Variable, soft: bool
         label = put("OneHot", target, np.array(classes, np.int64), np.array([0, 1], np.float32), axis=-1)
         label = label if logits.dtype == "float32" else cast(label, str(logits.dtype))
     elif label.shape is not None and label.shape[-1] != classes:
-        raise ArgumentError(f"{call}: soft label {describe(label)} must have the {classes} classes of {describe(logits)}")
+        raise ArgumentError(f"{call}: soft label {describe(label)} must have {classes} classes, as {describe(logits)}")
     if smooth:
         label = put("Add", put("Mul", label, constant(label, 1 - smooth)), constant(label, smooth / classes))
     logs = put("LogSoftmax", logits, axis=-1) if flag(call, "use_softmax", use_softmax) else put("Log", logits)
@@ -157,7 +172,7 @@ def _back(call: str, value: Variable, axis: int, input: Variable, prefix: str) -
     return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
 
 
-@function()
+@function("nn.stable")
 def softmax_with_cross_entropy(logits: Variable, label: Variable, soft_label: bool = False, ignore_index: int = -100,
                                return_softmax: bool = False, axis: int = -1) -> Any:  # fmt: skip
     """:func:`cross_entropy` of each element, with a dimension of size 1 where the classes were.

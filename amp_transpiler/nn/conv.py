@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import ArgumentError
 from ..ir import names
 from ..ir.program import Variable
+from ..lists.paddle import paddle_arguments
 from .activation import activate, check_activation
 from .building import append, describe, fixed, fresh, variable, whole
 from .calls import function
@@ -86,7 +87,7 @@ def _kernel_of(at: Image, output_size: Sizes | None, stride: Sizes, pad: Padding
         for i in range(rank)
     ]
     if min(kernel) < 1:
-        raise ArgumentError(f"{call}: no filter makes output_size={output_size!r} of {describe(at.x)}; give filter_size")
+        raise ArgumentError(f"{call}: no filter makes output_size={output_size!r} of {describe(at.x)}")
     return kernel
 
 
@@ -121,6 +122,7 @@ def _convolution(rank: int, x: Variable, num_filters: int, filter_size: Sizes, s
     return _layer(call, "Conv", at, attrs, shape, filters, KaimingNormal(), param_attr, bias_attr, act, name)
 
 
+@paddle_arguments("nn.layer", "nn.cudnn")
 def conv1d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
            dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
            act: str | None = None, name: str | None = None, data_format: str = "NCL") -> Variable:  # fmt: skip
@@ -129,6 +131,7 @@ def conv1d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1,
                         name, data_format)  # fmt: skip
 
 
+@paddle_arguments("nn.layer", "nn.cudnn")
 def conv2d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
            dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
            act: str | None = None, name: str | None = None, data_format: str = "NCHW") -> Variable:  # fmt: skip
@@ -143,6 +146,7 @@ def conv2d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1,
                         name, data_format)  # fmt: skip
 
 
+@paddle_arguments("nn.layer", "nn.cudnn")
 def conv3d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
            dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
            act: str | None = None, name: str | None = None, data_format: str = "NCDHW") -> Variable:  # fmt: skip
@@ -154,7 +158,8 @@ def conv3d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1,
 
 def _transposition(rank: int, x: Variable, num_filters: int, output_size: Sizes | None, filter_size: Sizes | None,
                    stride: Sizes, padding: Padding, dilation: Sizes, groups: int | None, param_attr: Attr,
-                   bias_attr: Attr, act: str | None, name: str | None, data_format: str | None) -> Variable:  # fmt: skip
+                   bias_attr: Attr, act: str | None, name: str | None,
+                   data_format: str | None) -> Variable:  # fmt: skip
     call = f"conv{rank}d_transpose"
     at = image(call, x, rank, data_format)
     filters = whole(call, "num_filters", num_filters)
@@ -168,6 +173,7 @@ def _transposition(rank: int, x: Variable, num_filters: int, output_size: Sizes 
     return _layer(call, "ConvTranspose", at, attrs, shape, filters, XavierUniform(), param_attr, bias_attr, act, name)
 
 
+@paddle_arguments("nn.layer", "nn.cudnn")
 def conv1d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
                      stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
                      param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
@@ -177,6 +183,7 @@ def conv1d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = 
                           bias_attr, act, name, data_format)  # fmt: skip
 
 
+@paddle_arguments("nn.layer", "nn.cudnn")
 def conv2d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
                      stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
                      param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
@@ -192,6 +199,7 @@ def conv2d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = 
                           bias_attr, act, name, data_format)  # fmt: skip
 
 
+@paddle_arguments("nn.layer", "nn.cudnn")
 def conv3d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
                      stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
                      param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,

@@ -16,7 +16,7 @@ from .building import FLOATING, append, append_many, constant, flag, fresh, oper
 from .calls import function, simple
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
-sign = simple("sign", "Sign", "-1, 0 or 1.", dtypes=None)
+sign = simple("sign", "Sign", "-1, 0 or 1. No gradient flows through it.", dtypes=None)
 neg = simple("neg", "Neg", "-x.", dtypes=None)
 exp = simple("exp", "Exp", "e to the power x.")
 log = simple("log", "Log", "Natural logarithm.")
@@ -25,15 +25,9 @@ reciprocal = simple("reciprocal", "Reciprocal", "1 / x.")
 erf = simple("erf", "Erf", "The error function.")
 sin = simple("sin", "Sin", "Sine.")
 cos = simple("cos", "Cos", "Cosine.")
-tan = simple("tan", "Tan", "Tangent.")
-asin = simple("asin", "Asin", "Arc sine.")
-acos = simple("acos", "Acos", "Arc cosine.")
-atan = simple("atan", "Atan", "Arc tangent.")
-sinh = simple("sinh", "Sinh", "Hyperbolic sine.")
-cosh = simple("cosh", "Cosh", "Hyperbolic cosine.")
-floor = simple("floor", "Floor", "The next integer below. Its gradient is 0.")
-ceil = simple("ceil", "Ceil", "The next integer above. Its gradient is 0.")
-round = simple("round", "Round", "The nearest integer, the even one where two are near. Its gradient is 0.")
+floor = simple("floor", "Floor", "The next integer below. No gradient flows through it.")
+ceil = simple("ceil", "Ceil", "The next integer above. No gradient flows through it.")
+round = simple("round", "Round", "The nearest integer, the even one where two are near. No gradient flows through it.")
 isnan = simple("isnan", "IsNaN", "True where x is NaN.")
 isinf = simple("isinf", "IsInf", "True where x is infinite.")
 logical_not = simple("logical_not", "Not", "True where x (bool) is False.", dtypes=("bool",))
@@ -238,7 +232,7 @@ def cast(x: Variable, dtype: Any) -> Variable:
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------
-@function("dropout")
+@function("nn.dropout")
 def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "upscale_in_train") -> Variable:
     """Each element 0 with probability ``p``, else divided by 1 - p (Srivastava et al. 2014). ``0 <= p < 1``.
 

@@ -52,15 +52,11 @@ from .conv import functional_conv3d_transpose as conv3d_transpose
 from .ctc import ctc_loss
 from .elementwise import (
     abs,
-    acos,
     add,
-    asin,
-    atan,
     cast,
     ceil,
     clip,
     cos,
-    cosh,
     divide,
     dropout,
     equal,
@@ -93,11 +89,9 @@ from .elementwise import (
     scale,
     sign,
     sin,
-    sinh,
     sqrt,
     square,
     subtract,
-    tan,
     where,
 )
 from .indexing import gather, gather_nd, index_select, one_hot, scatter, scatter_nd_add, take_along_axis
@@ -176,11 +170,11 @@ from .reduction import (
 from .vision import interpolate, pixel_shuffle, upsample
 
 __all__ = [
-    "abs", "accuracy", "acos", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "argmax", "argmin", "argsort", "asin",
-    "atan", "avg_pool1d", "avg_pool2d", "avg_pool3d", "bce_with_logits", "binary_cross_entropy",
+    "abs", "accuracy", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "argmax", "argmin", "argsort",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "bce_with_logits", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "bmm", "broadcast_to", "cast", "ceil", "celu", "chunk", "clip", "concat",
-    "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose", "cos", "cosh",
+    "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose", "cos",
     "cosine_similarity", "cross_entropy", "ctc_loss", "cumsum", "divide", "dot", "dropout", "einsum", "elu",
     "embedding", "equal", "erf", "exp", "expand", "expand_as", "expm1", "flatten", "flip", "floor", "gather",
     "gather_nd", "gelu", "global_avg_pool2d", "global_max_pool2d", "glu", "greater_equal", "greater_than",
@@ -190,9 +184,9 @@ __all__ = [
     "logsumexp", "matmul", "max", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "maxout", "mean", "min",
     "minimum", "mish", "mm", "mse_loss", "multiply", "neg", "nll_loss", "norm", "normalize", "not_equal", "one_hot",
     "pad", "pixel_shuffle", "pow", "prelu", "prod", "reciprocal", "relu", "relu6", "reshape", "roll", "round",
-    "rsqrt", "scale", "scatter", "scatter_nd_add", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "slice",
+    "rsqrt", "scale", "scatter", "scatter_nd_add", "selu", "sigmoid", "sign", "silu", "sin", "slice",
     "smooth_l1_loss", "softmax", "softmax_with_cross_entropy", "softplus", "softshrink", "softsign", "sort",
     "span_loss", "split", "sqrt", "square", "square_error_cost", "squeeze", "stack", "std", "strided_slice",
-    "subtract", "sum", "swish", "take_along_axis", "tan", "tanh", "tanhshrink", "thresholded_relu", "tile", "topk",
+    "subtract", "sum", "swish", "take_along_axis", "tanh", "tanhshrink", "thresholded_relu", "tile", "topk",
     "transpose", "tril", "triu", "unbind", "unsqueeze", "unstack", "upsample", "var", "where",
 ]  # fmt: skip

@@ -40,7 +40,7 @@ def gather_nd(x: Variable, index: Variable) -> Variable:
     return append(call, "GatherND", [x, _int64(call, index, prefix, 1)], prefix=prefix)
 
 
-@function("take_along_axis")
+@function("nn.take_along_axis")
 def take_along_axis(arr: Variable, indices: Variable, axis: int) -> Variable:
     """``arr`` at the places ``indices`` of dimension ``axis``, element by element; both of one rank."""
     call = "take_along_axis"
@@ -84,7 +84,7 @@ def scatter_nd_add(x: Variable, index: Variable, updates: Variable) -> Variable:
     return append(call, "ScatterND", inputs, attrs={"reduction": "add"}, prefix=prefix)
 
 
-@function("one_hot")
+@function("nn.one_hot")
 def one_hot(x: Variable, num_classes: int) -> Variable:
     """float32 [shape of ``x``, num_classes]: 1 at the class that ``x`` (int64 or int32) names, 0 elsewhere."""
     call = "one_hot"
@@ -95,8 +95,9 @@ def one_hot(x: Variable, num_classes: int) -> Variable:
 
 # -- x[...] ---------------------------------------------------------------------------------------------------------
 def item(x: Variable, key: Any) -> Variable:
-    """``x[key]``: integers, slices (with steps), ``...``, None and at most one vector of integers, as numpy's.
+    """``x[key]``: integers, slices (with steps), ``...``, None as numpy's, and at most one vector of integers.
 
+    The vector (a list, an array, or a variable) selects along its own dimension, which stays in its place.
     ArgumentError: more indices than dimensions, an integer outside a known dimension. ArgumentTypeError: a key of
     another kind, a bool mask among them.
     """

@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..ir import names
 from ..ir.program import Variable
+from ..lists.paddle import paddle_arguments
 from .activation import activate, check_activation
 from .building import FLOATING, INTEGER, append, constant, describe, fixed, fresh, variable, whole
 from .calls import function
@@ -26,6 +27,7 @@ from .initializer import Constant, XavierUniform
 from .parameters import Attr, parameter, required
 
 
+@paddle_arguments("nn.layer")
 def fc(x: Variable, size: int, act: str | None = None, num_flatten_dims: int = 1, param_attr: Attr = None,
        bias_attr: Attr = None, name: str | None = None) -> Variable:  # fmt: skip
     """Fully connected layer: x @ w_0 + b_0 on the flattened trailing dimensions.
@@ -65,6 +67,7 @@ def _merged(call: str, x: Variable, kept: int, features: int, prefix: str) -> Va
     return append(call, "Reshape", [x, np.array([0] * kept + [features], np.int64)], prefix=prefix)
 
 
+@paddle_arguments("nn.input", "nn.weights", "nn.embedding")
 def embedding(x: Variable, size: Sequence[int], dtype: Any = "float32", param_attr: Attr = None,
               name: str | None = None, padding_idx: int | None = None) -> Variable:  # fmt: skip
     """Rows of a table: result [shape of ``x``, width].
@@ -102,7 +105,7 @@ def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: 
     return append(call, "Where", [column, constant(y, 0), y], prefix=prefix)
 
 
-@function("sparse")
+@function("nn.sparse")
 def functional_embedding(x: Variable, weight: Variable, padding_idx: int | None = None) -> Variable:
     """Rows ``x`` (int64 or int32, any shape) of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding`."""
     call = "embedding"
@@ -112,13 +115,14 @@ def functional_embedding(x: Variable, weight: Variable, padding_idx: int | None 
     return _rows(call, weight, x, row, fresh(call))
 
 
+@paddle_arguments("nn.input", "nn.weights")
 def prelu(x: Variable, mode: str, param_attr: Attr = None, data_format: str = "NCHW",
           name: str | None = None) -> Variable:  # fmt: skip
     """``x`` where it is above 0, w_0 * x elsewhere (He et al. 2015); the slopes w_0 start at 0.25.
 
     ``mode``: "all" for one slope [1], "channel" for one a channel [channels], "element" for one an element
-    [1, sizes behind the batch], which are known. ``x``: float [batch, channels, …], or, with ``data_format`` "NHWC", its
-    channels last.
+    [1, sizes behind the batch], which are known. ``x``: float [batch, channels, …], or, with ``data_format`` "NHWC",
+    its channels last.
     """
     call = "prelu"
     rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=2).shape or ())

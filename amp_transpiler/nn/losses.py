@@ -52,14 +52,14 @@ def _distance(call: str, input: Variable, label: Variable, prefix: str) -> Varia
 
 @function()
 def l1_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
-    """\|input - label\|, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
+    """The absolute difference of two floats of one shape; ``reduction`` "mean", "sum" or "none"."""
     call = "l1_loss"
     return reduced(_distance(call, input, label, _alike(call, input, label, reduction)), reduction)
 
 
 @function()
 def smooth_l1_loss(input: Variable, label: Variable, reduction: str = "mean", delta: float = 1.0) -> Variable:
-    """Half the square of the difference d up to ``delta``, then ``delta * \|d\| - delta**2 / 2`` (Huber 1964).
+    """Half the square of the difference d up to ``delta``, then ``delta * abs(d) - delta**2 / 2`` (Huber 1964).
 
     Both float of one shape; ``reduction`` "mean", "sum" or "none".
     """
@@ -70,7 +70,8 @@ def smooth_l1_loss(input: Variable, label: Variable, reduction: str = "mean", de
         raise ArgumentError(f"{call}: delta must be above 0, not {limit:g}")
     distance = _distance(call, input, label, prefix)
     near = append(call, "Min", [distance, constant(input, limit)], prefix=prefix)  # near * (distance - near / 2)
-    rest = append(call, "Sub", [distance, append(call, "Mul", [near, constant(input, 0.5)], prefix=prefix)], prefix=prefix)
+    half = append(call, "Mul", [near, constant(input, 0.5)], prefix=prefix)
+    rest = append(call, "Sub", [distance, half], prefix=prefix)
     return reduced(append(call, "Mul", [near, rest], prefix=prefix), reduction)
 
 
@@ -101,7 +102,8 @@ def bce_with_logits(input: Variable, label: Variable, reduction: str = "mean", w
 
 @function()
 def binary_cross_entropy_with_logits(logit: Variable, label: Variable, weight: Variable | None = None,
-                                     reduction: str = "mean", pos_weight: Variable | None = None) -> Variable:  # fmt: skip
+                                     reduction: str = "mean",
+                                     pos_weight: Variable | None = None) -> Variable:  # fmt: skip
     """:func:`bce_with_logits`, with Paddle's order of arguments."""
     return bce_with_logits(logit, label, reduction, weight, pos_weight)
 
@@ -152,5 +154,3 @@ def kl_div(input: Variable, label: Variable, reduction: str = "mean") -> Variabl
     rows = append(call, "Shape", [input], attrs={"start": 0, "end": 1}, prefix=prefix)
     count = append(call, "Squeeze", [cast(rows, str(input.dtype)), np.array([0], np.int64)], prefix=prefix)
     return append(call, "Div", [sum(loss), count], prefix=prefix)
-
-

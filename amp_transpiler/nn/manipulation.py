@@ -228,7 +228,9 @@ def expand_as(x: Variable, y: Variable) -> Variable:
     call = "expand_as"
     prefix = fresh(call)
     shape = append(call, "Shape", [variable(call, "y", y)], prefix=prefix)
-    return append(call, "Expand", [variable(call, "x", x), shape], prefix=prefix)
+    expanded = append(call, "Expand", [variable(call, "x", x), shape], prefix=prefix)
+    expanded.shape = y.shape  # which inference does not find behind a Shape
+    return expanded
 
 
 @function()

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..ir import names
 from ..ir.context import default_main_program
 from ..ir.program import Variable
 from ..ir.types import numpy_dtype
+from ..lists.paddle import paddle_arguments
 from .activation import activate, check_activation
 from .building import FLOATING, Input, append, append_many, axis_of, describe, fixed, fresh, real, variable, whole
 from .calls import function
@@ -28,12 +29,11 @@ _STATISTICS = (("w_1", 0.0), ("w_2", 1.0))
 def _image(call: str, x: Variable, data_layout: str | None) -> Image:
     """``x`` [batch, channels, …], or with its channels last."""
     rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=2).shape or ()) - 2
-    if data_layout in (None, "NCHW") or rank not in LAYOUTS:
-        if data_layout in (None, "NCHW"):
-            return Image(call, x, False)
-        raise ArgumentError(f"{call}: data_layout={data_layout!r} goes with an image of 1, 2 or 3 axes, not {describe(x)}")
-    known = "NHWC" if data_layout == "NHWC" else data_layout
-    return Image(call, x, known == "NHWC" or channels_last(call, known, rank))
+    if data_layout in (None, "NCHW", "NHWC"):  # of any number of axes
+        return Image(call, x, data_layout == "NHWC")
+    if rank not in LAYOUTS:
+        raise ArgumentError(f"{call}: data_layout={data_layout!r} is of an image; x is {describe(x)}")
+    return Image(call, x, channels_last(call, data_layout, rank, "data_layout"))
 
 
 def _scale_and_bias(call: str, name: str, shape: list[int], dtype: str, param_attr: Attr,
@@ -55,6 +55,7 @@ def _epsilon(call: str, epsilon: Any) -> float:
     return value
 
 
+@paddle_arguments("nn.layer", "nn.batch_norm")
 def batch_norm(x: Variable, act: str | None = None, momentum: float = 0.9, epsilon: float = 1e-5, is_test: bool = False,
                param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None, data_layout: str = "NCHW",
                moving_mean_name: str | None = None, moving_variance_name: str | None = None,
@@ -104,17 +105,26 @@ def _update(states: Sequence[Variable], values: Sequence[Variable]) -> None:
         program.set_update(state, value)
 
 
-def layer_norm(x: Variable, begin_norm_axis: int = -1, epsilon: float = 1e-5, act: str | None = None,
-               param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None, scale: bool = True,
-               shift: bool = True) -> Variable:  # fmt: skip
+@paddle_arguments("nn.weights", "nn.act")
+def layer_norm(x: Variable | None = None, begin_norm_axis: int | None = None, epsilon: float = 1e-5,
+               act: str | None = None, param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None,
+               scale: bool = True, shift: bool = True, *, input: Variable | None = None) -> Variable:  # fmt: skip
     """Layer normalisation (Ba et al. 2016) over the dimensions from ``begin_norm_axis`` on.
 
-    That is the last dimension by default, as transformers use it (Paddle's default is 1). ``x``: float, the
-    normalised sizes known. Scale w_0 (1) and bias b_0 (0) have these sizes; ``scale=False`` and ``shift=False`` leave
-    them out too.
+    That is the last dimension by default, as transformers use it. ``x``: float, the normalised sizes known. Scale w_0
+    (1) and bias b_0 (0) have these sizes; ``scale=False`` and ``shift=False`` leave them out too. ``input``: Paddle's
+    name of ``x``; its default axis is 1, so one must be given where that is another.
     """
     call = "layer_norm"
-    variable(call, "x", x, dtypes=FLOATING, min_rank=1)
+    if input is not None:
+        if x is not None:
+            raise ArgumentTypeError(f"{call}: 'input' is another name of 'x', which is given as well")
+        x = variable(call, "input", input, min_rank=1)
+        if begin_norm_axis is None and len(x.shape or ()) > 2:
+            raise ArgumentError(f"{call}: input=... is Paddle's spelling, where begin_norm_axis is 1 unless given; "
+                                "here it is the last axis. Give begin_norm_axis")  # fmt: skip
+    begin_norm_axis = -1 if begin_norm_axis is None else begin_norm_axis
+    x = variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     check_activation(call, act)
     axis = axis_of(call, begin_norm_axis, x, "begin_norm_axis")
     shape = [fixed(call, "x", x, i) for i in range(axis, len(x.shape or ()))]
@@ -126,6 +136,7 @@ def layer_norm(x: Variable, begin_norm_axis: int = -1, epsilon: float = 1e-5, ac
     return activate(call, append(call, "LayerNormalization", inputs, attrs=attrs, prefix=name), act, name)
 
 
+@paddle_arguments("nn.layer", "nn.layout")
 def group_norm(x: Variable, groups: int, epsilon: float = 1e-5, param_attr: Attr = None, bias_attr: Attr = None,
                act: str | None = None, data_layout: str = "NCHW", name: str | None = None) -> Variable:  # fmt: skip
     """Group normalisation (Wu & He 2018): over the positions and channels of each of ``groups`` groups of channels.
@@ -145,6 +156,7 @@ def group_norm(x: Variable, groups: int, epsilon: float = 1e-5, param_attr: Attr
     return activate(call, at.as_given(y, name), act, name)
 
 
+@paddle_arguments("nn.input", "nn.weights")
 def instance_norm(x: Variable, epsilon: float = 1e-5, param_attr: Attr = None, bias_attr: Attr = None,
                   name: str | None = None, data_format: str | None = None) -> Variable:  # fmt: skip
     """Instance normalisation (Ulyanov et al. 2016): over the positions of each channel of each example.

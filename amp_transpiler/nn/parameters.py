@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,48 @@ from ..ir import names
 from ..ir.context import default_main_program, default_startup_program
 from ..ir.program import Program, Variable
 from ..ir.types import element_type
+from ..lists.paddle import paddle_arguments
 from .building import check_program, describe
-from .initializer import Assign, Initializer, XavierUniform
+from .initializer import Assign, Constant, Initializer, XavierUniform
+
+_GROUPS = "a parameter has its own through the optimizer: parameter_list=[{{'params': ['{name}'], '{key}': ...}}, ...]"
+
+
+@dataclass(frozen=True, eq=False)
+class ParamAttr:
+    """How a parameter is made: its ``name``, its ``initializer`` (of ``amp.nn.initializer``, or an array), and whether
+    it is ``trainable``; None for what the layer would choose.
+
+    Rates, penalties and clipping of single parameters are given to the optimizer, by its ``parameter_list``; here they
+    are refused.
+    """
+
+    name: str | None = None
+    initializer: Any = None
+    learning_rate: float = 1.0
+    regularizer: Any = None
+    trainable: bool = True
+    do_model_average: bool = True
+    need_clip: bool = True
+
+    def __post_init__(self) -> None:
+        refused = {"learning_rate": self.learning_rate != 1, "weight_decay": self.regularizer is not None,
+                   "grad_clip": self.need_clip is not True}  # fmt: skip
+        for key, given in refused.items():
+            if given:
+                argument = {"weight_decay": "regularizer", "grad_clip": "need_clip"}.get(key, key)
+                way_out = _GROUPS.format(name=self.name or "fc_0.w_0", key=key)
+                raise ArgumentError(f"ParamAttr: {argument}={getattr(self, argument)!r} is not taken here; {way_out}")
+        if not isinstance(self.trainable, bool):
+            raise ArgumentTypeError(f"ParamAttr: trainable must be True or False, not {self.trainable!r}")
+
 
 #: How a layer's parameter may be described: None or True (the default), False (none), a name, an
-#: initialiser or array, or a variable to share.
-Attr = None | bool | str | Variable | Initializer | np.ndarray
+#: initialiser or array, a :class:`ParamAttr`, or a variable to share.
+Attr = None | bool | str | Variable | Initializer | np.ndarray | ParamAttr
 
 
+@paddle_arguments("nn.data")
 def data(name: str, shape: Iterable[int | str | None], dtype: Any = "float32") -> Variable:
     """Declare an input of the current program, fed at each run.
 
@@ -57,17 +92,27 @@ def _check_name(call: str, name: Any) -> None:
         raise ArgumentError(f"{call}: {name!r} cannot be a name; names starting with '@' are the program's own")
 
 
+@paddle_arguments("nn.create_parameter")
 def create_parameter(shape: Iterable[int], dtype: Any = "float32", name: str | None = None, initializer: Any = None,
-                     trainable: bool = True) -> Variable:  # fmt: skip
+                     trainable: bool = True, attr: ParamAttr | None = None,
+                     is_bias: bool = False) -> Variable:  # fmt: skip
     """A parameter of the current program, initialised by the startup program.
 
     ``shape``: fixed sizes. ``name``: a name that the program has already, with the same shape and element type,
     gives that parameter (shared weights). ``initializer``: of :mod:`amp.nn.initializer`, or an array; Xavier
-    uniform by default. ``trainable=False``: kept between runs, never updated by an optimizer.
+    uniform by default, 0 where ``is_bias``. ``trainable=False``: kept between runs, never updated by an optimizer.
+    ``attr``: a :class:`ParamAttr` in place of name, initializer and trainable.
 
     ArgumentError: the name is taken by a variable of another shape or type, or a shape is not fixed.
     """
     call = "create_parameter"
+    if isinstance(attr, ParamAttr):
+        name, trainable = attr.name or name, attr.trainable and trainable
+        initializer = initializer if attr.initializer is None else attr.initializer
+    elif attr is not None:
+        raise ArgumentTypeError(f"{call}: attr must be an amp.ParamAttr, not {attr!r}")
+    if initializer is None and is_bias:
+        initializer = Constant()
     if name is None:
         name = f"{names.generate(call)}.w_0"
     _check_name(call, name)
@@ -84,6 +129,9 @@ def parameter(call: str, name: str, shape: Iterable[int], dtype: str | None, att
         if attr.shape != sizes or attr.dtype != dtype:
             raise ArgumentError(f"{call}: parameter {describe(attr)} does not fit; expected {dtype} {list(sizes)}")
         return attr
+    if isinstance(attr, ParamAttr):
+        name, trainable, attr = attr.name or name, trainable and attr.trainable, attr.initializer
+        _check_name(call, name)
     if isinstance(attr, str):
         _check_name(call, attr)
         name, attr = attr, None

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..ir.program import Variable
+from ..lists.paddle import paddle_arguments
 from .building import append, constant, flag, fresh, real
 from .calls import function
 from .windows import Image, Padding, Sizes, check_fit, image, numbers, padding
@@ -43,10 +44,10 @@ def _max_pool(rank: int) -> Callable[..., Variable]:
     called.__name__ = called.__qualname__ = call
     called.__doc__ = (
         "Maximum over windows. ``stride``: the kernel's size by default.\n\n"
-        "    ``padding``: one integer, one for each axis, two for each axis (before, behind, before, …), \"SAME\" or "
-        '"VALID".\n    ``ceil_mode``: count windows that reach over the edge.'
+        "    ``padding``: one integer, one for each axis, two for each axis (before, behind, before, …),\n"
+        '    "SAME" or "VALID". ``ceil_mode``: count windows that reach over the edge.'
     )
-    return function("max_pool")(called)
+    return function("nn.max_pool")(called)
 
 
 def _avg_pool(rank: int) -> Callable[..., Variable]:
@@ -71,7 +72,7 @@ def _avg_pool(rank: int) -> Callable[..., Variable]:
         f"Mean over windows; arguments as :func:`max_pool{rank}d`.\n\n    ``exclusive``: padding does not count as "
         "elements. ``divisor_override``: divide each window's sum by this."
     )
-    return function("pool")(called)
+    return function()(called)
 
 
 max_pool1d, max_pool2d, max_pool3d = (_max_pool(rank) for rank in (1, 2, 3))
@@ -159,16 +160,17 @@ def _adaptive_pool(kind: str, rank: int) -> Callable[..., Variable]:
     what = "Mean" if kind == "avg" else "Maximum"
     called.__doc__ = (
         f"{what} over windows that give ``output_size``; all of the image by default.\n\n"
-        "    Window i of an axis reaches from floor(i * size / out) to ceil((i + 1) * size / out). ``output_size``: one "
-        "integer or one\n    for each axis, None to keep one. Sizes are known, unless all of the image is one window."
+        "    Window i of an axis reaches from floor(i * size / out) to ceil((i + 1) * size / out). ``output_size``:\n"
+        "    one integer or one for each axis, None to keep one. Sizes are known, unless the image is one window."
     )
-    return function("adaptive_pool")(called)
+    return function()(called)
 
 
 adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (_adaptive_pool("avg", rank) for rank in (1, 2, 3))
 adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (_adaptive_pool("max", rank) for rank in (1, 2, 3))
 
 
+@paddle_arguments("nn.input", "nn.cudnn")
 def pool2d(x: Variable, pool_size: Sizes = 2, pool_type: str = "max", pool_stride: Sizes = 1, pool_padding: Padding = 0,
            global_pooling: bool = False, ceil_mode: bool = False, exclusive: bool = True, data_format: str = "NCHW",
            name: str | None = None) -> Variable:  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir import names
 from ..ir.program import Variable
+from ..lists.paddle import paddle_arguments
 from .building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
 from .initializer import Uniform
 from .parameters import Attr, parameter
@@ -17,6 +18,7 @@ _DIRECTIONS = ("forward", "reverse", "bidirectional")
 _GATES = {"LSTM": 4, "GRU": 3}
 
 
+@paddle_arguments("nn.input", "nn.weights")
 def lstm(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "forward", time_major: bool = False,
          initial_states: tuple[Variable, Variable] | None = None, sequence_length: Variable | None = None,
          param_attr: Attr = None, bias_attr: Attr = None,
@@ -43,6 +45,7 @@ def lstm(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "f
     return y, last[0], last[1]
 
 
+@paddle_arguments("nn.input", "nn.weights")
 def gru(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "forward", time_major: bool = False,
         initial_states: Variable | None = None, sequence_length: Variable | None = None, param_attr: Attr = None,
         bias_attr: Attr = None, name: str | None = None) -> tuple[Variable, Variable]:  # fmt: skip

@@ -47,7 +47,7 @@ def _reduction(name: str, type_: str, text: str) -> Callable[..., Variable]:
         f"{text} over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None.\n\n"
         "    ``keepdim``: keep the reduced dimensions, with size 1."
     )
-    return function("reduction")(called)
+    return function("nn.reduction")(called)
 
 
 mean = _reduction("mean", "ReduceMean", "Mean")
@@ -58,7 +58,7 @@ prod = _reduction("prod", "ReduceProd", "Product")
 logsumexp = _reduction("logsumexp", "ReduceLogSumExp", "Logarithm of the sum of exp(x)")
 
 
-@function("reduction")
+@function("nn.reduction")
 def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
     """Variance over ``axis``, or over everything: the sum of squared deviations over N - 1, or N if not ``unbiased``.
 
@@ -79,15 +79,15 @@ def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
     return append(call, "Mul", [y, constant(x, count / (count - 1))], prefix=prefix)
 
 
-@function("reduction")
+@function("nn.reduction")
 def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
     """Square root of :func:`var`."""
     return append("std", "Sqrt", [var(x, axis, unbiased, keepdim)])
 
 
-@function("reduction")
+@function("nn.reduction")
 def norm(x: Variable, p: float = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
-    """Sum of \\|x\\| (``p`` = 1) or root of the sum of squares (``p`` = 2, also "fro"), in fp32. ``x``: float."""
+    """Sum of |x| (``p`` = 1) or root of the sum of squares (``p`` = 2, also "fro"), in fp32. ``x``: float."""
     types: dict[Any, str] = {1: "ReduceL1", 2: "ReduceL2", "fro": "ReduceL2"}
     if p not in types:
         raise ArgumentError(f'norm: p={p!r}; known are 1, 2 and "fro"')
@@ -141,13 +141,13 @@ def _extreme_place(call: str, type_: str, x: Variable, axis: int | None, keepdim
     return y if kind == "int64" else append(call, "Cast", [y], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix)
 
 
-@function("reduction")
+@function("nn.reduction")
 def argmax(x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64") -> Variable:
     """The place of the first maximum along ``axis``; in ``x`` laid out flat where it is None."""
     return _extreme_place("argmax", "ArgMax", x, axis, keepdim, dtype)
 
 
-@function("reduction")
+@function("nn.reduction")
 def argmin(x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64") -> Variable:
     """The place of the first minimum along ``axis``; in ``x`` laid out flat where it is None."""
     return _extreme_place("argmin", "ArgMin", x, axis, keepdim, dtype)

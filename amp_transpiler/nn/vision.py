@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..ir.program import Variable
-from .building import FLOATING, append, describe, flag, fresh, real, variable, whole
+from .building import FLOATING, Input, append, describe, flag, fresh, real, variable, whole
 from .calls import function
 from .pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
 from .windows import LAYOUTS, image, numbers
@@ -19,8 +19,9 @@ _MODES = {"linear": (1, "linear"), "bilinear": (2, "linear"), "trilinear": (3, "
 
 
 @function()
-def interpolate(x: Variable, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
-                mode: str = "nearest", align_corners: bool = False, align_mode: int = 0,
+def interpolate(x: Variable, size: int | Sequence[int] | None = None,
+                scale_factor: float | Sequence[float] | None = None, mode: str = "nearest",
+                align_corners: bool = False, align_mode: int = 0,
                 data_format: str | None = None) -> Variable:  # fmt: skip
     """An image resized to ``size``, or by ``scale_factor``, along each of its axes.
 
@@ -44,19 +45,24 @@ def interpolate(x: Variable, size: int | Sequence[int] | None = None, scale_fact
         pool = (adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d)[rank - 1]
         return pool(x, size, data_format=data_format)
     at, prefix = image(call, x, rank, data_format), fresh(call)
-    scales: np.ndarray | None = None
-    sizes: np.ndarray | None = None
+    # Scales and sizes of all dimensions, not of the image's axes alone (attribute ``axes``): onnxruntime forgets the
+    # axes when it moves a transposition past Resize.
+    y = at.channels_first(prefix)
+    inputs: list[Input]
     if size is not None:
         sizes = np.array(numbers(call, "size", size, rank), np.int64)
+        lead = append(call, "Shape", [y], attrs={"start": 0, "end": 2}, prefix=prefix)
+        inputs = [y, None, None, append(call, "Concat", [lead, sizes], attrs={"axis": 0}, prefix=prefix)]
     else:
-        factors = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * rank
-        factors = [real(call, "scale_factor", factor) for factor in factors]
+        given = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * rank
+        factors = [real(call, "scale_factor", factor) for factor in given]
         if len(factors) != rank or min(factors) <= 0:
-            raise ArgumentError(f"{call}: scale_factor must be a number above 0, or {rank} of them, not {scale_factor!r}")
-        scales = np.array(factors, np.float32)
-    attrs = _attributes(call, mode, align_corners, align_mode) | {"axes": list(range(2, rank + 2))}
-    inputs = [at.channels_first(prefix), None, scales, *([] if sizes is None else [sizes])]
-    return at.as_given(append(call, "Resize", inputs, attrs=attrs, prefix=prefix), prefix)
+            raise ArgumentError(f"{call}: scale_factor={scale_factor!r} must be a number above 0, or {rank} of them")
+        inputs = [y, None, np.array([1, 1, *factors], np.float32)]
+    resized = append(call, "Resize", inputs, attrs=_attributes(call, mode, align_corners, align_mode), prefix=prefix)
+    if size is not None:  # which inference does not find behind a Shape
+        resized.shape = (*(y.shape or ())[:2], *sizes.tolist())
+    return at.as_given(resized, prefix)
 
 
 def _attributes(call: str, mode: str, align_corners: bool, align_mode: int) -> dict[str, Any]:

@@ -69,13 +69,13 @@ def image(call: str, x: Variable, rank: int, data_format: str | None = None) -> 
     return Image(call, x, channels_last(call, data_format, rank))
 
 
-def channels_last(call: str, data_format: str | None, rank: int) -> bool:
+def channels_last(call: str, data_format: str | None, rank: int, argument: str = "data_format") -> bool:
     """Whether ``data_format`` names the layout with its channels last; None is that with its channels first."""
     names = LAYOUTS[rank]
     if data_format is None:
         return False
     if data_format not in names:
-        raise ArgumentError(f"{call}: data_format={data_format!r}; known are {names[0]} and {names[1]}")
+        raise ArgumentError(f"{call}: {argument}={data_format!r}; known are {names[0]} and {names[1]}")
     return data_format == names[1]
 
 
@@ -149,7 +149,6 @@ def output_sizes(at: Image, value: Any, natural: Sequence[int], strides: Sequenc
     wanted = numbers(at.call, "output_size", value, len(natural))
     extra = [size - n for size, n in zip(wanted, natural, strict=True)]
     if any(not 0 <= more < stride for more, stride in zip(extra, strides, strict=True)):
-        raise ArgumentError(f"{at.call}: output_size={value!r} is out of reach: it can be {list(natural)}, or less than "
-                            f"a stride of {list(strides)} above that")  # fmt: skip
+        raise ArgumentError(f"{at.call}: output_size={value!r} is out of reach: it can be {list(natural)}, or less "
+                            f"than a stride of {list(strides)} above that")  # fmt: skip
     return extra
-
