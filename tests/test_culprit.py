@@ -351,7 +351,7 @@ def test_a_window_of_micro_batches_is_watched() -> None:
 
 def test_watch_warns_or_raises() -> None:
     step = ready(programs.build("mlp", "amp", init_loss_scaling=2.0**30), "mlp")
-    with pytest.warns(RuntimeWarning, match="a step of program 'main' is bad: backward operator 'CastGrad"):
+    with pytest.warns(RuntimeWarning, match=r"a step of program 'program_\d+' is bad: backward operator 'CastGrad"):
         amp.watch(step.executor).run(step.main, step.feeds, [], step.scope)
     with pytest.raises(NonFiniteError, match="loss scale 65536: makes the step good") as caught:
         amp.watch(step.executor, "raise", cures=True).run(step.main, step.feeds, [], step.scope)

@@ -139,8 +139,8 @@ def test_cuda_is_forecast_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     "shapes, message",
     [
-        (None, r"feed 'image' of program 'main' has shape .*; give its size, as in feed_shapes=\{'image'"),
-        ({"picture": (4, 784)}, "'picture' is no feed of program 'main'; its feeds are image, label"),
+        (None, r"feed 'image' of program 'program_\d+' has shape .*; give its size, as in feed_shapes=\{'image'"),
+        ({"picture": (4, 784)}, r"'picture' is no feed of program 'program_\d+'; its feeds are image, label"),
         ({"image": (4, 785)}, r"gives 'image' the shape \[4, 785\]; it is declared as"),
         ({"image": (784,)}, r"gives 'image' the shape \[784\]; it is declared as"),
         ({"image": (4, 784), "label": ("N", 1)}, "gives 'label' the shape"),

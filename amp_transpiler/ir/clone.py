@@ -62,6 +62,7 @@ class _Cloner:
     def program(self, old: Program, outer: dict[Variable, Variable]) -> Program:
         """Copy one program. ``outer`` maps the variables around a nested one to their copies."""
         new = Program(old.name)
+        new.call(old.name, old.graph_name)
         new.seed, new.numeric_guards = old.seed, old.numeric_guards
         copies = {variable: self.variable(variable, new, outer, variable.name) for variable in old.variables}
         for variable, made in copies.items():

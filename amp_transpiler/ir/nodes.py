@@ -143,6 +143,24 @@ class Operator:
         return self._outputs
 
     @property
+    def input_arg_names(self) -> list[str]:
+        """Names of the inputs that are there."""
+        return [variable.name for variable in self._inputs if variable is not None]
+
+    @property
+    def output_arg_names(self) -> list[str]:
+        """Names of the outputs that are there."""
+        return [variable.name for variable in self._outputs if variable is not None]
+
+    def has_attr(self, name: str) -> bool:
+        """Whether the operator has this attribute."""
+        return name in self.attrs
+
+    def attr(self, name: str) -> Any:
+        """An attribute; KeyError where there is none of this name."""
+        return self.attrs[name]
+
+    @property
     def captures(self) -> list[Variable]:
         """Variables of this program that nested graphs of the operator read."""
         graph = self.program.graph

@@ -47,6 +47,8 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
     reader = _Reader(DataFiles(read.label, read.folder, read.path))
     program = reader.graph(model.graph, read.initializers, None, name).program
     program.numeric_guards = True
+    if read.path is not None and not name:  # exporters call every graph the same
+        program.call(read.path.stem, program.graph_name)
     info = program.info
     info.ir_version, info.model_version = model.ir_version, model.model_version
     info.producer_name, info.producer_version, info.domain = model.producer_name, model.producer_version, model.domain
@@ -158,9 +160,9 @@ class _Reader:
     def graph(self, graph: onnx.GraphProto, initializers: Iterable[onnx.TensorProto], outer: _Frame | None,
               name: str | None = None) -> _Frame:  # fmt: skip
         """Read one graph. ``outer`` is the frame of the graph around a nested one."""
-        program = Program(name or graph.name or "main")
+        program = Program(name or graph.name)
         program.info = ModelInfo(opsets={}, graph_doc=graph.doc_string, graph_metadata=_entries(graph.metadata_props))
-        source = Source(copy_without(graph, _GRAPH_LISTS), program.name)
+        source = Source(copy_without(graph, _GRAPH_LISTS), program.graph_name)
         set_source(program, source)
         frame = _Frame(program, outer)
         self._initializers(program, source, initializers, graph.sparse_initializer)

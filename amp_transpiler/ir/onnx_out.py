@@ -16,7 +16,7 @@ from ..files import Group
 from .collector import collector_paused
 from .external import Layout
 from .marks import INITIALIZER, inserted, written_marks, written_state
-from .program import OWN, Operator, Program, Variable
+from .program import FORWARD, OWN, Operator, Program, Variable
 from .source import plain_domain, source_of, value_info
 from .tensors import Tensor, embedded, stripped, tensor_type
 from .verify import same_shape
@@ -28,15 +28,28 @@ _FREE_INITIALIZERS = 4
 Content = Callable[[Variable, Any], Tensor]
 
 
-def model_of(program: Program, content: Content | None = None,
-             values: dict[Variable, Any] | None = None) -> onnx.ModelProto:  # fmt: skip
-    """The program as a ModelProto.
+def model_of(program: Program, content: Content | None = None, values: dict[Variable, Any] | None = None,
+             results: bool = False) -> onnx.ModelProto:  # fmt: skip
+    """The program as a ModelProto; with ``results``, what :func:`results_of` names are its outputs.
 
     ``content`` makes the TensorProtos (default: with everything inside). ``values`` replaces the content that
     variables carry; a persistable variable without any is a graph input. GraphError where a variable is read
     that nothing gives.
     """
-    return _Writer(content or embedded, values or {}).model(program)
+    outputs = results_of(program) if results else program.outputs
+    return _Writer(content or embedded, values or {}, outputs).model(program)
+
+
+def results_of(program: Program) -> list[Variable]:
+    """The declared outputs; of a built program without any, all that its last operators compute.
+
+    Those are the operators none of whose results another one reads. None for a program with a training step, whose
+    results are fetched by name, and for a startup program, whose results are state.
+    """
+    if program.outputs or any(op.role != FORWARD for op in program.operators):
+        return program.outputs
+    last = [op for op in program.operators if not any(v is not None and v.readers for v in op.outputs)]
+    return [v for op in last for v in op.outputs if v is not None and not v.persistable]
 
 
 def weightless(program: Program) -> onnx.ModelProto:
@@ -59,7 +72,7 @@ def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope:
         with getattr(scope, "reading", nullcontext)():  # all of them as one step left them
             values = {} if scope is None else _scope_values(program, scope)
         layout = Layout(program, values, target, external_data)
-        model = model_of(program, layout.content, values)
+        model = model_of(program, layout.content, values, results=True)
         if group is not None:
             layout.add_to(group, model)
         elif target is not None:
@@ -95,9 +108,10 @@ def _scope_values(program: Program, scope: Any) -> dict[Variable, Any]:
 
 
 class _Writer:
-    def __init__(self, content: Content, values: dict[Variable, Any]) -> None:
+    def __init__(self, content: Content, values: dict[Variable, Any], results: list[Variable]) -> None:
         self.content = content
         self.values = values
+        self.results = results
 
     # -- model -----------------------------------------------------------------------------------
     def model(self, program: Program) -> onnx.ModelProto:
@@ -135,8 +149,8 @@ class _Writer:
         source = source_of(program)
         if source is not None:
             graph.CopyFrom(source.header)
-        if source is None or program.name != source.name:
-            graph.name = program.name
+        if source is None or program.graph_name != source.name:
+            graph.name = program.graph_name
         if graph.doc_string != program.info.graph_doc:
             graph.doc_string = program.info.graph_doc
         _write_metadata(graph.metadata_props, program.info.graph_metadata | written_state(program))
@@ -187,7 +201,7 @@ class _Writer:
     def _outputs(self, program: Program, graph: onnx.GraphProto) -> None:
         source = source_of(program)
         entries = {id(entry.variable): entry for entry in source.outputs} if source else {}
-        for variable in program.outputs:
+        for variable in self.results if program.parent is None else program.outputs:
             entry = entries.get(id(variable))
             written = value_info(variable) if entry is None else entry.written()
             graph.output.append(written)

@@ -56,7 +56,9 @@ def pattern_of(pattern: str, what: str) -> re.Pattern[str]:
 
 
 def _names(op: Operator) -> list[str]:
-    return [op.name, op.scope] if op.name else [op.scope, *(v.name for v in op.outputs if v is not None)]
+    """Name and scope, and both together, so that ``encoder/*`` fits an operator that lies in ``encoder`` itself."""
+    own = [op.name] if op.name else [v.name for v in op.outputs if v is not None]
+    return [op.scope, *own, *(f"{op.scope}/{name}" for name in own if op.scope)]
 
 
 def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, names: Callable[[Item], list[str]],

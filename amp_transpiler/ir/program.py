@@ -17,6 +17,7 @@ import networkx as nx
 from ..errors import ArgumentError, GraphError
 from . import context, names
 from .attributes import Attributes
+from .blocks import Blocks, numbered_name, other_program
 from .nodes import (
     BACKWARD,
     CAPTURE,
@@ -39,12 +40,13 @@ if TYPE_CHECKING:
     import onnx
 
 __all__ = ["BACKWARD", "CAPTURE", "FORWARD", "OWN", "ROLES", "SCALING", "UPDATE", "ModelInfo", "Operator", "Program",
-           "Shape", "Variable"]  # fmt: skip
+           "Shape", "Variable", "other_program"]  # fmt: skip
 
 
-class Program:
+class Program(Blocks):
     """A static program: operators and variables, ordered inputs and outputs, and state updates.
 
+    ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given.
     ``updates`` maps a persistable variable to the variable whose value it takes when a step ends.
     ``startup`` is the program that initialises the persistable variables (None for a startup program).
     """
@@ -61,9 +63,9 @@ class Program:
         def convert_opset(self, target: int = 21) -> bool:
             """Rewrite every ai.onnx operator to another opset, in place."""
 
-    def __init__(self, name: str = "main", startup: Program | None = None) -> None:
+    def __init__(self, name: str | None = None, startup: Program | None = None) -> None:
         self.graph: nx.MultiDiGraph = nx.MultiDiGraph()
-        self.name = name
+        self.call(name or numbered_name(), name or "main")
         self.info = ModelInfo()
         self.inputs: list[Variable] = []
         self.outputs: list[Variable] = []
@@ -396,8 +398,3 @@ def _role(inputs: Sequence[Variable | None]) -> str:
     """The context's role; in forward code, the latest of the operators that make the inputs."""
     made = [v.producer.role for v in inputs if v is not None and v.producer is not None]
     return max([context.role(), *made], key=ROLES.index) if context.role() == FORWARD else context.role()
-
-
-def other_program(program: Program, current: Program) -> str:
-    """``program`` in a message that tells it from ``current``."""
-    return f"program '{program.name}'" if program.name != current.name else f"another program called '{program.name}'"

@@ -23,7 +23,7 @@ from ..runtime.scope import Scope
 from .accumulation import Accumulation
 from .base import Optimizer
 from .pairs import GivenGrads, Names, ParamsGrads, checked_pairs, latest_first, warn_untrained, without_none
-from .parts import checked_losses, made_of, take_apart, wide_loss
+from .parts import checked_losses, listed, made_of, shares, take_apart, wide_loss
 from .scale_state import ScaleState
 from .scaler import LossScale, LossScaler
 from .scaling import check_finite_and_unscale, extend_check
@@ -99,8 +99,8 @@ class OptimizerWithMixedPrecision:
         with appending(program, startup_program, self, *self.optimizers):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
             updates = self.apply_gradients(params_grads)
-        listed = self._listed(program) if parameter_list is None else parameter_list
-        wanted = program.parameters if listed is None else listed_parameters(program, listed, "minimize")
+        names = listed(self.optimizers, program) if parameter_list is None else parameter_list
+        wanted = program.parameters if names is None else listed_parameters(program, names, "minimize")
         warn_untrained(wanted, params_grads, no_grad_set)
         return updates, params_grads
 
@@ -114,7 +114,7 @@ class OptimizerWithMixedPrecision:
         program and with a ``parameter_list`` of its own, may follow before ``apply_gradients``.
         """
         losses = checked_losses(loss)
-        parameter_list = self._listed(losses[0].program) if parameter_list is None else parameter_list
+        parameter_list = listed(self.optimizers, losses[0].program) if parameter_list is None else parameter_list
         for each in losses:
             check_loss(each, parameter_list, no_grad_set)
         with appending(losses[0].program, startup_program, self):
@@ -206,7 +206,7 @@ class OptimizerWithMixedPrecision:
                     program.set_update(each, gated_value(each, each, program.updates[each], found_inf))
         if found_inf is not None:
             state.append(self._scaler, found_inf, self._losses)
-        return [update for optimizer, pairs in self._shares(program, params_grads)
+        return [update for optimizer, pairs in shares(self.optimizers, program, params_grads)
                 for update in optimizer._apply(pairs, startup, found_inf)]  # fmt: skip
 
     def _all_unscaled(self, params_grads: ParamsGrads) -> ParamsGrads:
@@ -232,41 +232,6 @@ class OptimizerWithMixedPrecision:
         else:
             unscaled = extend_check(self._check, grads)
         self._unscaled = {**self._unscaled, **dict(zip(grads, unscaled, strict=True))}
-
-    def _owners(self, program: Program) -> dict[Variable, Optimizer]:
-        """The optimizer of each parameter that is in a list of one. ArgumentError: a parameter of two optimizers."""
-        owner: dict[Variable, Optimizer] = {}
-        for optimizer in self.optimizers:
-            for parameter in listed_parameters(program, optimizer.parameter_list or (), type(optimizer).__name__):
-                if owner.setdefault(parameter, optimizer) is not optimizer:
-                    raise ArgumentError(
-                        f"parameter '{parameter.name}' is in the parameter_list of two optimizers, "
-                        f"{type(owner[parameter]).__name__} and {type(optimizer).__name__}; give it to one of them"
-                    )
-        return owner
-
-    def _shares(self, program: Program, params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:
-        """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
-        owner = self._owners(program)
-        rest = next((optimizer for optimizer in self.optimizers if optimizer.parameter_list is None), None)
-        shares: dict[Optimizer, ParamsGrads] = {optimizer: [] for optimizer in self.optimizers}
-        for parameter, grad in params_grads:
-            found = owner.get(parameter, rest)
-            if found is None:
-                raise ArgumentError(f"parameter '{parameter.name}' is in the parameter_list of no optimizer; add it "
-                                    "to one, or leave its gradient out")  # fmt: skip
-            shares[found].append((parameter, grad))
-        idle = next((optimizer for optimizer, pairs in shares.items() if not pairs), None)
-        if idle is not None:
-            raise ArgumentError(f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, "
-                                "or give it a parameter_list that the loss depends on")  # fmt: skip
-        return list(shares.items())
-
-    def _listed(self, program: Program) -> list[Variable] | None:
-        """The parameters that the optimizers are for; None for all."""
-        if any(optimizer.parameter_list is None for optimizer in self.optimizers):
-            return None
-        return list(self._owners(program))
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip
@@ -334,7 +299,10 @@ class OptimizerWithMixedPrecision:
         self._scaler.check(state.read(scope))
 
     def get_found_inf(self) -> Variable | None:
-        """The verdict of a step, bool of shape [1], to be fetched; None where gradients are not checked."""
+        """The verdict of a step, bool of shape [1], to be fetched.
+
+        None where gradients are not checked: in float16 with a static scale of 1.
+        """
         self._ready("get_found_inf")
         return self._found_inf
 
@@ -354,6 +322,9 @@ class OptimizerWithMixedPrecision:
         """Bring the program into this optimizer's precision, and create the scale; once."""
         if self._program is program and not self._applied:
             return
+        if self._program is program:
+            raise OrderError(f"program '{program.name}' has its training step already, and a program takes one: "
+                             "give minimize all losses in one list, or build the program anew")  # fmt: skip
         if self._program is not None:
             raise OrderError(
                 f"this optimizer works on program '{self._program.name}' already; decorate another one for another "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..ops.update import LAYOUTS, Layout
 from ..passes.backward import append_backward, listed_parameters
 from ..regularizer import Decay, L1Decay, L2Decay, checked_decay
 from ..runtime.scope import Scope, check_scope
+from ..warn import warn_user
 from . import policy
 from .clip import GradientClip
 from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, without_decay
@@ -271,9 +271,10 @@ class Optimizer:
     def warn_low_precision(self, what: str) -> None:
         """Warn, once, that small updates of 16-bit parameters are lost."""
         if not self._warned:
-            warnings.warn(f"{type(self).__name__} without multi_precision: {what}, so updates smaller than half of its "
-                          "last digit are lost and training may stall. Pass multi_precision=True to the optimizer",
-                          UserWarning, stacklevel=3)  # fmt: skip
+            warn_user(
+                f"{type(self).__name__} without multi_precision: {what}, so updates smaller than half of its last "
+                "digit are lost and training may stall. Pass multi_precision=True to the optimizer"
+            )
         self._warned = True
 
     # -- learning rate -------------------------------------------------------------------------------

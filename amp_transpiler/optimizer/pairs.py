@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, GraphError
 from ..ir.program import Program, Variable
+from ..warn import warn_user
 
 ParamsGrads = list[tuple[Variable, Variable]]
 GivenGrads = Sequence[tuple[Variable, Variable | None]]
@@ -49,7 +49,7 @@ def without_none(params_grads: Any) -> ParamsGrads:
         )
         if all(none):
             raise ArgumentError(f"params_grads: every gradient is None ({names}); there is nothing to update")
-        warnings.warn(f"parameters without a gradient (None) are not updated: {names}", UserWarning, stacklevel=3)
+        warn_user(f"parameters without a gradient (None) are not updated: {names}")
     return [pair for pair, bad in zip(pairs, none, strict=True) if not bad]
 
 
@@ -83,8 +83,7 @@ def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_gra
     names = [f"'{parameter.name}'" for parameter in wanted if parameter.name not in left]
     if names:
         some = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        warnings.warn(
+        warn_user(
             f"trainable parameters get no gradient from this loss, and are not updated: {some}. Where that is meant, "
-            "create them with trainable=False, or name those to train in parameter_list",
-            UserWarning, stacklevel=4,
-        )  # fmt: skip
+            "create them with trainable=False, or name those to train in parameter_list"
+        )

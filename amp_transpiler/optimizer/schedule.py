@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,6 +14,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
 from ..ops.schedule import rate_at
 from ..runtime.scope import Scope, check_scope
+from ..warn import warn_user
 
 _paddles_way = False
 Schedule = TypeVar("Schedule", bound="LRScheduler")
@@ -117,8 +117,8 @@ class LRScheduler:
                   f"calls of step() advance, once an epoch for example, write {owner}(...).by_user()")  # fmt: skip
         if before is not None:
             raise OrderError(f"{owner}.step: the program took {taken} steps since the last call; {advice}")
-        warnings.warn(f"{owner}.step: the program stands at step {now} at the first call. Where it went on from a "
-                      f"checkpoint that is right; otherwise, {advice}", UserWarning, stacklevel=3)  # fmt: skip
+        warn_user(f"{owner}.step: the program stands at step {now} at the first call. Where it went on from a "
+                  f"checkpoint that is right; otherwise, {advice}")  # fmt: skip
 
     @property
     def last_epoch(self) -> int:

@@ -353,7 +353,8 @@ def _fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) ->
     for item in fetch_list:
         name = item.name if isinstance(item, Variable) else item
         if not isinstance(name, str):
-            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}")
+            none = ". get_found_inf() gives None where gradients are not checked: float16 with a static loss scale of 1"
+            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}{none if name is None else ''}")
         names.append(name)
     return tuple(names)
 

@@ -1,0 +1,17 @@
+"""Warnings that point at the user's line, whatever lies between it and the place that warns."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+
+def warn_user(message: str) -> None:
+    """A UserWarning at the innermost line outside this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("amp_transpiler"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+__all__ = ["warn_user"]
