@@ -64,6 +64,7 @@ def test_external_data_can_be_embedded_and_put_outside(tmp_path):
     Program.from_onnx(path).to_onnx(out / "inside.onnx", external_data=False)
     assert [p.name for p in out.iterdir()] == ["inside.onnx"]
     inside = Program.from_onnx(out / "inside.onnx")
+    assert Program.from_onnx(path).to_onnx(external_data=False) == inside.to_onnx()
     for name, array in arrays.items():
         assert np.array_equal(tensor_array(inside.var(name)), array)
     for choice, name in ((True, "a.onnx.data"), ("b.bin", "b.bin")):

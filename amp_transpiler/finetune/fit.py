@@ -15,6 +15,7 @@ import onnx
 from ..convert import convert
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
 from ..files import check_outputs
+from ..ir.locations import model_size
 from ..ir.program import Program, Variable
 from ..ir.tensors import ExternalTensor
 from ..runtime import CPUPlace, CUDAPlace, Executor, Scope
@@ -234,13 +235,13 @@ class _Run:
     def _write(self, output: Path, scope: Scope) -> None:
         """The trained model for inference, from the fp32 masters, in the chosen precision."""
         options = self.options
-        model = self.programs.model.to_onnx(scope=_Masters(scope))
+        model = self.programs.model.to_onnx(scope=_Masters(scope), external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)
         else:
             convert(model, mode=options.saved, dtype=options.dtype, black_list=list(options.black_list) or None
                     ).to_onnx(output)  # fmt: skip
-        self.tell(f"{output}: the trained model in {options.saved}, {os.path.getsize(output):,} bytes")
+        self.tell(f"{output}: the trained model in {options.saved}, {model_size(output):,} bytes")
 
 
 class _Masters:

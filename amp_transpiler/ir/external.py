@@ -47,6 +47,7 @@ class Layout:
                  external_data: bool | str | None) -> None:  # fmt: skip
         self.path = path
         self.values = values
+        self.stays = path is None and external_data is not False  # what lies outside, for nothing is written
         self.location = _location(path, external_data)
         held = [(v, values.get(v, v.data)) for v in _contents(program, values)]
         self.places = self._place(self._moved(program, held, external_data))
@@ -109,8 +110,8 @@ class Layout:
         if variable in self.places:
             offset, length = self.places[variable]
             proto = external_proto(data, variable.name, self.location, offset, length)
-        elif self.path is None and isinstance(data, ExternalTensor):
-            return renamed(data.proto, variable.name)  # nothing is written: it lies where it was
+        elif self.stays and isinstance(data, ExternalTensor):
+            return renamed(data.proto, variable.name)
         else:
             proto = embedded(variable, data)
         return annotated(proto, variable.data) if variable in self.values else proto

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ..errors import ArgumentTypeError, MissingPackageError
+from ..files import check_target
 from ..runtime.report import StepReport
 
 
@@ -42,7 +43,8 @@ class _LineWriter(_Writer):
     """One line a step, readable while training goes on. ``append`` goes on with a file that is there."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
-        self._file = open(path, "a" if append else "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+        target = check_target(path)
+        self._file = open(target, "a" if append else "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         self._empty = self._file.tell() == 0
 
     def close(self) -> None:
@@ -52,7 +54,7 @@ class _LineWriter(_Writer):
 class CsvWriter(_LineWriter):
     """A CSV file with a head line; fields as in ``StepReport.to_dict``, groups joined by spaces, nothing for None.
 
-    OSError where the file cannot be written.
+    ModelFileWriteError, an OSError, where the file can be no target, OSError where it cannot be written.
     """
 
     def _write(self, report: StepReport) -> None:
@@ -68,8 +70,8 @@ class CsvWriter(_LineWriter):
 class JsonlWriter(_LineWriter):
     """A file of JSON objects, one a line; fields as in ``StepReport.to_dict``.
 
-    Numbers that are not finite, which JSON does not have, are the strings "inf", "-inf" and "nan". OSError where the
-    file cannot be written.
+    Numbers that are not finite, which JSON does not have, are the strings "inf", "-inf" and "nan". Errors as of
+    :class:`CsvWriter`.
     """
 
     def _write(self, report: StepReport) -> None:
