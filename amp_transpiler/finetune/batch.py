@@ -37,15 +37,17 @@ def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarra
     sizes = {v.name: v.shape[0] for v in inputs if v.shape}
     if len(set(sizes.values())) > 1:
         return f"its inputs differ in their first dimension: {sizes}"
+    batch = next(iter(sizes.values()))
+    assert isinstance(batch, int)
     for value in model.graph.input:
         if value.name in names:
             value.type.tensor_type.shape.dim[0].dim_param = BATCH
     for value in model.graph.output:
-        value.type.tensor_type.ClearField("shape")
+        dims = value.type.tensor_type.shape.dim
+        if dims and dims[0].dim_value == batch:
+            dims[0].dim_param = BATCH
     del model.graph.value_info[:]
     _free_reshapes(program, model.graph, inputs)
-    batch = next(iter(sizes.values()))
-    assert isinstance(batch, int)
     try:
         free = Program.from_onnx(model, name=program.name)
         own = [_run(program, {name: rows[start : start + batch] for name, rows in feed.items()}) for start in (0, 1)]
@@ -81,13 +83,17 @@ def _free_reshapes(program: Program, graph: onnx.GraphProto, inputs: list[Variab
         shape = op.input(1)
         target = None if op.type != "Reshape" or op.domain or shape is None else constant_array(shape)
         out = op.output(0)
-        if target is None or out is None or out.name not in nodes or op.attrs.get("allowzero", 0):
+        if target is None or out is None or out.name not in nodes or 0 in target[1:]:
             continue
         free = _free_shape(target, op.inputs[0], out)
         if free is not None:
             name = program.unique(f"{out.name}.shape")
             graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(free, np.int64), name))
-            nodes[out.name].input[1] = name
+            node = nodes[out.name]
+            node.input[1] = name
+            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 is: as it comes
+            del node.attribute[:]
+            node.attribute.extend(kept)
 
 
 def _free_shape(target: np.ndarray, read: Variable | None, made: Variable) -> list[int] | None:

@@ -92,7 +92,7 @@ def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLi
     start = found.epochs if found is not None else 0
     if log is None:
         return run.train(Path(output), checkpoint, found, None, progress, told)
-    with Log(log, start, found.steps if found is not None else 0) as book:
+    with Log(log, chosen.measured, start, found.steps if found is not None else 0) as book:
         if book.note:
             tell(book.note)
         return run.train(Path(output), checkpoint, found, book, progress, told)
@@ -263,7 +263,9 @@ def _fed(program: Program) -> list[Variable]:
 
 def _named(option: str, source: Source, options: FitOptions) -> str:
     """A data set in messages."""
-    return options.called(option) if isinstance(source, Mapping) else f"'{os.fspath(source)}'"
+    if isinstance(source, str | os.PathLike):
+        return f"'{os.fspath(source)}'"
+    return options.called(option)
 
 
 def _place(place: Place | str, options: FitOptions) -> Place:

@@ -25,7 +25,8 @@ class Log:
     ``note`` says what is missing for TensorBoard, "" where nothing is.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], epochs: int, steps: int) -> None:
+    def __init__(self, folder: str | os.PathLike[str], metric: str, epochs: int, steps: int) -> None:
+        self._metric = metric
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)
         self.note = ""
@@ -47,7 +48,7 @@ class Log:
     def epoch(self, record: EpochRecord) -> None:
         """Add an epoch."""
         rows = _rows(self.folder / EPOCHS)
-        fields = record.plain()
+        fields = record.columns(self._metric)
         rows.append({name: "" if value is None else str(value) for name, value in fields.items()})
         _write(self.folder / EPOCHS, list(fields), rows)
         if self._board is not None:

@@ -22,6 +22,9 @@ from .record import EpochRecord
 
 #: Batches on which the model is tried as it was given, where a loss is not finite.
 _TRIED = 4
+#: Losses in a row, within an epoch and at its end, that are not finite though each step was skipped: what the scale of
+#: the loss cannot mend.
+_LOST, _LOST_AT_END = 10, 3
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Loop:
     progress: Callable[[int, int], None] | None = None
     steps: int = 0
     _fetches: list[Any] = field(default_factory=list)
+    _bad_in_a_row: int = 0
 
     def __post_init__(self) -> None:
         self._fetches = [self.programs.loss, self.programs.prediction]
@@ -68,15 +72,16 @@ class Loop:
             scale = float(np.ravel(rest[0])[0]) if rest else None
             bad = bool(np.ravel(rest[1])[0]) if len(rest) > 1 else False
             skipped += bad
+            self._bad_in_a_row = 0 if math.isfinite(found) else self._bad_in_a_row + 1
             if math.isfinite(found):
                 total, seen = total + found * size, seen + size
                 if metric.name != "none":
                     metric.update(prediction, feed[options.label])
-            elif not bad or (step == 0 and number == 1):
-                self._check(number, step, train, sizes, go_on=bad)
+            elif not bad or self._bad_in_a_row == _LOST or self.steps == 1:
+                self._check(number, step, train, sizes, go_on=bad and self._bad_in_a_row < _LOST)
             if self.progress is not None:
                 self.progress(step + 1, len(sizes))
-        if not seen:
+        if not seen or self._bad_in_a_row >= _LOST_AT_END:
             self._check(number, len(sizes) - 1, train, sizes, go_on=False)
         value = metric.value() if metric.name != "none" else None
         return EpochRecord(number, total / seen, value, loss_scale=scale,

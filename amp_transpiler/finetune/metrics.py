@@ -85,5 +85,7 @@ class Metric:
 
 
 def shown(metric: str, value: float) -> str:
-    """A metric for people: shares in percent."""
-    return f"{value:.4f}" if metric in ("mae", "mse") else f"{value:.2%}"
+    """A loss or a metric for people: shares in percent."""
+    if metric in ("loss", "mae", "mse"):
+        return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
+    return f"{value:.2%}"

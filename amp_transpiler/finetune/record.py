@@ -31,16 +31,21 @@ class EpochRecord:
 
     def line(self, metric: str) -> str:
         """The record in one line."""
-        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        parts = [f"loss {shown('loss', self.loss)}"] if self.loss is not None else []
         parts += [f"{metric} {shown(metric, self.metric)}"] if self.metric is not None else []
         if self.loss_scale is not None:
             parts += [f"loss scale {self.loss_scale:g}", f"skipped steps {self.skipped_steps}"]
-        parts += [f"test loss {self.test_loss:.4f}"] if self.test_loss is not None else []
+        parts += [f"test loss {shown('loss', self.test_loss)}"] if self.test_loss is not None else []
         parts += [f"test {metric} {shown(metric, self.test_metric)}"] if self.test_metric is not None else []
         return f"{f'epoch {self.epoch}' if self.epoch else 'before training'}: {', '.join(parts)}"
 
+    def columns(self, metric: str) -> dict[str, Any]:
+        """The record as a log holds it: the metric goes by its name."""
+        names = {"metric": metric, "test_metric": f"test_{metric}"}
+        return {names.get(name, name): value for name, value in self.plain().items()}
+
     def plain(self) -> dict[str, Any]:
-        """The record as a checkpoint and a log hold it: numbers that are not finite are None."""
+        """The record as a checkpoint holds it: numbers that are not finite are None."""
         return {name: None if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in asdict(self).items()}  # fmt: skip
 

@@ -174,11 +174,17 @@ def _without_casts(program: Program) -> int:
         read, made = op.input(0), op.output(0)
         if operator_name(op) != "Cast" or read is None or made is None or not read.dtype == made.dtype == "float32":
             continue
-        if made in program.outputs:
-            continue  # of a nested graph, perhaps, whose result is a variable around it
-        program.replace_uses(made, read)
         program.remove_operator(op)
-        program.remove_variable(made)
+        if made in program.outputs:
+            if read.producer is None or read in program.outputs:
+                program.add_operator("Identity", [read], [made])
+            else:  # the output keeps its name
+                program.replace_uses(read, made)
+                read.producer.set_output(read.producer_slot, made)
+                program.remove_variable(read)
+        else:
+            program.replace_uses(made, read)
+            program.remove_variable(made)
         count += 1
     return count
 
