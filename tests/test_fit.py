@@ -255,6 +255,7 @@ def test_regression_tells_the_mean_absolute_error(tmp_path: Path) -> None:
     result = amp.fit(linear(1), tmp_path / "out.onnx", data=data, test=data, loss="mse", say=lines.append, epochs=30, lr=0.1,
                      mode="fp32")  # fmt: skip
     error = np.abs(scores(tmp_path / "out.onnx", data)[:, 0] - data["label"]).mean()
+    assert result.preparation.trainable == ("w", "b"), "the bias of one output is a weight too"
     assert result.history[-1].test_metric == pytest.approx(error, rel=1e-4) and error < 0.5
     assert re.search(r"^epoch 30: loss [\d.]+, mae [\d.]+, test loss [\d.]+, test mae [\d.]+$", "\n".join(lines), re.M)
 

@@ -14,10 +14,10 @@ import onnx
 
 from ..convert import convert
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
-from ..files import check_outputs
-from ..ir.locations import model_size
+from ..files import check_outputs, check_space
+from ..ir.external import check_unnamed
+from ..ir.locations import model_files, model_size
 from ..ir.program import Program, Variable
-from ..ir.tensors import ExternalTensor
 from ..runtime import CPUPlace, CUDAPlace, Executor, Scope
 from ..runtime.arrays import as_declared, as_ranked
 from ..runtime.place import Place
@@ -32,6 +32,8 @@ from .record import EpochRecord, FitResult
 
 _log = logging.getLogger(__name__)
 _BATCH = 32
+#: Bytes of a model from which on what is trained of it may get a data file beside it.
+_LARGE = 1 << 30
 Say = Callable[[str], None]
 
 
@@ -86,8 +88,8 @@ def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLi
         tell(f"{found.path}: going on after epoch {found.epochs}")
         for line in overridden:
             tell(line)
+    _check_files(model, output, data, test, log, chosen)
     program = Program.from_onnx(model)
-    _check_files(program, model, output, data, test, log, chosen)
     run = _Run(program, chosen, _place(place, chosen), data, test, tell)
     start = found.epochs if found is not None else 0
     if log is None:
@@ -276,20 +278,21 @@ def _place(place: Place | str, options: FitOptions) -> Place:
     return place
 
 
-def _check_files(program: Program, model: Any, output: Any, data: Any, test: Any, log: Any,
+def _check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
                  options: FitOptions) -> None:  # fmt: skip
     """Refuse before the work what could not be written after it, or would overwrite what is read."""
     if not isinstance(output, str | os.PathLike):
         raise ArgumentTypeError(f"fit: output is {output!r}; expected the path of a file")
-    external = {v.data.file for v in program.variables if isinstance(v.data, ExternalTensor)}
-    inputs: dict[str, list[Any]] = {}
-    for what, source in (("IN.onnx" if options.flags else "model", model), (options.called("data"), data),
-                         (options.called("test"), test)):  # fmt: skip
-        if isinstance(source, str | os.PathLike):
-            inputs[what] = [source]
-    if external:
-        inputs["the model's external data"] = sorted(external)
+    inputs: dict[str, list[Any]] = {
+        options.called(name): [source] for name, source in (("data", data), ("test", test))
+        if isinstance(source, str | os.PathLike)
+    }  # fmt: skip
     outputs: dict[str, Any] = {"OUT.onnx" if options.flags else "output": output}
+    if isinstance(model, str | os.PathLike):
+        inputs["IN.onnx" if options.flags else "model"] = list(model_files(model))
+        check_space(output, model_size(model) // 2)
+        if model_size(model) > _LARGE:
+            check_unnamed(Path(output), Path(f"{os.fspath(output)}.data"))
     if log is not None:
         _check_folder(log, options.called("log"))
         if os.path.isdir(log):

@@ -25,6 +25,12 @@ _NUMBERS: dict[str, tuple[int, ...]] = {
     "DynamicQuantizeLinear": (0,), "STFT": (2,), "MelWeightMatrix": (3, 4), "NonMaxSuppression": (0, 1, 3, 4),
     "RotaryEmbedding": (1, 2, 3),  # of com.microsoft too, which has the positions first
 }  # fmt: skip
+#: Slots that hold the weights of a layer, by operator.
+_LAYERS: dict[str, tuple[int, ...]] = {
+    "Gemm": (1, 2), "Conv": (1, 2), "ConvTranspose": (1, 2), "MatMul": (1,), "PRelu": (1,),
+    "BatchNormalization": (1, 2, 3, 4),
+    "InstanceNormalization": (1, 2), "GroupNormalization": (1, 2), "LayerNormalization": (1, 2),
+}  # fmt: skip
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"})
 #: What passes the elements of its first input on.
 _MOVES = frozenset({"Identity", "Reshape", "Transpose", "Cast", "CastLike", "Squeeze", "Unsqueeze", "Expand", "Tile",
@@ -47,9 +53,9 @@ def not_a_weight(variable: Variable) -> str:
     dtype, shape = tensor_type(data)
     if dtype not in FLOATS:
         return f"of type {dtype}"
-    if math.prod(shape) <= 1:
-        return "one number"
     uses = _uses(variable, _HOPS)
+    if math.prod(shape) <= 1 and not (shape and uses and all(_is_layer(op, slot) for op, slot in uses)):
+        return "one number"
     if uses and all(slot in _NUMBERS.get(op.type, ()) for op, slot in uses):
         return STATISTICS if uses[0][0].type == "BatchNormalization" else f"a number of {uses[0][0].type}"
     if uses and all(op.type in _COMPARES for op, _ in uses):
@@ -59,6 +65,14 @@ def not_a_weight(variable: Variable) -> str:
     if uses and all(op.type in _MASKED for op, _ in uses) and _is_mask(variable, shape):
         return "a mask"
     return spectral(variable, uses)
+
+
+def _is_layer(op: Operator, slot: int) -> bool:
+    """Whether an operator reads its weight or bias in this slot, however small: that of a layer with one output."""
+    if slot in _LAYERS.get(op.type, ()):
+        return True
+    other = op.inputs[1 - slot] if op.type == "Add" and slot < 2 else None
+    return other is not None and other.producer is not None and other.producer.type == "MatMul"
 
 
 def become_constants(program: Program) -> None:
