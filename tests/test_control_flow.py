@@ -210,3 +210,39 @@ def test_a_loop_of_unknown_length_is_named(change: tuple[str, str], told: str) -
         with pytest.raises(amp.AmpError, match=f"through 'Loop -> h'.*{told}"):
             amp.append_backward(loss)
     assert program.to_onnx().SerializeToString() == before
+
+
+@pytest.mark.parametrize("middle", [1, 3])
+def test_f26_an_if_that_the_fed_shapes_decide_trains(middle: int) -> None:
+    """As exporters write ``squeeze``: the branch that is not taken does not even fit these shapes."""
+    w = np.random.default_rng(0).normal(0, 1, (4, 1)).astype(np.float32)
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+    net (float[N,M,4] x) => (float[R,1] y) {
+      h = MatMul(x, w)
+      size = Shape <start = 1, end = 2> (h)
+      one = Constant <value_ints = [1]> ()
+      single = Equal(size, one)
+      chosen = If (single) <then_branch = yes () => (float[] a) { twice = Add(h, h)  a = Squeeze(twice, one) },
+                       else_branch = no () => (float[] b) { half = Constant <value_float = 0.5> ()
+                                                            scaled = Mul(h, half)  b = Tanh(scaled) }>
+      rows = Constant <value_ints = [-1, 1]> ()
+      y = Reshape(chosen, rows)
+    }""")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program)
+    shape = [2 * middle, 1]
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mse_loss(program.outputs[0], amp.data("t", shape, "float32"))
+        amp.optimizer.SGD(0.1).minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    rng = np.random.default_rng(1)
+    x, t = rng.normal(0, 1, (2, middle, 4)).astype(np.float32), rng.normal(0, 1, shape).astype(np.float32)
+    (value,) = executor.run(program, feed={"x": x, "t": t}, fetch_list=[loss], scope=scope)
+    h = x.astype(np.float64) @ w
+    y = (2 * h if middle == 1 else np.tanh(h / 2)).reshape(shape)
+    inner = (2 * (y - t) / t.size).reshape(h.shape) * (2 if middle == 1 else (1 - np.tanh(h / 2) ** 2) / 2)
+    np.testing.assert_allclose(value, ((y - t) ** 2).mean(), rtol=1e-5)
+    expected = w - 0.1 * np.einsum("nmk,nmo->ko", x, inner)
+    np.testing.assert_allclose(scope.find_var("w"), expected, rtol=1e-4, atol=1e-6)

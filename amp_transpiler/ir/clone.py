@@ -47,6 +47,9 @@ def insert_graph(nested: Program, program: Program, given: dict[Variable, Variab
             name = variable.name if not program.has_var(variable.name) else program.unique(f"{prefix}/{variable.name}")
             copies[variable] = cloner.variable(variable, program, {}, name)
             copies[variable].is_input = False
+    for variable in nested.variables:
+        if variable.grad_of is not None and variable.outer is None and variable not in given:
+            copies[variable].grad_of = copies.get(variable.grad_of, variable.grad_of)
     for op in nested.operators:
         copy = cloner.operator(op, program, copies)
         if copy.name and copy.name in taken:

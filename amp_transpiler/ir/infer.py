@@ -92,8 +92,30 @@ class Shapes:
                     self.values[variable.key] = known
             elif variable.producer is None:
                 self.types[variable.key] = (variable.dtype, feed_shapes.get(variable.name, variable.shape))
+        self._done: set[Operator] = set()
         for op in program.operators:
-            infer_operator(op, self)
+            self._infer(op)
+
+    def _infer(self, op: Operator) -> None:
+        """Put the types of what the operator makes into ``types``, once.
+
+        A gradient has the shape of its variable, which an inlined branch may compute after it.
+        """
+        pending = {op: None}
+        while pending:
+            last = next(reversed(pending))
+            variables = [v.grad_of for v in last.outputs if v is not None and v.grad_of is not None]
+            if last is not op:
+                variables += [v for v in last.inputs if v is not None]
+            makers = [v.producer for v in variables if v.producer is not None and v.program is self.program]
+            missing = {maker: None for maker in makers if maker not in self._done and maker not in pending}
+            if missing and last not in self._done:
+                pending |= missing
+                continue
+            del pending[last]
+            if last not in self._done:
+                self._done.add(last)
+                infer_operator(last, self)
 
     def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
         return self.types.get(variable.key, (variable.dtype, variable.shape))
@@ -225,11 +247,16 @@ Types = list[tuple[str | None, Shape | None] | None]
 
 
 def _of_branches(op: Operator, env: Shapes, declared: Types) -> Types:
-    """What both branches of an If give, where its outputs do not say their sizes themselves."""
+    """What both branches of an If give, or the one that is known to be taken, where its outputs do not say their
+    sizes themselves."""
     if all(t is None or (t[1] is not None and all(isinstance(d, int) for d in t[1])) for t in declared):
         return declared
+    condition = env.value(op.inputs[0]) if op.inputs[0] is not None else None
+    branches = op.attrs.programs
+    if condition is not None and condition.size == 1:
+        branches = [op.attrs["then_branch" if condition.all() else "else_branch"]] * 2
     try:
-        inner = [[Shapes(branch, around=env)[v] for v in branch.outputs] for branch in op.attrs.programs]
+        inner = [[Shapes(branch, around=env)[v] for v in branch.outputs] for branch in branches]
     except GraphError:  # a branch that is not taken need not fit
         return declared
     return [one if told is not None and one == other else told

@@ -21,11 +21,14 @@ from ..ir.program import Operator, Program, Shape, Variable
 UNROLL_LIMIT = 20_000
 
 
-def expand_control_flow(program: Program) -> bool:
-    """Inline and unroll what is known, in place, whatever comes out of it included; whether anything changed."""
+def expand_control_flow(program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> bool:
+    """Inline and unroll what is known, in place, whatever comes out of it included; whether anything changed.
+
+    ``feed_shapes``: shapes of feeds that the program does not declare itself.
+    """
     if not program.nesting:
         return False
-    env = _Known(Shapes(program), {op.name for op in program.walk()})
+    env = _Known(Shapes(program, feed_shapes), {op.name for op in program.walk()})
     pending = list(program.nesting)
     changed = False
     for op in pending:

@@ -23,6 +23,7 @@ from ..ir.program import OWN, Operator, Program, Shape, Variable
 from ..ir.tensors import as_array, tensor_type, to_proto
 from ..ir.types import HALF, ONNX_TYPES
 from .carriers import Carriers
+from .control_flow import expand_control_flow
 from .lowered import Lowered, Port, carrier_attribute, live, needed, nested_type, rename_tensors, static, used_tensors
 from .opset import TARGET, convert_opset
 
@@ -57,6 +58,9 @@ def lower(
     if version != TARGET and not stays and (later or any(body_of(op) for op in program.walk())):
         program = program.clone() if program is original else program
         convert_opset(program)
+    if any(_bodied(op) for op in program.nesting):  # a branch that these shapes decide against need not fit them
+        program = program.clone() if program is original else program
+        expand_control_flow(program, feed_shapes)
     fetches = [program.var(name) for name in names]
     if isinstance(updates, Mapping):
         written = {program.var(state.name): program.var(new.name) for state, new in updates.items()}
