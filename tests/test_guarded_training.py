@@ -197,3 +197,90 @@ def test_built_programs_keep_the_literal_rule() -> None:
                          numeric_guards=asked).minimize(loss)  # fmt: skip
         squares = [op for op in main_program.operators if op.type == "Mul" and op.inputs[0] is op.inputs[1]]
         assert [op.precision for op in squares] == [expected]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_f18_a_loss_behind_a_cast_to_float32_is_computed_in_float32(dtype: str) -> None:
+    main_program, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main_program, startup), amp.unique_name.guard():
+        hidden = amp.nn.fc(amp.data("x", [8, 6], "float32"), 16, act="relu")
+        logits = amp.nn.fc(hidden, 5)
+        wide = F.cast(logits, "float32")
+        loss = F.cross_entropy(wide * np.float32(3), amp.data("label", [8, 1], "int64"))
+        after = amp.nn.fc(wide, 2)
+        optimizer = amp.decorate(amp.optimizer.SGD(0.0, multi_precision=True), use_pure_fp16=True,
+                                 use_fp16_guard=False, dtype=dtype)  # fmt: skip
+        optimizer.minimize(loss + 0 * F.mean(after))
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    rng = np.random.default_rng(0)
+    feed = {"x": rng.normal(0, 3, (8, 6)).astype(np.float32), "label": rng.integers(0, 5, (8, 1))}
+    value, read = executor.run(main_program, feed=feed, fetch_list=[loss, wide], scope=scope)
+    scores = 3 * read.astype(np.float64)
+    logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    expected = -np.take_along_axis(logs, feed["label"], 1).mean()
+    assert value.dtype == np.float32 and read.dtype == np.float32
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    precision = {v.name: op.precision for op in main_program.operators for v in op.outputs if v is not None}
+    made = {op.type: op for op in main_program.operators if op.role == "forward"}
+    assert "follows" in made["SoftmaxCrossEntropyLoss"].reason and "float32" in made["SoftmaxCrossEntropyLoss"].reason
+    assert after.producer is not None and precision[hidden.name] == dtype
+    assert [op.precision for op in main_program.operators if op.type == "MatMul" and op.role == "forward"] == [
+        dtype
+    ] * 3
+
+
+def test_f26_a_variance_as_a_difference_of_means_starts_as_in_fp32() -> None:
+    """The layer norm of jax: mean(x*x) - mean(x)**2, after tiny activations. In fp16 all of its squares vanish."""
+    rng = np.random.default_rng(0)
+    exported = model("""<ir_version: 8, opset_import: ["" : 17]> net (float[8,12] x) => (float[8,3] y) {
+      h = MatMul(x, w)
+      total = ReduceSum <keepdims = 1> (h, last)  mean = Mul(total, share)
+      squares = Mul(h, h)  sum2 = ReduceSum <keepdims = 1> (squares, last)  mean2 = Mul(sum2, share)
+      square = Mul(mean, mean)  difference = Sub(mean2, square)  variance = Max(difference, zero)
+      above = Add(variance, eps)  root = Sqrt(above)  inverse = Reciprocal(root)
+      centred = Sub(h, mean)  scaled = Mul(centred, inverse)  y = MatMul(scaled, v)
+    }""", w=rng.normal(0, 5e-4, (12, 16)), v=rng.normal(0, 1, (16, 3)), last=np.array([1]),
+                     share=np.array(1 / 16), zero=np.array(0.0), eps=np.array(1e-12))  # fmt: skip
+    feeds = [
+        {"x": rng.normal(0, 0.1, (8, 12)).astype(np.float32), "label": rng.normal(0, 1, (8, 3)).astype(np.float32)}
+    ] * 3
+
+    def squared(program: amp.Program) -> amp.Variable:
+        return F.mse_loss(program.outputs[0], amp.data("label", [8, 3], "float32"))
+
+    exact, _ = trained(prepared(exported), squared, feeds, "fp32")
+    literal, _ = trained(prepared(exported, numeric_guards=False), squared, feeds, "pure-fp16")
+    assert not abs(literal[0] / exact[0] - 1) < 0.5, "what the guards are for"
+    for mode in ("amp", "pure-fp16"):
+        losses, skipped = trained(prepared(exported), squared, feeds, mode, scale=1.0)
+        assert skipped == 0
+        np.testing.assert_allclose(losses, exact, rtol=0.01)
+
+
+#: Losses of some 70,000 of numbers that fp16 holds.
+LARGE: dict[str, Callable[[amp.Variable, amp.Variable], amp.Variable]] = {
+    "squares": lambda y, label: F.mse_loss(y, label) * np.float32(6),
+    "sum": lambda y, label: F.sum(F.relu(y - label)) * np.float32(3),
+}
+
+
+@MODES
+@pytest.mark.parametrize("kind", LARGE)
+def test_f26_a_large_loss_is_finite(kind: str, mode: str) -> None:
+    rng = np.random.default_rng(0)
+    exported = model("""<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float[8,40] y)
+                        { h = MatMul(x, w)  y = Relu(h) }""", w=rng.normal(0, 1, (4, 40)))  # fmt: skip
+    feeds = [{"x": rng.normal(0, 130, (8, 4)).astype(np.float32), "label": np.zeros((8, 40), np.float32)}] * 5
+
+    def loss(program: amp.Program) -> amp.Variable:
+        return LARGE[kind](program.outputs[0], amp.data("label", [8, 40], "float32"))
+
+    exact, _ = trained(prepared(exported), loss, feeds, "fp32")
+    assert exact[0] > 65504
+    losses, skipped = trained(prepared(exported), loss, feeds, mode, scale=1.0)
+    assert skipped == 0
+    np.testing.assert_allclose(losses, exact, rtol=0.005)
+    literal, _ = trained(prepared(exported), loss, feeds, mode, scale=1.0, numeric_guards=False)
+    assert mode == "amp" or not np.isfinite(literal[0]), "what the guards are for"

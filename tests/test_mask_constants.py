@@ -109,3 +109,57 @@ def test_only_masks_are_changed() -> None:
     before = program.to_onnx().SerializeToString()
     amp.rewrite_program(program)
     assert program.to_onnx().SerializeToString() == before
+
+
+def folded(combined: np.ndarray) -> amp.Program:
+    """Attention of an exported decoder: mask and position bias were folded into one constant [1, heads, rows, rows]."""
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+    net (float[3,6,4] x, int64[3,6] mask) => (float[3,6,4] y) {
+      one = Constant <value_ints = [1]> ()
+      heads = Unsqueeze(x, one)
+      q = MatMul(heads, w)
+      k = Transpose <perm = [0, 1, 3, 2]> (q)
+      scores = MatMul(q, k)
+      masked = Add(scores, clone_1)
+      weights = Softmax <axis = -1> (masked)
+      mixed = MatMul(weights, q)
+      y = ReduceMean <axes = [1], keepdims = 0> (mixed)
+    }""")
+    for name, array in (("w", rng.normal(0, 0.5, (2, 4, 4))), ("clone_1", combined)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
+    return amp.Program.from_onnx(model)
+
+
+@IN_16_BIT
+@pytest.mark.parametrize("lowest", [-3.4028235e38, -1e4])
+def test_f13_a_mask_folded_with_biases_is_a_constant_and_clamped(lowest: float, mode: str, dtype: str) -> None:
+    bias = np.random.default_rng(1).normal(0, 2, (1, 2, 6, 6))
+    combined = np.where(np.tri(6, dtype=bool), 0, lowest) + bias
+    reference = folded(combined)
+    amp.prepare_training(reference)
+    assert [v.name for v in reference.parameters] == ["w"]
+    exact, _, weight = trained(reference, "fp32", dtype, padded=False)
+    program = folded(combined)
+    amp.prepare_training(program)
+    losses, skipped, rounded = trained(program, mode, dtype, padded=False)
+    assert skipped == 0 and losses[-1] < losses[0]
+    tolerance = 0.003 if dtype == "float16" else 0.02
+    np.testing.assert_allclose(losses, exact, rtol=tolerance)
+    np.testing.assert_allclose(rounded, weight, atol=tolerance)
+    if dtype == "float16" and lowest < -1e5:
+        stored = [
+            np.asarray(as_array(v.data), np.float32)
+            for v in program.variables
+            if v.shape == (1, 2, 6, 6) and v.data is not None
+        ]
+        assert [array.min() for array in stored] == [-32752]
+        np.testing.assert_allclose(stored[0][np.tri(6, dtype=bool)[None, None].repeat(2, 1)],
+                                   bias[np.tri(6, dtype=bool)[None, None].repeat(2, 1)], rtol=1e-3)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [-20.0, -3e4])
+def test_trained_biases_stay_parameters(content: float) -> None:
+    """Position biases alone; and numbers that are no mask, for they lie on both sides of it."""
+    program = folded(np.linspace(content, 0, 72).reshape(1, 2, 6, 6))
+    assert "clone_1" in [v.name for v in program.parameters]

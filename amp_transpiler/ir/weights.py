@@ -62,8 +62,9 @@ def not_a_weight(variable: Variable) -> str:
         return "only compared with"
     if _feeds_angles(uses):
         return "the frequencies of an angle"
-    if uses and all(op.type in _MASKED for op, _ in uses) and _is_mask(variable, shape):
-        return "a mask"
+    if uses and all(op.type in _MASKED for op, _ in uses):
+        if _is_mask(variable, shape, combined=all(op.type != "Mul" for op, _ in uses)):
+            return "a mask"
     return spectral(variable, uses)
 
 
@@ -108,8 +109,13 @@ def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
     return bool(made) and all(op.type in _ANGLES for op, _ in made)
 
 
-def _is_mask(variable: Variable, shape: tuple[int, ...]) -> bool:
+def _is_mask(variable: Variable, shape: tuple[int, ...], combined: bool) -> bool:
+    """Whether it holds the number of masked places, and elsewhere nothing, or what exporters ``combined`` with the
+    mask before it is added: position biases, say, which then nobody trains either."""
     if len(shape) < 2 or math.prod(shape) > _LARGE:
         return False
     array = np.asarray(as_array(variable.data), np.float32)
+    if combined:
+        masked = array <= _MASK / 2  # a bias was added to it
+        return bool(masked.any()) and bool((masked | (np.abs(array) < -_MASK / 10)).all())
     return bool((array <= _MASK).any()) and bool(((array <= _MASK) | (array == 0)).all())

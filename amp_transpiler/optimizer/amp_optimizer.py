@@ -15,6 +15,7 @@ from ..lists import AutoMixedPrecisionLists
 from ..lists.paddle import paddle_arguments
 from ..passes.backward import append_backward, check_loss, listed_parameters
 from ..passes.check_step import UNGATED, check_step
+from ..passes.known import keep_losses
 from ..passes.pure import cast_model_to_fp16
 from ..passes.rewrite import rewrite_program
 from ..runtime.parameters import cast_parameters_to_fp16
@@ -132,7 +133,7 @@ class OptimizerWithMixedPrecision:
             return self._scaled_loss
         losses = checked_losses(loss)
         with appending(losses[0].program, startup_program, self) as startup:
-            self._rewrite(losses[0].program, startup)
+            self._rewrite(losses, startup)
             with context.program_guard(losses[0].program, startup), context.operator_role(SCALING):
                 self._scaled_loss = self._scale(losses)
             return self._scaled_loss
@@ -318,8 +319,9 @@ class OptimizerWithMixedPrecision:
         assert self._scale_state is not None
         return self._scale_state
 
-    def _rewrite(self, program: Program, startup: Program) -> None:
-        """Bring the program into this optimizer's precision, and create the scale; once."""
+    def _rewrite(self, losses: Sequence[Variable], startup: Program) -> None:
+        """Bring the losses' program into this optimizer's precision, and create the scale; once."""
+        program = losses[0].program
         if self._program is program and not self._applied:
             return
         if self._program is program:
@@ -334,6 +336,8 @@ class OptimizerWithMixedPrecision:
             raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
                              "a program once, or build it anew")  # fmt: skip
         take_apart(program)
+        if self._guarded(program):
+            keep_losses(losses, self._amp_lists)
         if self._use_pure_fp16:
             self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard,
                                                          numeric_guards=self._guarded(program))  # fmt: skip

@@ -8,9 +8,12 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ..ir.program import Operator, Program
+from ..ir.marks import FULL
+from ..ir.program import Operator, Program, Variable
+from ..ir.types import FLOATS
+from ..lists import AutoMixedPrecisionLists
 from .evidence import Evidence
 from .flow import Flow
 from .guards import guard_numerics
@@ -18,7 +21,7 @@ from .positions import keep_positions
 from .precision import written_name
 from .ranges import Ranges
 from .survival import check_constants
-from .typing import SHORT
+from .typing import SHORT, operator_name
 
 _FULL = "fp32: "
 
@@ -50,6 +53,22 @@ def training_evidence(program: Program, dtype: str, like: Program | None = None)
             evidence.keep_tensor(variable, f"parameter '{variable.name}' holds a mask beyond {SHORT[dtype]}")
     evidence.replaced.clear()
     return evidence if like is None else _as_in(like, program, evidence)
+
+
+def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> None:
+    """Let what makes the losses run in fp32, back to the program's outputs or to operators of the white list.
+
+    A sum over a batch leaves fp16 before the numbers that it sums do.
+    """
+    ends = set(losses[0].program.outputs) - set(losses)
+    pending, seen = [loss.producer for loss in losses], set[Operator]()
+    while pending:
+        op = pending.pop()
+        if op is None or op in seen or op.attrs.programs or operator_name(op) in lists.white_list:
+            continue
+        seen.add(op)
+        op.metadata.setdefault(FULL, "makes the loss")
+        pending += [v.producer for v in op.inputs if v is not None and v not in ends and v.dtype in FLOATS]
 
 
 def _as_in(other: Program, program: Program, evidence: Evidence) -> Evidence:

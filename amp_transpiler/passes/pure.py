@@ -1,6 +1,7 @@
 """Pure 16 bit: every operator that can run in 16 bit does, and parameters are stored so.
 
-What stays fp32: operators outside ``fp16_guard`` (where the guard is used), operators without a lowering
+What stays fp32: what follows a cast to float32 of the program's own, up to the next matrix product or other operator
+of the white list; operators outside ``fp16_guard`` (where the guard is used), operators without a lowering
 to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
 and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
 stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type. With
@@ -10,13 +11,14 @@ numeric guards, what is known to leave the type stays fp32 too.
 from __future__ import annotations
 
 from ..errors import PrecisionError
-from ..ir.program import Operator, Program
+from ..ir.program import FORWARD, Operator, Program
+from ..ir.types import HALF
 from ..lists import AutoMixedPrecisionLists
 from .casts import apply
 from .evidence import Evidence
 from .known import training_evidence
 from .mask_constants import saturate_masks
-from .precision import BLACK, Decision, Rules, check_program
+from .precision import BLACK, Decision, Rules, check_program, label, source
 from .typing import operator_name
 
 
@@ -73,6 +75,8 @@ class _Pure(Rules):
                  evidence: Evidence) -> None:  # fmt: skip
         super().__init__(program, lists)
         self.use_fp16_guard, self.evidence = use_fp16_guard, evidence
+        #: Operators that go on in fp32 from a cast of the program's own.
+        self.widened: set[Operator] = set()
 
     def decide(self, op: Operator) -> Decision:
         name, lists = operator_name(op), self.lists
@@ -88,7 +92,28 @@ class _Pure(Rules):
         against = self.evidence.against(op, lists)
         if against:
             return self.full(op, against)
+        cast = self._after_own_cast(op) if name not in lists.white_list else None
+        if cast is not None:
+            self.widened.add(op)
+            return self.full(op, f"follows {label(cast)}, where the program itself goes to float32")
         return self.half(op, "inside fp16_guard" if self.use_fp16_guard else "pure 16 bit")
+
+
+    def _after_own_cast(self, op: Operator) -> Operator | None:
+        """The program's own cast to float32, or what follows one, that makes an operand."""
+        for variable in self.data_inputs(op):
+            maker = source(variable).producer
+            if maker is not None and (maker in self.widened or _is_own_widening(maker)):
+                return maker
+        return None
+
+
+def _is_own_widening(op: Operator) -> bool:
+    read, made = op.input(0), op.output(0)
+    return (
+        operator_name(op) == "Cast" and read is not None and read.dtype in HALF | {"float32"}
+        and made is not None and made.dtype == "float32" and op.role == FORWARD
+    )  # fmt: skip
 
 
 def _marked(op: Operator) -> bool:
