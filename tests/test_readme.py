@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,14 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.cli.main import main as command
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+CONSOLE = re.findall(r"```console\n\$ amp-transpile (.*?)\n(.*?)```", README, re.S)
+#: What the example of the first ten minutes exports, recorded.
+EXPORT = ROOT / "tests" / "data" / "readme"
 
 
 def block(sign: str) -> str:
@@ -58,24 +65,68 @@ def test_conversion_example(
     assert "black list" in capsys.readouterr().out
 
 
+def example(folder: Path) -> None:
+    """What ``export.py`` leaves behind: the recorded model, and the data as the example itself makes it."""
+    for file in EXPORT.iterdir():
+        shutil.copy(file, folder)
+    code = block("torch.onnx.export")
+    data = code[code.index("digits = load_digits()") :]
+    exec("import numpy as np\nfrom sklearn.datasets import load_digits\n" + data, {})
+
+
+def shape_of(text: str) -> str:
+    """A text without its numbers, which depend on the machine."""
+    return re.sub(r"\d[\d,.]*(e[-+]\d+)?", "#", text)
+
+
+def test_the_first_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Command by command, on what PyTorch's exporter wrote; each prints what the README shows."""
+    monkeypatch.chdir(tmp_path)
+    example(tmp_path)
+    commands = [(line.split(), shown) for line, shown in CONSOLE if "digits.onnx" in line]
+    assert [arguments[0] for arguments, _ in commands] == ["info", "convert", "train"]
+    for arguments, shown in commands:
+        assert command(arguments) == 0
+        told = capsys.readouterr().out
+        assert shape_of(told) == shape_of(shown)
+    first, last = (re.findall(r"test accuracy ([\d.]+)%", text)[-1] for text in (told.split("epoch")[0], told))
+    assert float(first) < 30 and float(last) > 95
+    exec(block("onnxruntime.InferenceSession"), {})
+    assert capsys.readouterr().out == f"{last}% right\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "digits.onnx", "digits.onnx.data", "digits_fp16.onnx", "test.npz", "train.npz", "tuned.onnx",
+    ]  # fmt: skip
+
+
+def test_the_recorded_export_is_that_of_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    """With ``--torch-python``: the example as it stands writes the model that the other tests use."""
+    python = pytestconfig.getoption("--torch-python")
+    if not python:
+        pytest.skip("no interpreter with torch: pytest --torch-python PYTHON")
+    subprocess.run([str(Path(python)), "-c", block("torch.onnx.export")], cwd=tmp_path, check=True, capture_output=True)
+    fresh, recorded = (onnx.load(folder / "digits.onnx") for folder in (tmp_path, EXPORT))
+    assert [n.op_type for n in fresh.graph.node] == [n.op_type for n in recorded.graph.node]
+    assert fresh.graph.input == recorded.graph.input and fresh.graph.output == recorded.graph.output
+    assert {f.name for f in tmp_path.iterdir()} == {"digits.onnx", "digits.onnx.data", "train.npz", "test.npz"}
+
+
 def test_fine_tuning_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stem, head = (", ".join(f"{v:.3f}" for v in np.random.default_rng(0).normal(size=n)) for n in (27, 30))
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
-      net (float[N,3,64,64] image) => (float[N,10] scores)
-        <float[1,3,3,3] stem = {{{stem}}}, float[3,10] w = {{{head}}}>
-      {{ a = Conv(image, stem)  b = MaxPool <kernel_shape = [20, 62], strides = [21, 62]> (a)
-         c = Flatten(b)  scores = MatMul(c, w) }}""")
-    for node, name in zip(model.graph.node, ("conv_stem/Conv", "pool/MaxPool", "Flatten", "head/MatMul"), strict=True):
-        node.name = f"/{name}"
-    onnx.save(model, "model.onnx")
+    example(tmp_path)
     names: dict[str, object] = {}
     with amp.scope_guard(amp.Scope()), amp.unique_name.guard():
         exec(block("amp.prepare_training(main"), names)
     told = capsys.readouterr().out
-    assert "1 parameters are trained, 1 are frozen" in told and "1 Dropout of 0.1" in told and "peak" in told
+    assert "4 parameters are trained, 2 are frozen" in told and "1 Dropout of 0.1" in told and "peak" in told
+    main = amp.Program.from_onnx("digits.onnx")
+    main.mark_fp16("body*")
+    assert [op.type for op in main.operators if op.guard] == ["Conv", "Relu"]
 
 
 def test_gradient_example() -> None:
