@@ -1,34 +1,52 @@
 """Auto mode: what calibration data shows to be unsafe in 16 bit stays fp32, and the outputs keep to a tolerance.
 
-Each run executes the model in fp32 and, bit-faithfully, in 16 bit. The first one says which tensors leave the
-format or sink below it. While the outputs then miss the tolerance, the operators behind which the error
-grows most return to fp32: a 64th of all, then a 32nd, and so on until all have.
+The model runs in fp32 and, bit-faithfully, in 16 bit: that says which tensors leave the format or sink below it. Where
+the outputs then miss the tolerance, one session in which every operator can be switched (:mod:`.runtime.switches`)
+tells what operators add to the error, and a search on a budget of runs (:mod:`.bisection`) which return to fp32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .ir.program import Program
+from .bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
+from .ir.program import Operator, Program
 from .ir.types import LIMITS
-from .passes.constants import is_constant, saturate
+from .passes.constants import saturate
 from .passes.evidence import Evidence
 from .passes.optimal import Assignment
-from .passes.precision import source
 from .report.record import RangeRecord
 from .runtime.measure import Measurement, measure, outputs_of
+from .runtime.switches import Trials
 
 #: A tensor that comes this near to the largest number is taken to leave the format: other data may reach further.
 MARGIN = 2.0
 #: Relative error of storing a tensor, as a multiple of the type's epsilon (sixteen times that of one rounding), from
 #: which on its numbers sink below the format.
 SINKS = 8.0
-#: The first share of the operators that returns to fp32 for the tolerance.
-SHARE = 64
+#: Share of the tolerance that the search aims at: the conversion that it leads to may differ in single operators.
+ROOM = 0.97
+#: Conversions that are tried, each after the first for a tolerance that is tighter by this factor at least. Where a
+#: model enlarges errors, single roundings decide how far off it is, and few that are different may undo a choice.
+TRIES, TIGHTER = 5, 0.85
+#: Samples, spread over all, that the search runs on; its result is measured on all.
+SAMPLES = 8
+
+
+class Stage(str):
+    """A line about what is done next, with the number of this run and of all runs at most."""
+
+    done: int
+    total: int
+
+    def __new__(cls, line: str, done: int, total: int) -> Stage:
+        self = super().__new__(cls, line)
+        self.done, self.total = done, total
+        return self
 
 
 @dataclass(frozen=True)
@@ -47,13 +65,19 @@ class Outcome:
     program: Program
     evidence: Evidence | None
     assignment: Assignment
-    measurement: Measurement | None = None
+    operators: list[Operator] = field(default_factory=list)
     rounds: list[str] = field(default_factory=list)
+    measurement: Measurement | None = None
 
     @property
     def outputs(self) -> dict[str, float]:
         """The error of each output."""
         return dict(self.measurement.outputs) if self.measurement else {}
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The output that is furthest off, and its error."""
+        return max(self.outputs.items(), key=lambda item: _key(item[1]), default=("", 0.0))
 
     def ranges(self) -> tuple[RangeRecord, ...]:
         """What was measured of each tensor, in program order."""
@@ -71,35 +95,129 @@ def search(
     The last round of the outcome says so where no conversion does. An infinite tolerance is always kept to, so that
     two runs are enough.
     """
-    expected, reference = outputs_of(program, batches), _saturated(program, steps)
-    kept: dict[str, str] = {}
-    ranking: list[str] = []
-    share = SHARE
-    rounds: list[str] = []
-    while True:
-        outcome = _converted(program, kept, steps)
-        steps.progress(f"run {len(rounds) + 1} on {len(batches)} sample{'s' * (len(batches) != 1)}")
-        found = outcome.measurement = measure(reference, outcome.program, batches, dtype, expected=expected)
-        outcome.rounds = rounds
-        worst, error = max(found.outputs.items(), key=lambda item: _key(item[1]), default=("", 0.0))
-        line = f"{_operators(outcome.program, dtype)} operators in {dtype}; worst output '{worst}': error {error:.3g}"
-        if not kept:
-            kept = unsafe(found, dtype)
-            if kept:
-                rounds.append(f"{line}; {len(kept)} tensors do not fit {dtype}")
-                continue
-        if _key(error) <= tolerance:
-            rounds.append(line if math.isinf(tolerance) else f"{line}, within {tolerance:g}")
-            return outcome
-        if share == 0:
-            rounds.append(f"{line}: nothing is left to return to float32, so that {tolerance:g} cannot be met"
-                          f"{_why(found, worst)}")  # fmt: skip
-            return outcome
-        ranking = ranking or found.culprits(program)
-        for name in ranking[: math.ceil(len(ranking) / share)]:
-            _keep_around(program, name, found, kept)
-        rounds.append(f"{line}, above {tolerance:g}: the worst 1/{share} of {len(ranking)} operators return to float32")
-        share //= 2
+    return _Search(program, batches, dtype, tolerance, steps).run()
+
+
+class _Search:
+    def __init__(self, program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float,
+                 steps: Steps) -> None:  # fmt: skip
+        self.program, self.batches, self.dtype = program, batches, dtype
+        self.tolerance, self.steps = tolerance, steps
+        self.operators = list(program.walk())
+        self.tensors: dict[str, str] = {}
+        self.rounds: list[str] = []
+        self.runs, self.most = (
+            0,
+            2 if math.isinf(tolerance) else 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING),
+        )
+        self.expected = outputs_of(program, batches)
+        self.reference = _saturated(program, steps)
+
+    def run(self) -> Outcome:
+        """The conversion."""
+        first = self._measured(self._converted({}))
+        assert first.measurement is not None
+        self.tensors = unsafe(first.measurement, self.dtype)
+        if self.tensors:
+            self._note(first, f"; {len(self.tensors)} tensors do not fit {self.dtype}")
+            first = self._measured(self._converted({}))
+        if self._keeps(first):
+            self._note(first, "" if math.isinf(self.tolerance) else f", within {self.tolerance:g}")
+            return first
+        self._note(first, f", above {self.tolerance:g}: operators return to float32")
+        everything = {i: "measured: all operators together miss the tolerance in 16 bit"
+                      for i, op in enumerate(first.operators) if _half(op, self.dtype)}  # fmt: skip
+        last = self._measured(self._converted(everything), tensors=False)
+        if not self._keeps(last):
+            self._note(last, f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met"
+                             f"{_why(*last.worst)}")  # fmt: skip
+            return self._measured(last)
+        return self._chosen(first, last)
+
+    def _chosen(self, first: Outcome, last: Outcome) -> Outcome:
+        """Between the conversion that keeps nothing and the one that keeps all that it can."""
+        free = [i for i, op in enumerate(first.operators) if op.program is first.program
+                and _half(op, self.dtype) and not _half(last.operators[i], self.dtype)]  # fmt: skip
+        names = [v.name for v in self.program.outputs]
+        some = slice(None, None, math.ceil(len(self.batches) / SAMPLES))
+        trials = Trials(list(self.reference.walk()), first.operators, free, first.program, self.dtype,
+                        self.batches[some], self.expected[some], names)  # fmt: skip
+        missed = [name for name, error in first.outputs.items() if not error <= self.tolerance]
+
+        worst: dict[frozenset[int], str] = {}
+
+        def error(kept: frozenset[int]) -> float:
+            self._progress(f"{len(trials.units) - len(kept)} of {len(trials.units)} operators in {self.dtype}")
+            found = trials.errors(kept)
+            worst[kept] = max(missed, key=lambda name: _key(found[name]))
+            return found[worst[kept]]
+
+        search, limit = Bisection(trials.units, error), ROOM * self.tolerance
+        for _ in range(TRIES):
+            found = search.find(limit)
+            if len(found.kept) == len(trials.units):
+                break
+            outcome = self._measured(self._converted(self._reasons(found, trials, worst)), tensors=False)
+            if self._keeps(outcome):
+                self._note(outcome, f", within {self.tolerance:g} ({trials.runs} runs)")
+                return self._measured(outcome)
+            self._note(outcome, f", above {self.tolerance:g}: more return")
+            limit *= min(self.tolerance / _key(outcome.worst[1]), TIGHTER)
+        least = min(search.groups, key=lambda group: group.error)
+        adds = f"{_count(least.members)}, adds {_percent(least.error)} by itself"
+        self._note(last, f", within {self.tolerance:g}; no choice that leaves more does: of {len(search.groups)} "
+                         f"groups the one that adds least, {adds} ({trials.runs} runs)")  # fmt: skip
+        return self._measured(last)
+
+    def _reasons(self, found: Found, trials: Trials, worst: Mapping[frozenset[int], str]) -> dict[int, str]:
+        """Why each operator that is chosen stays fp32, by its place."""
+        reasons: dict[int, str] = {}
+        for group in found.groups:
+            name = worst.get(frozenset(trials.units) - set(group.members), worst[frozenset()])
+            added = f"adds {_percent(group.error)} to output '{name}'"
+            beside = f" with {_count(group.members[1:])} beside it" if len(group.members) > 1 else " by itself"
+            reasons.update((i, f"measured: {added}{beside}") for i in group.members if i in found.kept)
+        for i in trials.closed(found.kept) - found.kept:
+            reasons[i] = "measured: hands numbers on between operators that stay float32"
+        place = {op: i for i, op in enumerate(self.operators)}
+        for i in list(reasons):  # what an operator holds goes with it
+            for nested in self.operators[i].attrs.programs:
+                reasons.update((place[inner], reasons[i]) for inner in nested.walk())
+        return reasons
+
+    # -- one conversion ----------------------------------------------------------------------------------
+    def _converted(self, kept: Mapping[int, str]) -> Outcome:
+        """The conversion with these operators, by their place, in fp32."""
+        copy = self.program.clone()
+        operators = list(copy.walk())
+        evidence = self.steps.evidence(copy)
+        if evidence is not None:
+            for name, reason in self.tensors.items():
+                evidence.keep_tensor(copy.var(name), reason)
+            for i, reason in kept.items():
+                evidence.keep(operators[i], reason)
+        return Outcome(copy, evidence, self.steps.assign(copy, evidence), operators, self.rounds)
+
+    def _measured(self, outcome: Outcome, *, tensors: bool = True) -> Outcome:
+        self._progress(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}")
+        outcome.measurement = measure(self.reference, outcome.program, self.batches, self.dtype,
+                                      expected=self.expected, tensors=tensors)  # fmt: skip
+        return outcome
+
+    def _keeps(self, outcome: Outcome) -> bool:
+        return all(_key(error) <= self.tolerance for error in outcome.outputs.values())
+
+    def _note(self, outcome: Outcome, what: str) -> None:
+        name, error = outcome.worst
+        self.rounds.append(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}; worst output "
+                           f"'{name}': error {error:.3g}{what}")  # fmt: skip
+
+    def _progress(self, what: str) -> None:
+        self.runs += 1
+        count = len(self.batches)
+        samples = f"{count} sample{'s' * (count != 1)}"
+        line = f"run {self.runs} of at most {self.most} on {samples}: {what}"
+        self.steps.progress(Stage(line, self.runs, self.most))
 
 
 def _saturated(program: Program, steps: Steps) -> Program:
@@ -126,35 +244,28 @@ def unsafe(found: Measurement, dtype: str) -> dict[str, str]:
     return reasons
 
 
-def _converted(program: Program, kept: dict[str, str], steps: Steps) -> Outcome:
-    copy = program.clone()
-    evidence = steps.evidence(copy)
-    if evidence is not None:
-        for name, reason in kept.items():
-            evidence.keep_tensor(copy.var(name), reason)
-    return Outcome(copy, evidence, steps.assign(copy, evidence))
-
-
-def _keep_around(program: Program, name: str, found: Measurement, kept: dict[str, str]) -> None:
-    """Keep the tensor and those that its operator reads: error that grows here came in with them."""
-    variable = source(program.var(name))
-    grown = found.tensors[name].error if name in found.tensors else float("nan")
-    reason = f"measured: the error grows to {grown:.2g} at '{name}'"
-    kept.setdefault(name, reason)
-    for read in variable.producer.inputs if variable.producer is not None else ():
-        if read is not None and read.outer is None and not is_constant(read):
-            kept.setdefault(read.name, reason)
+def _half(op: Operator, dtype: str) -> bool:
+    """Whether the operator, or one that it holds, runs in 16 bit."""
+    return op.precision == dtype or any(_half(inner, dtype) for nested in op.attrs.programs for inner in nested.walk())
 
 
 def _operators(program: Program, dtype: str) -> int:
     return sum(op.precision == dtype and op.type != "Cast" for op in program.walk())
 
 
+def _count(operators: Sequence[int]) -> str:
+    return f"{len(operators)} operator{'s' * (len(operators) != 1)}"
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g} %" if math.isfinite(error) else "what is not finite"
+
+
 def _key(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _why(found: Measurement, output: str) -> str:
-    if not math.isfinite(found.outputs.get(output, 0.0)):
+def _why(output: str, error: float) -> str:
+    if not math.isfinite(error):
         return f" (the model itself gives numbers that are not finite at '{output}')"
     return " (the rest is what inputs and outputs in 16 bit, or operators that have no fp32 form, lose)"

@@ -80,7 +80,8 @@ def convert(
         numeric_guards: keep fp32 what is known to leave the format (sums of squares, powers, constants that do
             not survive, positions). False takes mode and lists literally.
         record: keep what a report needs.
-        progress: called with a line when a stage begins.
+        progress: called with a line when a stage begins. Where that is a run on calibration data, the line has the
+            attributes ``done`` and ``total``: the number of the run, and of all at most (:class:`.auto.Stage`).
 
     Returns:
         The program; ``program.conversion`` tells what was done (a :class:`.report.record.Conversion`).

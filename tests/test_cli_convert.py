@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,20 @@ def test_convert_says_what_became_of_constants(model: Path, tmp_path: Path, caps
     assert "check: onnx.checker accepts the file" in out and "check: onnxruntime loads it" in out
     assert "check: output 'y' is off by" in out
     assert precisions(tmp_path / "o.onnx")["decoder/s"] == "float32"
+
+
+def test_f15_a_search_shows_its_budget_of_runs_on_a_terminal(
+    model: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("convert", model, tmp_path / "o.onnx", "--mode", "auto", "--calibration", sample, "--tolerance", "3e-4")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TQDM_MININTERVAL", "0")
+    status, _, shown = run(capsys, *given)
+    assert status == 0
+    counts = re.findall(r"run (\d+) of at most (\d+) on 1 sample.*? (\d+)/(\d+) ", shown)
+    assert len(counts) > 3 and all((run, most) == (n, total) for run, most, n, total in counts)
+    assert run(capsys, *given, "--quiet")[2] == ""
+
 
 
 def test_patterns(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..auto import Stage
 from ..convert import TOLERANCE
 from ..convert import convert as convert_model
 from ..errors import ArgumentError
@@ -157,11 +158,16 @@ class _Bar:
     def __init__(self, options: argparse.Namespace) -> None:
         large = model_size(options.input) >= _LARGE or bool(options.calibration)
         shown = large and not options.quiet and sys.stderr.isatty()
-        self.bar = tqdm(total=None if options.calibration else 5, disable=not shown, leave=False, unit="stage")
+        self.runs = bool(options.calibration)  # which the bar counts then: what lies between them does not take long
+        total, unit = (None, "run") if self.runs else (5, "stage")
+        self.bar = tqdm(total=total, disable=not shown, leave=False, unit=unit)
         self.stage: Callable[[str], None] = self._stage
 
     def _stage(self, line: str) -> None:
-        self.bar.update()
+        if isinstance(line, Stage):
+            self.bar.total, self.bar.n = line.total, line.done
+        elif not self.runs:
+            self.bar.update()
         self.bar.set_description(line)
 
     def __enter__(self) -> _Bar:

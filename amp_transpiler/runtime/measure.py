@@ -14,7 +14,7 @@ from ..ir.opdef import body_of
 from ..ir.program import Program, Variable
 from ..ir.tensors import as_array, byte_size, tensor_type
 from ..ir.types import FLOATS, HALF, numpy_dtype
-from ..passes.lowered import needed, static
+from ..passes.lowered import Lowered, needed, static
 from ..passes.lowering import lower
 from . import tensors as values
 from .binding import PlainStep, Step, needs_plain
@@ -79,7 +79,7 @@ def outputs_of(program: Program, batches: Sequence[Batch]) -> list[list[Any]]:
     Raises: FeedError, FeedTypeError for feeds that the program does not take, GraphError where it cannot be lowered,
     PlaceError, ExecutionError from onnxruntime.
     """
-    runner = _Runner(program, [v.name for v in program.outputs])
+    runner = Runner(program, [v.name for v in program.outputs])
     return [runner.run(batch) for batch in batches]
 
 
@@ -101,7 +101,7 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
         raise ArgumentError(f"measure: dtype is one of {', '.join(sorted(HALF))}, got {dtype!r}")
     found = Measurement()
     expected = outputs_of(reference, batches) if expected is None else expected
-    runner = _Runner(converted, [v.name for v in reference.outputs])
+    runner = Runner(converted, [v.name for v in reference.outputs])
     differences = {v.name: Difference() for v in reference.outputs}
     for exact, batch in zip(expected, batches, strict=True):
         for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
@@ -121,7 +121,7 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
 def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: str,
              found: Measurement) -> int:  # fmt: skip
     """Take these tensors in; the bytes that the largest batch of them took."""
-    one, other = _Runner(reference, names), _Runner(converted, names)
+    one, other = Runner(reference, names), Runner(converted, names)
     held = 0
     for batch in batches:
         values = one.run(batch)
@@ -145,12 +145,12 @@ def _bytes(variables: Iterable[Variable]) -> int:
     return sum(byte_size(v.dtype or "", static(v.shape) or ()) for v in variables)
 
 
-class _Runner:
+class Runner:
     """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the bodies of
     operators depend on shapes; then one serves until the shapes change."""
 
-    def __init__(self, program: Program, fetches: Sequence[str]) -> None:
-        self.program, self.scope, self.weights = _bound_weights(program)
+    def __init__(self, program: Program, fetches: Sequence[str], embedded: int | None = None) -> None:
+        self.program, self.scope, self.weights = _bound_weights(program, embedded)
         self.fetches = [self.program.var(name) for name in fetches]
         self.feeds = Feeds(self.program, self.fetches)
         self.declared = {v.name: numpy_dtype(v.dtype) for v in self.program.inputs if v.dtype in FLOATS}
@@ -175,19 +175,23 @@ class _Runner:
             return value.astype(self.declared[name], copy=False) if name in self.declared else value
 
     def _compiled(self, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
-        lowered = lower(self.program, "cpu", shapes, self.fetches, updates=False)
+        lowered = self.lowered(shapes)
         session, graph = create_session(lowered.model, _CPU, _SETTINGS, self.program.name)
         if needs_plain(lowered):
             return PlainStep(session, lowered, _CPU, self.program.name, "")
         return Step(session, graph, lowered, _CPU, self.program.name, "")
 
+    def lowered(self, shapes: dict[str, tuple[int, ...]]) -> Lowered:
+        """The model for feeds of these shapes."""
+        return lower(self.program, "cpu", shapes, self.fetches, updates=False)
 
-def _bound_weights(program: Program) -> tuple[Program, Scope, list[np.ndarray]]:
-    """The program and its state. Where the constants exceed EMBEDDED, a copy of the program of which the large ones
-    are state, and the arrays whose memory that is."""
+
+def _bound_weights(program: Program, embedded: int | None = None) -> tuple[Program, Scope, list[np.ndarray]]:
+    """The program and its state. Where the constants exceed ``embedded`` (EMBEDDED), a copy of the program of
+    which the large ones are state, and the arrays whose memory that is."""
     types = {v.name: tensor_type(v.data) for v in program.variables if v.is_constant}
     sizes = {name: byte_size("float32" if dtype in HALF else dtype, shape) for name, (dtype, shape) in types.items()}
-    if sum(sizes.values()) <= EMBEDDED:
+    if sum(sizes.values()) <= (EMBEDDED if embedded is None else embedded):
         return program, global_scope(), []
     program, scope = program.clone(), Scope()
     scope._values.update(global_scope()._values)
