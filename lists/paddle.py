@@ -13,9 +13,9 @@ from amp_transpiler.lists._data import read_text
 
 FILE = "paddle_names.toml"
 Called = TypeVar("Called", bound=Callable[..., Any])
-#: Our name, or a table with ``unused``, or ``takes`` and ``otherwise``.
+#: Our name, or a table with ``unused``, or ``takes`` and ``otherwise``; for an attribute perhaps its ``value``.
 Entry = str | Mapping[str, Any]
-_KEYS = ({"unused"}, {"otherwise"}, {"takes", "otherwise"})
+_KEYS = ({"unused"}, {"otherwise"}, {"takes", "otherwise"}, {"value"})
 #: Tables of arguments that a function or class carries.
 carried: set[str] = set()
 
@@ -111,6 +111,8 @@ def paddle_attributes(owner: str) -> Callable[..., Any]:
             for part in entry.split("."):
                 found = getattr(found, part)
             return found
+        if entry is not None and "value" in entry:
+            return entry["value"]
         why = "" if entry is None else f": {entry['otherwise']}"
         raise MissingNameError(f"'{owner}' has no attribute '{name}'{why}")
 

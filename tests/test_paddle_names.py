@@ -19,6 +19,7 @@ seed = {otherwise = "call amp.seed"}
 
 [names."amp_transpiler"]
 Other = "Program"
+number = {value = 3}
 nothing = {otherwise = "use amp.data"}
 """
 
@@ -74,7 +75,7 @@ def test_a_class_takes_them_too(table: None) -> None:
 
 def test_a_modules_names(table: None) -> None:
     attribute = paddle.paddle_attributes("amp_transpiler")
-    assert attribute("Other") is amp.Program
+    assert attribute("Other") is amp.Program and attribute("number") == 3
     with pytest.raises(MissingNameError, match="'amp_transpiler' has no attribute 'nothing': use amp.data"):
         attribute("nothing")
     with pytest.raises(AttributeError, match="has no attribute 'whatever'$"):
@@ -102,7 +103,7 @@ def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() ->
     for module, names in tables["names"].items():
         attribute = paddle.paddle_attributes(module)
         for name, entry in names.items():
-            if isinstance(entry, str):
+            if isinstance(entry, str) or "value" in entry:
                 assert attribute(name) is not None
             else:
                 with pytest.raises(MissingNameError, match="(?s): .{10}"):

@@ -43,13 +43,23 @@ def model_of(program: Program, content: Content | None = None, values: dict[Vari
 def results_of(program: Program) -> list[Variable]:
     """The declared outputs; of a built program without any, all that its last operators compute.
 
-    Those are the operators none of whose results another one reads. None for a program with a training step, whose
-    results are fetched by name, and for a startup program, whose results are state.
+    Those are the operators none of whose results another one reads; their optional results do not count. No outputs for
+    a program with a training step, whose results are fetched by name, and for a startup program, whose results are
+    state.
     """
     if program.outputs or any(op.role != FORWARD for op in program.operators):
         return program.outputs
     last = [op for op in program.operators if not any(v is not None and v.readers for v in op.outputs)]
-    return [v for op in last for v in op.outputs if v is not None and not v.persistable]
+    return [v for op in last for slot, v in enumerate(op.outputs)
+            if v is not None and not v.persistable and not _optional(op, slot)]  # fmt: skip
+
+
+def _optional(op: Operator, slot: int) -> bool:
+    """Whether the operator can do without this output, which nobody has asked for then."""
+    if op.domain or not onnx.defs.has(op.type):
+        return False
+    outputs = onnx.defs.get_schema(op.type, op.program.opset()).outputs
+    return slot < len(outputs) and outputs[slot].option == onnx.defs.OpSchema.FormalParameterOption.Optional
 
 
 def weightless(program: Program) -> onnx.ModelProto:

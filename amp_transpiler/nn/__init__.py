@@ -1,5 +1,6 @@
 """Build a program layer by layer: layers with parameters, functions, initialisers, operators on variables."""
 
+from ..lists.paddle import paddle_attributes
 from . import functional, initializer, math
 from .attention import multi_head_attention
 from .conv import conv1d, conv1d_transpose, conv2d, conv2d_transpose, conv3d, conv3d_transpose
@@ -9,6 +10,8 @@ from .norm import batch_norm, group_norm, instance_norm, layer_norm
 from .parameters import ParamAttr, create_parameter, data
 from .pooling import pool2d
 from .recurrent import gru, lstm
+
+__getattr__ = paddle_attributes("amp_transpiler.nn")
 
 __all__ = [
     "ParamAttr",

@@ -240,6 +240,7 @@ class OptimizerWithMixedPrecision:
         return self.apply_gradients(params_grads)
 
     # -- after minimize ------------------------------------------------------------------------------
+    @paddle_arguments("amp_init")
     def amp_init(self, place: Place, scope: Scope | None = None, test_program: Program | None = None,
                  use_fp16_test: bool = False) -> None:  # fmt: skip
         """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.

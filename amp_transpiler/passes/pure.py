@@ -14,6 +14,7 @@ from ..errors import PrecisionError
 from ..ir.program import FORWARD, Operator, Program
 from ..ir.types import HALF
 from ..lists import AutoMixedPrecisionLists
+from ..lists.paddle import paddle_arguments
 from .casts import apply
 from .evidence import Evidence
 from .known import training_evidence
@@ -22,6 +23,7 @@ from .precision import BLACK, Decision, Rules, check_program, label, source
 from .typing import operator_name
 
 
+@paddle_arguments("cast_model_to_fp16")
 def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | None = None,
                        use_fp16_guard: bool = True, *, names_must_exist: bool = True,
                        numeric_guards: bool = False, like: Program | None = None) -> set[str]:  # fmt: skip

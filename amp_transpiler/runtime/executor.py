@@ -19,6 +19,7 @@ from ..ir.marks import INITIALIZER
 from ..ir.opdef import body_of
 from ..ir.program import OWN, Operator, Program, Variable, Window, other_program
 from ..ir.tensors import tensor_array
+from ..lists.paddle import paddle_arguments
 from ..passes.lowering import lower
 from . import tensors
 from .binding import PlainStep, Step, needs_plain
@@ -122,6 +123,7 @@ class Executor:
             warnings.warn(f"{error}. Running on CPUPlace()", stacklevel=3)
             self.place = CPUPlace()
 
+    @paddle_arguments("Executor.run")
     def run(self, program: Program | None = None, feed: Mapping[Any, Any] | None = None,
             fetch_list: Sequence[Variable | ReportRequest | str] | None = None, scope: Scope | None = None,
             return_numpy: bool = True) -> list[Any]:  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
 from ..ir import context
 from ..ir.program import OWN, Program, Variable
+from ..lists.paddle import paddle_arguments
 from ..passes.lowered import needed
 from .executor import Executor
 from .scope import Scope, check_scope
@@ -15,6 +16,7 @@ from .scope import Scope, check_scope
 Variables = Sequence[Variable | str]
 
 
+@paddle_arguments("inference")
 def save_inference_model(path: str | os.PathLike[str], feed_vars: Variables, fetch_vars: Variables, executor: Executor,
                          program: Program | None = None, *, scope: Scope | None = None) -> None:  # fmt: skip
     """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
@@ -48,6 +50,7 @@ def save_inference_model(path: str | os.PathLike[str], feed_vars: Variables, fet
     pruned.to_onnx(path, scope=scope)
 
 
+@paddle_arguments("inference")
 def load_inference_model(path: str | os.PathLike[str], executor: Executor, *,
                          scope: Scope | None = None) -> tuple[Program, list[str], list[Variable]]:  # fmt: skip
     """The program of a model file, the names of its feeds, and its fetch variables; parameters go into ``scope``.

@@ -10,11 +10,13 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
 from ..ir.program import Program, Variable
 from ..ir.types import FLOATS, HALF, numpy_dtype
+from ..lists.paddle import paddle_arguments
 from . import tensors
 from .place import Place, check_place
 from .scope import Scope, check_scope, near_names
 
 
+@paddle_arguments("cast_parameters_to_fp16")
 def cast_parameters_to_fp16(place: Place, program: Program, scope: Scope | None = None,
                             to_fp16_var_names: Iterable[str] | None = None) -> None:  # fmt: skip
     """Round values in ``scope`` (default: the global one) to the 16-bit types that ``program`` declares.
