@@ -202,17 +202,22 @@ def remove_leftovers(folder: Path) -> None:
     if fcntl is None:
         return
     for name in os.listdir(folder):
-        left = folder / name
-        if not (name.startswith(PREFIX) and name.endswith(SUFFIX) and _is_own_folder(left)):
-            continue
-        handle = _hold(left)
-        if handle is not None:
-            _finish(left)
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(handle)
-        elif not os.listdir(left):  # killed before it was locked; one that lives makes itself another
-            with suppress(OSError):
-                os.rmdir(left)
+        if name.startswith(PREFIX) and name.endswith(SUFFIX):
+            with suppress(FileNotFoundError):  # its process, or another that cleans up, was faster
+                _remove_leftover(folder / name)
+
+
+def _remove_leftover(workspace: Path) -> None:
+    if not _is_own_folder(workspace):
+        return
+    handle = _hold(workspace)
+    if handle is not None:
+        _finish(workspace)
+        shutil.rmtree(workspace, ignore_errors=True)
+        os.close(handle)
+    elif not os.listdir(workspace):  # killed before it was locked; one that lives makes itself another
+        with suppress(OSError):
+            os.rmdir(workspace)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -304,7 +309,7 @@ class Group:
                 os.replace(self._at(target).new / target.name, target)
             self.written = tuple(self._staged)
         except BaseException as error:
-            self._take_back()
+            self._take_back(target)
             if isinstance(error, OSError):
                 raise _failed(target, error) from None
             raise
@@ -327,17 +332,24 @@ class Group:
                     os.fsync(stream.fileno())
                 sync_folder(workspace.path)
 
-    def _take_back(self) -> None:
+    def _take_back(self, failed: Path) -> None:
         """Undo the renames, whichever of them were done; all of them done is a commit that was interrupted."""
         if self._moving and not any((self._at(target).new / target.name).exists() for target in self._staged):
             self.written, self._moving = tuple(self._staged), False
             return
-        for target in self._staged:
-            new, old = (folder / target.name for folder in (self._at(target).new, self._at(target).old))
-            if self._moving and not new.exists():
-                os.rename(target, new)
-            if old.exists():
-                os.rename(old, target)
+        try:
+            for target in self._staged:
+                new, old = (folder / target.name for folder in (self._at(target).new, self._at(target).old))
+                if self._moving and not new.exists():
+                    os.rename(target, new)
+                if old.exists():
+                    os.rename(old, target)
+        except OSError as error:
+            kept = ", ".join(f"'{workspace.path}'" for workspace in self._workspaces.values())
+            raise ModelFileWriteError(
+                f"'{failed}' cannot be put in place, and what was there cannot be put back: {error.strerror or error}; "
+                f"old and new files lie in {kept}, and the next write there puts the new ones in place"
+            ) from None
         self._moving = False
 
     def __enter__(self) -> Self:

@@ -95,6 +95,42 @@ def test_external_data_of_attributes_goes_along(tmp_path):
         Program.from_onnx(tmp_path / "m.onnx")
 
 
+def test_external_data_of_functions_goes_along(tmp_path):
+    model = text("""<ir_version: 10, opset_import: ["" : 21, "own" : 1]>
+        g (float[4] x) => (float[4] y) { y = own.Shift(x) }
+        <domain: "own", opset_import: ["" : 21]> Shift (x) => (y) { c = Constant <value = float[4] {0,0,0,0}> ()
+          y = Add(x, c) }""")
+    constant = model.functions[0].node[0].attribute[0].t
+    constant.CopyFrom(TensorProto(name="c", dims=[4], data_type=1, data_location=TensorProto.EXTERNAL))
+    constant.external_data.add(key="location", value="c.bin")
+    (tmp_path / "c.bin").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    onnx.save_model(model, tmp_path / "m.onnx")
+    (tmp_path / "out").mkdir()
+    Program.from_onnx(tmp_path / "m.onnx").to_onnx(tmp_path / "out" / "m.onnx")
+    found = run(str(tmp_path / "out" / "m.onnx"), {"x": np.ones(4, np.float32)})
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["m.onnx"]
+    assert same(found, [np.array([1, 2, 3, 4], np.float32)])
+    (tmp_path / "c.bin").unlink()
+    with pytest.raises(ModelFileNotFoundError, match=r"c\.bin"):
+        Program.from_onnx(tmp_path / "m.onnx")
+
+
+def test_tensors_that_share_their_bytes_share_them_again(tmp_path):
+    path, model, arrays = external_model(tmp_path)
+    twin = model.graph.initializer.add()
+    twin.CopyFrom(model.graph.initializer[0])
+    twin.name = "twin"
+    model.graph.node.add(op_type="MatMul", input=["x", "twin"], output=["z"])
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, ["N", 32]))
+    onnx.save_model(model, path)
+    out = tmp_path / "out"
+    out.mkdir()
+    Program.from_onnx(path).to_onnx(out / "m.onnx")
+    assert (out / "m.onnx.data").stat().st_size == arrays["w"].nbytes
+    x = {"x": np.ones((1, 64), np.float32)}
+    assert same(run(str(out / "m.onnx"), x), run(str(path), x))
+
+
 def test_beyond_the_size_limit_weights_go_outside(tmp_path, monkeypatch):
     path, _, _ = external_model(tmp_path)
     Program.from_onnx(path).to_onnx(tmp_path / "inside.onnx", external_data=False)

@@ -177,7 +177,9 @@ def test_a_data_file_that_nobody_named_is_not_replaced(tmp_path: Path, capsys: p
     assert convert(capsys, path, out, "--external-data", "out.onnx.data")[0] == 0  # named
     assert convert(capsys, path, out)[0] == 0  # it is the model's own now
     left = (tmp_path / "out.onnx.data").read_bytes()
-    amp.Program.from_onnx(path).to_onnx(out, external_data=False)
+    amp.Program.from_onnx(path).to_onnx(tmp_path / "in" / "inside.onnx", external_data=False)
+    status, told, _ = convert(capsys, tmp_path / "in" / "inside.onnx", out)
+    assert status == 0 and f"'{out}.data' lies there from before; {out} has no use for it" in told
     assert (tmp_path / "out.onnx.data").read_bytes() == left, "nothing is removed"
 
 
@@ -534,6 +536,54 @@ def test_only_what_killed_runs_of_ours_left_is_removed(tmp_path: Path) -> None:
     assert ".amp_write.live.tmp" in names and not {".amp_write.dead.tmp", ".amp_write.born.tmp"} & names
     assert all((tmp_path / name).read_text() == "mine" for name in users)
     assert (tmp_path / ".amp_write.link.tmp").is_symlink()
+
+
+def test_many_write_into_one_folder_at_once(tmp_path: Path) -> None:
+    def many(number: int) -> None:
+        for turn in range(12):
+            names = [f"{number}.data", f"{number}.onnx"]
+            write_files([(tmp_path / name, put(f"{number} {turn}".encode())) for name in names])
+
+    children = []
+    for number in range(6):
+        child = os.fork()
+        if child == 0:
+            try:
+                many(number)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
+    assert contents(tmp_path) == {f"{n}.{kind}": f"{n} 11".encode() for n in range(6) for kind in ("data", "onnx")}
+
+
+def test_what_cannot_be_put_back_is_kept_and_put_in_place_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fcntl")
+    home = tmp_path / "home"
+    laid(home, OLD)
+    real, count = os.rename, iter(range(100))
+
+    def failing(*given: Any) -> None:
+        if next(count) >= 2:
+            raise OSError(30, "Read-only file system")
+        real(*given)
+
+    monkeypatch.setattr(os, "rename", failing)
+    group = Group()
+    with pytest.raises(ModelFileWriteError, match=r"cannot be put back.*\.amp_write.*next write"), group:
+        for name, content in NEW.items():
+            group.add(home / name, put(content))
+        group.commit()
+    monkeypatch.undo()
+    held = [path for path in home.rglob("*") if path.is_file()]
+    assert {path.read_bytes() for path in held} >= {*OLD.values(), *NEW.values()}, "nothing is lost"
+    for workspace in group._workspaces.values():
+        os.close(workspace._lock)  # as the end of the process does
+    write_files([(home / "else", put(b""))])
+    assert contents(home) == NEW | {"else": b""}
 
 
 def test_two_names_for_one_new_file_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ..auto import Stage
 from ..convert import TOLERANCE
 from ..convert import convert as convert_model
 from ..errors import ArgumentError
-from ..files import Group, check_outputs, check_space, put
+from ..files import Group, check_outputs, check_space, put, same_file
 from ..ir.external import check_unnamed
 from ..ir.locations import model_files, model_size
 from ..ir.marks import inserted
@@ -77,6 +77,9 @@ def _run(options: argparse.Namespace, group: Group) -> int:
         status = check(options.input, str(waiting), program, options.calibration, limit)
     _add_reports(program, options, group, waiting)
     group.commit()
+    beside = Path(f"{options.output}.data")
+    if beside.exists() and not options.quiet and not any(same_file(beside, one) for one in group.written):
+        print(f"  '{beside}' lies there from before; {options.output} has no use for it")
     errors = program.conversion.outputs
     if program.conversion.tolerance is not None and not all(e <= program.conversion.tolerance for e in errors.values()):
         print(f"amp-transpile: {program.conversion.rounds[-1]}", file=sys.stderr)

@@ -186,7 +186,7 @@ class _Reader:
         for tensor in dense:
             self._content(program, source, tensor.name, self.files.content(tensor))
         for item in sparse:
-            self._content(program, source, item.values.name, self.files.embedded(item))
+            self._content(program, source, item.values.name, item)
 
     def _content(self, program: Program, source: Source, name: str, data: Any) -> None:
         if program.has_var(name):

@@ -129,10 +129,10 @@ class Program(Blocks):
         """The program as a ModelProto, written to ``path`` where one is given: whole, or not at all.
 
         Persistable variables get the value that ``scope.find_var(name)`` gives, else the content that they carry
-        (``data``), else they are graph inputs. ``external_data``: None keeps embedded what was embedded and external
-        what was external (all goes external beyond 2 GB), True or a file name puts weights into one file beside the
-        model, False embeds all. The same program gives the same bytes. GraphError for a malformed program or a scope
-        value of another type or shape than declared, ModelFileWriteError where a file cannot be written.
+        (``data``), else they are graph inputs. ``external_data``: None keeps embedded what was embedded and puts what
+        was external (everything, beyond 2 GB) into ``<path>.data``, which is replaced only where it is that model's;
+        True or a file name puts weights there or into the file named, False embeds all. The same program gives the
+        same bytes. GraphError: a malformed program, or a value that does not fit; ModelFileWriteError: no such file.
         """
         from .onnx_out import save
 

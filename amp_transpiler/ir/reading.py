@@ -151,7 +151,7 @@ class DataFiles:
     def embedded(self, message: Any) -> Any:
         """``message`` with the content of its external tensors inside; itself where it has none.
 
-        For tensors that are no initializers: in attributes, functions, sparse tensors. Errors as :meth:`find`.
+        For tensors that are no initializers: in attributes and functions. Errors as :meth:`find`.
         """
         if not any(external_tensors(message)):
             return message
