@@ -1,12 +1,15 @@
 """Operators of startup programs: each writes one persistable variable.
 
 ``SeedInitializer() -> seed``; ``UniformInitializer(seed)`` with attributes ``low``, ``high``;
-``NormalInitializer(seed)`` with ``mean``, ``std``; ``ConstantInitializer()`` with a scalar tensor
-``value``; ``ArrayInitializer()``, whose content lies on its output variable's ``data``. Random ones draw
-from the stream of their variable's name, so no other parameter and no order changes what they give.
+``NormalInitializer(seed)`` and ``TruncatedNormalInitializer(seed)`` with ``mean``, ``std``;
+``ConstantInitializer()`` with a scalar tensor ``value``; ``ArrayInitializer()``, whose content lies on its output
+variable's ``data``. Random ones draw from the stream of their variable's name, so no other parameter and no order
+changes what they give.
 """
 
 from __future__ import annotations
+
+import math
 
 import onnx
 
@@ -20,6 +23,10 @@ from .random import normal, stream_of, uniform
 
 #: The step that initial values are drawn at; masks count from 0.
 _STEP = 0xFFFFFFFF
+
+#: Giles' polynomial, the highest power of w - 2.5 first.
+_ERFINV = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
+           -0.00417768164, 0.246640727, 1.50140941)  # fmt: skip
 
 
 def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
@@ -52,6 +59,25 @@ def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     name, _, shape = _target(op)
     z = normal(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
     return [e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=shape)]
+
+
+@body(own("TruncatedNormalInitializer"))
+def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
+    """mean + std * z, z standard normal within [-2, 2]: the inverse of its distribution, of a uniform number.
+
+    The inverse error function is a polynomial in w = -log(1 - x * x) < 5 (Giles, "Approximating the erfinv
+    function", 2010), which |x| <= erf(sqrt(2)) keeps below 2.5.
+    """
+    name, _, shape = _target(op)
+    u = uniform(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
+    reach = math.erf(math.sqrt(2))
+    x = e.Add(e.Mul(u, e.like(2 * reach, u)), e.like(-reach, u))
+    w = e.Add(e.Neg(e.Log(e.Sub(e.like(1, u), e.Mul(x, x)))), e.like(-2.5, u))
+    series = e.like(_ERFINV[0], u)
+    for coefficient in _ERFINV[1:]:
+        series = e.Add(e.Mul(series, w), e.like(coefficient, u))
+    z = e.Mul(e.Mul(series, x), e.like(math.sqrt(2) * op.attrs["std"], u))
+    return [e.Add(z, e.like(op.attrs["mean"], u), shape=shape)]
 
 
 @body(own("ConstantInitializer"))

@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
     "hardtanh_range": ([X], lambda F, x: F.hardtanh(x, -0.5, 0.2), lambda T, t, x: T.hardtanh(x, -0.5, 0.2)),
     "prelu": ([IMAGE, (4,)], lambda F, x, w: F.prelu(x, w), lambda T, t, x, w: T.prelu(x, w)),
     "prelu_one": ([IMAGE, (1,)], lambda F, x, w: F.prelu(x, w), lambda T, t, x, w: T.prelu(x, w)),
-    "swish": ([X], lambda F, x: F.swish(x) * F.hard_swish(x), lambda T, t, x: T.silu(x) * T.hardswish(x)),
+    "swish": ([X], lambda F, x: F.swish(x) * F.hardswish(x), lambda T, t, x: T.silu(x) * T.hardswish(x)),
     "maxout": ([IMAGE], lambda F, x: F.maxout(x, 2), lambda T, t, x: x.reshape(2, 2, 2, 7, 6).amax(2)),
     # -- arithmetic
     **{name: ([P(3, 4)], (lambda F, x, name=name: getattr(F, name)(x)), (lambda T, t, x, name=name: getattr(t, name)(x)))
@@ -158,6 +158,11 @@ CASES: dict[str, Case] = {
        for name in ("logical_and", "logical_or")},
     "isnan": ([X], lambda F, x: F.cast(F.isnan(F.log(x)), "float32"), lambda T, t, x: t.isnan(t.log(x.detach())).float()),
     "isinf": ([X], lambda F, x: F.cast(F.isinf(F.relu(x) * 1e38 * 10), "float32"), lambda T, t, x: (x > 0.35).float()),
+    "full": ([X], lambda F, x: x * F.full([3, 4], 2.5) + F.zeros([4]) - F.ones([3, 1]), lambda T, t, x: x * 2.5 - 1),
+    "full_like": ([X], lambda F, x: F.full_like(x, 2.5) * x - F.ones_like(x) + F.zeros_like(x), lambda T, t, x: x * 2.5 - 1),
+    "arange": ([X], lambda F, x: x * F.cast(F.arange(0, 8, 2) + 1, "float32") + F.arange(0.5, 4), lambda T, t, x: x * t.arange(
+        1, 9, 2) + t.arange(0.5, 4)),
+    "assign": ([X], lambda F, x: F.assign(x) + F.assign([1, 2.5, 3, 4]), lambda T, t, x: x + t.tensor([1, 2.5, 3, 4])),
     "clip": ([X], lambda F, x: F.clip(x, -0.4, 0.3), lambda T, t, x: x.clip(-0.4, 0.3)),
     "clip_below": ([X], lambda F, x: F.clip(x, max=0.3), lambda T, t, x: x.clip(max=0.3)),
     "scale": ([X], lambda F, x: F.scale(F.scale(x, 2.0, 1.0), 3.0, 1.0, bias_after_scale=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import onnx
 import pytest
 
 from amp_transpiler import nn
+from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import names
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program
@@ -41,6 +43,43 @@ def test_uniform_initializer_is_the_words_of_its_name() -> None:
     found = initial(lambda: nn.create_parameter([30, 70], "float32", "w", I.Uniform(-2, 3)) and None, seed=11)["w"]
     u = (Words.bits(2100, 11, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float32) / 2**24
     np.testing.assert_array_equal(found.ravel(), u * np.float32(5) + np.float32(-2))
+
+
+def test_truncated_normal_is_the_inverse_of_its_distribution() -> None:
+    found = initial(
+        lambda: nn.create_parameter([50, 40], "float32", "w", I.TruncatedNormal(1.0, 0.5)) and None, seed=3
+    )["w"]
+    u = (Words.bits(2000, 3, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float64) / 2**24
+    law = NormalDist()
+    low, high = law.cdf(-2), law.cdf(2)
+    expected = 1 + 0.5 * np.array([law.inv_cdf(low + (high - low) * float(v)) for v in u])
+    np.testing.assert_allclose(found.ravel(), expected, rtol=2e-5, atol=2e-6)
+    assert 0 <= found.min() < 0.05 and 1.95 < found.max() <= 2
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    (I.Constant(3.0), I.ConstantInitializer(value=3.0, force_cpu=False)),
+    (I.Uniform(-2, 2), I.UniformInitializer(low=-2, high=2, seed=0)),
+    (I.Normal(1, 2), I.NormalInitializer(loc=1, scale=2, seed=0)),
+    (I.TruncatedNormal(0, 0.02), I.TruncatedNormalInitializer(loc=0, scale=0.02)),
+    (I.Xavier(False, 3), I.XavierInitializer(uniform=False, fan_in=3, fan_out=None, seed=0)),
+    (I.Kaiming(False), I.MSRAInitializer(uniform=False, fan_in=None, seed=0)),
+    (I.KaimingNormal(), I.KaimingNormal(fan_in=None, negative_slope=0.0, nonlinearity="relu")),
+    (I.Assign(np.ones(3)), I.NumpyArrayInitializer(value=np.ones(3))),
+])  # fmt: skip
+def test_paddles_names_of_initialisers(ours: I.Initializer, theirs: I.Initializer) -> None:
+    assert type(ours) is type(theirs)
+    if not isinstance(ours, I.Assign):
+        assert ours.operator((3, 3), "float32") == theirs.operator((3, 3), "float32")
+
+
+def test_what_an_initialiser_does_not_take_says_why() -> None:
+    with pytest.raises(ArgumentError, match="KaimingNormal: negative_slope=0.1 .* slope="):
+        I.KaimingNormal(negative_slope=0.1)
+    with pytest.raises(ArgumentError, match="Normal: seed=3 .* amp.seed"):
+        I.Normal(seed=3)
+    with pytest.raises(AttributeError, match="'Orthogonal': give the array"):
+        I.Orthogonal  # noqa: B018
 
 
 def test_initial_values_do_not_depend_on_other_parameters() -> None:

@@ -93,7 +93,7 @@ def transformer() -> Built:
     mask = static.data("input_mask", [None, 8, 1], "float32")
     label = static.data("mask_label", [None, 8, 1], "int64")
     width, heads, words = 32, 4, 40
-    start = initializer.TruncatedNormal(std=0.02) if hasattr(initializer, "TruncatedNormal") else initializer.Normal(0.0, 0.02)
+    start = initializer.TruncatedNormal(std=0.02)
     word = static.nn.embedding(input=ids, size=[words, width], dtype="float32", is_sparse=False, padding_idx=0,
                                param_attr=ParamAttr(name="word_embedding", initializer=start))  # fmt: skip
     place = static.nn.embedding(places, size=[8, width], param_attr=ParamAttr(name="pos_embedding", initializer=start))
@@ -120,7 +120,9 @@ def text_classifier() -> Built:
     label = static.data("label", [None, 1], "int64")
     emb = static.nn.embedding(input=words, size=[50, 16], is_sparse=True, padding_idx=0)
     fc1 = static.nn.fc(x=emb, size=16, num_flatten_dims=2)
-    lstm1, last, _ = static.nn.lstm(fc1, hidden_size=16, num_layers=2, direction="bidirectional", sequence_length=length)
+    lstm1, last, _ = static.nn.lstm(
+        fc1, hidden_size=16, num_layers=2, direction="bidirectional", sequence_length=length
+    )
     fc_last = paddle.max(fc1, axis=1)
     lstm_last = paddle.max(lstm1, axis=1)
     prediction = static.nn.fc(x=paddle.concat([fc_last, lstm_last, last[-1]], axis=1), size=2)

@@ -14,8 +14,7 @@ from .recurrent import gru, lstm
 __getattr__ = paddle_attributes("amp_transpiler.nn")
 
 __all__ = [
-    "ParamAttr",
-    "batch_norm", "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose",
+    "ParamAttr", "batch_norm", "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose",
     "create_parameter", "data", "dropout", "embedding", "fc", "functional", "group_norm", "gru", "initializer",
     "instance_norm", "layer_norm", "lstm", "math", "multi_head_attention", "pool2d", "prelu",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from .building import (
     FLOATING,
     append,
     append_many,
+    as_type,
     axis_of,
     constant,
     describe,
@@ -41,7 +42,6 @@ tanh = simple("tanh", "Tanh", "Hyperbolic tangent.")
 softsign = simple("softsign", "Softsign", "x / (1 + |x|).")
 mish = simple("mish", "Mish", "x * tanh(softplus(x)) (Misra 2019).")
 hardswish = simple("hardswish", "HardSwish", "x * min(max(x + 3, 0), 6) / 6 (Howard et al. 2019).")
-hard_swish = hardswish
 
 
 @function()
@@ -158,15 +158,15 @@ def log_sigmoid(x: Variable) -> Variable:
 
 
 @function("nn.cudnn")
-def softmax(x: Variable, axis: int = -1) -> Variable:
-    """exp(x) over its sum along ``axis``. ``x``: float, at least one dimension."""
-    return _one("softmax", "Softmax", x, axis=axis_of("softmax", axis, x))
+def softmax(x: Variable, axis: int = -1, dtype: Any = None) -> Variable:
+    """exp(x) over its sum along ``axis``. ``x``: float, at least one dimension; cast to ``dtype`` first if given."""
+    return _one("softmax", "Softmax", as_type(x, dtype), axis=axis_of("softmax", axis, x))
 
 
 @function()
-def log_softmax(x: Variable, axis: int = -1) -> Variable:
-    """Logarithm of :func:`softmax`. ``x``: float, at least one dimension."""
-    return _one("log_softmax", "LogSoftmax", x, axis=axis_of("log_softmax", axis, x))
+def log_softmax(x: Variable, axis: int = -1, dtype: Any = None) -> Variable:
+    """Logarithm of :func:`softmax`."""
+    return _one("log_softmax", "LogSoftmax", as_type(x, dtype), axis=axis_of("log_softmax", axis, x))
 
 
 @function()

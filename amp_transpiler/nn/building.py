@@ -214,6 +214,13 @@ def axes_of(call: str, axis: Any, x: Variable) -> list[int]:
     return axes
 
 
+def as_type(x: Variable, dtype: Any) -> Variable:
+    """``x`` cast to ``dtype``; as it is where that is None."""
+    if dtype is None:
+        return x
+    return append("cast", "Cast", [variable("cast", "x", x)], attrs={"to": ONNX_TYPES[element_type(dtype)]})
+
+
 def constant(like: Variable, value: Any) -> np.ndarray:
     """``value`` in the element type of ``like``."""
     return np.array(value, numpy_dtype(str(like.dtype)))

@@ -259,7 +259,7 @@ def _place_loss(logits: Variable, place: Variable) -> Variable:
     return append(call, "Div", [total, append(call, "Max", [count, np.array(1, numpy_dtype(str(total.dtype)))])])
 
 
-@function()
+@function("nn.accuracy")
 def accuracy(input: Variable, label: Variable, k: int = 1) -> Variable:
     """The share of rows whose label is among the ``k`` highest scores, a float32 scalar.
 

@@ -10,9 +10,9 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.context import default_startup_program
 from ..ir.program import Variable
-from ..ir.types import ONNX_TYPES, element_type
+from ..ir.types import element_type
 from ..ops.random import MASK_ID, rng_state
-from .building import FLOATING, append, append_many, constant, flag, fresh, operand, real, variable
+from .building import FLOATING, append, append_many, as_type, constant, flag, fresh, operand, real, variable
 from .calls import function, simple
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
@@ -90,43 +90,43 @@ def binary(call: str, type_: str, x: Any, y: Any) -> Variable:
     return append(call, type_, [operand(call, x, like), operand(call, y, like)])
 
 
-@function()
+@function("nn.elementwise")
 def add(x: Any, y: Any) -> Variable:
     """x + y, broadcast; one of them may be a number or an array."""
     return binary("add", "Add", x, y)
 
 
-@function()
+@function("nn.elementwise")
 def subtract(x: Any, y: Any) -> Variable:
     """x - y, broadcast; one of them may be a number or an array."""
     return binary("subtract", "Sub", x, y)
 
 
-@function()
+@function("nn.elementwise")
 def multiply(x: Any, y: Any) -> Variable:
     """x * y, broadcast; one of them may be a number or an array."""
     return binary("multiply", "Mul", x, y)
 
 
-@function()
+@function("nn.elementwise")
 def divide(x: Any, y: Any) -> Variable:
     """x / y, broadcast; one of them may be a number or an array."""
     return binary("divide", "Div", x, y)
 
 
-@function()
+@function("nn.elementwise")
 def pow(x: Any, y: Any) -> Variable:
     """``x`` to the power ``y``, broadcast; one of them may be a number."""
     return binary("pow", "Pow", x, y)
 
 
-@function()
+@function("nn.elementwise")
 def maximum(x: Any, y: Any) -> Variable:
     """The larger of x and y, broadcast; the gradient goes to x where they are equal."""
     return binary("maximum", "Max", x, y)
 
 
-@function()
+@function("nn.elementwise")
 def minimum(x: Any, y: Any) -> Variable:
     """The smaller of x and y, broadcast; the gradient goes to x where they are equal."""
     return binary("minimum", "Min", x, y)
@@ -228,7 +228,7 @@ def scale(x: Variable, scale: float = 1.0, bias: float = 0.0, bias_after_scale: 
 @function()
 def cast(x: Variable, dtype: Any) -> Variable:
     """``x`` as element type ``dtype``."""
-    return append("cast", "Cast", [variable("cast", "x", x)], attrs={"to": ONNX_TYPES[element_type(dtype)]})
+    return as_type(x, element_type(dtype))
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------

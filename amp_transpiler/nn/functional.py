@@ -5,12 +5,12 @@ results' names. They raise ArgumentError (a ValueError) for element types and sh
 ArgumentTypeError (a TypeError) for what is no variable.
 """
 
+from ..lists.paddle import paddle_attributes
 from .activation import (
     celu,
     elu,
     gelu,
     glu,
-    hard_swish,
     hardshrink,
     hardsigmoid,
     hardswish,
@@ -49,6 +49,7 @@ from .conv import functional_conv2d as conv2d
 from .conv import functional_conv2d_transpose as conv2d_transpose
 from .conv import functional_conv3d as conv3d
 from .conv import functional_conv3d_transpose as conv3d_transpose
+from .creation import arange, assign, full, full_like, ones, ones_like, zeros, zeros_like
 from .ctc import ctc_loss
 from .elementwise import (
     abs,
@@ -169,24 +170,26 @@ from .reduction import (
 )
 from .vision import interpolate, pixel_shuffle, upsample
 
+__getattr__ = paddle_attributes("amp_transpiler.nn.functional")
+
 __all__ = [
-    "abs", "accuracy", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "argmax", "argmin", "argsort",
+    "abs", "accuracy", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
+    "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "arange", "argmax", "argmin", "argsort", "assign",
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "bce_with_logits", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "bmm", "broadcast_to", "cast", "ceil", "celu", "chunk", "clip", "concat",
     "conv1d", "conv1d_transpose", "conv2d", "conv2d_transpose", "conv3d", "conv3d_transpose", "cos",
     "cosine_similarity", "cross_entropy", "ctc_loss", "cumsum", "divide", "dot", "dropout", "einsum", "elu",
-    "embedding", "equal", "erf", "exp", "expand", "expand_as", "expm1", "flatten", "flip", "floor", "gather",
-    "gather_nd", "gelu", "global_avg_pool2d", "global_max_pool2d", "glu", "greater_equal", "greater_than",
-    "hard_swish", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "index_select", "interpolate", "isinf",
+    "embedding", "equal", "erf", "exp", "expand", "expand_as", "expm1", "flatten", "flip", "floor", "full",
+    "full_like", "gather", "gather_nd", "gelu", "global_avg_pool2d", "global_max_pool2d", "glu", "greater_equal",
+    "greater_than", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "index_select", "interpolate", "isinf",
     "isnan", "kl_div", "l1_loss", "label_smooth", "layer_norm", "leaky_relu", "less_equal", "less_than", "linear",
     "log", "log10", "log1p", "log2", "log_sigmoid", "log_softmax", "logical_and", "logical_not", "logical_or",
     "logsumexp", "matmul", "max", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "maxout", "mean", "min",
     "minimum", "mish", "mm", "mse_loss", "multiply", "neg", "nll_loss", "norm", "normalize", "not_equal", "one_hot",
-    "pad", "pixel_shuffle", "pow", "prelu", "prod", "reciprocal", "relu", "relu6", "reshape", "roll", "round",
-    "rsqrt", "scale", "scatter", "scatter_nd_add", "selu", "sigmoid", "sign", "silu", "sin", "slice",
+    "ones", "ones_like", "pad", "pixel_shuffle", "pow", "prelu", "prod", "reciprocal", "relu", "relu6", "reshape",
+    "roll", "round", "rsqrt", "scale", "scatter", "scatter_nd_add", "selu", "sigmoid", "sign", "silu", "sin", "slice",
     "smooth_l1_loss", "softmax", "softmax_with_cross_entropy", "softplus", "softshrink", "softsign", "sort",
     "span_loss", "split", "sqrt", "square", "square_error_cost", "squeeze", "stack", "std", "strided_slice",
     "subtract", "sum", "swish", "take_along_axis", "tanh", "tanhshrink", "thresholded_relu", "tile", "topk",
-    "transpose", "tril", "triu", "unbind", "unsqueeze", "unstack", "upsample", "var", "where",
+    "transpose", "tril", "triu", "unbind", "unsqueeze", "unstack", "upsample", "var", "where", "zeros", "zeros_like",
 ]  # fmt: skip

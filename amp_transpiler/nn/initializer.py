@@ -16,6 +16,7 @@ import onnx
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import OWN, Variable
 from ..ir.types import NAMES, element_type, numpy_dtype
+from ..lists.paddle import paddle_arguments, paddle_attributes
 from ..ops.random import set_default_seed, startup_seed
 
 
@@ -49,6 +50,7 @@ class Initializer:
         variable.program.add_operator(type_, inputs, [variable], attrs=attrs, domain=OWN)
 
 
+@paddle_arguments("nn.constant")
 class Constant(Initializer):
     """Every element is ``value``."""
 
@@ -61,6 +63,7 @@ class Constant(Initializer):
         return "ConstantInitializer", {"value": np.asarray(self.value, numpy_dtype(dtype))}
 
 
+@paddle_arguments("nn.initializer")
 class Uniform(Initializer):
     """Uniform in [``low``, ``high``)."""
 
@@ -73,6 +76,7 @@ class Uniform(Initializer):
         return "UniformInitializer", {"low": float(self.low), "high": float(self.high)}
 
 
+@paddle_arguments("nn.normal", "nn.initializer")
 class Normal(Initializer):
     """Normal with this ``mean`` and standard deviation ``std``."""
 
@@ -85,6 +89,15 @@ class Normal(Initializer):
         return "NormalInitializer", {"mean": float(self.mean), "std": float(self.std)}
 
 
+@paddle_arguments("nn.normal", "nn.initializer")
+class TruncatedNormal(Normal):
+    """Normal with this ``mean`` and standard deviation ``std``, drawn again beyond two of them on either side."""
+
+    def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
+        return "TruncatedNormalInitializer", super().operator(shape, dtype)[1]
+
+
+@paddle_arguments("nn.assign")
 class Assign(Initializer):
     """The content of ``array`` (numpy array, list or TensorProto), of the parameter's shape."""
 
@@ -144,6 +157,7 @@ class _Scaled(Initializer):
         return "NormalInitializer", {"mean": 0.0, "std": deviation}
 
 
+@paddle_arguments("nn.initializer")
 class Xavier(_Scaled):
     """Standard deviation sqrt(2 / (fan in + fan out)) (Glorot & Bengio 2010)."""
 
@@ -170,6 +184,7 @@ class XavierNormal(Xavier):
         super().__init__(False, fan_in, fan_out)
 
 
+@paddle_arguments("nn.kaiming", "nn.initializer")
 class Kaiming(_Scaled):
     """Standard deviation sqrt(2 / (1 + slope**2) / fan in) (He et al. 2015); ``slope`` of a leaky relu, 0 for relu."""
 
@@ -181,6 +196,7 @@ class Kaiming(_Scaled):
         return math.sqrt(2.0 / (1.0 + self.slope**2) / (self.fan_in or _fans(shape)[0]))
 
 
+@paddle_arguments("nn.kaiming")
 class KaimingUniform(Kaiming):
     """:class:`Kaiming`, uniform."""
 
@@ -188,6 +204,7 @@ class KaimingUniform(Kaiming):
         super().__init__(True, fan_in, slope)
 
 
+@paddle_arguments("nn.kaiming")
 class KaimingNormal(Kaiming):
     """:class:`Kaiming`, normal."""
 
@@ -195,5 +212,6 @@ class KaimingNormal(Kaiming):
         super().__init__(False, fan_in, slope)
 
 
-__all__ = ["Assign", "Constant", "Initializer", "Kaiming", "KaimingNormal", "KaimingUniform", "Normal", "Uniform",
-           "Xavier", "XavierNormal", "XavierUniform", "set_seed"]  # fmt: skip
+__getattr__ = paddle_attributes("amp_transpiler.nn.initializer")
+__all__ = ["Assign", "Constant", "Initializer", "Kaiming", "KaimingNormal", "KaimingUniform", "Normal",
+           "TruncatedNormal", "Uniform", "Xavier", "XavierNormal", "XavierUniform", "set_seed"]  # fmt: skip

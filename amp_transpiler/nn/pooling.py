@@ -163,7 +163,7 @@ def _adaptive_pool(kind: str, rank: int) -> Callable[..., Variable]:
         "    Window i of an axis reaches from floor(i * size / out) to ceil((i + 1) * size / out). ``output_size``:\n"
         "    one integer or one for each axis, None to keep one. Sizes are known, unless the image is one window."
     )
-    return function()(called)
+    return function(*(["nn.max_pool"] if kind == "max" else []))(called)
 
 
 adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (_adaptive_pool("avg", rank) for rank in (1, 2, 3))

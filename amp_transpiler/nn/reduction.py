@@ -14,6 +14,7 @@ from .building import (
     FLOATING,
     append,
     append_many,
+    as_type,
     axes_of,
     axis_of,
     constant,
@@ -39,13 +40,13 @@ def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool, prefi
 
 
 def _reduction(name: str, type_: str, text: str) -> Callable[..., Variable]:
-    def called(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
-        return _reduce(name, type_, x, axis, keepdim)
+    def called(x: Variable, axis: Axis = None, keepdim: bool = False, dtype: Any = None) -> Variable:
+        return _reduce(name, type_, as_type(x, dtype), axis, keepdim)
 
     called.__name__ = called.__qualname__ = name
     called.__doc__ = (
         f"{text} over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None.\n\n"
-        "    ``keepdim``: keep the reduced dimensions, with size 1."
+        "    ``keepdim``: keep the reduced dimensions, with size 1. ``dtype``: what ``x`` is cast to first."
     )
     return function("nn.reduction")(called)
 
@@ -189,10 +190,10 @@ def argsort(x: Variable, axis: int = -1, descending: bool = False) -> Variable:
 
 
 @function()
-def cumsum(x: Variable, axis: int | None = None) -> Variable:
+def cumsum(x: Variable, axis: int | None = None, dtype: Any = None) -> Variable:
     """The sum of everything up to each element along ``axis``; of ``x`` laid out flat where it is None."""
     call = "cumsum"
-    variable(call, "x", x)
+    x = as_type(variable(call, "x", x), dtype)
     prefix = fresh(call)
     if axis is None:
         x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
