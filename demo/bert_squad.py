@@ -118,14 +118,14 @@ def train(run: Run, data: squad.Windows, options: argparse.Namespace, progress: 
 def overfit(run: Run, data: squad.Windows, questions: list[squad.Question], options: argparse.Namespace) -> int:
     """Train on the first windows until 90 % of their answers are right; the steps that it took, 0 where it failed."""
     data = data.pick(slice(0, options.overfit))
-    if len(data) < max(options.overfit, options.batch):
-        raise SystemExit(f"error: --overfit {options.overfit} needs as many windows with an answer, and a batch of "
-                         f"{options.batch}; there are {len(data)}")  # fmt: skip
+    if len(data) < options.overfit:
+        raise SystemExit(f"error: --overfit {options.overfit} needs as many windows with an answer; "
+                         f"there are {len(data)}")  # fmt: skip
     asked = [questions[q] for q in data.question]
     data.question = np.arange(len(data))  # each window is a question of its own
     rng, limit = np.random.default_rng(options.seed), options.steps or 2000
     for number in range(1, limit + 1):
-        rows = rng.permutation(len(data))[: options.batch]
+        rows = np.resize(rng.permutation(len(data)), options.batch)  # fewer than a batch come more than once
         step(run, data.pick(rows), options.lr * min(1.0, number / 50))
         if number % 20 == 0 or number == limit:
             run.scores = squad.score(answers(run, data, asked, options.batch), asked)

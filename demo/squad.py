@@ -138,7 +138,10 @@ class Windows:
 
 
 def windows(questions: list[Question], pieces: Pieces, length: int, stride: int, longest_question: int = 40) -> Windows:
-    """Sliding windows over each paragraph, ``stride`` pieces apart; a long question is cut."""
+    """Sliding windows over each paragraph, ``stride`` pieces apart; a long question is cut.
+
+    Where a question leaves room for fewer pieces than ``stride``, windows lie side by side: none is skipped.
+    """
     contexts = list(dict.fromkeys(q.context for q in questions))
     encoded = dict(zip(contexts, pieces.encode(contexts), strict=True))
     rows = []
@@ -151,7 +154,8 @@ def windows(questions: list[Question], pieces: Pieces, length: int, stride: int,
         room = length - len(asked) - 3
         if room < 1:
             raise SystemExit(f"error: --seq-len {length} leaves no room beside a question of {len(asked)} pieces")
-        for begin in range(0, max(1, len(ids) - room + stride), stride):
+        step = min(stride, room)
+        for begin in range(0, max(1, len(ids) - room + step), step):
             part = slice(begin, begin + room)
             rows.append((number, asked, ids[part], offsets[part], first - begin, last - begin))
     return _filled(rows, pieces, length)

@@ -66,6 +66,16 @@ def test_windows_cover_the_paragraph_and_find_the_answer() -> None:
     assert ((data.ids != pieces.pad) == (data.mask == 1)).all() and (data.segments[data.mask == 0] == 0).all()
 
 
+@pytest.mark.parametrize("stride", [9, 12, 64])
+def test_f21_a_stride_beyond_the_room_skips_no_word(stride: int) -> None:
+    asked, pieces = squad.synthetic(20, 3)
+    data = squad.windows(asked, pieces, 16, stride)
+    for number, each in enumerate(asked):
+        spans = data.pick(data.question == number).spans.reshape(-1, 2)
+        covered = {place for a, b in spans for place in range(int(a), int(b)) if a >= 0}
+        assert covered == {i for i, letter in enumerate(each.context) if not letter.isspace()}
+
+
 def test_a_question_without_room_is_refused() -> None:
     asked, pieces = squad.synthetic(1, 0)
     with pytest.raises(SystemExit, match="--seq-len 8 leaves no room beside a question of 5 pieces"):
@@ -158,6 +168,12 @@ def test_the_step_is_on_cuda_entirely(mode: str, tmp_path) -> None:
 )
 def test_overfits_a_few_windows(options, monkeypatch, capsys) -> None:
     assert run(monkeypatch, *options, "--overfit", "8", "--lr", "3e-3") == 0
+    assert "% right after" in capsys.readouterr().out
+
+
+def test_f21_overfits_fewer_windows_than_a_batch_at_a_length_below_the_stride(monkeypatch, capsys) -> None:
+    given = ("--mode", "fp32", "--overfit", "4", "--seq-len", "16", "--doc-stride", "64", "--lr", "3e-3")
+    assert run(monkeypatch, *given) == 0
     assert "% right after" in capsys.readouterr().out
 
 
