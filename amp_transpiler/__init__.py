@@ -39,11 +39,13 @@ from .monitor import (
     step_state,
     watch,
 )
-from .nn import ParamAttr, create_parameter, data
+from .nn import ParamAttr, create_parameter, custom_getter, data, float32_variable_storage_getter
 from .nn.initializer import set_seed as seed
 from .optimizer import (
     LossScale,
+    LossScaleOptimizer,
     LossScaler,
+    Policy,
     check_finite_and_unscale,
     decorate,
     enable_static,
@@ -65,20 +67,21 @@ from .runtime.inference import load_inference_model, save_inference_model
 from .runtime.parameters import cast_parameters_to_fp16
 from .runtime.weights import load_weights
 
-from . import static  # isort: skip
+from . import mixed_precision, static  # isort: skip
 
 __version__ = "0.1.0"
 __getattr__ = paddle_attributes("amp_transpiler")
 
 __all__ = [
     "AmpError", "AutoMixedPrecisionLists", "CPUPlace", "CUDAPlace", "Checkpoint", "CsvWriter", "Culprit", "Executor",
-    "FitOptions", "FitResult", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaler", "MemoryEstimate",
-    "Operator", "ParamAttr", "Program", "Scope", "StepReports", "TensorBoardWriter", "Variable", "Watch",
-    "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16", "check_finite_and_unscale", "check_step",
-    "convert", "create_parameter", "data", "decorate", "default_main_program", "default_startup_program",
-    "enable_static", "find_culprit", "fit", "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow",
-    "latest_checkpoint", "load_checkpoint", "load_inference_model", "load_weights", "name_scope", "nn", "ops",
-    "optimizer", "policy_scope", "prepare_training", "program_guard", "recompute", "register_gradient", "regularizer",
-    "rewrite_program", "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed",
+    "FitOptions", "FitResult", "GradientUnderflow", "JsonlWriter", "LossScale", "LossScaleOptimizer", "LossScaler",
+    "MemoryEstimate", "Operator", "ParamAttr", "Policy", "Program", "Scope", "StepReports", "TensorBoardWriter",
+    "Variable", "Watch", "append_backward", "cast_model_to_fp16", "cast_parameters_to_fp16",
+    "check_finite_and_unscale", "check_step", "convert", "create_parameter", "custom_getter", "data", "decorate",
+    "default_main_program", "default_startup_program", "enable_static", "find_culprit", "fit",
+    "float32_variable_storage_getter", "fp16_guard", "get_global_policy", "global_scope", "gradient_underflow",
+    "latest_checkpoint", "load_checkpoint", "load_inference_model", "load_weights", "mixed_precision", "name_scope",
+    "nn", "ops", "optimizer", "policy_scope", "prepare_training", "program_guard", "recompute", "register_gradient",
+    "regularizer", "rewrite_program", "save_checkpoint", "save_inference_model", "save_step", "scope_guard", "seed",
     "set_global_policy", "static", "step_state", "unique_name", "update_loss_scaling", "watch",
 ]  # fmt: skip

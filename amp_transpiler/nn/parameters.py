@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..ir.program import Program, Variable
 from ..ir.types import element_type
 from ..lists.paddle import paddle_arguments
 from .building import check_program, describe
+from .getter import got
 from .initializer import Assign, Constant, Initializer, XavierUniform
 
 _GROUPS = "a parameter has its own through the optimizer: parameter_list=[{{'params': ['{name}'], '{key}': ...}}, ...]"
@@ -164,6 +166,11 @@ def _initializer(call: str, value: Any) -> Initializer:
 
 
 def _create(call: str, name: str, shape: tuple[int, ...], dtype: str, initializer: Initializer,
+            trainable: bool) -> Variable:  # fmt: skip
+    return got(call, partial(_stored, call), name, shape, dtype, initializer, trainable)
+
+
+def _stored(call: str, name: str, shape: tuple[int, ...], dtype: str, initializer: Initializer,
             trainable: bool) -> Variable:  # fmt: skip
     main, startup = default_main_program(), default_startup_program()
     for program in (main, startup):

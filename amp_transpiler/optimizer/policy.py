@@ -15,7 +15,36 @@ from ..errors import ArgumentError
 #: Policy -> the 16-bit type that operators run in, None for none.
 POLICIES: dict[str, str | None] = {"float32": None, "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
-_policy = "float32"
+
+
+class Policy(str):
+    """A policy by its name, a string: ``Policy("mixed_float16").compute_dtype == "float16"``.
+
+    ``name``: that of a policy, see :func:`set_global_policy`. ArgumentError for any other.
+    """
+
+    def __new__(cls, name: str) -> Policy:
+        if not isinstance(name, str) or name not in POLICIES:
+            raise ArgumentError(f"{name!r} is no policy; known are {', '.join(map(repr, POLICIES))}")
+        return super().__new__(cls, name)
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return str(self)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The element type that operators of the white list run in."""
+        return POLICIES[self] or self.variable_dtype
+
+    @property
+    def variable_dtype(self) -> str:
+        """The element type of parameters."""
+        return "float32"
+
+
+_policy = Policy("float32")
 _decorate: Callable[..., Any] | None = None
 
 
@@ -28,17 +57,15 @@ def register(decorate: Callable[..., Any]) -> None:
 def set_global_policy(name: str) -> None:
     """Let optimizers that are minimised from now on train in this precision.
 
-    ``name``: "float32" (the default), "mixed_float16" (dynamic loss scaling) or "mixed_bfloat16" (no scaling; gradients
-    are checked). ArgumentError for any other.
+    ``name``, or a :class:`Policy`: "float32" (the default), "mixed_float16" (dynamic loss scaling) or "mixed_bfloat16"
+    (no scaling; gradients are checked). ArgumentError for any other.
     """
     global _policy
-    if not isinstance(name, str) or name not in POLICIES:
-        raise ArgumentError(f"set_global_policy: {name!r} is no policy; known are {', '.join(map(repr, POLICIES))}")
-    _policy = name
+    _policy = Policy(name)
 
 
-def get_global_policy() -> str:
-    """The name of the policy."""
+def get_global_policy() -> Policy:
+    """The policy."""
     return _policy
 
 
