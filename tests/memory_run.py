@@ -39,7 +39,65 @@ def cnn() -> tuple[object, Feeds]:
     return loss, {"x": rng.standard_normal((64, 3, 32, 32)).astype(np.float32), "label": rng.integers(0, 10, (64, 1))}
 
 
-PROGRAMS: dict[str, Callable[[], tuple[object, Feeds]]] = {"mlp": mlp, "cnn": cnn}
+def pooled() -> tuple[object, Feeds]:
+    """Convolutions that pool and stride, then a wide layer."""
+    x, label = amp.data("x", ["N", 3, 64, 64], "float32"), amp.data("label", ["N", 1], "int64")
+    h = F.max_pool2d(amp.nn.conv2d(x, 32, 5, padding=2, act="relu"), 2, 2)
+    h = F.max_pool2d(amp.nn.conv2d(h, 64, 3, padding=1, act="relu"), 2, 2)
+    h = amp.nn.batch_norm(amp.nn.conv2d(h, 128, 3, stride=2, padding=1), act="relu")
+    loss = F.cross_entropy(amp.nn.fc(amp.nn.fc(h, 256, act="relu"), 10), label)
+    rng = np.random.default_rng(0)
+    return loss, {"x": rng.standard_normal((64, 3, 64, 64)).astype(np.float32), "label": rng.integers(0, 10, (64, 1))}
+
+
+def bert() -> tuple[object, Feeds]:
+    """Two encoder layers with dropout, and a classifier of tokens."""
+    hidden, steps, words = 128, 128, 1000
+    ids, label = amp.data("x", ["N", steps], "int64"), amp.data("label", ["T", 1], "int64")
+    h = amp.nn.embedding(ids, [words, hidden])
+    position = amp.create_parameter([steps, hidden], "float32", name="positions")
+    h = amp.nn.dropout(amp.nn.layer_norm(h + position), 0.1)
+    for _ in range(2):
+        h = amp.nn.layer_norm(h + amp.nn.dropout(amp.nn.multi_head_attention(h, num_heads=4), 0.1))
+        inner = amp.nn.fc(h, 4 * hidden, act="gelu", num_flatten_dims=2)
+        h = amp.nn.layer_norm(h + amp.nn.dropout(amp.nn.fc(inner, hidden, num_flatten_dims=2), 0.1))
+    loss = F.cross_entropy(F.reshape(amp.nn.fc(h, words, num_flatten_dims=2), [-1, words]), label)
+    rng = np.random.default_rng(0)
+    return loss, {"x": rng.integers(0, words, (16, steps)), "label": rng.integers(0, words, (16 * steps, 1))}
+
+
+def lstm() -> tuple[object, Feeds]:
+    """Two recurrent layers; the last step is classified."""
+    x, label = amp.data("x", ["N", 64, 128], "float32"), amp.data("label", ["N", 1], "int64")
+    _, h, _ = amp.nn.lstm(x, 256, num_layers=2)
+    loss = F.cross_entropy(amp.nn.fc(F.reshape(F.transpose(h, [1, 0, 2]), [-1, 512]), 10), label)
+    rng = np.random.default_rng(0)
+    return loss, {"x": rng.standard_normal((64, 64, 128)).astype(np.float32), "label": rng.integers(0, 10, (64, 1))}
+
+
+def ctc() -> tuple[object, Feeds]:
+    """Speech: convolutions over time, a bidirectional recurrent layer, the CTC loss."""
+    steps = 100
+    x = amp.data("x", ["N", 1, 2 * steps, 40], "float32")
+    label, lengths = amp.data("label", ["N", 12], "int32"), amp.data("lengths", ["N"], "int32")
+    h = amp.nn.conv2d(x, 32, 3, stride=2, padding=1, act="relu")
+    h = amp.nn.conv2d(h, 32, 3, padding=1, act="relu")
+    h = F.reshape(F.transpose(h, [2, 0, 1, 3]), [steps, -1, 32 * 20])
+    y, _, _ = amp.nn.lstm(h, 128, direction="bidirectional", time_major=True)
+    scores = amp.nn.fc(y, 11, num_flatten_dims=2)
+    loss = F.ctc_loss(scores, label, amp.data("steps", ["N"], "int32"), lengths)
+    rng = np.random.default_rng(0)
+    return loss, {
+        "x": rng.standard_normal((32, 1, 2 * steps, 40)).astype(np.float32),
+        "label": rng.integers(1, 11, (32, 12)).astype(np.int32),
+        "lengths": np.full(32, 12, np.int32),
+        "steps": np.full(32, steps, np.int32),
+    }
+
+
+PROGRAMS: dict[str, Callable[[], tuple[object, Feeds]]] = {
+    "mlp": mlp, "cnn": cnn, "pooled": pooled, "bert": bert, "lstm": lstm, "ctc": ctc
+}
 
 
 def status(key: str) -> float:
@@ -55,11 +113,11 @@ def main(name: str, mode: str, pattern: str = "") -> None:
         loss, feed = PROGRAMS[name]()
         if pattern:
             amp.recompute(main_, [pattern])
-        optimizer = amp.optimizer.SGD(0.01, multi_precision=mode != "fp32")
+        optimizer = amp.optimizer.SGD(0.01, multi_precision=mode == "pure-fp16")
         if mode != "fp32":
-            optimizer = amp.decorate(optimizer, use_pure_fp16=True)
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure-fp16", init_loss_scaling=128.0)
         optimizer.minimize(loss)
-    estimate = main_.memory_estimate({"x": feed["x"].shape}, fetch_list=[loss])
+    estimate = main_.memory_estimate({name: array.shape for name, array in feed.items()}, fetch_list=[loss])
     held = estimate.parameters + estimate.master_weights + estimate.moments + estimate.other_state + estimate.feeds
     executor, scope = amp.Executor(threads=1), amp.Scope()
     executor.run(startup, scope=scope)

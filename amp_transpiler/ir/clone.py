@@ -92,6 +92,7 @@ class _Cloner:
         made = new.add_variable(name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable,
                                 data=old.data)  # fmt: skip
         made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
+        made.declared = old.declared
         made.metadata = dict(old.metadata)
         if old.outer is not None:
             made.outer = outer[old.outer]

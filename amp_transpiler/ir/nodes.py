@@ -36,8 +36,8 @@ class Variable:
     ``grad_of`` is the forward variable that this one is the gradient of; it has its shape.
     """
 
-    __slots__ = ("data", "doc", "dtype", "grad_of", "is_input", "key", "metadata", "name", "outer", "persistable",
-                 "producer", "producer_slot", "program", "shape", "stop_gradient", "trainable",
+    __slots__ = ("data", "declared", "doc", "dtype", "grad_of", "is_input", "key", "metadata", "name", "outer",
+                 "persistable", "producer", "producer_slot", "program", "shape", "stop_gradient", "trainable",
                  "type_proto")  # fmt: skip
 
     if TYPE_CHECKING:  # attached by nn.math, which lies above this module
@@ -68,6 +68,8 @@ class Variable:
         self.key = key
         self.name = name
         self.dtype = dtype
+        #: The element type that a precision pass took from it, and in which it is still fetched; None: it has its own.
+        self.declared: str | None = None
         self.shape = shape
         self.persistable = False
         self.trainable = False

@@ -99,5 +99,5 @@ def load_step(path: str | os.PathLike[str]) -> tuple[Program, dict[str, np.ndarr
         if name.startswith(_FEED):
             feed[name.removeprefix(_FEED)] = value
         else:
-            scope.set_var(name.removeprefix(_STATE), value)
+            scope._take({name.removeprefix(_STATE): tensors.from_array(value)})
     return program, feed, scope

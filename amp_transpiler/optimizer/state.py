@@ -13,6 +13,7 @@ from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, ONNX_TYPES
 from ..nn.initializer import Constant
 from ..ops.scaling import GATE
+from ..runtime.scope import MASTER
 
 
 def startup_of(program: Program, startup: Program | None = None) -> Program:
@@ -93,7 +94,7 @@ def create_master(program: Program, startup: Program, parameter: Variable) -> Va
     The startup program writes the parameter in fp32; it is rounded to 16 bit later, by ``amp_init``, so
     the master keeps the digits that the rounding drops.
     """
-    return create_copy(program, startup, parameter, owned_name(program, f"{parameter.name}_fp32_master"), "float32")
+    return create_copy(program, startup, parameter, owned_name(program, f"{parameter.name}{MASTER}"), "float32")
 
 
 def create_copy(program: Program, startup: Program, parameter: Variable, name: str, dtype: str) -> Variable:

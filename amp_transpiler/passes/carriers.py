@@ -68,8 +68,9 @@ class Carriers:
     def _real(self, variable: Variable, value: Value) -> Value:
         return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
 
-    def _output_value(self, variable: Variable) -> Value:
+    def _output_value(self, variable: Variable, dtype: str | None) -> Value:
+        """What holds the variable's value in an element type: its own, or the one that it was declared with."""
         value = self.env[variable.key]
-        if self.cpu and variable.dtype in HALF:
-            return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or "")
-        return value
+        if self.cpu and dtype in HALF:
+            return self.e.narrow.get(value.name) or self.e.cast(value, dtype or "")
+        return value if dtype is None or dtype in (variable.dtype, value.dtype) else self.e.cast(value, dtype)

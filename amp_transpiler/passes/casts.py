@@ -47,7 +47,7 @@ def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists
     for variable in narrow:
         if variable in contents:
             constants.replace(variable, contents[variable])
-        variable.dtype = dtype
+        retype(variable, dtype)
         _constant_decision(variable, decisions, dtype)
     inserter = _Inserter(program, contents)
     protected = _protected(program, lists)
@@ -180,7 +180,13 @@ def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protec
         if slot in kept or variable in protected:
             inserter.cast_output(op, slot, variable, made)
         else:
-            variable.dtype = made
+            retype(variable, made)
+
+
+def retype(variable: Variable, dtype: str) -> None:
+    """Let a variable be held in another element type; a fetch still gives it in the declared one."""
+    declared = variable.declared or variable.dtype
+    variable.declared, variable.dtype = None if declared == dtype else declared, dtype
 
 
 def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:

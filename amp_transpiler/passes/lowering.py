@@ -39,6 +39,7 @@ def lower(
     fetches: Sequence[Variable] = (),
     updates: bool | Mapping[Variable, Variable] = True,
     wide: Container[str] = frozenset(),
+    declared: bool = False,
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
 
@@ -47,7 +48,8 @@ def lower(
     where a body needs a shape that is not fixed.
 
     ``wide`` (on "cpu" alone) names 16-bit variables that keep their fp32 value, as if the operators that make them ran
-    in fp32; an operator that makes none of them reads the rounded value.
+    in fp32; an operator that makes none of them reads the rounded value. ``declared``: a fetch comes out in the type
+    that the variable was declared with, not the one that it is held in.
     """
     names, original = [v.name for v in fetches], program
     program = inline_functions(program)
@@ -68,7 +70,7 @@ def lower(
         written = dict(program.updates) if updates else {}
     if updates is True:
         written = {v: v for v in program.variables if v.persistable and v.producer is not None} | written
-    return _Lowering(program, place, feed_shapes or {}, fetches, written, wide).run()
+    return _Lowering(program, place, feed_shapes or {}, fetches, written, wide, declared).run()
 
 
 def _lower_program(
@@ -91,7 +93,7 @@ def _lower_program(
     if unknown:
         known = ", ".join(v.name for v in self.inputs) or "none"
         raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{self.name}'; its feeds are {known}")
-    return lower(self, kind, feed_shapes, [self.var(v) if isinstance(v, str) else v for v in fetches])
+    return lower(self, kind, feed_shapes, [self.var(v) if isinstance(v, str) else v for v in fetches], declared=True)
 
 
 setattr(Program, "lower", _lower_program)  # noqa: B010 - mypy refuses the plain assignment
@@ -106,8 +108,10 @@ class _Lowering(Carriers):
         fetches: Sequence[Variable],
         updates: dict[Variable, Variable],
         wide: Container[str],
+        declared: bool,
     ) -> None:
         super().__init__(Emitter(place, program.opset()), wide)
+        self.declared = declared
         self.program = program
         self.place = place
         self.updates = updates
@@ -339,23 +343,23 @@ class _Lowering(Carriers):
         taken = {i.name for i in self.inputs} | set(self.e.initializers)
         rename: dict[str, str] = {}
         outputs: list[onnx.ValueInfoProto] = []
-        ports: dict[int, str] = {}
-        wanted = [(v, v, self.result.fetches) for v in self.fetches]
-        wanted += [(state, v, self.result.updates) for state, v in self.updates.items()]
-        for target, variable, ports_list in wanted:
-            if variable.key not in ports:
-                value = self._output_value(variable)
+        ports: dict[tuple[int, str | None], str] = {}
+        wanted = [(v, v, (self.declared and v.declared) or v.dtype, self.result.fetches) for v in self.fetches]
+        wanted += [(state, v, v.dtype, self.result.updates) for state, v in self.updates.items()]
+        for target, variable, dtype, ports_list in wanted:
+            if (variable.key, dtype) not in ports:
+                value = self._output_value(variable, dtype)
                 if value.name in taken or value.name in rename:
                     value = self.e.op("Identity", value, dtype=value.dtype or "float32")
                 name = variable.name if variable.name not in taken else self.e.name(f"{variable.name}@OUT")
                 rename[value.name] = name
                 taken.add(name)
-                ports[variable.key] = name
+                ports[variable.key, dtype] = name
                 proto = variable.type_proto if variable.dtype is None else None
                 info = onnx.ValueInfoProto(name=name)
-                info.type.CopyFrom(type_proto(variable.dtype, self._shape(variable)) if proto is None else proto)
+                info.type.CopyFrom(type_proto(dtype, self._shape(variable)) if proto is None else proto)
                 outputs.append(info)
-            ports_list.append(Port(target.name, ports[variable.key], variable.dtype or "", self._shape(variable)))
+            ports_list.append(Port(target.name, ports[variable.key, dtype], dtype or "", self._shape(variable)))
         rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
         for v in self.program.variables:
             if v.key in self.env:

@@ -6,31 +6,39 @@ import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, GraphError, OrderError, PlaceError, ScopeError
 from ..ir import context
-from ..ir.marks import INITIALIZER
-from ..ir.opdef import body_of
-from ..ir.program import OWN, Operator, Program, Variable, Window, other_program
+from ..ir.program import Program, Variable, Window
 from ..ir.tensors import tensor_array
+from ..ir.types import numpy_dtype
 from ..lists.paddle import paddle_arguments
 from ..passes.lowering import lower
 from . import tensors
 from .binding import PlainStep, Step, needs_plain
-from .feeds import Feeds, shape_of
 from .locks import Uninterrupted
 from .place import CPUPlace, CUDAPlace, Place, check_place
+from .plan import (
+    Plan,
+    Plans,
+    Session,
+    Shapes,
+    check_home,
+    fed_together,
+    fetch_names,
+    initialised,
+    make_plan,
+    shapes_of,
+    thrashes,
+)
 from .report import ReportRequest, expanded, joined, requested
 from .scope import Scope, check_scope
 from .session import Settings, create_session, require_cuda
-
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -41,57 +49,17 @@ class MemoryReport:
     two_buffers: dict[str, str]
 
 
-@dataclass(eq=False)
-class _Session:
-    """The place of one session: who needs it first makes it, under ``lock``, and the others wait for that."""
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    step: Step | PlainStep | None = None
-
-
-@dataclass(eq=False)
-class _Plan:
-    """What a program does for one list of fetches; compiled once for each set of feed shapes.
-
-    ``sources`` says for each fetch where it comes from: the number of a session output, or the name of a variable
-    in the scope. ``outputs`` are the names of the session outputs. ``spread``: a run does not end a window of
-    accumulation, and writes the window's updates instead of the program's. ``writes``: a run changes the scope.
-    ``shaped``: a session serves the shapes alone that it was made for.
-    """
-
-    spread: bool
-    feeds: Feeds
-    sources: list[int | str]
-    outputs: list[str]
-    runs: bool
-    initialises: bool
-    writes: bool
-    shaped: bool
-    sessions: OrderedDict[Shapes, _Session] = field(default_factory=OrderedDict)
-    fed: Shapes | None = None
-    last: Step | PlainStep | None = None
-    seconds: float = 0.0  # that making sessions took
-    dropped: bool = False  # a session that may be needed again
-
-
-@dataclass
-class _Cache:
-    version: int
-    plans: dict[tuple[tuple[str, ...], bool], _Plan] = field(default_factory=dict)
-    last: _Plan | None = None
-
-
 class Executor:
     """Runs programs on ``place`` (default ``CPUPlace()``).
 
     Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and
     fetches (a warning says so when one is dropped); a program that changes is compiled anew, and one that is dropped
     is forgotten. On CPU one session serves every shape where a program neither updates state nor holds operators of
-    this package. ``optimization_level`` is
-    onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on it may rearrange fp32 arithmetic between
-    two roundings. ``threads`` within one operator (default: onnxruntime's choice). ``tf32`` lets CUDA round the
-    operands of fp32 matrix products to 10 bits. On CUDA an operator without a kernel is an error, unless
-    ``allow_cpu_fallback``; with it, and no usable device at all, programs run on ``CPUPlace()`` with a warning.
+    this package. ``optimization_level`` is onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on
+    it may rearrange fp32 arithmetic between two roundings. ``threads`` within one operator (default: onnxruntime's
+    choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits. On CUDA an operator without a
+    kernel is an error, unless ``allow_cpu_fallback``; with it, and no usable device at all, programs run on
+    ``CPUPlace()`` with a warning.
 
     Threads may share an executor, and several executors a scope: no update is lost. The first run of a signature
     (program, fetches, feed shapes) makes its session while others that need it wait; sessions of other signatures are
@@ -109,7 +77,7 @@ class Executor:
         if isinstance(max_sessions, bool) or not isinstance(max_sessions, int) or max_sessions < 1:
             raise ArgumentError(f"max_sessions is a number, at least 1; got {max_sessions!r}")
         self.max_sessions = max_sessions
-        self._programs: weakref.WeakKeyDictionary[Program, _Cache] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[Program, Plans] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # of the tables: who holds it waits for nothing
         if isinstance(self.place, CUDAPlace):
             self._require_cuda(self.place)
@@ -129,12 +97,14 @@ class Executor:
             return_numpy: bool = True) -> list[Any]:  # fmt: skip
         """Run ``program`` (default: the current main program) once, and return what ``fetch_list`` names, in its order.
 
-        ``feed`` maps inputs, by name or variable, to arrays of exactly the declared element type and shape (sizes that
-        are declared under one name must agree); Python numbers and lists take the declared type. ``fetch_list`` holds
-        variables or names. A fetched persistable variable has its value *after* the run. Results are numpy arrays
-        (ml_dtypes for bfloat16), or OrtValues on the executor's place with ``return_numpy=False``; they belong to the
-        caller and later runs leave them alone. ``fetch_list`` may also hold an ``amp.StepReports``; a StepReport comes
-        out in its place.
+        ``feed`` maps inputs, by name or variable, to arrays of exactly the declared element type and shape (sizes
+        that are declared under one name must agree); Python numbers and lists take the declared type. ``fetch_list``
+        holds variables or names. A fetched persistable variable has its value *after* the run. What is fetched has
+        the element type that it was declared with: a 16-bit rewriting changes its values (every one a number of 16
+        bit), not the type in which they come out; ``scope.find_var`` gives a parameter as it is stored. Results are
+        numpy arrays (ml_dtypes for bfloat16), or OrtValues on the executor's place with ``return_numpy=False``; they
+        belong to the caller and later runs leave them alone. ``fetch_list`` may also hold an ``amp.StepReports``; a
+        StepReport comes out in its place.
 
         State is read from and written to ``scope`` (default: ``global_scope()``). A run that raises leaves the scope as
         it was, with one exception: where onnxruntime itself fails in the middle of the updates, variables that
@@ -151,8 +121,8 @@ class Executor:
             with scope.writing():  # reports are numbered in the order of the steps
                 results = self.run(program, feed, expanded(fetch_list), scope, on_host)
                 return joined(results, fetch_list or (), return_numpy)
-        names = _fetch_names(fetch_list)
-        _check_home(program, fetch_list or ())
+        names = fetch_names(fetch_list)
+        check_home(program, fetch_list or ())
         # Sessions are made before the scope is taken, so that those of other shapes are made side by side.
         turn = _turn(program.window, scope)
         plan, feeds, step = self._ready(program, names, feed, turn)
@@ -189,26 +159,26 @@ class Executor:
 
     # -- compiling ------------------------------------------------------------------------------------
     def _ready(self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None,
-               turn: int) -> tuple[_Plan, dict[str, Any], Step | PlainStep | None]:  # fmt: skip
+               turn: int) -> tuple[Plan, dict[str, Any], Step | PlainStep | None]:  # fmt: skip
         """What a run needs: its plan, checked feeds, and the session (None: it needs none, or only once)."""
         plan = self._plan(program, names, program.window is not None and turn + 1 < program.window.steps)
         feeds = plan.feeds.check(feed)
         step = self._step(program, plan, feeds) if plan.runs and not plan.initialises else None
         return plan, feeds, step
 
-    def _plan(self, program: Program, names: tuple[str, ...], spread: bool) -> _Plan:
+    def _plan(self, program: Program, names: tuple[str, ...], spread: bool) -> Plan:
         with self._lock:
             cache = self._programs.get(program)
             if cache is None or cache.version != program.version:
-                cache = self._programs[program] = _Cache(program.version)
+                cache = self._programs[program] = Plans(program.version)
             plan = cache.plans.get((names, spread))
             if plan is None:
-                plan = cache.plans[names, spread] = _make_plan(program, names, spread, self.place)
+                plan = cache.plans[names, spread] = make_plan(program, names, spread, self.place)
             cache.last = plan
             return plan
 
-    def _step(self, program: Program, plan: _Plan, feeds: Mapping[str, Any]) -> Step | PlainStep:
-        key = tuple((name, shape_of(value)) for name, value in sorted(feeds.items()))
+    def _step(self, program: Program, plan: Plan, feeds: Mapping[str, Any]) -> Step | PlainStep:
+        key = shapes_of(feeds)
         served = key if plan.shaped else ()
         if not plan.shaped and key != plan.fed:
             plan.feeds.check_shapes(feeds)
@@ -216,7 +186,7 @@ class Executor:
         with self._lock:
             session = plan.sessions.get(served)
             if session is None:
-                session = plan.sessions[served] = _Session()
+                session = plan.sessions[served] = Session()
             elif session.step is not plan.last:
                 plan.sessions.move_to_end(served)
         step = session.step
@@ -229,7 +199,7 @@ class Executor:
         plan.last = step
         return step
 
-    def _make(self, session: _Session, program: Program, plan: _Plan, served: Shapes, feeds: Mapping[str, Any],
+    def _make(self, session: Session, program: Program, plan: Plan, served: Shapes, feeds: Mapping[str, Any],
               shapes: Shapes) -> None:  # fmt: skip
         """Compile for feeds of these shapes; the session that was used longest ago goes where there are too many."""
         start = time.monotonic()
@@ -237,7 +207,7 @@ class Executor:
             plan.feeds.check_shapes(feeds)
             session.step = self._compile(program, plan, dict(shapes))
         except (GraphError, ExecutionError) as error:
-            raise type(error)(f"{error}{_fed(shapes)}") from None
+            raise type(error)(f"{error}{fed_together(shapes)}") from None
         finally:
             if session.step is None:  # what cannot be compiled takes no place
                 with self._lock:
@@ -249,13 +219,13 @@ class Executor:
                 plan.sessions.popitem(last=False)
                 drops, plan.dropped = not plan.dropped, True
         if drops:
-            warnings.warn(_thrashes(program, plan, self.max_sessions, shapes), stacklevel=5)
+            warnings.warn(thrashes(program, plan, self.max_sessions, shapes), stacklevel=5)
 
-    def _compile(self, program: Program, plan: _Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
+    def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
         updates = program.window.updates if plan.spread and program.window is not None else True
-        lowered = lower(program, self.place.kind, tensors_fed, fetches, updates)
+        lowered = lower(program, self.place.kind, tensors_fed, fetches, updates, declared=True)
         in_place = bool(lowered.updates) and not plan.initialises
         session, graph = create_session(lowered.model, self.place, self.settings, program.name, keep_graph=in_place)
         startup = program.startup.name if program.startup is not None else ""
@@ -264,9 +234,14 @@ class Executor:
         return Step(session, graph, lowered, self.place, program.name, startup)
 
     # -- running --------------------------------------------------------------------------------------
-    def _run(self, program: Program, plan: _Plan, step: Step | PlainStep | None, feeds: Mapping[str, Any],
+    def _run(self, program: Program, plan: Plan, step: Step | PlainStep | None, feeds: Mapping[str, Any],
              scope: Scope, return_numpy: bool) -> list[Any]:  # fmt: skip
-        results = [] if step is None else step.run(scope, feeds, return_numpy)
+        try:
+            results = [] if step is None else step.run(scope, feeds, return_numpy)
+        except ExecutionError as error:
+            if plan.shaped:  # then these shapes were found to belong together when the session was made
+                raise
+            raise ExecutionError(f"{error}{fed_together(shapes_of(feeds))}") from None
         return [
             results[s] if isinstance(s, int) else self._state(program, scope, s, return_numpy) for s in plan.sources
         ]
@@ -278,20 +253,24 @@ class Executor:
                 f"the fetched variable '{name}' of program '{program.name}' is not in the scope; run its startup "
                 "program first, into this scope"
             )
+        declared = program.var(name).declared or tensors.dtype_of(value)
+        if declared != tensors.dtype_of(value):
+            array = tensors.to_array(value).astype(numpy_dtype(declared))
+            return array if return_numpy else tensors.from_array(array, self.place)
         return tensors.to_array(value) if return_numpy else tensors.copy_to(value, self.place)
 
-    def _initialise(self, program: Program, plan: _Plan, feeds: Mapping[str, Any], scope: Scope,
+    def _initialise(self, program: Program, plan: Plan, feeds: Mapping[str, Any], scope: Scope,
                     return_numpy: bool) -> list[Any]:  # fmt: skip
         """Run a program whose operators write persistable variables. Arrays are copied, the rest is one session.
 
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.
         """
-        arrays = [variable for op in program.operators if (variable := _array(op)) is not None]
+        arrays = [variable for op in program.operators if (variable := initialised(op)) is not None]
         rest = None
         if len(arrays) < len(program.operators):
             rest = program.clone() if arrays else program
             for op in rest.operators:
-                if _array(op) is not None:
+                if initialised(op) is not None:
                     rest.remove_operator(op)
         step = None if rest is None else self._step(rest, plan, feeds)
         with self._lock:
@@ -310,84 +289,6 @@ class Executor:
 def _turn(window: Window | None, scope: Scope) -> int:
     """The number of the next run among those of a window of accumulation."""
     return 0 if window is None else int(scope.find_var(window.counter.name))
-
-
-def _make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Place) -> _Plan:
-    updates = program.window.updates if spread and program.window is not None else program.updates
-    fetched = {name: _fetched(program, name) for name in names}
-    outputs = [name for name, variable in fetched.items() if not variable.persistable]
-    number = {name: index for index, name in enumerate(outputs)}
-    written = [v for v in program.variables if v.persistable and v.producer is not None]
-    targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
-    return _Plan(
-        spread=spread,
-        feeds=Feeds(program, targets),
-        sources=[number.get(name, name) for name in names],
-        outputs=outputs,
-        runs=bool(targets),
-        initialises=bool(written),
-        writes=bool(written or program.updates),
-        # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
-        shaped=bool(written or program.updates or place.kind == "cuda" or any(map(body_of, program.walk()))),
-    )
-
-
-def _array(op: Operator) -> Variable | None:
-    """The variable that a startup operator sets to content that lies on it; None for another operator."""
-    return op.output(0) if op.type == INITIALIZER and op.domain == OWN else None
-
-
-def _fetched(program: Program, name: str) -> Variable:
-    try:
-        return program.var(name)
-    except GraphError as error:
-        raise GraphError(f"fetch_list: {error}") from None
-
-
-def _fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> tuple[str, ...]:
-    if fetch_list is None:
-        return ()
-    if isinstance(fetch_list, (str, Variable)) or not isinstance(fetch_list, Sequence):
-        raise ArgumentTypeError(
-            f"fetch_list is a list of variables or names; got {fetch_list!r}, write [{fetch_list!r}]"
-        )
-    names = []
-    for item in fetch_list:
-        name = item.name if isinstance(item, Variable) else item
-        if not isinstance(name, str):
-            none = ". get_found_inf() gives None where gradients are not checked: float16 with a static loss scale of 1"
-            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}{none if name is None else ''}")
-        names.append(name)
-    return tuple(names)
-
-
-def _check_home(program: Program, fetch_list: Sequence[Variable | ReportRequest | str]) -> None:
-    """GraphError for a variable of another program that has no counterpart of its name in ``program``."""
-    for item in fetch_list:
-        if isinstance(item, Variable) and not program.has_var(item.name):
-            raise GraphError(
-                f"fetch_list: variable '{item.name}' belongs to {other_program(item.program, program)}; program "
-                f"'{program.name}', which is run, has no variable of that name"
-            )
-
-
-def _fed(shapes: Shapes) -> str:
-    """What was fed, for a program that does not take these shapes together."""
-    if len(shapes) < 2:
-        return ""
-    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
-    return f". Fed were {listed}: sizes that belong together, such as that of the batch, must be equal"
-
-
-def _thrashes(program: Program, plan: _Plan, limit: int, shapes: Shapes) -> str:
-    """What to say when a session is dropped for a new one."""
-    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
-    return (
-        f"program '{program.name}' has been fed {limit + 1} different shapes, the last {listed}. Each is compiled, in "
-        f"{plan.seconds / (limit + 1):.2g} s on average, and the executor keeps {limit}; a shape that comes back after "
-        "more than that is compiled again. Pad the feeds to a few lengths and batch sizes, or let the executor keep "
-        f"more (memory for each): Executor(place, max_sessions={4 * limit})"
-    )
 
 
 def _check_program(program: Program | None) -> Program:

@@ -9,11 +9,12 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
 from ..ir.program import Program, Variable
-from ..ir.types import FLOATS, HALF, numpy_dtype
+from ..ir.types import FLOATS, HALF
 from ..lists.paddle import paddle_arguments
 from . import tensors
-from .place import Place, check_place
+from .place import CUDAPlace, Place, check_place
 from .scope import Scope, check_scope, near_names
+from .session import require_cuda
 
 
 @paddle_arguments("cast_parameters_to_fp16")
@@ -24,10 +25,12 @@ def cast_parameters_to_fp16(place: Place, program: Program, scope: Scope | None 
     ``to_fp16_var_names`` are those to round, as ``cast_model_to_fp16`` returned them: names that ``program`` does not
     have are left out, those that it declares in fp32 stay; None takes every persistable variable of 16 bit. Values
     are rounded to the nearest, ties to even, and put on ``place``; those of the right type already stay as they are.
-    All are checked before any is written: PrecisionError names a parameter with a finite value beyond the format,
-    and its largest value; ScopeError a variable without a value.
+    All are checked before any is written: PlaceError where CUDA cannot be used; PrecisionError names a parameter with
+    a finite value beyond the format, and its largest value; ScopeError a variable without a value.
     """
     place = check_place(place, "cast_parameters_to_fp16")
+    if isinstance(place, CUDAPlace):
+        require_cuda(place)
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"cast_parameters_to_fp16 takes a program, got {program!r}")
     scope = check_scope(scope)
@@ -72,18 +75,4 @@ def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
         raise PrecisionError(
             f"variable '{variable.name}' is {found} in the scope and cannot be rounded to {variable.dtype}"
         )
-    return rounded(variable.name, tensors.to_array(value), str(variable.dtype))
-
-
-def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    """A float array in another float type; PrecisionError where a finite value of parameter ``name`` is beyond it."""
-    with np.errstate(over="ignore"):
-        result = array.astype(numpy_dtype(dtype))
-    finite = np.isfinite(array)
-    if not np.array_equal(np.isfinite(result), finite):
-        largest = float(np.abs(array[finite]).max())
-        raise PrecisionError(
-            f"parameter '{name}' does not fit {dtype}: its largest value is {largest:g}. Keep what "
-            "reads it in fp32 (custom_black_varnames, or outside fp16_guard), or use bfloat16; nothing was cast"
-        )
-    return result
+    return tensors.rounded(variable.name, tensors.to_array(value), str(variable.dtype))

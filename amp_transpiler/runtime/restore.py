@@ -20,7 +20,6 @@ from ..passes.lowered import needed
 from . import tensors
 from .binding import fits
 from .executor import Executor
-from .parameters import rounded
 from .roles import (
     BEFORE,
     INFERENCE,
@@ -127,7 +126,7 @@ def _is_surplus(stored: Stored, roles: frozenset[str] | None) -> bool:
 def _value(variable: Variable, source: Stored) -> Any:
     array = source.read()
     if source.dtype != variable.dtype:
-        array = rounded(variable.name, array, str(variable.dtype))
+        array = tensors.rounded(variable.name, array, str(variable.dtype))
     return tensors.from_array(array)
 
 
@@ -174,7 +173,7 @@ def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:
         if made.has_var(variable.name):
             array = made.find_var(variable.name)
             if array.dtype != numpy_dtype(str(variable.dtype)):
-                array = rounded(variable.name, array, str(variable.dtype))
+                array = tensors.rounded(variable.name, array, str(variable.dtype))
             values[variable.name] = tensors.from_array(array)
     return values
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -13,10 +15,14 @@ import numpy as np
 import onnx
 
 from ..errors import ArgumentError, ArgumentTypeError, ScopeError
-from ..ir.types import numpy_dtype
+from ..ir.types import FLOATS, numpy_dtype
 from . import tensors
 from .locks import StepLock
 from .place import CPUPlace, Place
+
+#: What comes between the name of a parameter and the number of its fp32 master weight.
+MASTER = "_fp32_master"
+_OF_MASTER = re.compile(rf"(.+){MASTER}_\d+")
 
 
 class Scope:
@@ -59,13 +65,16 @@ class Scope:
     def set_var(self, name: str, value: Any) -> None:
         """Give a variable a value: a numpy array, ONNX tensor or OrtValue, or Python numbers; it is copied.
 
-        Python numbers take the element type that the variable already has here. ArgumentTypeError for what is no
-        tensor; ArgumentError for numbers that the element type cannot hold.
+        Python numbers take the element type that the variable already has here. A parameter and its fp32 master
+        weight are one value: setting either sets both, the master to what is given, a 16-bit parameter to that
+        rounded (what a master rounds to already leaves it alone, and a master leaves alone what it did not round to
+        before). ArgumentTypeError for what is no tensor;
+        ArgumentError for numbers that the element type cannot hold; PrecisionError for a parameter beyond its 16 bit.
         """
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"a variable's name is a string, got {name!r}")
         with self.writing():
-            self._values[name] = self._convert(name, value)
+            self._values.update(self._tied(name, self._convert(name, value)))
 
     def _take(self, values: Mapping[str, Any]) -> None:
         """Let variables have these values, OrtValues that nobody else holds, all of them at once."""
@@ -101,12 +110,50 @@ class Scope:
         if isinstance(value, onnx.TensorProto):
             value = onnx.numpy_helper.to_array(value)
         elif isinstance(value, (bool, int, float, list, tuple)):
-            old = self._values.get(name)
+            old = self._values.get(next(self._masters(name), name))
             value = literal(value, None if old is None else tensors.dtype_of(old), f"variable '{name}'")
         return tensors.from_array(value)
 
+    # -- master weights -------------------------------------------------------------------------------
+    def _masters(self, name: str) -> Iterator[str]:
+        """The names of the master weights that a parameter has here."""
+        numbered = (f"{name}{MASTER}_{number}" for number in itertools.count())
+        return itertools.takewhile(self._values.__contains__, numbered)
+
+    def _tied(self, name: str, value: Any) -> dict[str, Any]:
+        """What variables take when ``name`` is set: a parameter and its masters go together."""
+        if tensors.dtype_of(value) not in FLOATS:
+            return {name: value}
+        owner = _OF_MASTER.fullmatch(name)
+        if owner is not None:
+            held = (self._values.get(name), self._values.get(owner[1]))
+            follows = None not in held and _rounds_to(*map(tensors.to_array, held))
+            return {name: value} | (self._as_held(owner[1], value) if follows else {})
+        masters = list(self._masters(name))
+        if not masters:
+            return {name: value}
+        found = {name: value} | self._as_held(name, value)
+        for master in masters:
+            kept = tensors.to_array(self._values[master])
+            if not _rounds_to(kept, tensors.to_array(found[name])):
+                found[master] = tensors.from_array(tensors.rounded(master, tensors.to_array(value), "float32"))
+        return found
+
+    def _as_held(self, parameter: str, value: Any) -> dict[str, Any]:
+        """The parameter with a value in the element type that it has here; nothing where it is not here."""
+        held = self._values.get(parameter)
+        dtype = None if held is None else tensors.dtype_of(held)
+        if dtype not in FLOATS:
+            return {}
+        return {parameter: tensors.from_array(tensors.rounded(parameter, tensors.to_array(value), dtype))}
+
     def __repr__(self) -> str:
         return f"<Scope: {len(self._values)} variables>"
+
+
+def _rounds_to(master: np.ndarray, parameter: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):
+        return master.astype(parameter.dtype).tobytes() == parameter.tobytes()
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, PrecisionError
 from ..ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
 from .place import CPUPlace, Place
 
@@ -88,6 +88,20 @@ def on(value: Any, place: Place) -> bool:
 def dtype_of(value: Any) -> str:
     """The element type name of a value."""
     return NAMES[value.element_type()]
+
+
+def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """A float array in another float type; PrecisionError where a finite value of parameter ``name`` is beyond it."""
+    with np.errstate(over="ignore"):
+        result = array.astype(numpy_dtype(dtype))
+    finite = np.isfinite(array)
+    if not np.array_equal(np.isfinite(result), finite):
+        largest = float(np.abs(array[finite]).max())
+        raise PrecisionError(
+            f"parameter '{name}' does not fit {dtype}: its largest value is {largest:g}. Keep what "
+            "reads it in fp32 (custom_black_varnames, or outside fp16_guard), or use bfloat16; nothing was cast"
+        )
+    return result
 
 
 def _plain(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,148 @@
+"""What a program does for one list of fetches: found once, before anything is compiled for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ArgumentTypeError, GraphError
+from ..ir.marks import INITIALIZER
+from ..ir.opdef import body_of
+from ..ir.program import OWN, Operator, Program, Variable, other_program
+from .binding import PlainStep, Step
+from .feeds import Feeds, shape_of
+from .place import Place
+from .report import ReportRequest
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(eq=False)
+class Session:
+    """The place of one session: who needs it first makes it, under ``lock``, and the others wait for that."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    step: Step | PlainStep | None = None
+
+
+@dataclass(eq=False)
+class Plan:
+    """What a program does for one list of fetches; compiled once for each set of feed shapes.
+
+    ``sources`` says for each fetch where it comes from: the number of a session output, or the name of a variable
+    in the scope. ``outputs`` are the names of the session outputs. ``spread``: a run does not end a window of
+    accumulation, and writes the window's updates instead of the program's. ``writes``: a run changes the scope.
+    ``shaped``: a session serves the shapes alone that it was made for.
+    """
+
+    spread: bool
+    feeds: Feeds
+    sources: list[int | str]
+    outputs: list[str]
+    runs: bool
+    initialises: bool
+    writes: bool
+    shaped: bool
+    sessions: OrderedDict[Shapes, Session] = field(default_factory=OrderedDict)
+    fed: Shapes | None = None
+    last: Step | PlainStep | None = None
+    seconds: float = 0.0  # that making sessions took
+    dropped: bool = False  # a session that may be needed again
+
+
+@dataclass
+class Plans:
+    """The plans of one program as it is in one version, by the names that are fetched and ``spread``."""
+
+    version: int
+    plans: dict[tuple[tuple[str, ...], bool], Plan] = field(default_factory=dict)
+    last: Plan | None = None
+
+
+def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Place) -> Plan:
+    """What ``program`` does when these variables are fetched. GraphError for an unknown one."""
+    updates = program.window.updates if spread and program.window is not None else program.updates
+    fetched = {name: _fetched(program, name) for name in names}
+    outputs = [name for name, variable in fetched.items() if not variable.persistable]
+    number = {name: index for index, name in enumerate(outputs)}
+    written = [v for v in program.variables if v.persistable and v.producer is not None]
+    targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
+    return Plan(
+        spread=spread,
+        feeds=Feeds(program, targets),
+        sources=[number.get(name, name) for name in names],
+        outputs=outputs,
+        runs=bool(targets),
+        initialises=bool(written),
+        writes=bool(written or program.updates),
+        # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
+        shaped=place.kind == "cuda"
+        or bool(written or program.updates or program.info.functions or any(map(body_of, program.walk()))),
+    )
+
+
+def initialised(op: Operator) -> Variable | None:
+    """The variable that a startup operator sets to content that lies on it; None for another operator."""
+    return op.output(0) if op.type == INITIALIZER and op.domain == OWN else None
+
+
+def _fetched(program: Program, name: str) -> Variable:
+    try:
+        return program.var(name)
+    except GraphError as error:
+        raise GraphError(f"fetch_list: {error}") from None
+
+
+def fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> tuple[str, ...]:
+    """The names of what is fetched. ArgumentTypeError for what is no list of variables and names."""
+    if fetch_list is None:
+        return ()
+    if isinstance(fetch_list, (str, Variable)) or not isinstance(fetch_list, Sequence):
+        raise ArgumentTypeError(
+            f"fetch_list is a list of variables or names; got {fetch_list!r}, write [{fetch_list!r}]"
+        )
+    names = []
+    for item in fetch_list:
+        name = item.name if isinstance(item, Variable) else item
+        if not isinstance(name, str):
+            none = ". get_found_inf() gives None where gradients are not checked: float16 with a static loss scale of 1"
+            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}{none if name is None else ''}")
+        names.append(name)
+    return tuple(names)
+
+
+def check_home(program: Program, fetch_list: Sequence[Variable | ReportRequest | str]) -> None:
+    """GraphError for a variable of another program that has no counterpart of its name in ``program``."""
+    for item in fetch_list:
+        if isinstance(item, Variable) and not program.has_var(item.name):
+            raise GraphError(
+                f"fetch_list: variable '{item.name}' belongs to {other_program(item.program, program)}; program "
+                f"'{program.name}', which is run, has no variable of that name"
+            )
+
+
+def shapes_of(feeds: Mapping[str, Any]) -> Shapes:
+    """The shapes of checked feeds, by name."""
+    return tuple((name, shape_of(value)) for name, value in sorted(feeds.items()))
+
+
+def fed_together(shapes: Shapes) -> str:
+    """What was fed, for a program that does not take these shapes together."""
+    if len(shapes) < 2:
+        return ""
+    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
+    return f". Fed were {listed}: sizes that belong together, such as that of the batch, must be equal"
+
+
+def thrashes(program: Program, plan: Plan, limit: int, shapes: Shapes) -> str:
+    """What to say when a session is dropped for a new one."""
+    listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
+    return (
+        f"program '{program.name}' has been fed {limit + 1} different shapes, the last {listed}. Each is compiled, in "
+        f"{plan.seconds / (limit + 1):.2g} s on average, and the executor keeps {limit}; a shape that comes back after "
+        "more than that is compiled again. Pad the feeds to a few lengths and batch sizes, or let the executor keep "
+        f"more (memory for each): Executor(place, max_sessions={4 * limit})"
+    )
