@@ -219,7 +219,7 @@ class Executor:
                 plan.sessions.popitem(last=False)
                 drops, plan.dropped = not plan.dropped, True
         if drops:
-            warnings.warn(thrashes(program, plan, self.max_sessions, shapes), stacklevel=5)
+            warnings.warn(thrashes(program, plan, self.max_sessions, shapes), stacklevel=6)  # the caller of run
 
     def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
