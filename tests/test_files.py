@@ -6,6 +6,8 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,16 @@ def test_f3_devices_pipes_sockets_folders_and_links_are_no_targets(
     assert Path("folder/out").read_bytes() == b"new"
 
 
+def test_logs_are_not_written_into_links_and_devices(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("file")
+    for writer in (amp.monitor.CsvWriter, amp.monitor.JsonlWriter):
+        for target in (tmp_path / "link", tmp_path, os.devnull, tmp_path / "none" / "x"):
+            with pytest.raises(ModelFileWriteError):
+                writer(target)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_f6_outputs_that_are_inputs(tmp_path: Path) -> None:
     for name in ("in.onnx", "train.npz", "test.npz"):
         (tmp_path / name).write_text(name)
@@ -351,6 +363,27 @@ def test_f8_interrupts_and_full_disks_say_what_stands(
         patch.setattr(Group, "commit", late)
         status, _, err = convert(capsys, *request)
     assert status == 130 and all(name in err for name in made) and "nothing was written" not in err, err
+
+
+def test_output_that_nobody_reads_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
+    path = net(tmp_path)
+    command = [sys.executable, "-m", "amp_transpiler.cli"]
+    for unbuffered in (False, True):
+        environment = os.environ | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})
+        out = tmp_path / f"{unbuffered}.onnx"
+        with open("/dev/full", "w") as full:
+            found = subprocess.run([*command, "convert", path, out], stdout=full, stderr=subprocess.PIPE, text=True,
+                                   env=environment)  # fmt: skip
+        assert found.returncode == 1 and found.stderr.count("\n") == 1 and out.exists()
+        assert "standard output cannot be written: No space left on device" in found.stderr
+        out.unlink()
+        (tmp_path / f"{out.name}.data").unlink()
+        reader, writer = os.pipe()
+        os.close(reader)
+        found = subprocess.run([*command, "convert", path, out], stdout=writer, stderr=subprocess.PIPE, text=True,
+                               env=environment)  # fmt: skip
+        os.close(writer)
+        assert (found.returncode, found.stderr) == (0, "") and out.exists()
 
 
 def test_f8_a_check_that_fails_says_that_the_file_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from .. import __version__
 from ..errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from ..passes.optimal import MODES
 from . import convert, diff, explain, info, train
+from .output import patient_output
 
 _EXAMPLES = """examples:
   amp-transpile convert model.onnx model_fp16.onnx
@@ -98,13 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return _COMMANDS[options.command](options)
+        with patient_output() as output:
+            status = _COMMANDS[options.command](options)
+        if output.trouble is None or isinstance(output.trouble, BrokenPipeError):
+            return status  # the reader of our output (head, less) may have gone
+        print(f"amp-transpile: standard output cannot be written: {output.trouble.strerror}", file=sys.stderr)
+        return status or 1
     except AmpError as error:
         print(f"amp-transpile: {error}", file=sys.stderr)
         return 2 if isinstance(error, ArgumentError | ArgumentTypeError | ListError) else 1
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
-        sys.stderr.close()
-        return 0
     except KeyboardInterrupt:
         print("amp-transpile: interrupted; nothing was written", file=sys.stderr)
         return 130
