@@ -168,6 +168,12 @@ def _upsample(op: Operator) -> None:
     _as_resize(op)
 
 
+@_adapter(20, "GridSample")
+def _grid_sample(op: Operator) -> None:
+    if "mode" in op.attrs:
+        op.attrs["mode"] = {"bilinear": "linear", "bicubic": "cubic"}.get(op.attrs["mode"], op.attrs["mode"])
+
+
 @_adapter(11, "Resize")
 def _resize_10(op: Operator) -> None:
     _as_resize(op)

@@ -1,0 +1,205 @@
+"""GridSample: each element of the result is a weighted sum of the elements around a place that the grid gives.
+
+The gradient adds the shares back where they came from, and moves the place by the slope of the weights. Places,
+padding and weights: https://onnx.ai/onnx/operators/onnx__GridSample.html; where that leaves a choice (what happens
+at a border itself, which way a tie is rounded), onnxruntime's and PyTorch's (``aten/src/ATen/native/GridSampler.h``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from ..ir.emitter import Emitter, Value
+from ..ir.opdef import gradient
+from ..ir.program import Operator
+from .common import Grads, shape_of, size_of
+
+#: The coefficient of the cubic kernel.
+_CUBIC = -0.75
+
+
+@dataclass
+class _Tap:
+    """One of the elements along an axis that a result is made of: index, weight and the weight's slope, each [points].
+
+    Index and weight are where the padding puts them; what lies outside weighs nothing. ``slope``: by the coordinate of
+    the grid; None where it is zero everywhere.
+    """
+
+    index: Value
+    weight: Value
+    slope: Value | None
+
+
+@gradient("GridSample", reads="x0 x1 dy0", inputs=[0, 1])
+def grid_sample(e: Emitter, op: Operator, x: Value, grid: Value, dy: Value) -> Grads:
+    batch, channels, *sizes = size_of(x)
+    places = math.prod(size_of(dy)[2:])
+    axes = [_taps(e, op, _coordinate(e, grid, len(sizes) - 1 - axis), size) for axis, size in enumerate(sizes)]
+    rows = e.reshape(e.transpose(e.reshape(dy, (batch, channels, places)), (0, 2, 1)), (batch * places, channels))
+    elements = math.prod(sizes)
+    offset = e.reshape(e.const([[n * elements] * places for n in range(batch)], "int64"), (batch * places,))
+    taps = list(itertools.product(*axes))
+    flat = [_flat_index(e, tap, sizes, offset) for tap in taps]
+    dx = _to_elements(e, rows, taps, flat, (batch, channels, *sizes)) if e.wants(0) else None
+    return [dx, _to_grid(e, x, rows, taps, flat, size_of(grid)) if e.wants(1) else None]
+
+
+def _to_elements(e: Emitter, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value],
+                 shape: tuple[int, ...]) -> Value:  # fmt: skip
+    """The gradient of what is sampled: every share of ``rows``, [points, channels], added where it came from."""
+    batch, channels, *sizes = shape
+    points, elements = size_of(rows)[0], math.prod(sizes)
+    shares = [e.Mul(rows, e.reshape(_product(e, [t.weight for t in tap]), (points, 1))) for tap in taps]
+    at = e.reshape(e.Concat(*flat, axis=0), (len(taps) * points, 1))
+    together = e.Concat(*shares, axis=0)
+    zeros = e.zeros((batch * elements, channels), rows.dtype)
+    total = e.ScatterND(zeros, at, together, reduction="add", shape=(batch * elements, channels))
+    return e.reshape(e.transpose(e.reshape(total, (batch, elements, channels)), (0, 2, 1)), shape)
+
+
+def _to_grid(e: Emitter, x: Value, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value],
+             shape: tuple[int, ...]) -> Value:  # fmt: skip
+    """The gradient of the grid, coordinates in its order: the last axis first."""
+    batch, channels, *sizes = size_of(x)
+    elements, points = math.prod(sizes), size_of(rows)[0]
+    table = e.reshape(e.transpose(e.reshape(x, (batch, channels, elements)), (0, 2, 1)), (batch * elements, channels))
+    columns: list[Value] = []
+    terms: list[list[Value]] = [[] for _ in sizes]
+    for tap, index in zip(taps, flat, strict=True):
+        if all(t.slope is None for t in tap):
+            continue
+        read = e.Gather(table, index, axis=0, shape=(points, channels))
+        share = e.reshape(e.reduce_sum(e.Mul(rows, read), [1]), (points,))
+        for axis, along in enumerate(tap):
+            if along.slope is not None:
+                others = [t.weight for i, t in enumerate(tap) if i != axis]
+                terms[axis].append(_product(e, [share, along.slope, *others]))
+    for found in reversed(terms):
+        column = e.Sum(*found) if found else e.zeros((points,), rows.dtype)
+        columns.append(e.reshape(column, (points, 1)))
+    return e.reshape(e.Concat(*columns, axis=1), shape)
+
+
+def _product(e: Emitter, factors: list[Value]) -> Value:
+    result = factors[0]
+    for factor in factors[1:]:
+        result = e.Mul(result, factor)
+    return result
+
+
+def _flat_index(e: Emitter, tap: tuple[_Tap, ...], sizes: list[int], offset: Value) -> Value:
+    """The row of the element in a table of all elements of the batch."""
+    result, stride = offset, 1
+    for along, size in reversed(list(zip(tap, sizes, strict=True))):
+        result = e.Add(result, e.Mul(along.index, e.like(stride, along.index)) if stride > 1 else along.index)
+        stride *= size
+    return result
+
+
+def _coordinate(e: Emitter, grid: Value, component: int) -> Value:
+    """One coordinate of every point, [points]."""
+    shape = size_of(grid)
+    column = e.Gather(grid, e.const(component, "int64"), axis=len(shape) - 1, shape=shape[:-1])
+    return e.reshape(column, (math.prod(shape[:-1]),))
+
+
+# -- one axis ----------------------------------------------------------------------------------------------
+def _taps(e: Emitter, op: Operator, g: Value, size: int) -> list[_Tap]:
+    """What one axis contributes, for the coordinate ``g`` in [-1, 1]."""
+    mode, padding = op.attrs.get("mode", "linear"), op.attrs.get("padding_mode", "zeros")
+    aligned = bool(op.attrs.get("align_corners", 0))
+    factor = (size - 1) / 2 if aligned else size / 2
+    place = e.Add(e.Mul(g, e.like(factor, g)), e.like((size - 1) / 2, g))
+    if mode in ("cubic", "bicubic"):
+        return _cubic(e, place, factor, size, padding, aligned)
+    place, slope = _padded(e, place, factor, size, padding, aligned)
+    if mode == "nearest":
+        near = e.op("Round", place, shape=place.shape)
+        return [_Tap(_index(e, near, size), _inside(e, near, size), None)]
+    low = e.Floor(place)
+    after = e.Sub(place, low)
+    high = e.Add(low, e.like(1, low))
+    weights = (e.Sub(e.like(1, after), after), after)
+    return [
+        _Tap(_index(e, at, size), e.Mul(weight, inside), e.Mul(inside, e.Neg(slope) if at is low else slope))
+        for at, weight, inside in zip(
+            (low, high), weights, (_inside(e, low, size), _inside(e, high, size)), strict=True
+        )
+    ]
+
+
+def _padded(e: Emitter, place: Value, factor: float, size: int, padding: str, aligned: bool) -> tuple[Value, Value]:
+    """The place after padding by "border" or "reflection", and its slope by the grid's coordinate."""
+    slope = e.like(factor, place)
+    if padding == "zeros":
+        return place, slope
+    if padding == "reflection":
+        place, turned = _reflected(e, place, size, aligned)
+        slope = e.Mul(slope, turned)
+    bottom, top = e.like(0, place), e.like(size - 1, place)
+    within = e.And(e.Greater(place, bottom), e.Less(place, top))
+    return e.Min(e.Max(place, bottom), top), e.Where(within, slope, bottom)
+
+
+def _reflected(e: Emitter, place: Value, size: int, aligned: bool) -> tuple[Value, Value]:
+    """The place, reflected at the borders as often as it takes, and 1 or -1 as its direction."""
+    low, span = (0.0, size - 1.0) if aligned else (-0.5, float(size))
+    if span == 0:
+        return e.Mul(place, e.like(0, place)), e.Mul(place, e.like(0, place))
+    one = e.like(1, place)
+    shifted = e.Sub(place, e.like(low, place))
+    sign = e.Where(e.Less(shifted, e.like(0, place)), e.Neg(one), one)
+    distance = e.Abs(shifted)
+    turns = e.Floor(e.Div(distance, e.like(span, place)))
+    rest = e.Sub(distance, e.Mul(turns, e.like(span, place)))
+    half = e.Mul(turns, e.like(0.5, place))
+    even = e.Equal(half, e.Floor(half))
+    back = e.Add(e.Where(even, rest, e.Sub(e.like(span, rest), rest)), e.like(low, rest))
+    return back, e.Mul(sign, e.Where(even, one, e.Neg(one)))
+
+
+def _cubic(e: Emitter, place: Value, factor: float, size: int, padding: str, aligned: bool) -> list[_Tap]:
+    """Four taps, each padded by itself."""
+    low = e.Floor(place)
+    after = e.Sub(place, low)
+    taps: list[_Tap] = []
+    for step in (-1, 0, 1, 2):
+        distance = e.Sub(after, e.like(step, after))  # of the place from the tap
+        weight, slope = _kernel(e, distance, near=step in (0, 1), sign=1 if step <= 0 else -1)
+        at = e.Add(low, e.like(step, low))
+        slope = e.Mul(slope, e.like(factor, slope))
+        if padding == "zeros":
+            inside = _inside(e, at, size)
+            weight, slope = e.Mul(weight, inside), e.Mul(slope, inside)
+        elif padding == "reflection":
+            at, _ = _reflected(e, at, size, aligned)
+            at = e.op("Round", at, shape=at.shape)
+        taps.append(_Tap(_index(e, at, size), weight, slope))
+    return taps
+
+
+def _kernel(e: Emitter, distance: Value, near: bool, sign: int) -> tuple[Value, Value]:
+    """The cubic convolution's weight at a distance whose sign is known, and its slope."""
+    d = distance if sign > 0 else e.Neg(distance)
+    a = _CUBIC
+    powers = (a + 2, -(a + 3), 0.0, 1.0) if near else (a, -5 * a, 8 * a, -4 * a)
+    weight, slope = e.like(powers[0], d), e.like(3 * powers[0] * sign, d)
+    for coefficient in powers[1:]:
+        weight = e.Add(e.Mul(weight, d), e.like(coefficient, d))
+    for coefficient in (2 * powers[1], powers[2]):
+        slope = e.Add(e.Mul(slope, d), e.like(coefficient * sign, d))
+    return weight, slope
+
+
+def _index(e: Emitter, at: Value, size: int) -> Value:
+    """A whole place as an index that there is."""
+    return e.cast(e.Min(e.Max(at, e.like(0, at)), e.like(size - 1, at)), "int64")
+
+
+def _inside(e: Emitter, at: Value, size: int) -> Value:
+    """1 where a whole place is an element, else 0."""
+    there = e.And(e.Greater(at, e.like(-0.5, at)), e.Less(at, e.like(size - 0.5, at)))
+    return e.cast(there, at.dtype)
