@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..ir.emitter import Emitter, Value
 from ..ir.opdef import gradient
 from ..ir.program import Operator
-from .common import Grads, shape_of, size_of
+from .common import Grads, size_of
 
 #: The coefficient of the cubic kernel.
 _CUBIC = -0.75
