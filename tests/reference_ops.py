@@ -1,7 +1,7 @@
 """Operators that ONNX's reference evaluator (1.23) gets wrong or cannot do, written out in numpy.
 
 ConvTranspose: groups with several channels. MaxPool: indices where every stride is 1. AveragePool: ceil_mode, which
-it lets pad in front too. GlobalMaxPool: one spatial axis.
+it lets pad in front too. GlobalMaxPool: one spatial axis. GridSample: places in float64.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops.op_grid_sample import GridSample as _GridSample
 
 Array = np.ndarray[Any, Any]
 
@@ -138,4 +139,11 @@ class ConvTranspose(_Windowed):
         return outs, [t // 2 if auto_pad == "SAME_UPPER" else t - t // 2 for t in total]
 
 
-CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose]
+class GridSample(_GridSample):
+    op_domain = ""
+
+    def _gs_denormalize_coordinates(self, n: Array, dims: Array, align_corners: bool) -> Array:
+        return np.array([self._gs_denormalize(v, dim, align_corners) for v, dim in zip(n, dims, strict=False)], np.float64)
+
+
+CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose, GridSample]
