@@ -198,7 +198,8 @@ def test_f12_a_fixed_batch_is_named_and_freed_on_request(name: str, tmp_path: Pa
     amp.fit(model, tmp_path / "one.onnx", data=data, say=told.append, mode="fp32", lr=1e-3)
     assert any("exported with a fixed batch of 1, and is trained in batches of 1; batch_size=32" in line for line in told)
     assert onnx.load(tmp_path / "one.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
-    amp.fit(model, tmp_path / "many.onnx", data=data, say=told.append, **FAST)
+    onnx.save(exported(name), tmp_path / "model.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    amp.fit(tmp_path / "model.onnx", tmp_path / "many.onnx", data=data, say=told.append, **FAST)
     assert any("fixed batch of 1: freed of it" in line for line in told)
     free = exported(name.removesuffix("_batch1"))
     onnx.save(free, tmp_path / "free.onnx")
@@ -440,3 +441,17 @@ def test_the_files_load_in_bare_onnxruntime(tmp_path: Path) -> None:
     amp.fit(linear(), tmp_path / "out.onnx", data=features(40), mode="pure-fp16")
     session = ort.InferenceSession(str(tmp_path / "out.onnx"), providers=["CPUExecutionProvider"])
     assert [i.name for i in session.get_inputs()] == ["x"]
+
+
+def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(tmp_path: Path) -> None:
+    """Trained in fp32, where 10^6 between two layers is no matter; float16 would make infinity of it."""
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
+                                    "{ h = MatMul (x, w)\n g = MatMul (h, v)\n y = Relu (g) }")  # fmt: skip
+    for name, array in (("w", np.full((4, 8), 100)), ("v", np.full((8, 3), 1e-4))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
+    for factor, precision in ((1, "float16"), (1e4, "float32")):
+        data = features(40)
+        data["x"] *= factor
+        amp.fit(model, tmp_path / "out.onnx", data=data, mode="fp32", save="pure-fp16", lr=1e-6)
+        products = [op for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators if op.type == "MatMul"]
+        assert products[0].precision == precision, products[0].reason

@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
             flags=True, **given)  # fmt: skip
     except KeyboardInterrupt as stopped:
         bar.close()
-        said = f"; {stopped}" if str(stopped) else ""
-        print(f"\namp-transpile: interrupted{said}", file=sys.stderr)
+        stands = str(stopped) or f"{options.output} was not written"
+        print(f"\namp-transpile: interrupted; {stands}", file=sys.stderr)
         return 130
     finally:
         bar.close()

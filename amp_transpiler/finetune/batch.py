@@ -16,6 +16,7 @@ import onnx
 from ..errors import AmpError
 from ..ir.infer import constant_array
 from ..ir.program import Operator, Program, Variable
+from ..ir.types import numpy_dtype
 from ..runtime import CPUPlace, Executor, Scope
 
 #: What the free dimension is called.
@@ -27,12 +28,16 @@ def fixed_batch(inputs: list[Variable]) -> int | None:
     return next((v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)), None)
 
 
-def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarray]) -> Program | str:
+def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarray],
+          values: Mapping[str, Any] | None = None) -> Program | str:  # fmt: skip
     """The program with a free batch, or why it cannot have one.
 
-    ``inputs`` are those that are fed, all of one fixed batch; ``feed`` has one sample more than that for each.
+    ``inputs`` are those that are fed samples, all of one fixed batch; ``feed`` has one sample more than that for each.
+    ``values`` are those of other inputs.
     """
-    model = program.to_onnx()
+    others = {v.name: np.asarray(values[v.name], numpy_dtype(str(v.dtype))) for v in program.inputs
+              if values and v.name in values}  # fmt: skip
+    model = program.to_onnx(external_data=False)
     names = {v.name for v in inputs}
     sizes = {v.name: v.shape[0] for v in inputs if v.shape}
     if len(set(sizes.values())) > 1:
@@ -50,8 +55,9 @@ def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarra
     _free_reshapes(program, model.graph, inputs)
     try:
         free = Program.from_onnx(model, name=program.name)
-        own = [_run(program, {name: rows[start : start + batch] for name, rows in feed.items()}) for start in (0, 1)]
-        larger = _run(free, feed)
+        own = [_run(program, {name: rows[start : start + batch] for name, rows in feed.items()} | others)
+               for start in (0, 1)]  # fmt: skip
+        larger = _run(free, {**feed, **others})
     except AmpError as error:
         return f"a larger batch does not pass: {error}"
     for out, first, second, found in zip(program.outputs, *own, larger, strict=True):

@@ -141,7 +141,7 @@ class _Run:
                 raise FeedError(f"{what}: array '{variable.name}' holds no samples")
             chosen = np.ascontiguousarray(array[np.arange(fixed + 1) % len(array)])
             rows[variable.name] = as_declared(chosen, str(variable.dtype), f"{what}: array '{variable.name}'")
-        result = freed(program, fed, rows)
+        result = freed(program, fed, rows, options.values)
         if isinstance(result, Program):
             self.tell(f"{exported}: freed of it, and so will be what is written (tried on samples of the data)")
             return result, wanted, False
@@ -201,6 +201,9 @@ class _Run:
         loop = Loop(programs, optimizer, options, executor, scope, self.batch, self.whole, log, progress,
                     found.steps if found is not None else 0)  # fmt: skip
         before, done = _stamp(output), found.epochs if found is not None else 0
+        if found is not None and done >= options.epochs:
+            self.tell(f"{done} epochs are done, and {options.said('epochs')} asks for no more; what they came to is "
+                      "written")  # fmt: skip
         try:
             if self.test_data is not None and found is None:
                 history = (self._first(loop, log),)
@@ -235,14 +238,18 @@ class _Run:
         return record
 
     def _write(self, output: Path, scope: Scope) -> None:
-        """The trained model for inference, from the fp32 masters, in the chosen precision."""
+        """The trained model for inference, from the fp32 masters, in the chosen precision.
+
+        What leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert --calibration``.
+        """
         options = self.options
         model = self.programs.model.to_onnx(scope=_Masters(scope), external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)
         else:
-            convert(model, mode=options.saved, dtype=options.dtype, black_list=list(options.black_list) or None
-                    ).to_onnx(output)  # fmt: skip
+            rows = self.train_data.rows(slice(0, self.batch))
+            convert(model, mode=options.saved, dtype=options.dtype, black_list=list(options.black_list) or None,
+                    calibration={v.name: rows[v.name] for v in _fed(self.programs.model)}).to_onnx(output)  # fmt: skip
         self.tell(f"{output}: the trained model in {options.saved}, {model_size(output):,} bytes")
 
 
