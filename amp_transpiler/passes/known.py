@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..ir.marks import FULL
+from ..ir.marks import FULL, inserted
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import FLOATS
 from ..lists import AutoMixedPrecisionLists
@@ -73,7 +73,7 @@ def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> N
 
 def _as_in(other: Program, program: Program, evidence: Evidence) -> Evidence:
     """The decisions of ``other`` on what both have, and ``evidence`` on the rest."""
-    known = {name: op for op in other.walk() for name in _names(op)}
+    known = {name: op for op in other.walk() if not inserted(op) for name in _names(op)}
     found = Evidence(constants=evidence.constants)
     for op in program.walk():
         there = next((known[name] for name in _names(op) if name in known), None)
