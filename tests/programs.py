@@ -29,9 +29,9 @@ def use_case_layers(guard: bool = True) -> tuple[object, object, object]:
     """conv2d outside the guard; batch_norm(relu), max_pool2d, fc(64), softmax, cross entropy inside."""
     image = amp.data("image", [None, 1, 28, 28], "float32")
     label = amp.data("label", [None, 1], "int64")
-    conv = amp.nn.conv2d(image, num_filters=6, filter_size=3)
+    conv = amp.nn.conv2d(input=image, num_filters=6, filter_size=3)
     with amp.fp16_guard():
-        normed = amp.nn.batch_norm(conv, act="relu")
+        normed = amp.nn.batch_norm(input=conv, act="relu")
         pool = F.max_pool2d(normed, kernel_size=2, stride=2)
         hidden = amp.nn.fc(pool, size=64)
         prediction = F.softmax(hidden)

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentTypeError
+from ..lists.paddle import paddle_arguments
 from . import names
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def default_startup_program() -> Program:
     return _current()[1]
 
 
+@paddle_arguments("program_guard")
 @contextmanager
 def program_guard(main: Program, startup: Program | None = None) -> Iterator[None]:
     """Build into ``main``, and put initialisers into ``startup`` (default: ``main.startup``, made if missing).

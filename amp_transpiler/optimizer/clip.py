@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..ir.program import OWN, Variable
+from ..lists.paddle import paddle_arguments
 from ..ops.clip import GLOBAL_NORM, NORM, VALUE
 from ..ops.scaling import master_type
 
@@ -37,6 +38,7 @@ def _limit(owner: GradientClip, name: str, value: Any) -> float:
     return float(value)
 
 
+@paddle_arguments("optimizer.clip")
 class ClipGradByGlobalNorm(GradientClip):
     """Multiply all gradients by ``clip_norm / max(norm, clip_norm)``, norm over all of them together."""
 
@@ -46,6 +48,7 @@ class ClipGradByGlobalNorm(GradientClip):
         self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
 
 
+@paddle_arguments("optimizer.clip")
 class ClipGradByNorm(GradientClip):
     """Multiply each gradient by ``clip_norm / max(norm, clip_norm)``, norm of that gradient."""
 
@@ -55,6 +58,7 @@ class ClipGradByNorm(GradientClip):
         self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
 
 
+@paddle_arguments("optimizer.clip")
 class ClipGradByValue(GradientClip):
     """Limit every element to ``[min, max]``; ``min`` is ``-max`` by default."""
 

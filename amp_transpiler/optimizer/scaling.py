@@ -11,10 +11,12 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..ir import context
 from ..ir.program import OWN, SCALING, Operator, Program, Variable
 from ..ir.types import FLOATS
+from ..lists.paddle import paddle_arguments
 from ..ops.scaling import CHECK, UPDATE_SCALE, master_type
 from .state import owned_name
 
 
+@paddle_arguments("scaling")
 def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tuple[list[Variable], Variable]:
     """Divide gradients by the loss scale and find out whether all are finite.
 
@@ -61,6 +63,7 @@ def _unscaled(grad: Variable) -> Variable:
     return new
 
 
+@paddle_arguments("scaling")
 def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_loss_scaling: Variable,
                         num_good_steps: Variable, num_bad_steps: Variable, incr_every_n_steps: int,
                         decr_every_n_nan_or_inf: int, incr_ratio: float, decr_ratio: float,

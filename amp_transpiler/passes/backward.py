@@ -16,6 +16,7 @@ from ..ir.patterns import is_pattern, matching_names, names_of_parameter
 from ..ir.program import BACKWARD, OWN, Operator, Program, Variable
 from ..ir.rollback import unchanged_on_error
 from ..ir.types import FLOATS, numpy_dtype
+from ..lists.paddle import paddle_arguments
 from ..ops.random import rng_state
 from .control_flow import expand_control_flow, why_not_known
 from .if_gradient import append_if_gradient, captured_floats
@@ -23,6 +24,7 @@ from .opset import convert_opset
 from .segments import recompute_activations
 
 
+@paddle_arguments("append_backward")
 def append_backward(
     loss: Variable,
     parameter_list: Sequence[Variable | str] | None = None,
