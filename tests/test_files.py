@@ -386,6 +386,14 @@ def test_output_that_nobody_reads_does_not_keep_files_from_being_written(tmp_pat
         assert (found.returncode, found.stderr) == (0, "") and out.exists()
 
 
+def test_a_model_that_comes_through_a_pipe_is_read_once(tmp_path: Path) -> None:
+    amp.Program.from_onnx(net(tmp_path)).to_onnx(tmp_path / "inside.onnx", external_data=False)
+    found = subprocess.run([sys.executable, "-m", "amp_transpiler.cli", "convert", "/dev/stdin", tmp_path / "out.onnx"],
+                           input=(tmp_path / "inside.onnx").read_bytes(), capture_output=True)  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert np.allclose(outputs(tmp_path / "out.onnx")[0], outputs(tmp_path / "inside.onnx")[0], rtol=1e-2, atol=1e-2)
+
+
 def test_f8_a_check_that_fails_says_that_the_file_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = net(tmp_path)
     status, _, err = convert(capsys, path, tmp_path / "out.onnx", "--check", "--tolerance", "1e-9")

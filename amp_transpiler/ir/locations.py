@@ -8,6 +8,7 @@ of the file that it leads to as well. No other link may leave: a model from else
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -92,12 +93,14 @@ def model_files(path: str | os.PathLike[str]) -> list[Path]:
 
     Of a file that is no model, that file alone: reading it says what is wrong.
     """
-    files = [Path(path)]
+    file = Path(path)
     try:
-        content = files[0].read_bytes()
-        if b"location" in content:
-            found = external_tensors(onnx.ModelProto.FromString(content))
-            files += [files[0].parent / location for location in dict.fromkeys(map(location_of, found)) if location]
+        if not file.is_file():  # a pipe can be read once
+            return [file]
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"location") < 0:
+                return [file]
+            found = external_tensors(onnx.ModelProto.FromString(content[:]))
+            return [file, *(file.parent / place for place in dict.fromkeys(map(location_of, found)) if place)]
     except (OSError, ValueError, DecodeError):
-        pass
-    return files
+        return [file]
