@@ -159,6 +159,51 @@ def test_prelu(mode: str, layout: str, shape: tuple[int, ...]) -> None:
     assert start == 0.25
 
 
+@pytest.mark.parametrize("made", [amp.optimizer.SGD, amp.optimizer.Momentum, amp.optimizer.Adam])
+def test_own_rate_penalty_and_clipping_are_those_of_a_group(made: Any) -> None:
+    """ParamAttr says for one parameter what parameter_list says for a group."""
+    attr = amp.ParamAttr(name="w", learning_rate=0.5, regularizer=amp.regularizer.L2Decay(0.3), need_clip=False)
+    group = {"params": ["w"], "learning_rate": 0.5, "weight_decay": 0.3, "grad_clip": None}
+    results = []
+    for weight_attr, groups in ((attr, None), ("w", [group, {"params": ["b"]}])):
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            y = nn.fc(amp.data("x", [None, 4]), 3, param_attr=weight_attr, bias_attr="b")
+            loss = F.mean(F.square(y)) * 10
+            clip = amp.optimizer.ClipGradByGlobalNorm(0.1)
+            made(0.1, parameter_list=groups, weight_decay=0.01, grad_clip=clip).minimize(loss, startup)
+        scope, exe = amp.Scope(), amp.Executor(threads=1)
+        exe.run(startup, scope=scope)
+        for _ in range(3):
+            exe.run(main, feed={"x": feed(2, 4)}, fetch_list=[], scope=scope)
+        results.append([np.array(scope.find_var(name)) for name in ("w", "b")])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_penalty_of_a_parameter_does_not_go_with_an_optimizer_that_decays_by_itself() -> None:
+    with building():
+        y = nn.fc(nn.data("x", [None, 4]), 3, param_attr=amp.ParamAttr(regularizer=amp.regularizer.L2Decay(0.1)))
+        with pytest.raises(ArgumentTypeError, match="AdamW: ParamAttr of 'fc_0.w_0'"):
+            amp.optimizer.AdamW(0.1).minimize(F.mean(y))
+
+
+def test_a_frozen_parameter_keeps_its_value() -> None:
+    start = feed(4, 3)
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [None, 4])
+        y = nn.fc(x, 3, weight_attr=amp.ParamAttr(name="w", initializer=start, trainable=False))
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(F.mean(y), startup)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    exe.run(main, feed={"x": feed(2, 4)}, fetch_list=[], scope=scope)
+    np.testing.assert_array_equal(scope.find_var("w"), start.astype(np.float16))
+    assert np.all(np.asarray(scope.find_var("fc_0.b_0")) != 0)
+
+
 @pytest.mark.parametrize("padding", [1, -2])
 def test_padding_row_of_an_embedding_is_zero_and_learns_nothing(padding: int) -> None:
     ids, table = np.array([[1, 0], [2, 1]]), feed(3, 4)
@@ -243,9 +288,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "epsilon": (lambda: nn.instance_norm(image(), epsilon=-1), r"epsilon must not be negative"),
     "prelu": (lambda: nn.prelu(image(), "each"), r"prelu: mode='each'; known are"),
     "padding row": (lambda: nn.embedding(nn.data("i", [2], "int64"), [3, 4], padding_idx=3), r"padding_idx=3 is outside"),
-    "rate": (lambda: amp.ParamAttr(name="w", learning_rate=0.1),
-             r"ParamAttr: learning_rate=0.1 .* parameter_list=\[\{'params': \['w'\], 'learning_rate'"),
-    "penalty": (lambda: amp.ParamAttr(regularizer=1e-4), r"ParamAttr: regularizer=.*'weight_decay'"),
+    "rate": (lambda: amp.ParamAttr(name="w", learning_rate=-0.1), r"ParamAttr: learning_rate is a factor"),
+    "shared by name": (lambda: nn.lstm(nn.data("x", [None, 5, 4]), 4, param_attr=amp.ParamAttr(name="w")),
+                       r"lstm: param_attr names one parameter, and the layer has 2"),
+    "shared bias": (lambda: nn.gru(nn.data("x", [None, 5, 4]), 4, num_layers=2, bias_attr="b"), r"gru: bias_attr names"),
+    "attr name": (lambda: amp.ParamAttr(name=""), r"ParamAttr: '' cannot be a name"),
     "seed": (lambda: F.dropout(image(), seed=3), r"dropout: seed=3 .* amp.seed"),
     "mask axis": (lambda: F.dropout(image(), axis=1), r"dropout: axis=1 .* every element has a mask of its own"),
     "indices": (lambda: F.max_pool2d(image(), 2, return_mask=True), r"max_pool2d: return_mask=True"),
@@ -271,6 +318,7 @@ WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
                r"cross_entropy: reduction is a Variable; pass class weights by name"),
     "flag": (lambda: F.max_pool2d(image(), 2, ceil_mode="yes"), r"ceil_mode must be True or False"),
     "attr": (lambda: nn.create_parameter([2], attr="w"), r"attr must be an amp.ParamAttr"),
+    "penalty": (lambda: amp.ParamAttr(regularizer=1e-4), r"ParamAttr: regularizer must be an amp.regularizer.L2Decay"),
     "slope": (lambda: F.leaky_relu(image(), "0.1"), r"leaky_relu: negative_slope must be a number"),
     "momentum": (lambda: nn.batch_norm(image(), momentum=True), r"batch_norm: momentum must be a number, not True"),
     "equation": (lambda: F.einsum(image()), r"einsum: the equation comes first"),
@@ -325,6 +373,15 @@ def cube(x: amp.Variable) -> amp.Variable:
     return F.max_pool3d(nn.conv3d_transpose(x, 4, filter_size=2, stride=2), 2)
 
 
+def bare(x: amp.Variable) -> amp.Variable:
+    """Norms without scales and biases: constants in their place."""
+    x = nn.batch_norm(nn.conv2d(x, 6, 3), param_attr=False, bias_attr=False)
+    x = nn.group_norm(x, 2, param_attr=False, bias_attr=False)
+    x = nn.instance_norm(nn.conv2d(x, 6, 2), param_attr=False, bias_attr=False)
+    x = F.layer_norm(nn.layer_norm(nn.conv2d(x, 6, 2), scale=False, shift=False), [2])
+    return nn.layer_norm(x, 1, shift=False)
+
+
 def rows(x: amp.Variable) -> amp.Variable:
     norms = F.normalize(F.clip(nn.fc(x, 8), -3, 3)) * F.rsqrt(F.var(nn.fc(x, 20), 1, keepdim=True) + 1)
     steps = nn.fc(F.unsqueeze(x, 1), 8, num_flatten_dims=2)
@@ -345,7 +402,7 @@ def losses_of(x: amp.Variable, y: amp.Variable) -> amp.Variable:
 
 NETS: dict[str, tuple[tuple[int, ...], Callable[[amp.Variable], amp.Variable]]] = {
     "line": ((4, 9), line), "plane": ((4, 6, 6), plane), "resized": ((4, 6, 6), resized), "last": ((6, 6, 4), last),
-    "cube": ((2, 4, 5, 6), cube), "rows": ((30,), rows), "losses": ((30,), lambda x: nn.fc(x, 16, act="relu")),
+    "cube": ((2, 4, 5, 6), cube), "bare": ((4, 6, 6), bare), "rows": ((30,), rows), "losses": ((30,), lambda x: nn.fc(x, 16, act="relu")),
 }  # fmt: skip
 
 

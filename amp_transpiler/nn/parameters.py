@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,42 +16,52 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..ir import names
 from ..ir.context import default_main_program, default_startup_program
 from ..ir.program import Program, Variable
+from ..ir.settings import UpdateSettings, set_settings
 from ..ir.types import element_type
 from ..lists.paddle import paddle_arguments
-from .building import check_program, describe
+from ..regularizer import L1Decay, L2Decay
+from .building import check_program, describe, flag, real
 from .getter import got
 from .initializer import Assign, Constant, Initializer, XavierUniform
-
-_GROUPS = "a parameter has its own through the optimizer: parameter_list=[{{'params': ['{name}'], '{key}': ...}}, ...]"
 
 
 @dataclass(frozen=True, eq=False)
 class ParamAttr:
-    """How a parameter is made: its ``name``, its ``initializer`` (of ``amp.nn.initializer``, or an array), and whether
-    it is ``trainable``; None for what the layer would choose.
+    """How a parameter is made and updated.
 
-    Rates, penalties and clipping of single parameters are given to the optimizer, by its ``parameter_list``; here they
-    are refused.
+    ``name``; ``initializer``: of ``amp.nn.initializer``, or an array; None for what the layer would choose.
+    ``trainable=False``: never updated. ``learning_rate``: a factor of the optimizer's, at least 0. ``regularizer``:
+    ``amp.regularizer.L2Decay`` or ``L1Decay``, in place of the optimizer's ``weight_decay``. ``need_clip=False``: the
+    gradient is not clipped, and does not count in a norm that others are clipped by. ArgumentError, ArgumentTypeError:
+    values of other kinds.
     """
 
     name: str | None = None
     initializer: Any = None
     learning_rate: float = 1.0
-    regularizer: Any = None
+    regularizer: L1Decay | L2Decay | None = None
     trainable: bool = True
     do_model_average: bool = True
     need_clip: bool = True
 
     def __post_init__(self) -> None:
-        refused = {"learning_rate": self.learning_rate != 1, "weight_decay": self.regularizer is not None,
-                   "grad_clip": self.need_clip is not True}  # fmt: skip
-        for key, given in refused.items():
-            if given:
-                argument = {"weight_decay": "regularizer", "grad_clip": "need_clip"}.get(key, key)
-                way_out = _GROUPS.format(name=self.name or "fc_0.w_0", key=key)
-                raise ArgumentError(f"ParamAttr: {argument}={getattr(self, argument)!r} is not taken here; {way_out}")
-        if not isinstance(self.trainable, bool):
-            raise ArgumentTypeError(f"ParamAttr: trainable must be True or False, not {self.trainable!r}")
+        call = "ParamAttr"
+        if self.name is not None:
+            _check_name(call, self.name)
+        rate = real(call, "learning_rate", self.learning_rate)
+        if not 0 <= rate < math.inf:
+            raise ArgumentError(f"{call}: learning_rate is a factor of the optimizer's, at least 0, not {rate:g}")
+        if not isinstance(self.regularizer, (L1Decay, L2Decay, type(None))):
+            raise ArgumentTypeError(f"{call}: regularizer must be an amp.regularizer.L2Decay or L1Decay, not "
+                                    f"{self.regularizer!r}")  # fmt: skip
+        for argument in ("trainable", "need_clip"):
+            flag(call, argument, getattr(self, argument))
+
+    def settings(self) -> UpdateSettings:
+        """What the optimizer is asked for."""
+        decay = self.regularizer
+        kind, coeff = ("", 0.0) if decay is None else (type(decay).__name__, decay.coeff)
+        return UpdateSettings(float(self.learning_rate), kind, coeff, self.need_clip)
 
 
 #: How a layer's parameter may be described: None or True (the default), False (none), a name, an
@@ -108,8 +119,9 @@ def create_parameter(shape: Iterable[int], dtype: Any = "float32", name: str | N
     ArgumentError: the name is taken by a variable of another shape or type, or a shape is not fixed.
     """
     call = "create_parameter"
+    settings = UpdateSettings()
     if isinstance(attr, ParamAttr):
-        name, trainable = attr.name or name, attr.trainable and trainable
+        name, trainable, settings = attr.name or name, attr.trainable and trainable, attr.settings()
         initializer = initializer if attr.initializer is None else attr.initializer
     elif attr is not None:
         raise ArgumentTypeError(f"{call}: attr must be an amp.ParamAttr, not {attr!r}")
@@ -119,7 +131,7 @@ def create_parameter(shape: Iterable[int], dtype: Any = "float32", name: str | N
         name = f"{names.generate(call)}.w_0"
     _check_name(call, name)
     start = _initializer(call, initializer)
-    return _create(call, name, _sizes(call, name, shape), element_type(dtype), start, trainable)
+    return _create(call, name, _sizes(call, name, shape), element_type(dtype), start, trainable, settings)
 
 
 def parameter(call: str, name: str, shape: Iterable[int], dtype: str | None, attr: Attr, default: Initializer,
@@ -131,14 +143,15 @@ def parameter(call: str, name: str, shape: Iterable[int], dtype: str | None, att
         if attr.shape != sizes or attr.dtype != dtype:
             raise ArgumentError(f"{call}: parameter {describe(attr)} does not fit; expected {dtype} {list(sizes)}")
         return attr
+    settings = UpdateSettings()
     if isinstance(attr, ParamAttr):
+        settings = attr.settings()
         name, trainable, attr = attr.name or name, trainable and attr.trainable, attr.initializer
-        _check_name(call, name)
     if isinstance(attr, str):
         _check_name(call, attr)
         name, attr = attr, None
     initializer = default if attr is None or isinstance(attr, bool) else _initializer(call, attr)
-    return _create(call, name, sizes, element_type(dtype), initializer, trainable)
+    return _create(call, name, sizes, element_type(dtype), initializer, trainable, settings)
 
 
 def required(call: str, argument: str, attr: Attr) -> None:
@@ -166,12 +179,12 @@ def _initializer(call: str, value: Any) -> Initializer:
 
 
 def _create(call: str, name: str, shape: tuple[int, ...], dtype: str, initializer: Initializer,
-            trainable: bool) -> Variable:  # fmt: skip
-    return got(call, partial(_stored, call), name, shape, dtype, initializer, trainable)
+            trainable: bool, settings: UpdateSettings) -> Variable:  # fmt: skip
+    return got(call, partial(_stored, call, settings), name, shape, dtype, initializer, trainable)
 
 
-def _stored(call: str, name: str, shape: tuple[int, ...], dtype: str, initializer: Initializer,
-            trainable: bool) -> Variable:  # fmt: skip
+def _stored(call: str, settings: UpdateSettings, name: str, shape: tuple[int, ...], dtype: str,
+            initializer: Initializer, trainable: bool) -> Variable:  # fmt: skip
     main, startup = default_main_program(), default_startup_program()
     for program in (main, startup):
         _check_same(call, program, name, shape, dtype)
@@ -184,7 +197,9 @@ def _stored(call: str, name: str, shape: tuple[int, ...], dtype: str, initialize
             raise
     if main.has_var(name):
         return main.var(name)
-    return main.add_variable(name, dtype, shape, persistable=True, trainable=trainable)
+    made = main.add_variable(name, dtype, shape, persistable=True, trainable=trainable)
+    set_settings(made, settings)
+    return made
 
 
 def _check_same(call: str, program: Program, name: str, shape: tuple[int, ...], dtype: str) -> None:

@@ -12,7 +12,7 @@ from ..ir.program import Variable
 from ..lists.paddle import paddle_arguments
 from .building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
 from .initializer import Uniform
-from .parameters import Attr, parameter
+from .parameters import Attr, ParamAttr, parameter, required
 
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
 _GATES = {"LSTM": 4, "GRU": 3}
@@ -76,8 +76,12 @@ def _stack(type_: str, x: Variable, hidden: int, layers: int, direction: str, ti
     hidden, layers = whole(call, "hidden_size", hidden), whole(call, "num_layers", layers)
     if direction not in _DIRECTIONS:
         raise ArgumentError(f"{call}: direction={direction!r}; known are {', '.join(_DIRECTIONS)}")
-    if param_attr is False:
-        raise ArgumentError(f"{call}: param_attr=False, but the layer cannot do without this parameter")
+    required(call, "param_attr", param_attr)
+    for argument, attr, count in (("param_attr", param_attr, 2 * layers), ("bias_attr", bias_attr, layers)):
+        named = isinstance(attr, (str, Variable)) or (isinstance(attr, ParamAttr) and attr.name is not None)
+        if named and count > 1:
+            raise ArgumentError(f"{call}: {argument} names one parameter, and the layer has {count} that it is for; "
+                                "name the layer by name=: its parameters are <name>.w_0, <name>.w_1, …")  # fmt: skip
     fixed(call, "x", x, 2)
     directions = 2 if direction == "bidirectional" else 1
     for state in states:

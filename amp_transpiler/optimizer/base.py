@@ -21,7 +21,7 @@ from ..runtime.scope import Scope, check_scope
 from ..warn import warn_user
 from . import policy
 from .clip import GradientClip
-from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, without_decay
+from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, with_own_settings, without_decay
 from .lr import LRScheduler
 from .pairs import (
     GivenGrads,
@@ -202,6 +202,7 @@ class Optimizer:
         program = checked_pairs(params_grads)
         given = [parameter for parameter, _ in params_grads]
         groups = assigned(type(self).__name__, self._groups(), program, given)
+        groups = with_own_settings(type(self).__name__, groups, given, self.penalises)
         params_grads = latest_first([pair for pair in params_grads if pair[0].key in groups])
         if not params_grads:
             raise ArgumentError(f"{type(self).__name__}: none of its groups has a parameter with a gradient")

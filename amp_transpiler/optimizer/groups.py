@@ -6,14 +6,15 @@ import logging
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.patterns import matching_names, names_of_parameter
 from ..ir.program import Program, Variable
+from ..ir.settings import UpdateSettings, settings_of
 from ..passes.backward import listed_parameters
-from ..regularizer import Decay, checked_decay
+from ..regularizer import Decay, L1Decay, L2Decay, checked_decay
 from .clip import GradientClip
 
 _log = logging.getLogger(__name__)
@@ -120,6 +121,27 @@ def assigned(owner: str, groups: Sequence[Group], program: Program, given: Seque
         _log.info("%s does not train %d parameters of program '%s' that are in none of its groups: %s",
                   owner, len(left), program.name, some)  # fmt: skip
     return {parameter.key: found[parameter.key] for parameter in given if parameter.key in found}
+
+
+def with_own_settings(owner: str, groups: dict[int, Group], given: Sequence[Variable],
+                      penalties: bool) -> dict[int, Group]:  # fmt: skip
+    """The group of each parameter, by key, with what its ``ParamAttr`` asks for.
+
+    ArgumentTypeError: a penalty of its own under an optimizer that decays in a way of its own (``penalties`` False).
+    """
+    found = dict(groups)
+    for parameter in given:
+        group, settings = groups.get(parameter.key), settings_of(parameter)
+        if group is None or settings == UpdateSettings():
+            continue
+        decay = group.weight_decay
+        if settings.penalty:
+            penalty = {"L1Decay": L1Decay, "L2Decay": L2Decay}[settings.penalty](settings.coeff)
+            decay = checked_decay(f"{owner}: ParamAttr of '{parameter.name}'", penalty, penalties)
+        clip, clip_set = (group.clip, group.clip_set) if settings.clipped else (None, "none")
+        found[parameter.key] = replace(group, lr_factor=group.lr_factor * settings.rate, weight_decay=decay, clip=clip,
+                                       clip_set=clip_set)  # fmt: skip
+    return found
 
 
 def without_decay(owner: str, patterns: Sequence[str], program: Program) -> set[int]:
