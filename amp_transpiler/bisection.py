@@ -19,6 +19,8 @@ FIRST = 12
 MEASURING, CHOOSING, RETURNING = 48, 8, 16
 #: Runs of a search, at most.
 BUDGET = MEASURING + CHOOSING + RETURNING
+#: Parts that go back one after the other, at first.
+_PARTS = 8
 #: A group is left as it is where no more than this share of all operators could be gained.
 _FINE = 1 / 256
 
@@ -134,7 +136,7 @@ class Bisection:
         """The groups without the parts that can stay in 16 bit after all, the larger ones first."""
         kept = _members(groups)
         error = self._error(kept)
-        parts = [(group.members, group.error) for group in groups]
+        parts = _bundles(groups, math.ceil(len(kept) / _PARTS))
         for _ in range(RETURNING):
             if not parts:
                 break
@@ -157,6 +159,18 @@ class Bisection:
             found = self._measured(kept)
             self._known[kept] = math.inf if math.isnan(found) else found
         return self._known[kept]
+
+
+def _bundles(groups: Sequence[Group], size: int) -> list[tuple[tuple[int, ...], float]]:
+    """The operators of groups, those that add least together, by ``size`` at least; and what they add."""
+    bundles: list[tuple[tuple[int, ...], float]] = []
+    members, square = (), 0.0
+    for group in reversed(groups):
+        members, square = members + group.members, square + group.error * group.error
+        if len(members) >= size:
+            bundles.append((members, math.sqrt(square)))
+            members, square = (), 0.0
+    return [*bundles, (members, math.sqrt(square))] if members else bundles
 
 
 def _members(groups: Sequence[Group]) -> frozenset[int]:
