@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from .auto import unsafe
 from .errors import ArgumentError, ArgumentTypeError, OrderError
-from .ir.marks import INITIALIZER
+from .ir.marks import FULL, INITIALIZER
 from .ir.patterns import matching_names, names_of_parameter
 from .ir.program import BACKWARD, FORWARD, OWN, Program, Variable
 from .ir.rollback import unchanged_on_error
 from .ir.types import numpy_dtype
-from .ir.weights import not_a_weight
+from .ir.weights import become_constants, not_a_weight
 from .passes.control_flow import expand_control_flow
 from .passes.fuse_norm import fuse_layer_norms, keep_root_mean_squares
 from .passes.import_weights import (
@@ -25,9 +26,13 @@ from .passes.import_weights import (
     untie,
     weights_from_constants,
 )
+from .passes.mask_constants import saturate_masks
 from .passes.opset import convert_opset
+from .passes.pure import cast_model_to_fp16
 from .passes.train_mode import insert_dropout, train_batch_norm, train_dropout
 from .passes.widen import widen
+from .runtime.calibration import load_calibration
+from .runtime.measure import measure
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
                      batch_norm: str = "train", dropout: Mapping[str, float] | None = None,
                      values: Mapping[str, Any] | None = None, feed_shapes: Mapping[str, Sequence[int]] | None = None,
                      keep_tied: Sequence[str] = (), restore: bool = True,
-                     numeric_guards: bool = True) -> Preparation:  # fmt: skip
+                     numeric_guards: bool = True, calibration: Any = None) -> Preparation:  # fmt: skip
     """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
@@ -73,14 +78,19 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         keep_tied: patterns of vectors that stay one parameter for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.
         numeric_guards: let training in 16 bit keep fp32 what is known to leave the type, as ``amp.convert`` does;
-            False takes mode and lists literally. ``amp.decorate`` may say otherwise.
+            False takes mode and lists literally. ``amp.decorate`` may say otherwise. What it goes by: constants and
+            masks, the structure, declared types, and of weights, which training changes, that they do not fit now.
+        calibration: feeds (a dict, or several), or files, as ``amp.convert`` takes them. Operators that make or read a
+            tensor which on this data comes near the end of float16, or sinks below it, stay fp32 in every mode of
+            training; ``op.reason`` says what was measured. bfloat16 needs none.
 
     Returns:
         A :class:`Preparation`; its notes are logged too.
 
     Raises:
         ArgumentError: a pattern that matches no parameter, an unknown input, a value or shape that does not fit.
-        OrderError: the program has a backward pass already. Where anything raises, the program is as before.
+        FeedError, FeedTypeError: calibration data that does not fit the program's inputs. OrderError: the program has
+        a backward pass already. Where anything raises, the program is as before.
     """
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"prepare_training takes a Program (Program.from_onnx), not {type(program).__name__}")
@@ -107,6 +117,7 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         _select(program, trainable, freeze)
         program.numeric_guards = numeric_guards
         _settle_startup(program)
+        notes += _keep_measured(program, calibration) if calibration is not None else []
     kept = [v for v in program.variables if v.persistable and v.data is not None and not not_a_weight(v)]
     done = Preparation(tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable),
                        tuple(notes))  # fmt: skip
@@ -163,6 +174,23 @@ def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[
     if not program.parameters:
         raise ArgumentError(f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
                             f"{trainable!r}, freeze={freeze!r})")  # fmt: skip
+
+
+def _keep_measured(program: Program, calibration: Any) -> list[str]:
+    """Let operators run in fp32 around tensors that the data shows not to fit float16."""
+    batches = load_calibration(calibration, program)
+    reference = program.clone(for_test=True)
+    become_constants(reference)
+    saturate_masks(reference, "float16")
+    narrow = reference.clone()
+    cast_model_to_fp16(narrow, use_fp16_guard=False, numeric_guards=True)
+    found = unsafe(measure(reference, narrow, batches, "float16"), "float16")
+    for name, reason in found.items():
+        variable = program.var(name)
+        for op in (variable.producer, *(reader for reader, _ in variable.readers)):
+            if op is not None:
+                op.metadata.setdefault(FULL, reason)
+    return [f"{len(found)} tensors do not fit float16 on the calibration data: what makes and reads them stays fp32"]
 
 
 def _settle_startup(program: Program) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
+from amp_transpiler.errors import FeedError
 from amp_transpiler.nn import functional as F
 
 CLASSES, SAMPLES, WINDOW, HOP = 4, 1600, 128, 64
@@ -284,3 +285,51 @@ def test_f26_a_large_loss_is_finite(kind: str, mode: str) -> None:
     np.testing.assert_allclose(losses, exact, rtol=0.005)
     literal, _ = trained(prepared(exported), loss, feeds, mode, scale=1.0, numeric_guards=False)
     assert mode == "amp" or not np.isfinite(literal[0]), "what the guards are for"
+
+
+#: Nothing in it says that its products leave fp16; the data does.
+UNITS = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float[8,2] y) {
+  h = MatMul(x, w)  shifted = Add(h, b)  small = Mul(shifted, scale)  t = Tanh(small)  y = MatMul(t, v)
+}"""
+
+
+def physical() -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]:
+    rng = np.random.default_rng(0)
+    exported = model(
+        UNITS, w=rng.normal(0, 20, (4, 6)), b=np.zeros(6), v=rng.normal(0, 1, (6, 2)), scale=np.array(1e-5)
+    )
+    feeds = [
+        {"x": rng.normal(0, 3000, (8, 4)).astype(np.float32), "label": rng.normal(0, 1, (8, 2)).astype(np.float32)}
+    ]
+    return exported, feeds * 10
+
+
+def squared_error(program: amp.Program) -> amp.Variable:
+    return F.mse_loss(program.outputs[0], amp.data("label", [8, 2], "float32"))
+
+
+@MODES
+def test_calibration_keeps_what_was_measured(mode: str, tmp_path: Path) -> None:
+    exported, feeds = physical()
+    exact, _ = trained(prepared(exported), squared_error, feeds, "fp32")
+    without, _ = trained(prepared(exported), squared_error, feeds, mode)
+    assert not np.allclose(without, exact, rtol=0.05), "what the calibration is for"
+    np.savez(tmp_path / "feeds.npz", x=feeds[0]["x"])
+    for calibration in ({"x": feeds[0]["x"]}, [{"x": feeds[0]["x"]}] * 2, tmp_path / "feeds.npz"):
+        program = prepared(exported, calibration=calibration)
+        losses, skipped = trained(program, squared_error, feeds, mode)
+        assert skipped == 0
+        np.testing.assert_allclose(losses, exact, rtol=0.01)
+        made = {v.name: op for op in program.operators for v in op.outputs if v is not None}
+        assert "measured: 'h' reaches" in made["h"].reason and made["h"].precision == "float32"
+        assert "measured" in made["small"].reason
+        assert made["y"].precision == "float16" or made["y.fp16"].precision == "float16"
+
+
+def test_calibration_that_does_not_fit_changes_nothing() -> None:
+    exported, feeds = physical()
+    program = amp.Program.from_onnx(exported)
+    before = program.to_onnx().SerializeToString()
+    with pytest.raises(FeedError, match="sample 1: .*'z'"):
+        amp.prepare_training(program, calibration={"z": feeds[0]["x"]})
+    assert program.to_onnx().SerializeToString() == before
