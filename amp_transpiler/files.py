@@ -137,9 +137,13 @@ def _probe(folder: Path, told: str) -> None:
 
 
 def check_space(path: PathLike, needed: int) -> None:
-    """ModelFileWriteError where the disk under ``path`` has less than ``needed`` bytes free."""
+    """ModelFileWriteError where the disk under ``path`` has less than ``needed`` bytes free, or its folder is none."""
     folder = os.path.dirname(os.path.realpath(path))
-    free = shutil.disk_usage(folder).free
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ModelFileWriteError(f"'{os.fspath(path)}' cannot be written: folder '{folder}': {error.strerror or error}"
+                                  ) from None  # fmt: skip
     if free < needed:
         raise ModelFileWriteError(f"'{os.fspath(path)}' cannot be written: it needs {needed:,} bytes, and {free:,} are "
                                   f"free in '{folder}'")  # fmt: skip

@@ -231,6 +231,18 @@ def test_f3_devices_pipes_sockets_folders_and_links_are_no_targets(
     assert Path("folder/out").read_bytes() == b"new"
 
 
+def test_train_says_at_once_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = net(tmp_path)
+    np.savez(tmp_path / "data.npz", x=X, label=np.zeros((2, 64), np.float32))
+    (tmp_path / "link").symlink_to("nowhere")
+    before = contents(tmp_path)
+    for out in (os.devnull, tmp_path, tmp_path / "none" / "o.onnx", tmp_path / "a\0b", tmp_path / "link", ""):
+        status = main(["train", str(path), str(out), "--data", str(tmp_path / "data.npz"), "--loss", "mse"])
+        told = capsys.readouterr()
+        assert status == 1 and told.err.count("\n") == 1 and "epoch" not in told.out, out
+    assert contents(tmp_path) == before
+
+
 def test_logs_are_not_written_into_links_and_devices(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("file")

@@ -297,14 +297,15 @@ def _check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
     outputs: dict[str, Any] = {"OUT.onnx" if options.flags else "output": output}
     if isinstance(model, str | os.PathLike):
         inputs["IN.onnx" if options.flags else "model"] = list(model_files(model))
-        check_space(output, model_size(model) // 2)
-        if model_size(model) > _LARGE:
-            check_unnamed(Path(output), Path(f"{os.fspath(output)}.data"))
     if log is not None:
         _check_folder(log, options.called("log"))
         if os.path.isdir(log):
             outputs |= {f"{options.called('log')} {name}": Path(log) / name for name in (STEPS, EPOCHS)}
     check_outputs(outputs, inputs)
+    if isinstance(model, str | os.PathLike):
+        check_space(output, model_size(model) // 2)
+        if model_size(model) > _LARGE:
+            check_unnamed(Path(output), Path(f"{os.fspath(output)}.data"))
 
 
 def _check_folder(path: Any, what: str) -> None:
