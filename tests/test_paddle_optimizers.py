@@ -125,6 +125,24 @@ def test_paddles_keywords(make: Callable[[], Any]) -> None:
     assert make().parameter_list == ["p0"]
 
 
+@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize("where", ["optimizer", "group", "minimize"])
+def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decorated: bool) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        frozen = amp.create_parameter([2], name="frozen", trainable=False)
+        out = amp.nn.batch_norm(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)) * frozen
+        everything = main.all_parameters()
+        given = {"optimizer": everything, "group": [{"params": everything}], "minimize": None}[where]
+        optimizer: Any = optim.SGD(0.1, parameters=given)
+        if decorated:
+            optimizer = amp.decorate(optimizer, init_loss_scaling=8.0)
+        more = {"parameters": everything} if where == "minimize" else {}
+        _, pairs = optimizer.minimize(F.mean(out), startup, **more)
+    assert len(everything) == 7
+    assert [p.name for p, _ in pairs] == ["fc_0.w_0", "fc_0.b_0", "batch_norm_0.w_0", "batch_norm_0.b_0"]
+
+
 @pytest.mark.parametrize("call, error, said", [
     (lambda: optim.AdamW(weight_decay=L2Decay(0.1)), ArgumentTypeError, r"AdamW: weight_decay is L2Decay\(coeff=0.1\).*the number 0.1"),
     (lambda: optim.Lamb(regularization=L2Decay(0.1)), ArgumentError, "lamb_weight_decay"),

@@ -23,6 +23,7 @@ from ..runtime.place import Place, check_place
 from ..runtime.scope import Scope
 from .accumulation import Accumulation
 from .base import Optimizer
+from .groups import thawed
 from .pairs import GivenGrads, Names, ParamsGrads, checked_pairs, latest_first, warn_untrained, without_none
 from .parts import checked_losses, listed, made_of, shares, take_apart, wide_loss
 from .scale_state import ScaleState
@@ -102,7 +103,7 @@ class OptimizerWithMixedPrecision:
             updates = self.apply_gradients(params_grads)
         names = listed(self.optimizers, program) if parameter_list is None else parameter_list
         wanted = program.parameters if names is None else listed_parameters(program, names, "minimize")
-        warn_untrained(wanted, params_grads, no_grad_set)
+        warn_untrained(thawed(wanted), params_grads, no_grad_set)
         return updates, params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
@@ -116,6 +117,7 @@ class OptimizerWithMixedPrecision:
         """
         losses = checked_losses(loss)
         parameter_list = listed(self.optimizers, losses[0].program) if parameter_list is None else parameter_list
+        parameter_list = thawed(parameter_list) if isinstance(parameter_list, list) else parameter_list
         for each in losses:
             check_loss(each, parameter_list, no_grad_set)
         with appending(losses[0].program, startup_program, self):

@@ -21,7 +21,17 @@ from ..runtime.scope import Scope, check_scope
 from ..warn import warn_user
 from . import policy
 from .clip import GradientClip
-from .groups import Group, assigned, checked_clip, checked_patterns, number, parsed, with_own_settings, without_decay
+from .groups import (
+    Group,
+    assigned,
+    checked_clip,
+    checked_patterns,
+    number,
+    parsed,
+    thawed,
+    with_own_settings,
+    without_decay,
+)
 from .lr import LRScheduler
 from .pairs import (
     GivenGrads,
@@ -60,6 +70,7 @@ class Optimizer:
         learning_rate: a number >= 0, kept in the fp32 scalar variable ``learning_rate_<n>``, or a schedule of
             ``amp.optimizer.lr``, by which the program computes this variable.
         parameter_list: parameters to update (variables, names or patterns); every trainable parameter by default.
+            Variables of frozen parameters are passed over, so that ``program.all_parameters()`` may be given.
             Or groups, ``[{"params": [...], "learning_rate": factor, "weight_decay": ..., "grad_clip": ...}, ...]``:
             the first is a factor on this optimizer's rate, the others default to this optimizer's, and a group
             with a ``grad_clip`` of its own is clipped by itself. Parameters of no group are not trained.
@@ -169,7 +180,7 @@ class Optimizer:
             updates = self.apply_optimize(loss, startup_program, params_grads)
         listed = self.parameter_list if parameter_list is None else parameter_list
         wanted = program.parameters if listed is None else listed_parameters(program, listed, type(self).__name__)
-        warn_untrained(wanted, params_grads, no_grad_set)
+        warn_untrained(thawed(wanted), params_grads, no_grad_set)
         return updates, params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
@@ -178,7 +189,8 @@ class Optimizer:
                  no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
         """Append the gradients of ``loss``; returns [(parameter, gradient)]."""
         with appending(checked_loss(loss).program, startup_program, self):
-            return append_backward(loss, self.parameter_list if parameter_list is None else parameter_list, no_grad_set)
+            listed = self.parameter_list if parameter_list is None else parameter_list
+            return append_backward(loss, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: GivenGrads) -> list[Operator]:  # fmt: skip

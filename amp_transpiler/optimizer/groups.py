@@ -66,7 +66,7 @@ def parsed(owner: str, parameter_list: Any, weight_decay: Decay, clip: GradientC
             f"{owner}: parameter_list is {parameter_list!r}; expected a list of parameters, or of groups, as in "
             "[{'params': [...], 'learning_rate': 0.1}, ...]"
         )
-    entries = None if parameter_list is None else list(parameter_list)
+    entries = None if parameter_list is None else thawed(list(parameter_list))
     if not entries or not any(isinstance(entry, dict) for entry in entries):
         return [Group("parameter_list", entries, 1.0, weight_decay, clip)]
     return [_group(owner, index, entry, weight_decay, clip, penalties) for index, entry in enumerate(entries)]
@@ -84,7 +84,7 @@ def _group(owner: str, index: int, entry: Any, weight_decay: Decay, clip: Gradie
     items = entry["params"]
     if isinstance(items, (str, Variable)):
         items = [items]
-    if not isinstance(items, Iterable) or not (items := list(items)):
+    if not isinstance(items, Iterable) or not (items := thawed(list(items))):
         raise ArgumentTypeError(f"{where}: params is {entry['params']!r}; expected variables, names or patterns")
     return Group(
         label=f"parameter_list[{index}] ({', '.join(repr(_name(item)) for item in items[:3])}"
@@ -95,6 +95,11 @@ def _group(owner: str, index: int, entry: Any, weight_decay: Decay, clip: Gradie
         clip=checked_clip(where, entry["grad_clip"]) if "grad_clip" in entry else clip,
         clip_set=str(index) if "grad_clip" in entry else None,
     )  # fmt: skip
+
+
+def thawed(items: list[Any]) -> list[Any]:
+    """The items without frozen parameters and statistics: a list of all parameters stands for those that train."""
+    return [item for item in items if not isinstance(item, Variable) or item.trainable or not item.persistable]
 
 
 def _name(item: Any) -> Any:
