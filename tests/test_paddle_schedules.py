@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +125,19 @@ def test_a_loop_that_steps_once_an_epoch_is_told_how() -> None:
         rule.step(scope=net.scope)
     rule.step(1, scope=net.scope)
     assert net.run() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda rule: pickle.loads(pickle.dumps(rule))], ids=["copy", "pickle"]
+)
+def test_a_schedule_can_be_copied_and_sent(copied: Callable[[Any], Any]) -> None:
+    rule = lr.StepDecay(0.5, 2).by_user()
+    net = Net(rule)
+    rule.step(scope=net.scope)
+    again = copied(rule)
+    assert again == rule and again.stepped_by_user and again.value(4) == 0.5 * 0.1**2
+    again.step(scope=net.scope)
+    assert rule.get_lr(net.scope) == rule.value(2)
 
 
 def test_a_schedule_without_a_program_has_no_step_to_take() -> None:

@@ -45,6 +45,12 @@ class LRScheduler:
         self._states: list[str] = []
         self._seen: WeakKeyDictionary[Scope, int] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _seen=WeakKeyDictionary())  # scopes stay in their process
+
     # -- the rule ------------------------------------------------------------------------------------
     def value(self, step: int) -> float:
         """The rate of step ``step`` (the first is 0), in float64; the program computes it in fp32."""
