@@ -241,6 +241,18 @@ def clip(e: Emitter, op: Operator, x: Value, low: Value | None, high: Value | No
     return [dy]
 
 
+def _is_bfloat16(op: Operator) -> bool:
+    data = op.inputs[0]
+    return data is not None and data.dtype == "bfloat16"
+
+
+@body("Clip", native=True, when=_is_bfloat16)
+def clip_body(e: Emitter, op: Operator, x: Value, low: Value | None = None, high: Value | None = None) -> Grads:
+    """From Max and Min: CUDA has no kernel of Clip for bfloat16, nor of the comparisons in its function body."""
+    x = x if low is None else e.Max(x, low)
+    return [x if high is None else e.Min(x, high)]
+
+
 @gradient("Identity", reads="dy0", native=True)
 def identity(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [dy]

@@ -345,6 +345,20 @@ def test_a_refused_layer_leaves_nothing_behind() -> None:
         assert list(main.variables) == before and not main.operators and not list(startup.variables)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_clip_has_kernels_in_both_types_of_16_bit(dtype: str) -> None:
+    with building() as (main, startup):
+        w = nn.create_parameter([4], initializer=np.array([-3, -0.5, 0.25, 3.0]))
+        v = F.cast(w, dtype)
+        y = F.cast(F.clip(v, -1, 2) + F.clip(v, max=0.0) + F.relu6(v), "float32")
+        ((_, grad),) = amp.append_backward(F.sum(y))
+    assert {op.type for op in main.operators} >= {"Clip"}
+    value, gradient = run(main, startup_values(startup), {}, [y, grad])
+    np.testing.assert_array_equal(value, [-4, -1, 0.5, 5])
+    np.testing.assert_array_equal(gradient, [1, 2, 2, 1])
+    assert without_cuda_kernel(lower(main, "cuda", {}, [y, grad]).model) == []
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 def line(x: amp.Variable) -> amp.Variable:
     x = F.max_pool1d(nn.conv1d(x, 6, 3, padding="SAME", act="silu"), 2)
