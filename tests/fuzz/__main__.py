@@ -1,0 +1,45 @@
+"""``python -m tests.fuzz --cases 2000 --seed 0``: judges so many mutations, prints each violation, and the count."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from .cases import KINDS, Case, judged
+from .models import models
+from .workers import judge
+
+
+def main() -> int:
+    """1 where a case was a violation."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=200, help="of all kinds together (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--keep", metavar="FOLDER", help="write the models of violations there")
+    options = parser.parse_args()
+    models()  # once, before the processes part
+    kinds = options.kind or KINDS
+    cases = [Case(kinds[i % len(kinds)], options.seed, i // len(kinds))
+             for i in range(options.first, options.first + options.cases)]  # fmt: skip
+    started, slowest, found = time.monotonic(), 0.0, 0
+    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
+        for case, wrong, seconds in judge(cases, lambda case: judged(case, Path(folder)), options.workers):
+            slowest = max(slowest, seconds)
+            if wrong:
+                found += 1
+                print(f"{case}: {wrong} ({seconds:.1f} s)", flush=True)
+                if options.keep:
+                    Path(options.keep).mkdir(exist_ok=True)
+                    (Path(options.keep) / f"{str(case).replace(' ', '_')}.onnx").write_bytes(case.content())
+    print(f"{len(cases)} cases, {found} violations; {time.monotonic() - started:.0f} s, the slowest case {slowest:.1f} s")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
