@@ -30,6 +30,7 @@ from .passes.raise_opset import raise_for
 from .passes.ranges import Ranges
 from .passes.typing import operator_name
 from .report.record import Conversion, CutRecord, record_program
+from .runtime.budget import calibration_budget, within
 from .runtime.calibration import load_calibration
 
 #: Relative L2 error of an output that auto mode allows where the caller names none.
@@ -56,6 +57,8 @@ def convert(
     numeric_guards: bool = True,
     record: bool = False,
     progress: Callable[[str], None] | None = None,
+    time_budget: float | None = None,
+    memory_budget: int | None = None,
 ) -> Program:
     """The program of a model in 16 bit, ready for ``to_onnx``; the model itself is never changed.
 
@@ -82,6 +85,10 @@ def convert(
         record: keep what a report needs.
         progress: called with a line when a stage begins. Where that is a run on calibration data, the line has the
             attributes ``done`` and ``total``: the number of the run, and of all at most (:class:`.auto.Stage`).
+        time_budget: seconds that one run of the model on one sample of the calibration data may take (None: 60, and
+            one more for every 2 MB of weights and data): a loop in a model may have no end.
+        memory_budget: bytes that such a run may need beyond what the process holds already (None: any number). It is
+            enforced through a limit of the whole process.
 
     Returns:
         The program; ``program.conversion`` tells what was done (a :class:`.report.record.Conversion`).
@@ -91,11 +98,12 @@ def convert(
         ArgumentError: unknown mode, options that contradict each other, patterns or names that match nothing,
         calibration data that does not fit. ListError: an unknown operator. ModelFileError: not a model.
         PrecisionError: a weight beyond the range of ``dtype``, without guards. GraphError: a variable without type.
+        ExecutionError: onnxruntime fails on the calibration data, or a run exceeds its budget.
     """
     _check(mode, keep_io, calibration, tolerance, only, exclude)
     lists = AutoMixedPrecisionLists(white_list, black_list, black_varnames, dtype)
     job = _Job(model_or_path, mode, lists, keep_io, only, exclude, input_ranges or {}, numeric_guards,
-               progress or (lambda line: None))  # fmt: skip
+               progress or (lambda line: None), (time_budget, memory_budget))  # fmt: skip
     return job.run(calibration, tolerance if tolerance is not None else TOLERANCE[lists.dtype], record)
 
 
@@ -128,6 +136,8 @@ class _Job:
     input_ranges: Mapping[str, tuple[float, float]]
     numeric_guards: bool
     progress: Callable[[str], None]
+    #: Seconds and bytes of one run, None: the default.
+    budget: tuple[float | None, int | None]
 
     @property
     def dtype(self) -> str:
@@ -147,7 +157,8 @@ class _Job:
             steps = Steps(
                 lambda p: self.evidence(p, measured=True), lambda p, e: self.assign(p, e, narrow), self.progress
             )
-            outcome = search(program, batches, self.dtype, tolerance if self.mode == "auto" else math.inf, steps)
+            with within(calibration_budget(program, batches, *self.budget)):
+                outcome = search(program, batches, self.dtype, tolerance if self.mode == "auto" else math.inf, steps)
         else:
             with collector_paused():
                 evidence = self.evidence(program, measured=False)

@@ -10,26 +10,53 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ..errors import AmpError, ModelFileError
+from ..errors import AmpError, FeedError, ModelFileError
 from ..ir.program import Program
+from ..ir.tensors import byte_size
 from ..ir.types import FLOATS, numpy_dtype
 from ..ir.weights import become_constants
+from ..runtime.budget import available_memory, calibration_budget, check_budget, within
 from ..runtime.calibration import load_calibration
 from ..runtime.measure import measure
 
 
-def check(source: str, output: str, program: Program, calibration: Any, tolerance: float) -> int:
+#: Bytes of a made-up sample; larger inputs are the user's to give.
+_SAMPLE = 1 << 28
+
+
+def check(source: str, output: str, program: Program, calibration: Any, tolerance: float, seconds: float | None = None,
+          memory: int | None = None) -> int:  # fmt: skip
     """Print what was found; 3 where something failed.
 
     The file passes ``onnx.checker`` with full checks and loads in onnxruntime on CPU (float16 alone: it has no
     bfloat16 arithmetic there). Then the original runs in fp32 and the conversion in faithful 16 bit, on the
     calibration data or on one made-up sample, and every output stays within ``tolerance``.
+
+    ``seconds``, ``memory`` (bytes): of one run, None: see :mod:`~amp_transpiler.runtime.budget`. A run that exceeds
+    them is a failure.
     """
+    reference = Program.from_onnx(source)
+    become_constants(reference)
+    batches = load_calibration(calibration, reference) if calibration else None
+    if batches is None:
+        budget = check_budget(reference, seconds, memory)
+    else:
+        budget = calibration_budget(reference, batches, seconds, memory or available_memory() * 9 // 10)
+    with within(budget):
+        failures = [*_unusable(output, program), *_compared(reference, program, batches, tolerance)]
+    for failure in failures:
+        told = failure.replace(output, os.path.basename(output))  # it lies where it waits for its name
+        print(f"amp-transpile: check failed: {told}", file=sys.stderr)
+    return 3 if failures else 0
+
+
+def _unusable(output: str, program: Program) -> list[str]:
+    """Who refuses the file."""
     failures = []
     try:
         onnx.checker.check_model(output, full_check=True)
         print("  check: onnx.checker accepts the file")
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+    except Exception as error:  # onnx raises classes of its own, and those of pybind
         failures.append(f"onnx.checker refuses the file: {_first_line(error)}")
     if program.conversion.dtype == "float16":
         settings = ort.SessionOptions()
@@ -39,24 +66,17 @@ def check(source: str, output: str, program: Program, calibration: Any, toleranc
             print("  check: onnxruntime loads it")
         except Exception as error:  # onnxruntime raises classes of its own, without a common base
             failures.append(f"onnxruntime does not load the file: {_first_line(error)}")
-    failures += _compared(source, program, calibration, tolerance)
-    for failure in failures:
-        told = failure.replace(output, os.path.basename(output))  # it lies where it waits for its name
-        print(f"amp-transpile: check failed: {told}", file=sys.stderr)
-    return 3 if failures else 0
+    return failures
 
 
-def _compared(source: str, program: Program, calibration: Any, tolerance: float) -> list[str]:
-    reference = Program.from_onnx(source)
-    become_constants(reference)
-    if calibration:
-        batches, told = load_calibration(calibration, reference), "the calibration data"
-    else:
-        batches, told = [_sample(reference)], "a made-up sample"
+def _compared(reference: Program, program: Program, batches: Any, tolerance: float) -> list[str]:
+    """Which outputs are off by more than ``tolerance``; ``batches`` None: on a made-up sample."""
+    told = "a made-up sample" if batches is None else "the calibration data"
     try:
-        found = measure(reference, program, batches, program.conversion.dtype, tensors=False)
+        samples = [_sample(reference)] if batches is None else batches
+        found = measure(reference, program, samples, program.conversion.dtype, tensors=False)
     except AmpError as error:
-        if calibration or isinstance(error, ModelFileError):
+        if batches is not None or isinstance(error, ModelFileError):
             raise
         return [f"the model does not run on {told}; give --calibration ({_first_line(error)})"]
     failures = []
@@ -68,17 +88,24 @@ def _compared(source: str, program: Program, calibration: Any, tolerance: float)
 
 
 def _sample(program: Program) -> dict[str, np.ndarray]:
-    """One input of each: normal numbers, zeros and ones, unknown dimensions 1."""
+    """One input of each: normal numbers, zeros and ones, unknown dimensions 1. FeedError where they are too large."""
     rng = np.random.default_rng(0)
     feeds = {}
+    left = _SAMPLE
     for variable in program.inputs:
         if variable.data is not None or variable.dtype is None:
             continue
         shape = [size if isinstance(size, int) else 1 for size in variable.shape or ()]
+        size = byte_size(variable.dtype, shape)
+        if size > left:
+            raise FeedError(f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and a made-up "
+                            f"sample at most {_SAMPLE:,}")  # fmt: skip
+        left -= size
         if variable.dtype in FLOATS:
-            feeds[variable.name] = rng.standard_normal(shape).astype(numpy_dtype(variable.dtype))
+            made = rng.standard_normal(shape, np.float32)
         else:
-            feeds[variable.name] = rng.integers(0, 2, shape).astype(numpy_dtype(variable.dtype))
+            made = rng.integers(0, 2, shape, np.int8)
+        feeds[variable.name] = made.astype(numpy_dtype(variable.dtype))
     return feeds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..ir.program import Program
 from ..report.html import to_html
 from ..report.json import to_json
 from ..report.record import record_program
+from ..runtime.budget import available_memory
 from .check import check
 
 #: Bytes from which on a conversion takes long enough for a progress bar.
@@ -32,8 +34,7 @@ _LARGE = 100_000_000
 def run(options: argparse.Namespace) -> int:
     """Convert, write, report; 3 where the tolerance or the check was not met."""
     _check_paths(options)
-    if options.tolerance is not None and not (options.calibration or options.check):
-        raise ArgumentError("--tolerance is kept to on data: give --calibration as well, or --check")
+    _check_numbers(options)
     with Group() as group:
         try:
             return _run(options, group)
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, group: Group) -> int:
     """All files, the reports too, appear together at the end, after the check."""
-    tolerance = options.tolerance
+    tolerance, memory = options.tolerance, _bytes(options.memory_budget)
     bar = _Bar(options)
     with bar:
         program = convert_model(
@@ -65,6 +66,8 @@ def _run(options: argparse.Namespace, group: Group) -> int:
             numeric_guards=not options.no_numeric_guards,
             record=bool(options.report or options.json),
             progress=bar.stage,
+            time_budget=options.time_budget,
+            memory_budget=memory or available_memory() * 9 // 10,
         )
         bar.stage("writing")
         save(program, options.output, external_data=options.external_data, group=group)
@@ -73,8 +76,8 @@ def _run(options: argparse.Namespace, group: Group) -> int:
     if not options.quiet:
         print(_summary(program, options, model_size(waiting)))
     if options.check:
-        limit = tolerance or TOLERANCE[options.dtype]
-        status = check(options.input, str(waiting), program, options.calibration, limit)
+        limit = TOLERANCE[options.dtype] if tolerance is None else tolerance
+        status = check(options.input, str(waiting), program, options.calibration, limit, options.time_budget, memory)
     _add_reports(program, options, group, waiting)
     group.commit()
     beside = Path(f"{options.output}.data")
@@ -87,6 +90,22 @@ def _run(options: argparse.Namespace, group: Group) -> int:
     if status:
         print(f"amp-transpile: {_listed(group.written)} written all the same", file=sys.stderr)
     return status
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing."""
+    tolerance = options.tolerance
+    if tolerance is not None and not (options.calibration or options.check):
+        raise ArgumentError("--tolerance is kept to on data: give --calibration as well, or --check")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ArgumentError(f"--tolerance is a relative error, 0 or above, such as 0.01; got {tolerance}")
+    for option, value in (("--time-budget", options.time_budget), ("--memory-budget", options.memory_budget)):
+        if value is not None and not 0 < value < math.inf:
+            raise ArgumentError(f"{option} is a number above 0; got {value}")
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
 
 
 def _listed(paths: Sequence[Path]) -> str:

@@ -90,6 +90,13 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     written.add_argument("--check", action="store_true",
                          help="check and load the file, and compare its outputs with the original's")  # fmt: skip
     written.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+    limits = parser.add_argument_group("limits of running the model (--check, --calibration)")
+    limits.add_argument("--time-budget", type=float, metavar="SECONDS",
+                        help="for one run (default: 8 for --check on a made-up sample, 60 on calibration data, and one "
+                        "more for every 2 MB of weights and data)")  # fmt: skip
+    limits.add_argument("--memory-budget", type=float, metavar="GIB",
+                        help="beyond the model itself (default: 0.7 and 16 times the weights for --check on a made-up "
+                        "sample, what is free on calibration data)")  # fmt: skip
 
 
 _COMMANDS = {"convert": convert.run, "train": train.run, "explain": explain.run, "diff": diff.run, "info": info.run}

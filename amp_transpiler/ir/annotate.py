@@ -11,6 +11,7 @@ import onnx
 from ..errors import GraphError
 from .contrib import contrib_types
 from .infer import Declared, from_type_proto, infer_operator
+from .inference import inferred_types, size_of
 from .onnx_out import weightless
 from .program import Operator, Program, Shape, Variable
 
@@ -23,11 +24,8 @@ def annotate(program: Program, model: onnx.ModelProto | None = None) -> None:
 
     ``model``: the program as a ModelProto without weights, nodes in the program's order, where there is one already.
     """
-    try:
-        inferred = onnx.shape_inference.infer_shapes(model or weightless(program), data_prop=True)
-    except onnx.shape_inference.InferenceError:
-        inferred = None  # it gave up on the model as a whole; operator by operator it may not
-    if inferred is not None:
+    inferred = inferred_types(model or weightless(program))
+    if inferred is not None:  # else it gave up on the model as a whole; operator by operator it may not
         _assign(program, inferred.graph)
     _complete(program)
 
@@ -62,7 +60,7 @@ def _fill(variable: Variable, dtype: str | None, shape: Shape | None) -> None:
     variable.dtype = variable.dtype or dtype
     if shape is None or dtype != variable.dtype:
         return
-    shape = tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size for size in shape)
+    shape = tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size_of(size) for size in shape)
     if variable.shape is None:
         variable.shape = shape
     elif len(shape) == len(variable.shape):

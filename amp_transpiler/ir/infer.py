@@ -14,6 +14,7 @@ import onnx
 import onnx.reference
 
 from ..errors import GraphError
+from .inference import ONNX_ERRORS
 from .opdef import lookup
 from .program import OWN, Operator, Program, Shape, Variable
 from .tensors import as_array, tensor_type
@@ -222,7 +223,7 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
         inferred = onnx.shape_inference.infer_node_outputs(
             schema, node, types, data, opset_imports=[onnx.helper.make_opsetid(op.domain, opset)]
         )
-    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+    except ONNX_ERRORS as error:
         reason = str(error).strip()
         raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     if isinstance(env, Shapes):
@@ -281,6 +282,8 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
         return
     proto = inferred.get(f"v{out.key}")
     if proto is None or NAMES.get(proto.tensor_type.elem_type) not in _ARITHMETIC:
+        return
+    if math.prod(d.dim_value or 1 for d in proto.tensor_type.shape.dim) > _SMALL:  # it may be more than memory
         return
     result = fold(op, [known for known in values if known is not None])
     if result is not None and result.size <= _SMALL:

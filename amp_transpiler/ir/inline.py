@@ -6,6 +6,7 @@ import onnx
 import onnx.inliner
 
 from ..errors import GraphError
+from .inference import ONNX_ERRORS
 from .onnx_out import weightless
 from .program import Operator, Program
 from .source import plain_domain, source_of
@@ -25,7 +26,7 @@ def inline_functions(program: Program) -> Program:
 
     try:
         model = onnx.inliner.inline_local_functions(weightless(program))
-    except (RuntimeError, ValueError) as error:
+    except ONNX_ERRORS as error:
         raise GraphError(f"the functions of program '{program.name}' cannot be inlined: {str(error).strip()}") from None
     new = program_of(ModelFile(model, f"program '{program.name}'", None, list(model.graph.initializer)), program.name)
     source, made = source_of(program), source_of(new)

@@ -74,7 +74,7 @@ def derived_scope(op: Operator) -> str:
 def _joined(listed: str) -> str:
     try:
         scopes = ast.literal_eval(listed)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return ""
     if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
         return ""
@@ -124,7 +124,11 @@ def read_state(program: Program) -> bool:
         gradients = dict(state.get("gradients", {}))
         window = dict(state.get("window", {}))
         spread = dict(window.get("updates", {}))
-    except (ValueError, KeyError, TypeError):
+        steps, counter = int(window.get("steps", 0)), window.get("counter", "")
+        named = [*(name for name, _ in kept), *(name for pairs in (updates, gradients, spread) for name in pairs.values())]
+        if not all(isinstance(name, str) for name in (*named, counter)):
+            raise TypeError("a name that is no text")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "
                          "it") from None  # fmt: skip
     for name, trainable in kept:
@@ -137,5 +141,5 @@ def read_state(program: Program) -> bool:
         program.var(name).grad_of = program.var(variable)
     if window:
         written = {program.var(name): program.var(new) for name, new in spread.items()}
-        program.window = Window(int(window["steps"]), program.var(window["counter"]), written)
+        program.window = Window(steps, program.var(counter), written)
     return True

@@ -123,6 +123,9 @@ def _check_model(read: ModelFile) -> None:
 def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None:
     newest = onnx.defs.C.schema_version_map()
     for opset in opsets:
+        if not 1 <= opset.version < 2**31:
+            raise ModelFileError(f"{label} says version {opset.version} of the operator set "
+                                 f"{opset.domain or 'ai.onnx'}, which cannot be")  # fmt: skip
         known = newest.get(plain_domain(opset.domain))
         if known is not None and opset.version > known[1]:
             raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the "

@@ -16,6 +16,7 @@ import onnx.shape_inference
 
 from ..errors import GraphError
 from ..ir.infer import type_proto
+from ..ir.inference import ONNX_ERRORS
 from ..ir.program import Operator, Program, Variable
 from ..ir.types import FLOATS, HALF, NAMES
 from ..lists import kept_fp32
@@ -265,7 +266,7 @@ def _unbound(op: Operator, outputs: tuple[int, ...], slots: Slots) -> Slots:
     try:
         opsets = [onnx.helper.make_opsetid(domain, op.program.opset(domain))]
         inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=opsets)
-    except onnx.shape_inference.InferenceError as error:
+    except ONNX_ERRORS as error:
         reason = str(error).strip()
         raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     for slot in outputs:

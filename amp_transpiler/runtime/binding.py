@@ -18,6 +18,7 @@ from ..errors import ExecutionError, ScopeError
 from ..ir.types import HALF, numpy_dtype
 from ..passes.lowered import Lowered, Port, static
 from . import tensors
+from .budget import watched
 from .in_place import refusals
 from .place import Place
 from .scope import Scope, on_place
@@ -184,10 +185,14 @@ class _Bindings:
         return self._results(results, return_numpy)
 
     def _execute(self) -> None:
+        with watched(f"program '{self.step.program}'") as options:
+            self._execute_within(options)
+
+    def _execute_within(self, options: Any) -> None:
         try:
             if self.place.kind == "cuda":
                 self.binding.synchronize_inputs()
-            self.step.session.run_with_iobinding(self.binding)
+            self.step.session.run_with_iobinding(self.binding, options)
             if self.place.kind == "cuda":
                 self.binding.synchronize_outputs()
         except Exception as error:  # onnxruntime's errors have no common base class
@@ -300,12 +305,13 @@ class PlainStep:
         inputs |= {s.tensor: tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
         inputs |= {name: np.zeros((), np.float32) for name in self.scalars}
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
-        try:
-            results = self.session.run(names, inputs)
-        except Exception as error:
-            raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}"
-            ) from None
+        with watched(f"program '{self.program}'") as options:
+            try:
+                results = self.session.run(names, inputs, options)
+            except Exception as error:
+                raise ExecutionError(
+                    f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}"
+                ) from None
         count = len(self.fetches)
         for update, array in zip(self.updates, results[count:], strict=True):
             scope._values[update.name] = tensors.from_array(array, self.place)

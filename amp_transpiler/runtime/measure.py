@@ -18,6 +18,7 @@ from ..passes.lowered import Lowered, needed, static
 from ..passes.lowering import lower
 from . import tensors as values
 from .binding import PlainStep, Step, needs_plain
+from .budget import watched
 from .feeds import Feeds
 from .place import CPUPlace
 from .scope import Scope, global_scope
@@ -176,7 +177,8 @@ class Runner:
 
     def _compiled(self, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         lowered = self.lowered(shapes)
-        session, graph = create_session(lowered.model, _CPU, _SETTINGS, self.program.name)
+        with watched(f"making a session for program '{self.program.name}'"):
+            session, graph = create_session(lowered.model, _CPU, _SETTINGS, self.program.name)
         if needs_plain(lowered):
             return PlainStep(session, lowered, _CPU, self.program.name, "")
         return Step(session, graph, lowered, _CPU, self.program.name, "")

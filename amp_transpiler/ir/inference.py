@@ -1,0 +1,78 @@
+"""Calls into onnx's type inference, guarded: what it raises, and sizes that it would spend the memory on.
+
+With data propagation onnx keeps a tensor of one dimension as a list of its elements, known or not, wherever an operator
+adds, multiplies, casts or slices it: a declared input of two billion elements takes hundreds of gigabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
+
+#: What calls into onnx raise: its own classes, and what pybind makes of C++ exceptions.
+ONNX_ERRORS = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, TypeError,
+               MemoryError, DecodeError, EncodeError)  # fmt: skip
+#: Elements from which on a tensor of one dimension is no shape, and takes no part in data propagation.
+LONG = 1 << 16
+#: Nodes up to which a model is looked at twice: once for such tensors inside it.
+_SMALL = 2000
+_SIZE = "size__"
+
+
+def inferred_types(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """The model, which is changed, with inferred types; None where inference gives up on it as a whole.
+
+    Long sizes of declared tensors of one dimension come as names; :func:`size_of` gives them back.
+    """
+    for graph in _graphs(model.graph):
+        _hide_sizes(graph)
+    try:
+        if len(model.graph.node) <= _SMALL:
+            plain = onnx.shape_inference.infer_shapes(model)
+            if any(_long(info.type) for graph in _graphs(plain.graph) for info in graph.value_info):
+                return plain
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except ONNX_ERRORS:
+        return None
+
+
+def size_of(size: Any) -> Any:
+    """A dimension as it was declared: a number again where :func:`inferred_types` hid it."""
+    if isinstance(size, str) and size.startswith(_SIZE) and size[len(_SIZE) :].isdecimal():
+        return int(size[len(_SIZE) :])
+    return size
+
+
+def _long(proto: onnx.TypeProto) -> bool:
+    dims = proto.tensor_type.shape.dim
+    return len(dims) == 1 and dims[0].dim_value > LONG
+
+
+def _hide_sizes(graph: onnx.GraphProto) -> None:
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        if _long(info.type):
+            dim = info.type.tensor_type.shape.dim[0]
+            dim.dim_param = f"{_SIZE}{dim.dim_value}"
+    long = [t for t in graph.initializer if len(t.dims) == 1 and t.dims[0] > LONG]
+    listed = {info.name for info in graph.input}
+    for tensor in long:
+        if tensor.name not in listed:
+            tensor_type = graph.input.add(name=tensor.name).type.tensor_type
+            tensor_type.elem_type = tensor.data_type
+            tensor_type.shape.dim.add().dim_param = f"{_SIZE}{tensor.dims[0]}"
+    if long:
+        kept = [t for t in graph.initializer if not (len(t.dims) == 1 and t.dims[0] > LONG)]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph and those nested in it."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                yield from _graphs(inner)

@@ -1,0 +1,170 @@
+"""Limits of time and memory for running models that nobody has run before: calibration, and the check of a conversion.
+
+Inside ``with within(budget):`` every run of a session ends with ExecutionError once it takes longer or needs more::
+
+    with within(Budget(seconds=10, memory=700 << 20)):
+        measure(...)
+
+The time is that of one run of the model. A run is ended between two operators, by onnxruntime's own flag.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime as ort
+
+from ..errors import ExecutionError
+from ..ir.program import Program
+from ..ir.tensors import byte_size, tensor_type
+
+try:
+    import resource
+except ImportError:  # Windows, where the watch alone looks at memory
+    resource = None  # type: ignore[assignment]
+
+#: Seconds for one run of a model without weights: of the check on a made-up sample, and of calibration data.
+CHECK_SECONDS, CALIBRATION_SECONDS = 8.0, 60.0
+#: Bytes of weights (and of calibration data) that are worth another second.
+_SECOND = 2_000_000
+#: Bytes for the check of a model without weights, and how often weights may be held: twice as fp32, by two sessions
+#: each of which copies them four times while it is made.
+CHECK_BYTES, COPIES = 700 << 20, 16
+#: Address space that each thread of a session takes before it holds anything.
+_THREAD = 32 << 20
+_POLL = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``seconds``: of one run. ``memory``: bytes beyond what the process holds when the block begins, None: any."""
+
+    seconds: float
+    memory: int | None = None
+
+
+_current: ContextVar[Budget | None] = ContextVar("budget", default=None)
+
+
+def check_budget(program: Program, seconds: float | None = None, memory: int | None = None) -> Budget:
+    """The budget for running ``program`` on a made-up sample; ``seconds`` and ``memory`` win over what it says."""
+    weights = _weights(program)
+    return Budget(CHECK_SECONDS + weights / _SECOND if seconds is None else seconds,
+                  CHECK_BYTES + COPIES * weights if memory is None else memory)  # fmt: skip
+
+
+def calibration_budget(program: Program, batches: Sequence[Mapping[str, Any]], seconds: float | None = None,
+                       memory: int | None = None) -> Budget:  # fmt: skip
+    """The budget for running ``program`` on data that its user gave."""
+    data = max((sum(getattr(v, "nbytes", 0) for v in batch.values()) for batch in batches), default=0)
+    least = CALIBRATION_SECONDS + (_weights(program) + data) / _SECOND
+    return Budget(least if seconds is None else seconds, memory)
+
+
+def _weights(program: Program) -> int:
+    return sum(byte_size(*tensor_type(v.data)) for v in program.variables if v.data is not None)
+
+
+@contextmanager
+def within(budget: Budget) -> Iterator[None]:
+    """Runs inside keep to the budget.
+
+    The memory is a limit of the whole process (RLIMIT_DATA, where the system knows it), so that allocations fail
+    rather than succeed and take the machine down: for programs that own their process, such as the command line.
+    """
+    around = _current.get()
+    if around is not None and budget.memory is None:
+        budget = Budget(budget.seconds, around.memory)
+    token = _current.set(budget)
+    restore = _limit_memory(budget.memory) if budget.memory is not None else None
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        if restore is not None:
+            restore()
+
+
+def _limit_memory(extra: int) -> Callable[[], None] | None:
+    """Lower the soft limit of private memory to what is in use and ``extra``; gives what restores it."""
+    used = _data_size()
+    if resource is None or used is None:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = used + extra + _THREAD * (os.cpu_count() or 1)
+    if limit >= 2**62 or (soft != resource.RLIM_INFINITY and soft <= limit):
+        return None
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_size() -> int | None:
+    """Bytes of private memory of this process, None where the system does not tell."""
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def available_memory() -> int:
+    """Bytes that the machine can still hand out."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return 1 << 33
+
+
+class watched:  # noqa: N801  (used as a function: with watched("...") as options)
+    """One run under the current budget: gives its RunOptions, None where there is no budget.
+
+    ExecutionError, at the end of the block, where the budget was exceeded; ``what`` is what ran.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.budget, self.exceeded = what, _current.get(), ""
+
+    def __enter__(self) -> Any:
+        if self.budget is None:
+            return None
+        self.options = ort.RunOptions()
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="budget", daemon=True)
+        self.thread.start()
+        return self.options
+
+    def _watch(self) -> None:
+        assert self.budget is not None
+        end = time.monotonic() + self.budget.seconds
+        while not self.done.wait(min(_POLL, max(end - time.monotonic(), 0.001))):
+            if time.monotonic() >= end:
+                self.exceeded = f"it takes longer than {self.budget.seconds:.3g} seconds"
+                self.options.terminate = True
+                return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.budget is None:
+            return
+        self.done.set()
+        self.thread.join()
+        memory = self.budget.memory
+        if error is not None and memory is not None and _out_of_memory(error):
+            self.exceeded = f"it needs more than {memory >> 20} MiB of memory"
+        if self.exceeded and (error is None or isinstance(error, Exception)):
+            raise ExecutionError(f"{self.what} was ended: {self.exceeded}, the budget of one run; --time-budget and "
+                                 "--memory-budget raise it") from None  # fmt: skip
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("bad_alloc", "bad allocation", "failed to allocate", "out of memory", "alloc_result")
+    )
