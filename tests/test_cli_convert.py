@@ -188,7 +188,7 @@ def test_info_names_what_leaves_cuda(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["{model}", "{out}", "--keep-io", "z"], 2, "'z', which is no input or output"),
     (["{model}", "{out}", "--keep-io", "y", "--no-keep-io"], 2, "not allowed with"),
     (["{model}", "{out}", "--tolerance", "0.1"], 2, "give --calibration as well"),
-    (["{model}", "{out}", "--mode", "auto", "--calibration", "{sample}", "--tolerance", "-1"], 2, "above 0"),
+    (["{model}", "{out}", "--mode", "auto", "--calibration", "{sample}", "--tolerance", "-1"], 2, "0 or above"),
     (["{model}", "{out}", "--input-range", "x"], 2, "NAME=LOW:HIGH"),
     (["{model}", "{out}", "--input-range", "x=1:0"], 2, "least value first"),
     (["{model}", "{out}", "--input-range", "z=0:1"], 2, "'z', which is no floating-point input"),

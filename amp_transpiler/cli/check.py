@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..ir.weights import become_constants
 from ..runtime.budget import available_memory, calibration_budget, check_budget, within
 from ..runtime.calibration import load_calibration
 from ..runtime.measure import measure
-
+from .terminal import complain, printable
 
 #: Bytes of a made-up sample; larger inputs are the user's to give.
 _SAMPLE = 1 << 28
@@ -46,7 +45,7 @@ def check(source: str, output: str, program: Program, calibration: Any, toleranc
         failures = [*_unusable(output, program), *_compared(reference, program, batches, tolerance)]
     for failure in failures:
         told = failure.replace(output, os.path.basename(output))  # it lies where it waits for its name
-        print(f"amp-transpile: check failed: {told}", file=sys.stderr)
+        complain(f"check failed: {told}")
     return 3 if failures else 0
 
 
@@ -81,7 +80,7 @@ def _compared(reference: Program, program: Program, batches: Any, tolerance: flo
         return [f"the model does not run on {told}; give --calibration ({_first_line(error)})"]
     failures = []
     for name, off in found.outputs.items():
-        print(f"  check: output '{name}' is off by {off:.3g} on {told}")
+        print(f"  check: output '{printable(name)}' is off by {off:.3g} on {told}")
         if not off <= tolerance:
             failures.append(f"output '{name}' is off by {off:.3g}, above {tolerance:g}")
     return failures

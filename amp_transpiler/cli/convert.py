@@ -26,6 +26,7 @@ from ..report.json import to_json
 from ..report.record import record_program
 from ..runtime.budget import available_memory
 from .check import check
+from .terminal import complain, printable
 
 #: Bytes from which on a conversion takes long enough for a progress bar.
 _LARGE = 100_000_000
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             if not group.written:
                 raise
-            print(f"amp-transpile: interrupted; {_listed(group.written)} stand whole", file=sys.stderr)
+            complain(f"interrupted; {_listed(group.written)} stand whole")
             return 130
 
 
@@ -85,10 +86,10 @@ def _run(options: argparse.Namespace, group: Group) -> int:
         print(f"  '{beside}' lies there from before; {options.output} has no use for it")
     errors = program.conversion.outputs
     if program.conversion.tolerance is not None and not all(e <= program.conversion.tolerance for e in errors.values()):
-        print(f"amp-transpile: {program.conversion.rounds[-1]}", file=sys.stderr)
+        complain(program.conversion.rounds[-1])
         status = 3
     if status:
-        print(f"amp-transpile: {_listed(group.written)} written all the same", file=sys.stderr)
+        complain(f"{_listed(group.written)} written all the same")
     return status
 
 
@@ -161,7 +162,7 @@ def _summary(program: Program, options: argparse.Namespace, size: int) -> str:
         lines.append(f"  constant{'s' * (len(names) > 1)} {some}: {action}")
     lines += [f"  {line}" for line in (*done.notes, *done.rounds)]
     lines += [f"  output '{name}': relative error {error:.3g}" for name, error in done.outputs.items()]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _add_reports(program: Program, options: argparse.Namespace, group: Group, written: Path) -> None:

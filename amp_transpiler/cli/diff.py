@@ -10,6 +10,7 @@ from ..ir.program import Operator, Program
 from ..ir.tensors import byte_size, tensor_type
 from ..passes.precision import label
 from ..passes.typing import is_float, programs
+from .terminal import printable
 
 _FEW = 5
 
@@ -18,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the differences: opset, inputs and outputs, precisions, casts, operators, weights."""
     before, after = Program.from_onnx(options.before), Program.from_onnx(options.after)
     lines = [*_interface(before, after), *_operators(before, after, options.all), *_weights(before, after)]
-    print("\n".join(lines) if lines else "no difference in opset, types, operators and weights")
+    print("\n".join(map(printable, lines)) if lines else "no difference in opset, types, operators and weights")
     return 0
 
 

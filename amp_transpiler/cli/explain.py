@@ -10,8 +10,9 @@ from ..errors import ArgumentError
 from ..ir.marks import inserted
 from ..ir.patterns import matching
 from ..ir.program import Operator, Program, Variable
-from ..passes.precision import label
+from ..passes.precision import label as plain_label
 from ..report.summary import group
+from .terminal import printable, typed
 
 _EXAMPLES = 3
 
@@ -24,15 +25,20 @@ def run(options: argparse.Namespace) -> int:
             f"{options.model} carries no reasons; convert --mode {options.mode} --dtype {options.dtype} would do this:"
         )
         program = convert(options.model, mode=options.mode, dtype=options.dtype)
-    ops = _chosen(program, options.nodes) if options.nodes else []
+    ops = _chosen(program, list(map(typed, options.nodes))) if options.nodes else []
     print("\n\n".join(_operator(op) for op in ops) if options.nodes else _groups(program))
     return 0
+
+
+def label(op: Operator) -> str:
+    """The operator's name as it is shown."""
+    return printable(plain_label(op))
 
 
 def _chosen(program: Program, nodes: list[str]) -> list[Operator]:
     ops = list(program.walk())
     made = {v.name: op for op in ops for v in op.outputs if v is not None}
-    labels = {label(op): op for op in ops}
+    labels = {plain_label(op): op for op in ops}
     found: dict[Operator, None] = {}
     for node in nodes:
         if node in made or node in labels:
@@ -54,7 +60,7 @@ def _groups(program: Program) -> str:
         if inserted(op):
             casts += 1
         else:
-            groups.setdefault(group(op.reason) or "no reason recorded", []).append(op)
+            groups.setdefault(printable(group(op.reason)) or "no reason recorded", []).append(op)
     lines = []
     for reason, ops in sorted(groups.items(), key=lambda item: -len(item[1])):
         some = ", ".join(label(op) for op in ops[:_EXAMPLES])
@@ -63,10 +69,11 @@ def _groups(program: Program) -> str:
 
 
 def _operator(op: Operator) -> str:
-    lines = [label(op), f"  type       {op.full_type}", f"  precision  {op.precision or '-'}",
-             f"  reason     {op.reason or 'none recorded'}"]  # fmt: skip
+    lines = [label(op), f"  type       {printable(op.full_type)}",
+             f"  precision  {printable(op.precision) or '-'}",
+             f"  reason     {printable(op.reason) or 'none recorded'}"]  # fmt: skip
     if op.scope:
-        lines.append(f"  scope      {op.scope}")
+        lines.append(f"  scope      {printable(op.scope)}")
     if op.program.parent is not None:
         lines.append(f"  inside     {label(op.program.parent)}")
     lines += [f"  reads      {_tensor(v)}" for v in op.inputs if v is not None]
@@ -75,7 +82,7 @@ def _operator(op: Operator) -> str:
 
 
 def _tensor(variable: Variable) -> str:
-    shape = "[?]" if variable.shape is None else f"[{','.join('?' if s is None else str(s) for s in variable.shape)}]"
+    sizes = "?" if variable.shape is None else ",".join("?" if s is None else str(s) for s in variable.shape)
     maker = variable.producer
     if maker is not None:
         origin = f"made by {label(maker)}"
@@ -83,4 +90,4 @@ def _tensor(variable: Variable) -> str:
         origin = "a constant" if variable.data is not None else "an input" if variable.is_input else "of an outer graph"
     readers = [label(op) for op, _ in variable.readers]
     read = f", read by {', '.join(readers[:_EXAMPLES])}{', ...' if len(readers) > _EXAMPLES else ''}" if readers else ""
-    return f"{variable.name}: {variable.dtype or '?'}{shape}, {origin}{read}"
+    return f"{printable(variable.name)}: {variable.dtype or '?'}[{printable(sizes)}], {origin}{read}"

@@ -11,6 +11,7 @@ from ..ir.types import FLOATS, HALF
 from ..lists import has_kernel, kernel_types, unsupported_reason
 from ..passes.typing import operator_name
 from .diff import sizes
+from .terminal import printable
 
 _CUDA = "CUDAExecutionProvider"
 #: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
@@ -27,8 +28,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"weights: {', '.join(f'{size:,} bytes {dtype}' for dtype, size in sorted(held.items())) or 'none'}")
     for kind, variables in (("input", program.inputs), ("output", program.outputs)):
         for v in variables:
-            shape = "?" if v.shape is None else ",".join("?" if s is None else str(s) for s in v.shape)
-            print(f"{kind}: {v.name} {v.dtype or 'no tensor'}[{shape}]")
+            shape = "?" if v.shape is None else ",".join("?" if s is None else printable(str(s)) for s in v.shape)
+            print(f"{kind}: {printable(v.name)} {v.dtype or 'no tensor'}[{shape}]")
     print(_placement(program))
     return 0
 
@@ -37,7 +38,7 @@ def _operators(program: Program) -> str:
     """A table: how many operators of each type work on each floating-point type."""
     counts: Counter[tuple[str, str]] = Counter()
     for op in program.walk():
-        counts[op.full_type, _float(op) or "no float"] += 1
+        counts[printable(op.full_type), _float(op) or "no float"] += 1
     kinds = sorted({kind for _, kind in counts})
     types = sorted({type_ for type_, _ in counts})
     width = max([len(t) for t in types], default=8)
@@ -59,7 +60,7 @@ def _placement(program: Program) -> str:
     for op in program.walk():
         reason = leaves_cuda(op)
         if reason:
-            leaving[f"{op.full_type} ({reason})"] += 1
+            leaving[f"{printable(op.full_type)} ({reason})"] += 1
     if not leaving:
         return "CUDA: a kernel for every operator"
     listed = ", ".join(f"{count} {what}" for what, count in sorted(leaving.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from .. import __version__
@@ -11,6 +10,7 @@ from ..errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from ..passes.optimal import MODES
 from . import convert, diff, explain, info, train
 from .output import patient_output
+from .terminal import complain, safe_streams
 
 _EXAMPLES = """examples:
   amp-transpile convert model.onnx model_fp16.onnx
@@ -104,17 +104,24 @@ _COMMANDS = {"convert": convert.run, "train": train.run, "explain": explain.run,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    with safe_streams():
+        return _run(_parser().parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         with patient_output() as output:
             status = _COMMANDS[options.command](options)
         if output.trouble is None or isinstance(output.trouble, BrokenPipeError):
             return status  # the reader of our output (head, less) may have gone
-        print(f"amp-transpile: standard output cannot be written: {output.trouble.strerror}", file=sys.stderr)
+        complain(f"standard output cannot be written: {output.trouble.strerror}")
         return status or 1
     except AmpError as error:
-        print(f"amp-transpile: {error}", file=sys.stderr)
+        complain(error)
         return 2 if isinstance(error, ArgumentError | ArgumentTypeError | ListError) else 1
+    except MemoryError:
+        complain("there is not enough memory for this")
+        return 1
     except KeyboardInterrupt:
-        print("amp-transpile: interrupted; nothing was written", file=sys.stderr)
+        complain("interrupted; nothing was written")
         return 130

@@ -125,8 +125,8 @@ def read_state(program: Program) -> bool:
         window = dict(state.get("window", {}))
         spread = dict(window.get("updates", {}))
         steps, counter = int(window.get("steps", 0)), window.get("counter", "")
-        named = [*(name for name, _ in kept), *(name for pairs in (updates, gradients, spread) for name in pairs.values())]
-        if not all(isinstance(name, str) for name in (*named, counter)):
+        named = [*(name for name, _ in kept), *updates.values(), *gradients.values(), *spread.values(), counter]
+        if not all(isinstance(name, str) for name in named):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "

@@ -40,6 +40,8 @@ _FIELDS = {
 }  # fmt: skip
 _VALUES = frozenset(_FIELDS.values())
 _CONTENT = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+#: Attributes of standard operators that are element types, without a number that means another one's.
+_ELEMENT_TYPES = frozenset({"to", "dtype"})
 _SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
 
 
@@ -307,6 +309,9 @@ def _against(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], sch
         if wanted is not None and attribute.type != wanted:
             return (f"has the attribute '{name}' as {_type_name(attribute.type)}; the operator takes "
                     f"{_type_name(wanted)}")  # fmt: skip
+        if name in _ELEMENT_TYPES and wanted == _Attribute.INT and not attribute.ref_attr_name:
+            if attribute.i not in NAMES:
+                return f"has the attribute '{name}' as {attribute.i}, an element type that ONNX does not define"
     missing = sorted(schema.required - given.keys())
     return f"lacks the attribute '{missing[0]}', which the operator needs" if missing else ""
 

@@ -123,7 +123,7 @@ def available_memory() -> int:
         return 1 << 33
 
 
-class watched:  # noqa: N801  (used as a function: with watched("...") as options)
+class watched:
     """One run under the current budget: gives its RunOptions, None where there is no budget.
 
     ExecutionError, at the end of the block, where the budget was exceeded; ``what`` is what ran.
@@ -163,8 +163,8 @@ class watched:  # noqa: N801  (used as a function: with watched("...") as option
                                  "--memory-budget raise it") from None  # fmt: skip
 
 
+_NO_MEMORY = ("bad_alloc", "bad allocation", "failed to allocate", "out of memory", "alloc_result")
+
+
 def _out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(
-        words in text for words in ("bad_alloc", "bad allocation", "failed to allocate", "out of memory", "alloc_result")
-    )
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)

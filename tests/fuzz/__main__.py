@@ -6,9 +6,10 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from .cases import KINDS, Case, judged
+from .cases import KINDS, Case, Given, judged
 from .models import models
 from .workers import judge
 
@@ -21,12 +22,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--models", metavar="FOLDER", help="judge the models there as they are, instead")
     parser.add_argument("--keep", metavar="FOLDER", help="write the models of violations there")
     options = parser.parse_args()
     models()  # once, before the processes part
     kinds = options.kind or KINDS
+    if options.models:
+        return _report([Given(path) for path in sorted(Path(options.models).glob("*.onnx"))], options)
     cases = [Case(kinds[i % len(kinds)], options.seed, i // len(kinds))
              for i in range(options.first, options.first + options.cases)]  # fmt: skip
+    return _report(cases, options)
+
+
+def _report(cases: Sequence[Case | Given], options: argparse.Namespace) -> int:
     started, slowest, found = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
         for case, wrong, seconds in judge(cases, lambda case: judged(case, Path(folder)), options.workers):

@@ -39,6 +39,20 @@ class Case:
         return damaged(all_models[name].SerializeToString(), rng)
 
 
+@dataclass(frozen=True)
+class Given:
+    """A model that lies somewhere, as it is."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return self.path.stem
+
+    def content(self) -> bytes:
+        """The model file."""
+        return self.path.read_bytes()
+
+
 def damaged(content: bytes, rng: random.Random) -> bytes:
     """Bytes changed, cut out, repeated, swapped, or the end cut off."""
     data = bytearray(content)
@@ -59,10 +73,10 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def judged(case: Case, folder: Path) -> str:
+def judged(case: Case | Given, folder: Path) -> str:
     """What is wrong with what the commands make of a case; "" where nothing is. ``folder`` is used and emptied."""
     folder.mkdir(exist_ok=True)
-    model = folder / f"{case.kind}_{case.seed}_{case.number}.onnx"
+    model = folder / f"{str(case).replace(' ', '_')}.onnx"
     model.write_bytes(case.content())
     try:
         for command in [*COMMANDS, "prepare"]:

@@ -21,7 +21,7 @@ COMMANDS: dict[str, list[str]] = {
     "convert": ["convert", "{m}", "{o}", "--report", "{o}.html", "--json", "{o}.json"],
     "mixed": ["convert", "{m}", "{o}", "--mode", "mixed", "--dtype", "bfloat16"],
     "auto": ["convert", "{m}", "{o}", "--mode", "auto"],
-    "check": ["convert", "{m}", "{o}", "--check"],
+    "check": ["convert", "{m}", "{o}", "--check", "--time-budget", "3"],
     "info": ["info", "{m}"],
     "explain": ["explain", "{m}"],
     "diff": ["diff", "{m}", "{m}"],

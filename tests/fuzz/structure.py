@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 from google.protobuf.descriptor import FieldDescriptor as Field
+from google.protobuf.message import DecodeError
 
 _INTEGERS = [0, 1, -1, 2, 3, 7, 16, 99, 1000, 2**16, 2**31 - 1, -(2**31), 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)]
 _SMALL = [n for n in _INTEGERS if -(2**31) <= n < 2**31]
@@ -169,7 +170,8 @@ def _nest(model: onnx.ModelProto, rng: random.Random) -> None:
                 inner.node.add(op_type="Identity", input=["x"], output=[info.name])
             try:
                 node.attribute.append(onnx.AttributeProto(name=name, type=onnx.AttributeProto.GRAPH, g=inner))
-            except Exception:  # deeper than protobuf copies
+                onnx.GraphProto(node=[node])
+            except DecodeError:  # deeper than protobuf copies
                 return
         del graph.node[:]
         graph.node.append(node)

@@ -1,0 +1,79 @@
+"""What goes to the terminal: text of a model cannot steer it.
+
+Names in a model are anybody's. Printed as they are, an escape sequence in one could clear the screen, rename the
+window, or turn the direction of a line. :func:`printable` is for one name in a line; the streams inside
+:func:`safe_streams` see to whatever comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+#: Control characters, those that turn or join text unseen, other ends of lines, and halves of characters.
+_STEERING = frozenset([*range(0x20), *range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F),
+                       *range(0x2060, 0x2070), 0xFEFF])  # fmt: skip
+_LINE = {ord("\n"): "\n", ord("\t"): "\t"}
+
+
+class _Table(dict[int, str]):
+    """What ``str.translate`` asks for: a steering character as an escape, any other as it is."""
+
+    def __missing__(self, code: int) -> str:
+        shown = chr(code)
+        if code in _STEERING or 0xD800 <= code < 0xE000:
+            shown = f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+        self[code] = shown
+        return shown
+
+
+_NAME, _TEXT = _Table(), _Table(_LINE)
+
+
+def printable(name: str) -> str:
+    """One name as it is shown in a line: control characters, ends of lines among them, as escapes."""
+    return name.translate(_NAME)
+
+
+def typed(argument: str) -> str:
+    """A name as the user typed it, in UTF-8, where the locale's encoding is another (LC_ALL=C)."""
+    try:
+        return argument.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError:
+        return argument
+
+
+class _Stream:
+    """A text stream that shows what steers a terminal, and what its encoding lacks, as escapes."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        # A progress bar begins its line anew; a name never stands at the beginning of what is written.
+        start = "\r" if text.startswith("\r") else ""
+        shown = start + text[len(start) :].translate(_TEXT)
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def safe_streams() -> Iterator[None]:
+    """Print through streams that cannot steer the terminal."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Stream(out), _Stream(err)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+def complain(message: object) -> None:
+    """One line on standard error."""
+    print(f"amp-transpile: {' '.join(str(message).splitlines())}", file=sys.stderr)
