@@ -6,15 +6,13 @@ nobody named. An output that is also an input, or another output, is refused by 
 spelled: links of both kinds and letter case do not matter.
 
 **Writing.** Files that belong together are a :class:`Group`. Each is written and brought to the disk in a hidden
-workspace beside its target, ``.amp_write.<random>.tmp``; then all are renamed, the last one (the model) last. Where
-there are several, those that they replace are moved aside first, so that a model never stands beside the data of
-another, and come back where a rename fails.
+workspace beside its target, ``.amp_write.<random>.tmp``; then all are renamed, the model last. Where there are several,
+those that they replace are moved aside first, so that a model never stands beside the data of another.
 
 **Kills.** A workspace is locked while its process lives. The next write into the same folder removes those whose lock
-is free; where the process was killed between two renames, a journal in the workspace says which are left, and they are
-made good first, unless somebody else has put a file there since. That is done folder by folder: a report in another
-folder than its model's may be that of the run before. Where the system has no such locks (Windows, some network
-drives), what a killed process left stays there.
+is free; renames that a journal there says are left are made good first, unless somebody else has put a file in the
+place since. That is done folder by folder: a report in another folder than its model's may be that of the run before.
+Where the system has no such locks (Windows, some network drives), what a killed process left stays there.
 """
 
 from __future__ import annotations
@@ -159,7 +157,6 @@ class Workspace:
 
     def __init__(self, parent: Path) -> None:
         remove_leftovers(parent)
-        self.parent = parent
         while True:
             self.path = Path(tempfile.mkdtemp(SUFFIX, PREFIX, parent))
             held = _hold(self.path, os.O_CREAT)
@@ -175,7 +172,7 @@ class Workspace:
             raise
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove it with all that is in it, and let go of its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -205,29 +202,26 @@ def remove_leftovers(folder: Path) -> None:
     """Make good and remove the workspaces of processes that were killed."""
     if fcntl is None:
         return
-    for name in os.listdir(folder):
-        if name.startswith(PREFIX) and name.endswith(SUFFIX):
-            with suppress(FileNotFoundError):  # its process, or another that cleans up, was faster
-                _remove_leftover(folder / name)
+    with suppress(OSError):  # a folder that cannot be listed
+        for name in os.listdir(folder):
+            if name.startswith(PREFIX) and name.endswith(SUFFIX):
+                with suppress(FileNotFoundError):  # its process, or another that cleans up, was faster
+                    _remove_leftover(folder / name)
 
 
 def _remove_leftover(workspace: Path) -> None:
-    if not _is_own_folder(workspace):
-        return
+    found = workspace.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return  # nobody else makes us rename what he put into a shared folder
     handle = _hold(workspace)
     if handle is not None:
-        _finish(workspace)
-        shutil.rmtree(workspace, ignore_errors=True)
+        with suppress(OSError):  # what cannot be made good stays for the next one
+            _finish(workspace)
+            shutil.rmtree(workspace, ignore_errors=True)
         os.close(handle)
     elif not os.listdir(workspace):  # killed before it was locked; one that lives makes itself another
         with suppress(OSError):
             os.rmdir(workspace)
-
-
-def _is_own_folder(path: Path) -> bool:
-    """Whether it is a folder of this user's: in a shared one nobody makes us rename what he put there."""
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _stamp(path: Path) -> list[int] | None:
@@ -240,13 +234,18 @@ def _stamp(path: Path) -> list[int] | None:
 
 
 def _finish(workspace: Path) -> None:
-    """Do the renames that a killed process left, unless somebody else has written one of the targets since."""
+    """Do the renames that a killed process left, unless somebody else has written one of the targets since.
+
+    The journal names the inode of its workspace: one that came out of an archive moves nothing.
+    """
+    journal = workspace / _JOURNAL
     try:
-        entries = json.loads((workspace / _JOURNAL).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # there is none, or it was not whole: then nothing had been renamed
-    waiting = [(name, stamp) for name, stamp in entries
-               if os.path.basename(name) == name and (workspace / _NEW / name).exists()]  # fmt: skip
+        said = json.loads(journal.read_text(encoding="utf-8")) if journal.is_file() else None
+    except (ValueError, RecursionError):
+        said = None  # it was not whole: nothing had been renamed
+    if not isinstance(said, dict) or said.get("workspace") != workspace.stat().st_ino:
+        return
+    waiting = [(name, stamp) for name, stamp in said["files"] if (workspace / _NEW / name).exists()]
     if any(_stamp(workspace.parent / name) not in (None, stamp) for name, stamp in waiting):
         return
     for name, _ in waiting:
@@ -331,7 +330,9 @@ class Group:
             names = [target.name for target in self._staged if target.parent == folder]
             if len(self._staged) > 1:
                 with open(workspace.journal, "x", encoding="utf-8") as stream:
-                    json.dump([(name, _stamp(folder / name)) for name in names], stream)
+                    said = {"workspace": workspace.path.stat().st_ino,
+                            "files": [(name, _stamp(folder / name)) for name in names]}  # fmt: skip
+                    json.dump(said, stream)
                     stream.flush()
                     os.fsync(stream.fileno())
                 sync_folder(workspace.path)

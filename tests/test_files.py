@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -566,6 +567,31 @@ def test_a_rename_that_fails_takes_the_others_back(
         assert contents(home) == NEW
         break
     assert stop == 6  # three moved aside, three put in place
+
+
+def test_a_workspace_that_came_out_of_an_archive_moves_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    home, private = tmp_path / "home", tmp_path / "private"
+    private.mkdir()
+    (private / "key").write_text("mine")
+    for stop in range(200):  # one that a real kill left between two renames, as somebody could pack it up
+        laid(home, OLD)
+        assert killed_at(stop, write_all, home)
+        if not (home / "m.onnx").exists():
+            break
+        shutil.rmtree(home)
+    shutil.copytree(home, tmp_path / "copy")
+    work = next((tmp_path / "copy").glob(".amp_write.*"))
+    shutil.rmtree(work / "new")
+    (work / "new").symlink_to(private)
+    journal = json.loads((work / "journal.json").read_text())
+    for files_, inode in (([["key", None]], journal["workspace"]), ([["../key", None]], 1)):
+        (work / "journal.json").write_text(json.dumps({"workspace": inode, "files": files_}))
+        packed = shutil.copytree(tmp_path / "copy", tmp_path / str(inode), symlinks=True)
+        write_files([(packed / "else", put(b""))])
+        assert os.listdir(private) == ["key"] and not (packed / "key").exists()
+    write_files([(home / "else", put(b""))])
+    assert contents(home) == NEW | {"else": b""}, "where it was left it is made good"
 
 
 def test_only_what_killed_runs_of_ours_left_is_removed(tmp_path: Path) -> None:
