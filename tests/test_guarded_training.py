@@ -51,6 +51,9 @@ SPECTRUM = """
 POWERS = {
     "pow": "re2 = Pow(re, two)  im2 = Pow(im, two)  power = Add(re2, im2)  banded = Identity(power)",
     "mul": "re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  banded = Identity(power)",
+    "root": "re2 = Mul(re, re)  im2 = Mul(im, im)  sum2 = Add(re2, im2)  banded = Sqrt(sum2)",
+    "summed": """pairs = Reshape(spectrum, apart)
+                 banded = ReduceSumSquare <axes = [1], keepdims = 0> (pairs)""",
     "bands": """re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  turned = Transpose <perm = [0, 2, 1]> (power)
                 summed = MatMul(turned, filters)  banded = Transpose <perm = [0, 2, 1]> (summed)""",
 }
@@ -70,6 +73,8 @@ def audio(powers: str) -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     filters = {"filters": bands(20, WINDOW // 2 + 1)} if powers == "bands" else {}
     exponent = {"two": np.float32(2)} if powers == "pow" else {}
+    if powers == "summed":
+        exponent = {"apart": np.array([8, 2, WINDOW // 2 + 1, -1])}
     head = f'<ir_version: 8, opset_import: ["" : 17]> net (float[8,{SAMPLES}] wave) => (float[8,{CLASSES}] scores) {{'
     return model(
         head + SPECTRUM + POWERS[powers] + NETWORK, stft=basis()[:, None], eps=np.float32(1e-9), one=np.array([1]),
@@ -131,6 +136,23 @@ def test_f14_a_log_spectrum_trains_as_in_fp32(powers: str) -> None:
         losses, skipped = trained(prepared(audio(powers)), labelled, feeds, mode)
         assert skipped == 0, (mode, skipped)
         np.testing.assert_allclose(losses, exact, rtol=0.01, atol=0.01)
+
+
+def test_f14_constants_of_a_spectrum_are_no_parameters() -> None:
+    """Window, Fourier basis and bands as matrix products; filters that were learned are parameters."""
+    rng, bins = np.random.default_rng(0), WINDOW // 2 + 1
+    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,20,128] frames) => (float[8,20,20] y) {
+      windowed = Mul(frames, window)  both = MatMul(windowed, transform)  re, im = Split <axis = 2> (both, halves)
+      re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  banded = MatMul(power, bank)
+      above = Add(banded, eps)  logged = Log(above)  y = MatMul(logged, w)
+    }"""
+    weights = {"window": np.hanning(WINDOW), "transform": np.fft.rfft(np.eye(WINDOW)), "bank": bands(20, bins),
+               "w": rng.normal(0, 1, (20, 20)), "eps": np.array(1e-9), "halves": np.array([bins] * 2)}  # fmt: skip
+    weights["transform"] = np.concatenate([weights["transform"].real, weights["transform"].imag], 1)
+    assert [v.name for v in amp.Program.from_onnx(model(text, **weights)).parameters] == ["w"]
+    learned = {name: rng.normal(0, 1, weights[name].shape) for name in ("transform", "bank")}
+    found = amp.Program.from_onnx(model(text, **{**weights, **learned})).parameters
+    assert {v.name for v in found} == {"window", "transform", "bank", "w"}
 
 
 def test_f14_the_literal_lists_lose_the_spectrum() -> None:

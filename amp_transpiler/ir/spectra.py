@@ -28,11 +28,16 @@ _MAGNITUDES = frozenset({"Add", "Sum", "Sqrt", "ReduceSum", "Pow"})
 
 
 def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
-    """As what constant of a spectrum a tensor with content is used: "a Fourier basis", "a filter bank"; else ""."""
+    """As what constant of a spectrum a tensor with content is used: "a window", "a Fourier basis", "a filter bank"; or
+    ""."""
     shape = variable.shape or ()
-    if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not uses:
+    if not shape or not all(isinstance(size, int) for size in shape) or not uses:
         return ""
     if int(np.prod([int(size or 0) for size in shape])) > _LARGE:
+        return ""
+    if all(op.type == "Mul" and not op.domain and _meets_fourier(op.output(0)) for op, _ in uses):
+        return "a window"
+    if len(shape) < 2:
         return ""
     for op, slot in uses:
         if op.domain or (op.type not in _PRODUCTS and (op.type not in ("Conv", "ConvTranspose") or slot != 1)):
@@ -64,7 +69,13 @@ def _are_waves(rows: np.ndarray) -> bool:
     Cosines lie before the sines, beside them, or alone.
     """
     count, samples = rows.shape
-    if samples < _SAMPLES or count < samples // 2 or count > 2 * samples or not np.isfinite(rows).all():
+    if (
+        rows.size > _LARGE
+        or samples < _SAMPLES
+        or count < samples // 2
+        or count > 2 * samples
+        or not np.isfinite(rows).all()
+    ):
         return False
     spectrum = np.abs(np.fft.rfft(rows, axis=1))
     top = spectrum.max(axis=1)
@@ -74,6 +85,23 @@ def _are_waves(rows: np.ndarray) -> bool:
         if waves.any() and (np.abs(found - expected)[waves] <= 1).mean() >= _SHARE:
             return True
     return False
+
+
+def _meets_fourier(variable: Variable | None) -> bool:
+    """Whether all that reads the tensor, moved about or not, is its product with a Fourier basis."""
+    readers = variable.readers if variable is not None else []
+    for op, slot in readers:
+        made = op.output(0)
+        if op.type in _MOVES and slot == 0 and _meets_fourier(made):
+            continue
+        other = op.input(1 - slot) if isinstance(slot, int) and slot < 2 else None
+        if other is None or other.data is None or len(other.shape or ()) < 2 or op.domain:
+            return False
+        if op.type not in (*_PRODUCTS, "Conv") or not _may_transform(op, 1 - int(slot), other.shape or ()):
+            return False
+        if not _is_fourier(other, op.type):
+            return False
+    return bool(readers)
 
 
 def _is_filter_bank(variable: Variable) -> bool:

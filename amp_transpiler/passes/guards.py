@@ -128,7 +128,11 @@ class _Guards:
         """What is squared on the way to a logarithm, and the signal that it is made of by one matrix product: the
         small numbers between the large ones are most of a logarithm, and rounding before the sum drowns them."""
         seen: set[tuple[Variable, bool]] = set()
-        for made, squared in self.squares.items() if self.float16 else ():
+        found = dict(self.squares)
+        for op, name, read in self.flow.steps:
+            if name in ("ReduceSumSquare", "ReduceL2") and op.outputs[0] is not None and read[0] is not None:
+                found[op.outputs[0]] = read[0]
+        for made, squared in found.items() if self.float16 else ():
             if made not in self.logged:
                 continue
             why = f"the logarithm of its square '{written_name(made)}' shows the smallest numbers"
@@ -193,7 +197,7 @@ class _Guards:
                     continue
                 yes = slot == 0 and ends(op, name)
                 yes |= ahead and (
-                    name in ("Add", "Sub", "Sum", "Mul", "Max")
+                    name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
                     or moves(op, slot)
                     or (name in ("Div", "Clip") and not slot)
                     or (name in PRODUCTS and made in self.spread.divides)
