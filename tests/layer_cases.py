@@ -292,5 +292,6 @@ CASES: dict[str, Case] = {
                          lambda T, t, x, i: T.nll_loss(x.log(), i)),
     "softmax_ce": ([(5, 4), I(4, 5, 1)], lambda F, x, i: F.softmax_with_cross_entropy(x, i),
                    lambda T, t, x, i: T.cross_entropy(x, i[:, 0], reduction="none")[:, None]),
+    "label_prior": ([D(5, 4), D(1, 4)], lambda F, y, p: F.label_smooth(y, p, 0.2), lambda T, t, y, p: 0.8 * y + 0.2 * p),
     "label_smooth": ([D(5, 4)], lambda F, y: F.label_smooth(y, epsilon=0.2), lambda T, t, y: 0.8 * y + 0.05),
 }  # fmt: skip

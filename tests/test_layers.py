@@ -292,6 +292,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "shared by name": (lambda: nn.lstm(nn.data("x", [None, 5, 4]), 4, param_attr=amp.ParamAttr(name="w")),
                        r"lstm: param_attr names one parameter, and the layer has 2"),
     "shared bias": (lambda: nn.gru(nn.data("x", [None, 5, 4]), 4, num_layers=2, bias_attr="b"), r"gru: bias_attr names"),
+    "act": (lambda: nn.conv2d(image(), 2, 3, act="leaky_relu"), r"act='leaky_relu' does not say its constants"),
+    "pool size": (lambda: nn.pool2d(image()), r"must be at least 1, not -1"),
     "attr name": (lambda: amp.ParamAttr(name=""), r"ParamAttr: '' cannot be a name"),
     "seed": (lambda: F.dropout(image(), seed=3), r"dropout: seed=3 .* amp.seed"),
     "mask axis": (lambda: F.dropout(image(), axis=1), r"dropout: axis=1 .* every element has a mask of its own"),
@@ -319,6 +321,8 @@ WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
     "flag": (lambda: F.max_pool2d(image(), 2, ceil_mode="yes"), r"ceil_mode must be True or False"),
     "attr": (lambda: nn.create_parameter([2], attr="w"), r"attr must be an amp.ParamAttr"),
     "penalty": (lambda: amp.ParamAttr(regularizer=1e-4), r"ParamAttr: regularizer must be an amp.regularizer.L2Decay"),
+    "flatten by place": (lambda: nn.fc(image(), 5, 2), r"fc: act must be the name of an activation, not 2; .* by name"),
+    "training": (lambda: F.dropout(image(), 0.1, 0), r"dropout: training must be True or False, not 0"),
     "slope": (lambda: F.leaky_relu(image(), "0.1"), r"leaky_relu: negative_slope must be a number"),
     "momentum": (lambda: nn.batch_norm(image(), momentum=True), r"batch_norm: momentum must be a number, not True"),
     "equation": (lambda: F.einsum(image()), r"einsum: the equation comes first"),
@@ -383,7 +387,7 @@ def last(x: amp.Variable) -> amp.Variable:
 
 
 def cube(x: amp.Variable) -> amp.Variable:
-    x = F.avg_pool3d(nn.conv3d(x, 4, 2, act="leaky_relu"), (1, 2, 1))
+    x = F.avg_pool3d(F.leaky_relu(nn.conv3d(x, 4, 2)), (1, 2, 1))
     return F.max_pool3d(nn.conv3d_transpose(x, 4, filter_size=2, stride=2), 2)
 
 

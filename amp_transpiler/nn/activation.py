@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..ir.program import Variable
 from .building import (
     FLOATING,
@@ -219,19 +219,25 @@ def maxout(x: Variable, groups: int, axis: int = 1) -> Variable:
     return append(call, "ReduceMax", [apart, np.array([at + 1], np.int64)], attrs={"keepdims": 0}, prefix=prefix)
 
 
-#: What the ``act`` argument of a layer names.
+#: What the ``act`` argument of a layer names; those alone whose constants are the same wherever they are named so.
 ACTIVATIONS: dict[str, Callable[[Variable], Variable]] = {
     f.__name__: f
-    for f in (relu, gelu, sigmoid, tanh, softmax, log_softmax, relu6, silu, hardswish, hardsigmoid, leaky_relu, elu,
-              celu, selu, softplus, softsign, mish, log_sigmoid, hardtanh, hardshrink, softshrink, tanhshrink,
-              thresholded_relu)
-} | {"swish": silu, "hard_swish": hardswish, "hard_sigmoid": hardsigmoid}  # fmt: skip
+    for f in (relu, gelu, sigmoid, tanh, softmax, log_softmax, relu6, silu, hardswish, elu, celu, selu, softplus,
+              softsign, mish, log_sigmoid, hardshrink, softshrink, tanhshrink, thresholded_relu)
+} | {"swish": silu, "hard_swish": hardswish}  # fmt: skip
 
 
 def check_activation(call: str, act: str | None) -> None:
-    """ArgumentError for a name that is no activation."""
-    if act is not None and (not isinstance(act, str) or act not in ACTIVATIONS):
-        raise ArgumentError(f"{call}: act={act!r} is no activation; known are {', '.join(ACTIVATIONS)}")
+    """ArgumentError for a name that is no activation, or one of several; ArgumentTypeError for what is no name."""
+    if act is None or (isinstance(act, str) and act in ACTIVATIONS):
+        return
+    if not isinstance(act, str):
+        raise ArgumentTypeError(f"{call}: act must be the name of an activation, not {act!r}; give other arguments by "
+                                "name")  # fmt: skip
+    if act in ("leaky_relu", "hardsigmoid", "hard_sigmoid", "hardtanh", "prelu"):
+        raise ArgumentError(f"{call}: act={act!r} does not say its constants; apply the function of that name in "
+                            "amp.nn.functional, or amp.nn.prelu, to the result")  # fmt: skip
+    raise ArgumentError(f"{call}: act={act!r} is no activation; known are {', '.join(ACTIVATIONS)}")
 
 
 def activate(call: str, x: Variable, act: str | None, prefix: str) -> Variable:

@@ -210,8 +210,11 @@ def nll_loss(input: Variable, label: Variable, weight: Variable | None = None, i
 
 
 @function()
-def label_smooth(label: Variable, epsilon: float = 0.1) -> Variable:
-    """``(1 - epsilon) * label + epsilon / classes`` (Szegedy et al. 2016). ``label``: float [.., classes]."""
+def label_smooth(label: Variable, prior_dist: Variable | None = None, epsilon: float = 0.1) -> Variable:
+    """``(1 - epsilon) * label + epsilon * prior_dist`` (Szegedy et al. 2016).
+
+    ``label``: float [.., classes]. ``prior_dist``: float, broadcast to it; 1 / classes by default.
+    """
     call = "label_smooth"
     variable(call, "label", label, dtypes=FLOATING, min_rank=1)
     share = real(call, "epsilon", epsilon)
@@ -219,7 +222,11 @@ def label_smooth(label: Variable, epsilon: float = 0.1) -> Variable:
         raise ArgumentError(f"{call}: epsilon must be in [0, 1], not {share:g}")
     prefix = fresh(call)
     kept = append(call, "Mul", [label, constant(label, 1 - share)], prefix=prefix)
-    return append(call, "Add", [kept, constant(label, share / fixed(call, "label", label, -1))], prefix=prefix)
+    if prior_dist is None:
+        return append(call, "Add", [kept, constant(label, share / fixed(call, "label", label, -1))], prefix=prefix)
+    variable(call, "prior_dist", prior_dist, dtypes=(str(label.dtype),))
+    spread = append(call, "Mul", [prior_dist, constant(label, share)], prefix=prefix)
+    return append(call, "Add", [kept, spread], prefix=prefix)
 
 
 def _as_label(call: str, loss: Variable, shape: Shape | None, prefix: str) -> Variable:

@@ -248,6 +248,7 @@ def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "ups
         raise ArgumentError(f"{call}: p must be in [0, 1), not {p}")
     if mode not in ("upscale_in_train", "downscale_in_infer"):
         raise ArgumentError(f'{call}: mode={mode!r}; known are "upscale_in_train" and "downscale_in_infer"')
+    training = flag(call, "training", training)
     if p == 0 or (not training and mode == "upscale_in_train"):
         return x
     prefix = fresh(call)

@@ -171,9 +171,9 @@ adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (_adaptive_pool(
 
 
 @paddle_arguments("nn.input", "nn.cudnn")
-def pool2d(x: Variable, pool_size: Sizes = 2, pool_type: str = "max", pool_stride: Sizes = 1, pool_padding: Padding = 0,
-           global_pooling: bool = False, ceil_mode: bool = False, exclusive: bool = True, data_format: str = "NCHW",
-           name: str | None = None) -> Variable:  # fmt: skip
+def pool2d(x: Variable, pool_size: Sizes = -1, pool_type: str = "max", pool_stride: Sizes = 1,
+           pool_padding: Padding = 0, global_pooling: bool = False, ceil_mode: bool = False, exclusive: bool = True,
+           data_format: str = "NCHW", name: str | None = None) -> Variable:  # fmt: skip
     """:func:`max_pool2d` (``pool_type`` "max") or :func:`avg_pool2d` ("avg"), or with ``global_pooling`` one window
     over the whole image, as Paddle's layer of this name."""
     call = "pool2d"
