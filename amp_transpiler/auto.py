@@ -103,7 +103,6 @@ class _Search:
                  steps: Steps) -> None:  # fmt: skip
         self.program, self.batches, self.dtype = program, batches, dtype
         self.tolerance, self.steps = tolerance, steps
-        self.operators = list(program.walk())
         self.tensors: dict[str, str] = {}
         self.rounds: list[str] = []
         self.runs, self.most = (
@@ -126,7 +125,7 @@ class _Search:
             return first
         self._note(first, f", above {self.tolerance:g}: operators return to float32")
         everything = {i: "measured: all operators together miss the tolerance in 16 bit"
-                      for i, op in enumerate(first.operators) if _half(op, self.dtype)}  # fmt: skip
+                      for i, op in enumerate(first.operators) if op.precision == self.dtype}  # fmt: skip
         last = self._measured(self._converted(everything), tensors=False)
         if not self._keeps(last):
             self._note(last, f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met"
@@ -136,8 +135,8 @@ class _Search:
 
     def _chosen(self, first: Outcome, last: Outcome) -> Outcome:
         """Between the conversion that keeps nothing and the one that keeps all that it can."""
-        free = [i for i, op in enumerate(first.operators) if op.program is first.program
-                and _half(op, self.dtype) and not _half(last.operators[i], self.dtype)]  # fmt: skip
+        free = [i for i, (op, back) in enumerate(zip(first.operators, last.operators, strict=True))
+                if op.precision == self.dtype != back.precision]  # fmt: skip
         names = [v.name for v in self.program.outputs]
         some = slice(None, None, math.ceil(len(self.batches) / SAMPLES))
         trials = Trials(list(self.reference.walk()), first.operators, free, first.program, self.dtype,
@@ -179,10 +178,6 @@ class _Search:
             reasons.update((i, f"measured: {added}{beside}") for i in group.members if i in found.kept)
         for i in trials.closed(found.kept) - found.kept:
             reasons[i] = "measured: hands numbers on between operators that stay float32"
-        place = {op: i for i, op in enumerate(self.operators)}
-        for i in list(reasons):  # what an operator holds goes with it
-            for nested in self.operators[i].attrs.programs:
-                reasons.update((place[inner], reasons[i]) for inner in nested.walk())
         return reasons
 
     # -- one conversion ----------------------------------------------------------------------------------
@@ -242,11 +237,6 @@ def unsafe(found: Measurement, dtype: str) -> dict[str, str]:
             reasons[name] = (f"measured: '{name}' sinks below {dtype}, which loses {t.rounding:.0%} of it "
                              f"(largest {t.largest:.2g})")  # fmt: skip
     return reasons
-
-
-def _half(op: Operator, dtype: str) -> bool:
-    """Whether the operator, or one that it holds, runs in 16 bit."""
-    return op.precision == dtype or any(_half(inner, dtype) for nested in op.attrs.programs for inner in nested.walk())
 
 
 def _operators(program: Program, dtype: str) -> int:

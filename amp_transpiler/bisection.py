@@ -164,7 +164,8 @@ class Bisection:
 def _bundles(groups: Sequence[Group], size: int) -> list[tuple[tuple[int, ...], float]]:
     """The operators of groups, those that add least together, by ``size`` at least; and what they add."""
     bundles: list[tuple[tuple[int, ...], float]] = []
-    members, square = (), 0.0
+    members: tuple[int, ...] = ()
+    square = 0.0
     for group in reversed(groups):
         members, square = members + group.members, square + group.error * group.error
         if len(members) >= size:

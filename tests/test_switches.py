@@ -11,7 +11,6 @@ import pytest
 from detectors import detector
 
 import amp_transpiler as amp
-from amp_transpiler import auto
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.evidence import Evidence
@@ -34,6 +33,20 @@ SMALL = {
     "a constant operator": f"""net (float[4,8] x) => (float[4,8] y) <float[8,8] w = {{{W}}}>
         {{ k = Constant<value_float = 0.3>() a = MatMul(x, w) b = Mul(a, k) c = MatMul(b, w) d = Add(c, k)
            y = MatMul(d, w) }}""",
+    "moved constants": f"""net (float[4,8] x) => (float[4,8] y) <float[8,8] w = {{{W}}}>
+        {{ t = Transpose<perm=[1,0]>(w) u = Concat<axis=1>(t, w) v = Concat<axis=0>(w, t) a = MatMul(x, u) b = Tanh(a)
+           c = MatMul(b, v) y = MatMul(c, t) }}""",
+    "constant operators in a branch": f"""net (float[4,8] x, bool c) => (float[4,8] y) <float[8,8] w = {{{W}}}>
+        {{ a = MatMul(x, w)
+           b = If (c) <then_branch = one () => (float[4,8] p) {{ k = Constant<value_float = 0.3>() q = MatMul(a, w)
+                                                                 r = Mul(q, k) p = MatMul(r, w) }},
+                       else_branch = two () => (float[4,8] s) {{ s = Exp(a) }}>
+           y = MatMul(b, w) }}""",
+    "branches that share names": f"""net (float[4,8] x, bool c) => (float[4,8] y) <float[8,8] w = {{{W}}}, float k = {{0.3}}>
+        {{ a = MatMul(x, w)
+           b = If (c) <then_branch = one () => (float[4,8] p) {{ q = MatMul(a, w) r = Tanh(q) p = Mul(r, k) }},
+                       else_branch = two () => (float[4,8] p) {{ q = MatMul(a, w) p = Exp(q) }}>
+           y = MatMul(b, w) }}""",
     "a branch": f"""net (float[4,8] x, bool c) => (float[4,8] y) <float[8,8] w = {{{W}}}, float k = {{0.3}}>
         {{ a = MatMul(x, w)
            b = If (c) <then_branch = one () => (float[4,8] p) {{ q = MatMul(a, w) r = Tanh(q) p = Mul(r, k) }},
@@ -45,7 +58,10 @@ SMALL = {
                         body = step (float[8] s, float[8] e) => (float[8] t, float[8] o)
                                {{ m = MatMul(e, w) n = Add(m, s) t = Tanh(n) o = Mul(t, e) }}>(h, x1) }}""",
 }  # fmt: skip
-FEEDS: dict[str, dict[str, Any]] = {"a branch": {"x": X, "c": np.array(True)}, "a scan": {"h": X[0] / 9, "x": X}}
+BRANCH = {"x": X, "c": np.array(True)}
+FEEDS: dict[str, dict[str, Any]] = {"a scan": {"h": X[0] / 9, "x": X}} | {
+    n: BRANCH for n in SMALL if "bool c" in SMALL[n]
+}
 
 
 class Case:
@@ -57,8 +73,7 @@ class Case:
         self.expected = outputs_of(self.program, [feeds])
         program, after = self.converted(set())
         _, last = self.converted(set(range(len(after))))
-        free = [i for i, op in enumerate(after) if op.program is program and auto._half(op, dtype)
-                and not auto._half(last[i], dtype)]  # fmt: skip
+        free = [i for i, op in enumerate(after) if op.precision == dtype != last[i].precision]
         names = [v.name for v in self.program.outputs]
         before = list(self.program.walk())
         self.trials = Trials(before, after, free, program, dtype, [feeds], self.expected, names)
@@ -66,12 +81,8 @@ class Case:
     def converted(self, kept: set[int]) -> tuple[amp.Program, list[Any]]:
         copy = self.program.clone()
         operators, evidence = list(copy.walk()), Evidence()
-        place = {op: i for i, op in enumerate(operators)}
         for i in kept:
             evidence.keep(operators[i], "asked for")
-            for nested in operators[i].attrs.programs:
-                for op in nested.walk():
-                    evidence.keep(operators[place[op]], "asked for")
         assign(copy, AutoMixedPrecisionLists(dtype=self.dtype), "auto", evidence)
         return copy, operators
 
@@ -81,7 +92,7 @@ class Case:
         asked = self.trials.closed(kept)
         program, after = self.converted(asked)
         every = set(self.trials.closed(self.trials.units)) | asked
-        if {i for i in every if not auto._half(after[i], self.dtype)} != asked:
+        if {i for i in every if after[i].precision != self.dtype} != asked:
             return None
         real = measure(self.program, program, [self.feeds], self.dtype, expected=self.expected, tensors=False).outputs
         return all(abs(real[name] - tried[name]) <= 0.02 * real[name] + 1e-6 for name in real)

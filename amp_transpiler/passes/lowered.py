@@ -34,7 +34,8 @@ class Lowered:
     ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
     of constant zeros (a run-time zero cannot be folded into megabytes of constants). ``tensors`` says which tensor is
     which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from
-    (None: none; nodes at the end are left out).
+    (None: none; nodes at the end are left out); ``inner`` says that of nodes in nested graphs, by what they make,
+    and which operator hands in a 16-bit input of such a graph.
     """
 
     model: onnx.ModelProto
@@ -46,6 +47,7 @@ class Lowered:
     scalars: list[str] = field(default_factory=list)
     tensors: dict[str, Value] = field(default_factory=dict)
     origins: list[Operator | None] = field(default_factory=list)
+    inner: dict[str, Operator] = field(default_factory=dict)
 
     def to_onnx(self, path: str) -> None:
         """Write the model; it appears whole or not at all."""

@@ -323,10 +323,14 @@ class _Lowering(Carriers):
                 info = graph.input.add(name=v.name)
                 info.type.CopyFrom(nested_type(v, self.cpu))
                 inner[v.key] = Value(v.name, kind, static(v.shape))
+                if v.dtype in HALF and nested.parent is not None:
+                    self.result.inner[v.name] = nested.parent
             elif v.producer is None and v.data is not None:
                 inner[v.key] = self._constant(v)
         for op in needed(nested, nested.outputs):
+            count = len(e.nodes)
             self.operator(op)
+            self.result.inner.update((name, op) for node in e.nodes[count:] for name in node.output)
         for v in nested.outputs:
             value = inner[v.key]
             out = e.op("Identity", value, dtype=value.dtype or "float32")

@@ -40,11 +40,15 @@ class Switches:
 
 def neighbours(operators: Iterable[Operator]) -> dict[Operator, list[Operator | None]]:
     """Of each operator of a converted program, the makers of the floating-point tensors that it reads, inserted casts
-    looked through; None for what is fed. Constants are left out."""
+    looked through; None for what is fed, and where there are constants alone. An operator with nested graphs reads what
+    they give, and makes what it hands in.
+    """
     found: dict[Operator, list[Operator | None]] = {}
     for op in operators:
-        read = [source(v) for v in (*op.inputs, *op.captures) if v is not None and is_float(v)]
-        found[op] = [v.producer for v in read if v.data is None and not _made_constant(v)]
+        given = [v for nested in op.attrs.programs for v in nested.outputs]
+        read = [source(v) for v in (*op.inputs, *given) if v is not None and is_float(v)]
+        makers = [v.producer or v.program.parent for v in read if v.data is None and not _made_constant(v)]
+        found[op] = makers or [None]
     return found
 
 
@@ -74,7 +78,7 @@ def add_switches(lowered: Lowered, dtype: str, tags: Mapping[str, int], constant
     Args:
         lowered: of opset 9 or later.
         dtype: the 16-bit type.
-        tags: by the name of what a top-level operator makes, its number; or FULL, FIXED.
+        tags: by the name of what an operator makes, its number; or FULL, FIXED.
         constants: names of the 16-bit constants that may be unrounded.
     """
     return _Switching(lowered, dtype, tags, constants).run()
@@ -84,12 +88,14 @@ class _Switching:
     def __init__(self, lowered: Lowered, dtype: str, tags: Mapping[str, int], constants: Collection[str]) -> None:
         self.lowered, self.dtype, self.tags = lowered, dtype, tags
         self.graph = lowered.model.graph
+        self.constants = constants
         self.found = Switches()
         self.nodes: list[onnx.NodeProto] = []
         #: By carrier of a 16-bit tensor: the operator that made it; the tensor before rounding, and after it.
         self.made: dict[str, int] = {}
         self.exact: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
+        self.narrow: dict[str, str] = {}
         self.chosen: dict[tuple[str, frozenset[int]], str] = {}
         shapes = {t.name: tuple(t.dims) for t in self.graph.initializer}
         carriers = {name: name for name in constants if name in shapes}
@@ -98,19 +104,15 @@ class _Switching:
         self.serial = 0
 
     def run(self) -> Switches:
-        narrow: dict[str, str] = {}
         nodes = list(self.graph.node)
         origins = [*self.lowered.origins, *[None] * (len(nodes) - len(self.lowered.origins))]
         for node, op in zip(nodes, origins, strict=True):
-            tag = self._tag(op)
-            chosen = {name: self._chosen(name, tag) for name in sorted(used_tensors([node])) if self._carries(name)}
-            rename_tensors([node], {old: new for old, new in chosen.items() if new != old})
-            if tag >= 0:
-                for attribute in node.attribute:
-                    for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                        self._nested(graph, tag)
-            self.nodes.append(node)
-            self._register(node, op, tag, narrow)
+            self._node(node, op, self._tag(op))
+            for variable in op.outputs if op is not None else ():  # held in fp32 without having been rounded here
+                if variable is not None and variable.dtype in HALF and variable.name in self.lowered.tensors:
+                    name = self.lowered.tensors[variable.name].name
+                    if name in node.output:
+                        self.made.setdefault(name, self._tag(op))
         self._outputs()
         self.nodes, _ = live(self.nodes, [], {info.name for info in self.graph.output})
         used = used_tensors(self.nodes)
@@ -130,19 +132,24 @@ class _Switching:
             return known[0]
         return FIXED if any(v is not None and v.dtype in HALF for v in op.outputs) else FULL
 
-    def _register(self, node: onnx.NodeProto, op: Operator | None, tag: int, narrow: dict[str, str]) -> None:
-        """Note the 16-bit tensors that a node makes."""
+    def _node(self, node: onnx.NodeProto, op: Operator | None, tag: int) -> None:
+        """Take a node over: let it and its nested graphs choose what they read, and note the 16-bit tensor it makes."""
+        for slot, name in enumerate(node.input):
+            if self._carries(name):
+                node.input[slot] = self._chosen(name, tag)
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
+                self._nested(graph, tag)
+        self.nodes.append(node)
         to = _target(node)
         if to in HALF:
-            narrow[node.output[0]] = node.input[0]
-        elif to == "float32" and node.input[0] in narrow:
+            self.narrow[node.output[0]] = node.input[0]
+        elif to == "float32" and node.input[0] in self.narrow:
+            constant = op.outputs[0] if op is not None and op.type == "Constant" else None
+            if constant is not None and constant.name in self.constants:
+                self.weights[node.output[0]] = constant.name
             self.made[node.output[0]] = tag
-            self.exact[node.output[0]] = narrow[node.input[0]]
-        for variable in op.outputs if op is not None else ():
-            if variable is not None and variable.dtype in HALF and variable.name in self.lowered.tensors:
-                name = self.lowered.tensors[variable.name].name
-                if name in node.output:
-                    self.made.setdefault(name, tag)
+            self.exact[node.output[0]] = self.narrow[node.input[0]]
 
     def _carries(self, name: str) -> bool:
         return name in self.made or name in self.weights
@@ -187,27 +194,21 @@ class _Switching:
         self.graph.input.append(onnx.helper.make_tensor_value_info(tensor, ONNX_TYPES[dtype], shape))
         self.lowered.states.append(Port(tensor, tensor, dtype, shape))
 
-    def _nested(self, graph: onnx.GraphProto, unit: int) -> None:
-        """Let the roundings within a nested graph depend on the operator that holds it."""
-        narrow: dict[str, str] = {}
-        renamed: dict[str, str] = {}
-        outer, self.nodes = self.nodes, []
+    def _nested(self, graph: onnx.GraphProto, around: int) -> None:
+        """The same within a nested graph; what it gives is read by the operator that holds it."""
+        saved = self.nodes, dict(self.chosen), dict(self.rounded)  # what is made within is not known outside
+        self.nodes = []
+        self.made.update((info.name, around) for info in graph.input if info.name in self.lowered.inner)
         for node in list(graph.node):
-            rename_tensors([node], renamed)
-            for attribute in node.attribute:
-                for inner in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                    self._nested(inner, unit)
-            self.nodes.append(node)
-            to = _target(node)
-            if to in HALF:
-                narrow[node.output[0]] = node.input[0]
-            elif to == "float32" and node.input[0] in narrow:
-                exact = self._emit("Cast", narrow[node.input[0]], to="float32")
-                switch = self._switch(frozenset({unit}))
-                renamed[node.output[0]] = self._emit("Where", switch, exact, node.output[0])
-        made, self.nodes = self.nodes, outer
+            op = self.lowered.inner.get(node.output[0])
+            self._node(node, op, around if op is None else self._tag(op))
+            if op is not None and node.op_type == op.type and len(node.output) == len(op.outputs):
+                for name, variable in zip(node.output, op.outputs, strict=True):
+                    if variable is not None and variable.dtype in HALF and _target(node) not in HALF:
+                        self.made.setdefault(name, self._tag(op))
         del graph.node[:]
-        graph.node.extend(made)
+        graph.node.extend(self.nodes)
+        self.nodes, self.chosen, self.rounded = saved
 
     def _outputs(self) -> None:
         """Outputs in fp32 choose as readers do."""

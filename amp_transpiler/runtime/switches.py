@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,9 @@ class Trials:
 
     Args:
         before: the operators of the fp32 program, nested ones too.
-        after: what became of each in ``converted``, a program of opset 7 or later.
-        free: positions in both of operators that are not nested, run in 16 bit (or hold nested ones that do), and
-            run in fp32 where the caller chooses so.
+        after: what became of each in ``converted``, a program of opset 7 or later. Variables of its nested graphs
+            are renamed where two have the same name.
+        free: positions in both of operators that run in 16 bit, and in fp32 where the caller chooses so.
         batches: feeds, as :func:`.measure.measure` takes them.
         expected: what the outputs should be on each batch.
         names: of the outputs.
@@ -47,12 +48,13 @@ class Trials:
                  converted: Program, dtype: str, batches: Sequence[Batch], expected: Sequence[Sequence[Any]],
                  names: Sequence[str]) -> None:  # fmt: skip
         self.batches, self.expected, self.names = batches, expected, names
-        top = {i: op for i, op in enumerate(after) if op.program is converted}
-        movers = {i for i in free if _moves(after[i])}
-        self.units = sorted(set(free) - movers)
-        self._movers = _Movers(converted, top, set(free), movers)
+        _tell_apart(converted)
+        chosen = set(free)
+        movers = {i for i in chosen if _moves(after[i])}
+        self.units = sorted(chosen - movers)
+        self._movers = _Movers(converted, after, chosen, movers)
         exact = constant_pairs(zip(before, after, strict=True))
-        self._runner = _Runner(converted, dtype, names, _tags(top, set(free)), exact)
+        self._runner = _Runner(converted, dtype, names, _tags(after, chosen), exact)
         self.runs = 0
 
     def errors(self, kept: Collection[int]) -> dict[str, float]:
@@ -71,14 +73,17 @@ class Trials:
 
 
 class _Movers:
-    """Operators that hand numbers on: they store fp32 where one before them makes, and one behind them takes it."""
+    """Operators that hand numbers on: they store fp32 where one before them makes, and one behind them takes it.
 
-    def __init__(self, program: Program, operators: Mapping[int, Operator], free: set[int], movers: set[int]) -> None:
-        number = {op: i for i, op in operators.items()}
+    An operator with nested graphs hands on what these give, and comes before them in the order of ``operators``.
+    """
+
+    def __init__(self, program: Program, operators: Sequence[Operator], free: set[int], movers: set[int]) -> None:
+        number = {op: i for i, op in enumerate(operators)}
         self.order = sorted(movers)
         self.before: dict[int, list[int]] = {i: [] for i in self.order}
         self.behind: dict[int, list[int]] = {i: [] for i in self.order}
-        for op, makers in neighbours(operators.values()).items():
+        for op, makers in neighbours(operators).items():
             here = number[op]
             for maker in makers:
                 there = _place(maker, number, free)
@@ -92,14 +97,23 @@ class _Movers:
                 self.behind[number[maker]].append(FULL)
 
     def between(self, kept: set[int]) -> set[int]:
-        given, taken = kept | {FULL}, kept | {FULL}
-        for i in self.order:
-            if not given.isdisjoint(self.before[i]):
-                given.add(i)
-        for i in reversed(self.order):
-            if not taken.isdisjoint(self.behind[i]):
-                taken.add(i)
-        return kept | {i for i in self.order if i in given and i in taken}
+        given, taken = _reached(kept, self.before), _reached(kept, self.behind)
+        return kept | (given & taken & set(self.order))
+
+
+def _reached(kept: set[int], from_: Mapping[int, list[int]]) -> set[int]:
+    """``kept``, what runs in fp32 anyway, and every mover that one of them leads to by way of movers."""
+    leads: dict[int, list[int]] = {}
+    for mover, ends in from_.items():
+        for end in ends:
+            leads.setdefault(end, []).append(mover)
+    found, stack = kept | {FULL}, [*kept, FULL]
+    while stack:
+        for mover in leads.get(stack.pop(), ()):
+            if mover not in found:
+                found.add(mover)
+                stack.append(mover)
+    return found
 
 
 def _place(op: Operator | None, number: Mapping[Operator, int], free: set[int]) -> int:
@@ -115,12 +129,25 @@ def _fixed(op: Operator) -> int:
 
 def _moves(op: Operator) -> bool:
     found = lookup(op)
-    return found is not None and found.exact and not op.attrs.programs
+    return (found is not None and found.exact) or bool(op.attrs.programs)
 
 
-def _tags(operators: Mapping[int, Operator], free: set[int]) -> dict[str, int]:
+def _tags(operators: Sequence[Operator], free: set[int]) -> dict[str, int]:
     """The number of each operator, or that it has none, by what it makes."""
-    return {v.name: i if i in free else _fixed(op) for i, op in operators.items() for v in op.outputs if v is not None}
+    return {v.name: i if i in free else _fixed(op)
+            for i, op in enumerate(operators) for v in op.outputs if v is not None}  # fmt: skip
+
+
+def _tell_apart(program: Program) -> None:
+    """Rename variables of nested graphs where graphs side by side use a name twice."""
+    taken: set[str] = set()
+    for each in programs(program):
+        for variable in list(each.variables):
+            if variable.outer is None and variable.name in taken:
+                number = next(i for i in itertools.count() if f"{variable.name}@{i}" not in taken)
+                each.rename_variable(variable, f"{variable.name}@{number}")
+            if variable.outer is None:
+                taken.add(variable.name)
 
 
 class _Runner(Runner):
