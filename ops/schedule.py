@@ -119,6 +119,11 @@ def rate_at(schedule: Description, step: Any, functions: Any = Numbers) -> Any:
     return _RULES[schedule["type"]](functions, step, schedule)
 
 
+def has_rule(type_: str) -> bool:
+    """Whether schedules of this type have a rule."""
+    return type_ in _RULES
+
+
 def _rule(function: Rule) -> Rule:
     _RULES[function.__name__] = function
     return function
@@ -238,4 +243,4 @@ def _learning_rate(e: Emitter, op: Operator, step: Value) -> Sequence[Value]:
     return [rate.value, e.Add(count, e.const(1, "int32"), shape=())]
 
 
-__all__ = ["LEARNING_RATE", "rate_at"]
+__all__ = ["LEARNING_RATE", "has_rule", "rate_at"]

@@ -150,10 +150,22 @@ def test_a_schedule_without_a_program_has_no_step_to_take() -> None:
         rule.by_user()
 
 
+class Own(lr.LRScheduler):
+    """As Paddle's users write schedules."""
+
+    def __init__(self, learning_rate: float, last_epoch: int = -1) -> None:
+        super().__init__(learning_rate, last_epoch)
+
+    def get_lr(self, scope: Any = None) -> float:
+        return 0.1
+
+
 @pytest.mark.parametrize("call, error, said", [
     (lambda: lr.LambdaDecay(0.5, lr_lambda=lambda t: 1), AttributeError, "set_lr"),
     (lambda: lr.ReduceOnPlateau(0.5), AttributeError, "set_lr"),
     (lambda: lr.StepDecay(0.5, 2, last_epoch=3), ArgumentError, r"schedule.step\(epoch\)"),
+    (lambda: Own(0.5), TypeError, r"Own is no schedule of amp.optimizer.lr.*set_lr\(rate\)"),
+    (lambda: lr.LRScheduler(learning_rate=0.5), TypeError, "LRScheduler is no schedule"),
     (lambda: lr.StepDecay(0.5, 0), ArgumentError, "StepDecay: step_size is 0"),
     (lambda: lr.ExponentialDecay(0.5, 0.0), ArgumentError, "gamma is 0.0"),
     (lambda: lr.MultiStepDecay(0.5, [5, 5]), ArgumentError, "ascending"),

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, OrderError
-from ..ops.schedule import rate_at
+from ..ops.schedule import has_rule, rate_at
 from ..runtime.scope import Scope, check_scope
 from ..warn import warn_user
 
@@ -31,15 +31,23 @@ def enable_static() -> None:
 
 
 class LRScheduler:
-    """Base of the schedules. Two of them are equal where they describe the same rates.
+    """Base of the schedules, those of ``amp.optimizer.lr``; ArgumentTypeError for a class of your own.
+
+    Two of them are equal where they describe the same rates.
 
     A schedule advances by itself, one step for every good step of the optimizer. A call of :meth:`step` after each run
     then changes nothing, and gives Paddle's rates, who wants his schedule to advance by his calls alone, once an epoch
     for example, writes ``lr.StepDecay(0.1, 30).by_user()``.
     """
 
-    def __init__(self, **description: Any) -> None:
-        self._description = {"type": type(self).__name__, **description}
+    def __init__(self, *base: Any, **description: Any) -> None:
+        owner = type(self).__name__
+        if base or not has_rule(owner):
+            raise ArgumentTypeError(
+                f"{owner} is no schedule of amp.optimizer.lr, and a program cannot hold a Python function; give the "
+                "optimizer a number and call optimizer.set_lr(rate) before each run, or list rates in PiecewiseDecay"
+            )
+        self._description = {"type": owner, **description}
         self._by_user = _paddles_way
         #: Variables that hold the step, in the programs that follow this schedule.
         self._states: list[str] = []
