@@ -154,3 +154,9 @@ def test_f16_minimize_twice_gives_advice_that_works() -> None:
     other = Net()
     with amp.program_guard(other.main, other.startup):
         amp.decorate(amp.optimizer.SGD(0.1)).minimize([other.loss, other.loss * 2.0], other.startup)
+
+
+def test_f16_a_name_for_messages_stays_out_of_what_a_place_runs() -> None:
+    """Two programs that are built alike are lowered to the same bytes."""
+    one, two = (Net().test.lower(amp.CPUPlace(), {"x": (4, 3)}, ["mean_0.tmp_0"]).model for _ in range(2))
+    assert one.SerializeToString() == two.SerializeToString()

@@ -140,7 +140,7 @@ class _Lowering(Carriers):
             self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
         outputs = self._ports()
         self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
-        graph = onnx.GraphProto(name=self.program.name)
+        graph = onnx.GraphProto(name=self.program.graph_name)
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a body may have read a constant while it was written, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)

@@ -112,7 +112,7 @@ def save_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
             "format": FORMAT,
             "version": VERSION,
             "number": 1 + max(written.values(), default=0),
-            "program": {"name": program.name, "fingerprint": fingerprint(program)},
+            "program": {"name": program.graph_name, "fingerprint": fingerprint(program)},
             "step": step,
             "data_position": _plain(data_position, f"{call}: data_position"),
             "extra": _plain(extra, f"{call}: extra"),
