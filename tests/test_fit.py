@@ -455,3 +455,27 @@ def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(tmp_path: Path) -> N
         amp.fit(model, tmp_path / "out.onnx", data=data, mode="fp32", save="pure-fp16", lr=1e-6)
         products = [op for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators if op.type == "MatMul"]
         assert products[0].precision == precision, products[0].reason
+
+
+def test_f12_a_class_token_is_repeated_for_every_sample(tmp_path: Path) -> None:
+    def model(batch: str, more: str) -> onnx.ModelProto:
+        text = (f'<ir_version: 10, opset_import: ["" : 20]>\nnet (float[{batch}, 2, 2] x) => (float[{batch}, 3] y) {{ {more} '
+                "h = MatMul (all, w)\n r = Tanh (h)\n axes = Constant <value_ints = [1]> ()\n y = ReduceMean <keepdims = 0> (r, axes) }")  # fmt: skip
+        built = onnx.parser.parse_model(text)
+        rng = np.random.default_rng(4)
+        for name, shape in (("token", (1, 1, 2)), ("w", (2, 3))):
+            built.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+        return built
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 2, 2)).astype(np.float32)
+    data = {"x": x, "label": rng.integers(0, 3, 40)}
+    amp.fit(model("1", "all = Concat <axis = 1> (token, x)"), tmp_path / "freed.onnx", data=data, **FAST)
+    repeated = ("n = Shape <start = 0, end = 1> (x)\n rest = Constant <value_ints = [1, 2]> ()\n "
+                "size = Concat <axis = 0> (n, rest)\n tokens = Expand (token, size)\n all = Concat <axis = 1> (tokens, x)")  # fmt: skip
+    amp.fit(model("n", repeated), tmp_path / "free.onnx", data=data, **FAST)
+    first, second = (scores(tmp_path / name, data) for name in ("freed.onnx", "free.onnx"))
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in model("1", "all = Identity (x)").graph.initializer}
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "freed.onnx").graph.initializer}
+    assert (before["token"] != after["token"]).all(), "the token is trained"

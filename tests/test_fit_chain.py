@@ -14,6 +14,7 @@ import amp_transpiler as amp
 
 MODES = ("fp32", "mixed", "pure-fp16")
 CODES = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
+EXPORTERS = ("torchscript", "dynamo")
 COMBINATIONS = list(itertools.product(MODES, MODES, CODES))
 
 
@@ -36,14 +37,18 @@ def links(model: str, mode: str, save: str, dtype: str, folder: Path) -> list[Pa
     return paths
 
 
-@pytest.mark.parametrize("mode, save, dtype", COMBINATIONS)
-@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
-def test_f7_what_was_written_trains_again(exporter: str, mode: str, save: str, dtype: str, tmp_path: Path,
-                                          pytestconfig: pytest.Config) -> None:  # fmt: skip
-    number = COMBINATIONS.index((mode, save, dtype))
-    if number // 2 % 2 == (exporter == "dynamo") and not pytestconfig.getoption("--every-chain"):
-        pytest.skip("the other exporter's turn; --every-chain runs both")
-    model = f"{('cnn', 'encoder')[(number // 4 + (exporter == 'dynamo')) % 2]}_{exporter}"
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each combination with one exporter and one model, in turn; with both exporters where that is asked for."""
+    chains = []
+    for number, (mode, save, dtype) in enumerate(COMBINATIONS):
+        both = [f"{('cnn', 'encoder')[(number // 4 + turn) % 2]}_{EXPORTERS[turn]}" for turn in (0, 1)]
+        if not metafunc.config.getoption("--every-chain"):
+            both = [both[number // 2 % 2]]
+        chains += [(model, mode, save, dtype) for model in both]
+    metafunc.parametrize("model, mode, save, dtype", chains)
+
+
+def test_f7_what_was_written_trains_again(model: str, mode: str, save: str, dtype: str, tmp_path: Path) -> None:
     test = samples(model, 200, seed=50)
     paths = links(model, mode, save, dtype, tmp_path)
     results = [loss_and_accuracy(path, test) for path in paths]

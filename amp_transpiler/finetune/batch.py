@@ -21,6 +21,10 @@ from ..runtime import CPUPlace, Executor, Scope
 
 #: What the free dimension is called.
 BATCH = "batch"
+#: The opset from which on Shape gives a part of a shape.
+_SHAPE_OF_A_PART = 15
+#: What is made to repeat a token: the batch, the other sizes, both, the repeated token.
+_PARTS = ("batch", "rest", "sizes", "repeated")
 
 
 def fixed_batch(inputs: list[Variable]) -> int | None:
@@ -52,7 +56,10 @@ def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarra
         if dims and dims[0].dim_value == batch:
             dims[0].dim_param = BATCH
     del model.graph.value_info[:]
-    _free_reshapes(program, model.graph, inputs)
+    reached = _reached(inputs)
+    _free_reshapes(program, model.graph, reached)
+    if batch == 1:
+        _repeat_tokens(program, model.graph, inputs, reached)
     try:
         free = Program.from_onnx(model, name=program.name)
         own = [_run(program, {name: rows[start : start + batch] for name, rows in feed.items()} | others)
@@ -76,16 +83,14 @@ def _run(program: Program, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def _near(found: np.ndarray, expected: np.ndarray) -> bool:
-    if not np.issubdtype(np.asarray(found, np.float32).dtype, np.floating):
-        return bool(np.array_equal(found, expected))
     a, b = (np.asarray(array, np.float64) for array in (found, expected))
     return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * max(float(np.abs(b).max(initial=0.0)), 1e-6), equal_nan=True))
 
 
-def _free_reshapes(program: Program, graph: onnx.GraphProto, inputs: list[Variable]) -> None:
+def _free_reshapes(program: Program, graph: onnx.GraphProto, reached: list[Operator]) -> None:
     """Let constant shapes of what comes from the inputs leave their first size open."""
     nodes = {node.output[0]: node for node in graph.node if node.op_type == "Reshape" and node.output}
-    for op in _reached(inputs):
+    for op in reached:
         shape = op.input(1)
         target = None if op.type != "Reshape" or op.domain or shape is None else constant_array(shape)
         out = op.output(0)
@@ -100,6 +105,31 @@ def _free_reshapes(program: Program, graph: onnx.GraphProto, inputs: list[Variab
             kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 is: as it comes
             del node.attribute[:]
             node.attribute.extend(kept)
+
+
+def _repeat_tokens(program: Program, graph: onnx.GraphProto, inputs: list[Variable],
+                   reached: list[Operator]) -> None:  # fmt: skip
+    """Let what stands beside each sample, as a class token does, be repeated for every sample of a batch."""
+    made = {*inputs, *(v for op in reached for v in op.outputs)}
+    if program.opset() < _SHAPE_OF_A_PART:
+        return
+    for op in reached:
+        out = op.output(0)
+        sample = next((v for v in op.inputs if v in made), None)
+        if op.type != "Concat" or op.domain or out is None or sample is None or op.attrs.get("axis", 0) == 0:
+            continue
+        at = next(i for i, node in enumerate(graph.node) if out.name in node.output)
+        for slot, token in enumerate(op.inputs):
+            if token is None or token in made or token.is_input or not token.shape or token.shape[0] != 1:
+                continue
+            part, rest, sizes, new = (program.unique(f"{out.name}.{what}{slot}") for what in _PARTS)
+            graph.node[at].input[slot] = new
+            held = np.array(token.shape[1:], np.int64)
+            graph.initializer.append(onnx.numpy_helper.from_array(held, rest))
+            for node in (onnx.helper.make_node("Expand", [token.name, sizes], [new]),
+                         onnx.helper.make_node("Concat", [part, rest], [sizes], axis=0),
+                         onnx.helper.make_node("Shape", [sample.name], [part], start=0, end=1)):  # fmt: skip
+                graph.node.insert(at, node)
 
 
 def _free_shape(target: np.ndarray, read: Variable | None, made: Variable) -> list[int] | None:
