@@ -39,6 +39,8 @@ def links(model: str, mode: str, save: str, dtype: str, folder: Path) -> list[Pa
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each combination with one exporter and one model, in turn; with both exporters where that is asked for."""
+    if "save" not in metafunc.fixturenames:
+        return
     chains = []
     for number, (mode, save, dtype) in enumerate(COMBINATIONS):
         both = [f"{('cnn', 'encoder')[(number // 4 + turn) % 2]}_{EXPORTERS[turn]}" for turn in (0, 1)]
@@ -62,3 +64,17 @@ def test_f7_what_was_written_trains_again(model: str, mode: str, save: str, dtyp
             assert weight_types(path) == {onnx.TensorProto.FLOAT}, "fp32 means fp32"
             text = onnx.printer.to_text(onnx.load(path))
             assert "Cast" not in text and "float16" not in text
+
+
+@pytest.mark.parametrize("model, keep_io", [("cnn_dynamo", True), ("encoder_torchscript", False)])
+def test_f7_a_float16_model_of_another_converter_trains(model: str, keep_io: bool, tmp_path: Path) -> None:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    half = convert_float_to_float16(exported(model), keep_io_types=keep_io)
+    onnx.save(half, tmp_path / "half.onnx")
+    data, test = samples(model, 96), samples(model, 200, seed=50)
+    amp.fit(tmp_path / "half.onnx", tmp_path / "out.onnx", data=data, mode="fp32", lr=0.01, epochs=6)
+    assert weight_types(tmp_path / "out.onnx") == {onnx.TensorProto.FLOAT}
+    onnx.save(exported(model), tmp_path / "full.onnx")
+    before, after = (loss_and_accuracy(tmp_path / name, test) for name in ("full.onnx", "out.onnx"))
+    assert after[0] < before[0] and after[1] > before[1] + 0.2
