@@ -14,7 +14,7 @@ import onnx
 
 from ..convert import convert
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
-from ..files import check_outputs, check_space
+from ..files import check_outputs, check_space, remove_leftovers
 from ..ir.external import check_unnamed
 from ..ir.locations import model_files, model_size
 from ..ir.program import Program, Variable
@@ -309,7 +309,7 @@ def _check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
 
 
 def _check_folder(path: Any, what: str) -> None:
-    """A folder that is there, or can be made where it is to be, and be written to."""
+    """A folder that is there, or can be made where it is to be, and be written to; rid of what killed runs left."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
         raise ArgumentTypeError(f"{what} is {path!r}; expected the path of a folder")
     folder = Path(path)
@@ -321,6 +321,7 @@ def _check_folder(path: Any, what: str) -> None:
         raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")
     if not os.access(place, os.W_OK):
         raise kind(f"{what} '{path}' cannot be written: no permission to write to '{place}'")
+    remove_leftovers(place)
 
 
 def _stamp(path: Path) -> Any:
