@@ -29,7 +29,7 @@ class Net:
             self.loss = F.mean(self.out)
             self.test = self.main.clone(for_test=True)
             if decorated:
-                self.optimizer = amp.decorate(amp.optimizer.Adam(0.1), **decorated)
+                self.optimizer = amp.decorate(amp.optimizer.Adam(0.1, multi_precision=True), **decorated)
                 self.optimizer.minimize(self.loss, self.startup)
 
 
