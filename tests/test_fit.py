@@ -291,6 +291,7 @@ def test_f7_a_model_with_16_bit_inputs_and_outputs_trains(half: Any, tmp_path: P
 # -- faults ------------------------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_names_what_is_at_fault(tmp_path: Path) -> None:
     out, data = tmp_path / "out.onnx", features(160)
+    far = data["x"] * np.where(np.arange(160) < 32, 1, 1e5)[:, None]  # behind the batch that is measured beforehand
     broken = linear()
     w = onnx.numpy_helper.to_array(broken.graph.initializer[0]).copy()
     w[2, 1] = np.nan
@@ -301,7 +302,7 @@ def test_a_loss_that_is_not_finite_names_what_is_at_fault(tmp_path: Path) -> Non
         (exploding(), {"mode": "fp32"}, "the model as it was given is at fault, not the training: before the first step, in fp32"),
         (linear(), {"mode": "fp32", "lr": 1e38, "optimizer": "sgd"}, "lower the learning rate (lr=1e+38)"),
         (linear(), {"mode": "mixed", "lr": 1e30, "optimizer": "sgd", "batch_size": 8}, "lower the learning rate (lr=1e+30)"),
-        (linear(), {"mode": "pure-fp16", "data": {**data, "x": data["x"] * 1e5}}, "because of float16"),
+        (linear(), {"mode": "pure-fp16", "data": {**data, "x": far}}, "because of float16"),
     ]  # fmt: skip
     for model, options, told in cases:
         with pytest.raises(amp.errors.NonFiniteError, match=re.escape(told)):
@@ -479,3 +480,10 @@ def test_f12_a_class_token_is_repeated_for_every_sample(tmp_path: Path) -> None:
     before = {t.name: onnx.numpy_helper.to_array(t) for t in model("1", "all = Identity (x)").graph.initializer}
     after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "freed.onnx").graph.initializer}
     assert (before["token"] != after["token"]).all(), "the token is trained"
+
+
+def test_what_leaves_the_range_on_the_data_trains_in_fp32(tmp_path: Path) -> None:
+    data = features(160)
+    data["x"] *= 1e5
+    result = amp.fit(linear(), tmp_path / "out.onnx", data=data, mode="pure-fp16", lr=0.01, epochs=20)
+    assert result.history[-1].metric > 0.7 and sum(epoch.skipped_steps or 0 for epoch in result.history) < 20

@@ -59,16 +59,17 @@ class Samples:
         FeedError, FeedTypeError with the array and the first place in it.
         """
         fitted = {v.name: _fitted(arrays[v.name], v, what) for v in inputs}
-        counts = {name: len(array) for name, array in fitted.items()}
-        if len(set(counts.values())) != 1:
-            raise FeedError(f"{what}: arrays differ in the number of samples: {counts}")
-        count = next(iter(counts.values()))
-        if not count:
-            raise FeedError(f"{what} holds no samples")
+        count = _count(fitted, what)
         for variable in inputs:
             check_declared(fitted[variable.name], str(variable.dtype), f"{what}: array '{variable.name}'")
             _check_finite(fitted[variable.name], f"{what}: array '{variable.name}'")
         return cls(what, fitted, {v.name: str(v.dtype) for v in inputs}, count)
+
+    def with_label(self, arrays: Mapping[str, np.ndarray], label: Variable) -> Samples:
+        """These samples with their label, which is checked as they were."""
+        other = Samples.of(arrays, [label], self.what)
+        both = {**self.arrays, **other.arrays}
+        return Samples(self.what, both, {**self.dtypes, **other.dtypes}, _count(both, self.what))
 
     def rows(self, chosen: Any) -> dict[str, np.ndarray]:
         """A feed of these samples."""
@@ -89,6 +90,16 @@ class Samples:
     def identity(self) -> dict[str, Any]:
         """What tells this data from other data: types, shapes and check sums by array."""
         return {name: [str(array.dtype), list(array.shape), _checksum(array)] for name, array in self.arrays.items()}
+
+
+def _count(arrays: Mapping[str, np.ndarray], what: str) -> int:
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) != 1:
+        raise FeedError(f"{what}: arrays differ in the number of samples: {counts}")
+    count = next(iter(counts.values()))
+    if not count:
+        raise FeedError(f"{what} holds no samples")
+    return count
 
 
 def batch_sizes(count: int, batch: int, accumulate: int, *, whole: bool = False) -> list[int]:

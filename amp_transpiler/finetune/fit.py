@@ -47,6 +47,7 @@ def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLi
     is shorter where the data does not fill it, and epochs and test data are averaged over samples. Where ``accumulate``
     batches make an update, what is left makes one update more, of shorter batches. A model whose batch is fixed, and
     that was not freed of it, leaves out what does not fill one; a note says so.
+    What leaves the range of 16 bit on the first batch of the data stays fp32, in training and in the file.
 
     Args:
         model: what to train, in fp32 or in 16 bit: its weights become fp32, or fp32 masters.
@@ -113,12 +114,14 @@ class _Run:
         program.seed = options.seed
         if program.startup is not None:
             program.startup.seed = options.seed
-        self.programs = Programs.of(program, options, tell)
-        self.train_data = self._samples(arrays, what)
+        samples = Samples.of(arrays, [program.var(v.name) for v in fed], what)
+        self.programs = Programs.of(program, options, samples.rows(slice(0, self.batch)), tell)
+        self.train_data = self._with_labels(samples, arrays)
         self.test_data = None
         if test is not None:
             what = _named("test", test, options)
-            self.test_data = self._samples(read(test, list(self.train_data.arrays), what), what)
+            arrays = read(test, list(self.train_data.arrays), what)
+            self.test_data = self._with_labels(Samples.of(arrays, [program.var(v.name) for v in fed], what), arrays)
         self._check_counts()
 
     def _with_batch(self, program: Program, fed: list[Variable], arrays: Mapping[str, np.ndarray],
@@ -150,8 +153,8 @@ class _Run:
                                 "Export it with a dynamic batch, or leave the option out")  # fmt: skip
         return program, fixed, True
 
-    def _samples(self, arrays: Mapping[str, np.ndarray], what: str) -> Samples:
-        samples = Samples.of(arrays, _fed(self.programs.program), what)
+    def _with_labels(self, samples: Samples, arrays: Mapping[str, np.ndarray]) -> Samples:
+        samples = samples.with_label(arrays, self.programs.label)
         prediction = self.programs.prediction
         check_labels(samples, self.options.label, self.options.loss, (prediction.shape or (None,))[-1])
         return samples

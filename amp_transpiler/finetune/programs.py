@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,11 @@ class Programs:
     label: Variable
 
     @classmethod
-    def of(cls, program: Program, options: FitOptions, say: Callable[[str], None]) -> Programs:
-        """Prepare an imported program and attach the loss."""
+    def of(cls, program: Program, options: FitOptions, rows: Mapping[str, Any], say: Callable[[str], None]) -> Programs:
+        """Prepare an imported program and attach the loss; ``rows``, a batch, tells what leaves the range of 16 bit."""
         told = prepare_training(program, trainable=options.trainable, freeze=options.freeze, values=options.values,
-                                batch_norm=options.batch_norm, dropout=options.dropout)  # fmt: skip
+                                batch_norm=options.batch_norm, dropout=options.dropout,
+                                calibration=None if options.mode == "fp32" else dict(rows))  # fmt: skip
         say(str(told))
         model = program.clone(for_test=True)
         prediction = _prediction(program, options, say)
