@@ -190,6 +190,8 @@ def _keep_measured(program: Program, calibration: Any) -> list[str]:
         for op in (variable.producer, *(reader for reader, _ in variable.readers)):
             if op is not None:
                 op.metadata.setdefault(FULL, reason)
+    if not found:
+        return []
     return [f"{len(found)} tensors do not fit float16 on the calibration data: what makes and reads them stays fp32"]
 
 
