@@ -65,7 +65,7 @@ def finish(arguments: Sequence[object]) -> float:
 
 def hidden(folder: Path) -> list[Path]:
     """What writers keep out of sight."""
-    return [path for path in folder.rglob(".*") if path.name.startswith(".amp")]
+    return [Path(at, name) for at, folders, _ in os.walk(folder) for name in folders if name.startswith(".amp")]
 
 
 def visible(folder: Path) -> Files:
@@ -91,15 +91,15 @@ class Killer:
         writing = self.chance.random() < 0.6
         deadline = time.monotonic() + 20 * seconds
         if writing:
-            while not hidden(folder) and time.monotonic() < deadline and not os.waitpid(child, os.WNOHANG)[0]:
+            while not hidden(folder) and time.monotonic() < deadline:
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    return  # it was faster
                 time.sleep(0.001)
             time.sleep(self.chance.uniform(0, 0.03))
         else:
             time.sleep(self.chance.uniform(0, seconds))
-        try:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        except (ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        if os.WIFEXITED(os.waitpid(child, 0)[1]):
             return  # it was faster
         self.kills += 1
         self.torn += bool(hidden(folder))
