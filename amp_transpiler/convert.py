@@ -24,6 +24,7 @@ from .lists import AutoMixedPrecisionLists
 from .passes.evidence import Evidence
 from .passes.io_types import narrow_io
 from .passes.known import known_evidence
+from .passes.opset import check_age
 from .passes.optimal import MODES, Assignment, assign
 from .passes.precision import check_variables, written_name
 from .passes.raise_opset import raise_for
@@ -190,6 +191,7 @@ class _Job:
 
     def _prepared(self, program: Program) -> tuple[Program, list[str]]:
         """The program without functions and parameters, at the opset that the type needs."""
+        check_age(program)
         become_constants(program)  # and are stored in 16 bit
         notes = []
         try:

@@ -105,7 +105,7 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
 def _files_in(path: PathLike) -> list[PathLike]:
     if not os.path.isdir(path):
         return [path]
-    return [entry.path for entry in os.scandir(path) if not entry.is_dir()]
+    return [os.path.join(path, name) for name in os.listdir(path) if not os.path.isdir(os.path.join(path, name))]
 
 
 def _identities(path: PathLike) -> list[Any]:

@@ -353,3 +353,45 @@ def test_graphs_that_lie_too_deep_are_named_as_that(depth: int, tmp_path: Path) 
 
 def test_29_deep_is_not_too_deep() -> None:
     assert len(list(amp.Program.from_onnx(nested(29)).walk())) == 59
+
+
+# -- operators of this package's own domain in foreign models -----------------------------------------------------
+@pytest.mark.parametrize("type_, inputs", [("MatMulGrad", 1), ("MatMulGrad", 5), ("Adam", 1), ("UpdateLossScaling", 2),
+                                           ("CTCLoss", 1), ("ClipGradByNorm", 1), ("ConcatGrad", 2), ("SoftmaxGrad", 0)])  # fmt: skip
+def test_own_operators_that_this_package_did_not_write(type_: str, inputs: int) -> None:
+    model = parsed("g (float[2,3] x) => (float[2,3] y) { y = Neg(x) }")
+    model.opset_import.add(domain="amp_transpiler", version=1)
+    node = model.graph.node[0]
+    node.op_type, node.domain, node.name = type_, "amp_transpiler", "own"
+    del node.input[:]
+    node.input.extend(["x"] * inputs)
+    program = amp.Program.from_onnx(model)
+    with pytest.raises(GraphError, match=rf"'own' \(amp_transpiler::{type_}\) (is not as this package writes it|gave)|body of 'own'"):
+        program.lower(amp.CPUPlace(), {"x": (2, 3)}, program.outputs)
+
+
+def test_operators_too_old_for_the_casts_of_today_are_refused() -> None:
+    model = parsed("g (float[2,3] x) => (float[2,3] y) { h = Relu(x)  y = Sigmoid(h) }")
+    model.opset_import[0].version = 5
+    with pytest.raises(GraphError, match=r"uses opset 5; .*onnx.version_converter"):
+        amp.convert(model)
+
+
+@pytest.mark.parametrize("name, value", [("to", 0), ("to", 97)])
+def test_element_types_in_attributes_exist(name: str, value: int, tmp_path: Path) -> None:
+    refused(changed(attribute(name=name, type=A.INT, i=value), "y = Cast<to = 1>(x)"), tmp_path, f"'{name}' as {value}, an element type")
+
+
+@pytest.mark.parametrize("version", [0, -1, 2**40])
+def test_versions_of_operator_sets_that_cannot_be(version: int, tmp_path: Path) -> None:
+    model = parsed(PLAIN)
+    model.opset_import[1].version = version
+    refused(model, tmp_path, f"version {version} of the operator set f")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "[" * 100_000, '{"trainable": [1], "persistable": [], "updates": {}}', "null", "x",
+                                  '{"trainable": [], "persistable": [], "updates": {}, "window": {"steps": "a"}}'])  # fmt: skip
+def test_state_that_this_package_did_not_write(text: str, tmp_path: Path) -> None:
+    model = parsed(PLAIN)
+    model.graph.metadata_props.add(key="amp_transpiler.state", value=text)
+    refused(model, tmp_path, "metadata entry 'amp_transpiler.state'", "is not as this package writes it")

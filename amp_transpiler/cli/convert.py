@@ -106,7 +106,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * (1 << 30))
+    return None if gib is None else int(min(gib, 1 << 30) * (1 << 30))
 
 
 def _listed(paths: Sequence[Path]) -> str:

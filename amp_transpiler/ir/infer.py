@@ -15,7 +15,7 @@ import onnx.reference
 
 from ..errors import GraphError
 from .inference import ONNX_ERRORS
-from .opdef import lookup
+from .opdef import lookup, rule_of
 from .program import OWN, Operator, Program, Shape, Variable
 from .tensors import as_array, tensor_type
 from .types import NAMES, ONNX_TYPES
@@ -162,7 +162,8 @@ def infer_operator(op: Operator, env: Any) -> None:
     found = lookup(op)
     results: list[tuple[str | None, Shape | None] | None]
     if found is not None and found.infer is not None:
-        results = list(found.infer(op) if not isinstance(env, Shapes) else _with_env(found.infer, op, env))
+        with rule_of(op):
+            results = list(found.infer(op) if not isinstance(env, Shapes) else _with_env(found.infer, op, env))
     elif op.domain == OWN or any(v is not None and v.grad_of is not None for v in op.outputs):
         results = [None if v is None else _like(v, env) for v in op.outputs]
     else:

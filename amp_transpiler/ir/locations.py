@@ -85,7 +85,7 @@ def location_of(tensor: onnx.TensorProto) -> str:
 
 def model_size(path: str | os.PathLike[str]) -> int:
     """Bytes of the files of a model, as far as they are there."""
-    return sum(file.stat().st_size for file in model_files(path) if file.is_file())
+    return sum(file.stat().st_size for file in model_files(path) if os.path.isfile(file))
 
 
 def model_files(path: str | os.PathLike[str]) -> list[Path]:

@@ -15,11 +15,12 @@ and returns one value per output; it is written once, for every element type and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError
+from ..errors import AmpError, ArgumentError, GraphError
 from .program import OWN, Operator, Shape
 
 if TYPE_CHECKING:
@@ -146,6 +147,22 @@ def gradient(
         return function
 
     return register
+
+
+@contextmanager
+def rule_of(op: Operator) -> Iterator[None]:
+    """GraphError where a rule of this package's own domain fails inside: the operator is not as this package writes it.
+
+    Files may hold such operators from anybody; ONNX has no schema that would check them when they are read.
+    """
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, AmpError) or op.domain != OWN:
+            raise
+        said = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
+        raise GraphError(f"operator '{op.label}' ({op.full_type}) is not as this package writes it: its inputs, "
+                         f"outputs or attributes do not fit ({said})") from error  # fmt: skip
 
 
 def gradient_type(domain: str, type_: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +64,15 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
 
 def _parse(path: Path) -> onnx.ModelProto:
     try:
+        if stat.S_ISCHR(path.stat().st_mode):  # such as /dev/zero, which has no end
+            raise OSError(errno.EINVAL, "it is a device")
         content = path.read_bytes()
     except FileNotFoundError:
         raise ModelFileNotFoundError(f"there is no model file '{path}'") from None
     except OSError as error:
         raise ModelFileError(f"the model file '{path}' cannot be read: {error.strerror}") from None
+    except ValueError:  # what no path holds
+        raise ModelFileError(f"there can be no model file {str(path)!r}") from None
     if not content:
         raise ModelFileError(f"the model file '{path}' is empty")
     if content.startswith(_LFS):

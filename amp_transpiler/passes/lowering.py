@@ -9,6 +9,7 @@ as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows ev
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..errors import ArgumentError, GraphError
 from ..ir.emitter import Emitter, Value
 from ..ir.infer import Shapes, constant_array, type_proto
 from ..ir.inline import inline_functions
-from ..ir.opdef import body_of, group_inputs, lookup
+from ..ir.opdef import body_of, group_inputs, lookup, rule_of
 from ..ir.program import OWN, Operator, Program, Shape, Variable
 from ..ir.tensors import as_array, tensor_type, to_proto
 from ..ir.types import HALF, ONNX_TYPES
@@ -257,8 +258,9 @@ class _Lowering(Carriers):
         inputs = [None if v is None else self._shaped(op, v) for v in op.inputs]
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
-        results = list(function(self.e, op, *group_inputs(op, inputs)))
-        for variable, value in zip(op.outputs, results, strict=False):
+        with rule_of(op):
+            results = list(function(self.e, op, *group_inputs(op, inputs)))
+        for variable, value in zip_longest(op.outputs, results):
             if variable is not None:
                 if value is None:
                     raise GraphError(f"the body of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'")

@@ -34,11 +34,7 @@ def convert_opset(program: Program, target: int = TARGET) -> bool:
     version = program.opset()
     if version == target:
         return False
-    if version < 7:
-        raise GraphError(
-            f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules. "
-            "Convert the model with onnx.version_converter first"
-        )
+    check_age(program)
     missing = []
     for op in list(program.walk()):
         if not op.domain and _since(op, target) is None and has_decomposition(op):
@@ -51,6 +47,16 @@ def convert_opset(program: Program, target: int = TARGET) -> bool:
     program.info.ir_version = max(program.info.ir_version, 10)
     program._touch()
     return True
+
+
+def check_age(program: Program) -> None:
+    """GraphError where the operators of ai.onnx are older than opset 7."""
+    version = program.opset()
+    if version < 7 and any(not op.domain for op in program.walk()):
+        raise GraphError(
+            f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules, "
+            "and casts were written otherwise. Convert the model with onnx.version_converter first"
+        )
 
 
 def _since(op: Operator, version: int) -> int | None:

@@ -44,7 +44,7 @@ def read_arrays(path: str | os.PathLike[str], names: Collection[str] | None = No
         compressed array that would not fit into half of the memory, or unpacks to 200 times its size in the file.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return {name: read_array(path / f"{name}.npy") for name in array_names(path) if names is None or name in names}
     return _guarded(path, "an .npz file", lambda: _archive(path, names))
 
@@ -52,7 +52,7 @@ def read_arrays(path: str | os.PathLike[str], names: Collection[str] | None = No
 def array_names(path: str | os.PathLike[str]) -> list[str]:
     """The names that :func:`read_arrays` knows there; nothing of the arrays is read. ArgumentError as there."""
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         found = sorted(file.stem for file in path.glob("*.npy"))
         if not found:
             raise ArgumentError(f"folder '{path}' holds no .npy files")
@@ -110,9 +110,9 @@ def as_ranked(array: np.ndarray, shape: tuple[Any, ...] | None) -> np.ndarray:
 # -- files -------------------------------------------------------------------------------------------------
 def _guarded(path: Path, kind: str, read: Any) -> Any:
     """What ``read`` gives; ArgumentError for whatever it raises."""
-    if not path.exists():
+    if not os.path.exists(path):  # pathlib raises for names that cannot be
         raise ArgumentError(f"there is no file '{path}'")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ArgumentError(f"'{path}' cannot be read as {kind}: it is no regular file")
     try:
         return read()

@@ -106,9 +106,9 @@ def _typed(feeds: Feeds, name: str, value: Any) -> Any:
 
 # -- files -------------------------------------------------------------------------------------------------
 def _read(path: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]]:
-    if path.is_dir():
+    if os.path.isdir(path):
         return _read_folder(path, inputs)
-    if not path.exists():
+    if not os.path.exists(path):  # pathlib raises for names that cannot be
         raise ArgumentError(f"calibration: there is no file or folder '{path}'")
     if path.suffix == ".npz":
         return [(f"'{path}'", _load(path, read_arrays))]

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--again", nargs="+", metavar="KIND:NUMBER", help="judge these cases, instead")
     parser.add_argument("--models", metavar="FOLDER", help="judge the models there as they are, instead")
     parser.add_argument("--keep", metavar="FOLDER", help="write the models of violations there")
     options = parser.parse_args()
@@ -29,6 +30,9 @@ def main() -> int:
     kinds = options.kind or KINDS
     if options.models:
         return _report([Given(path) for path in sorted(Path(options.models).glob("*.onnx"))], options)
+    if options.again:
+        numbered = [one.partition(":") for one in options.again]
+        return _report([Case(kind, options.seed, int(number)) for kind, _, number in numbered], options)
     cases = [Case(kinds[i % len(kinds)], options.seed, i // len(kinds))
              for i in range(options.first, options.first + options.cases)]  # fmt: skip
     return _report(cases, options)

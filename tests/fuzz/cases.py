@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from .commands import COMMANDS, violation
+from .arguments import command_line, prepared
+from .commands import COMMANDS, quiet, ran, violation
 from .models import models
 from .structure import mutated
 
-KINDS = ("bytes", "structure")
+KINDS = ("bytes", "structure", "options")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Case:
         rng = self.rng
         all_models = models()
         name = list(all_models)[self.number % len(all_models)]
+        if self.kind == "options":
+            return all_models["mlp"].SerializeToString()
         if self.kind == "structure":
             return mutated(all_models[name], rng).SerializeToString()
         return damaged(all_models[name].SerializeToString(), rng)
@@ -76,6 +80,8 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 def judged(case: Case | Given, folder: Path) -> str:
     """What is wrong with what the commands make of a case; "" where nothing is. ``folder`` is used and emptied."""
     folder.mkdir(exist_ok=True)
+    if isinstance(case, Case) and case.kind == "options":
+        return _judged_options(case, folder / str(case).replace(" ", "_"))
     model = folder / f"{str(case).replace(' ', '_')}.onnx"
     model.write_bytes(case.content())
     try:
@@ -86,3 +92,18 @@ def judged(case: Case | Given, folder: Path) -> str:
         return ""
     finally:
         model.unlink()
+
+
+def _judged_options(case: Case, folder: Path) -> str:
+    files = prepared(folder)
+    out = Path(files["o"]).parent
+    out.mkdir()
+    arguments = command_line(case.rng, files)
+    before = {path: path.lstat().st_size for path in folder.rglob("*") if path.parent != out}
+    with quiet():
+        found = ran(arguments, out)
+    after = {path: path.lstat().st_size for path in folder.rglob("*") if path.parent != out}
+    shutil.rmtree(folder)
+    changed = sorted(str(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    found = found or (f"changed {changed}" if changed else "")
+    return f"{arguments}: {found}" if found else ""

@@ -102,7 +102,7 @@ def ran(arguments: list[str], folder: Path) -> str:
         return f"wrote {written} on an error" if written else unclear(text)
     if status == 0 and text:
         return f"said something on stderr though all went well: {text[:300]!r}"
-    if status == 0 and arguments[0] == "convert":
+    if status == 0 and arguments[0] == "convert" and (folder / "out.onnx").exists():
         return unusable(folder / "out.onnx")
     return ""
 
