@@ -16,7 +16,7 @@ from dataclasses import dataclass
 #: Groups at the start.
 FIRST = 12
 #: Runs that measure groups, that look for how many return, that give operators back.
-MEASURING, CHOOSING, RETURNING = 48, 8, 16
+MEASURING, CHOOSING, RETURNING = 56, 8, 16
 #: Runs of a search, at most.
 BUDGET = MEASURING + CHOOSING + RETURNING
 #: Parts that go back one after the other, at first.
@@ -83,23 +83,15 @@ class Bisection:
         self.whole = self._error(frozenset())
         size = math.ceil(len(self.units) / (MEASURING if len(self.units) <= MEASURING else FIRST))
         self.groups = [self._alone(self.units[i : i + size]) for i in range(0, len(self.units), size)]
-        for _ in range(MEASURING - len(self.groups)):
+        for _ in range((MEASURING - len(self.groups)) // 2):
             group = self._coarse(tolerance)
             if group is None:
                 return
             at, half = self.groups.index(group), len(group.members) // 2
-            self.groups[at : at + 1] = self._halves(group, half)
+            self.groups[at : at + 1] = [self._alone(group.members[:half]), self._alone(group.members[half:])]
 
     def _alone(self, members: Sequence[int]) -> Group:
         return Group(tuple(members), self._error(frozenset(self.units) - set(members)))
-
-    def _halves(self, group: Group, half: int) -> list[Group]:
-        """Both parts of a group; what the second adds is what is left of the squares."""
-        first = self._alone(group.members[:half])
-        if not math.isfinite(group.error):
-            return [first, self._alone(group.members[half:])]
-        left = max(group.error * group.error - first.error * first.error, 0.0)
-        return [first, Group(group.members[half:], math.sqrt(left))]
 
     def _coarse(self, tolerance: float) -> Group | None:
         """The group of which the parts may differ most: by so many operators fewer might return."""
