@@ -1,6 +1,7 @@
 """Run in a process of its own: how much the resident memory of one training step grows over that of its state.
 
-Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode, and a pattern to recompute.
+Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode
+("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`.
 """
 
 from __future__ import annotations
@@ -106,6 +107,16 @@ def status(key: str) -> float:
         return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
 
 
+def warm_up(executor: amp.Executor) -> None:
+    """Read in the libraries, by a step that takes next to nothing."""
+    main_, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main_, startup), amp.unique_name.guard():
+        loss = F.mean(amp.nn.fc(amp.data("x", ["N", 4], "float32"), 4))
+        amp.optimizer.SGD(0.01).minimize(loss)
+    executor.run(startup, scope=(scope := amp.Scope()))
+    executor.run(main_, feed={"x": np.ones((4, 4), np.float32)}, fetch_list=[loss], scope=scope)
+
+
 def main(name: str, mode: str, pattern: str = "") -> None:
     """Build, forecast, run one step."""
     main_, startup = amp.Program(), amp.Program("startup")
@@ -126,12 +137,32 @@ def main(name: str, mode: str, pattern: str = "") -> None:
     for value in scope._values.values():  # a page of zeros that was never written does not count as resident yet
         copy = value.numpy().copy()
         ctypes.memmove(value.data_ptr(), copy.ctypes.data, copy.nbytes)
-    small = {key: array[:1] for key, array in feed.items()}
-    executor.run(main_, feed=small, fetch_list=[loss], scope=scope)  # libraries are read in
+    warm_up(executor)
+    ctypes.CDLL(None).malloc_trim(0)
     before = status("VmRSS")
     executor.run(main_, feed=feed, fetch_list=[loss], scope=scope)
     print((estimate.peak - held) / 2**20, status("VmHWM") - before)
 
 
+def shapes() -> None:
+    """What one feed shape takes, what seven more take with it, and what is left after ``close``, in MiB."""
+    main_, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main_, startup), amp.unique_name.guard():
+        loss, feed = mlp()
+        amp.optimizer.SGD(0.01).minimize(loss)
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    executor.run(startup, scope=scope)
+    before, found = status("VmRSS"), []
+    for number in range(8):
+        part = {key: array[: len(array) - 64 * number] for key, array in feed.items()}
+        executor.run(main_, feed=part, fetch_list=[loss], scope=scope)
+        found.append(status("VmRSS") - before)
+    executor.close()
+    print(found[0], found[-1], status("VmRSS") - before)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] == ["--shapes"]:
+        shapes()
+    else:
+        main(*sys.argv[1:])

@@ -32,6 +32,7 @@ _OVER_FIRST = frozenset(
     ThresholdedRelu Trilu""".split()  # noqa: SIM905
 )
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
+_BLOCK = 8  # channels that the CPU's own layout keeps together
 _NEVER_FOLDED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"})
 
 
@@ -117,7 +118,7 @@ class _Planner:
 
     def run(self) -> Liveness:
         nodes = self._simplified()
-        order = _order(nodes)
+        order = _order(self._fused(nodes))
         buffers = _Buffers(self, order).run()
         names = {n for b in buffers for n in b.tensors} | self.constants | self.inputs | self.outputs
         tensors = {name: self.tensor(name) for name in sorted(names) if name in self.types}
@@ -161,6 +162,53 @@ class _Planner:
             nodes.append(Node(index, proto, inputs, outputs))
         return nodes
 
+    def _fused(self, nodes: list[Node]) -> list[Node]:
+        """The nodes without transpositions that a matrix product takes on itself, and with a bias inside its product.
+
+        What is made of two nodes comes behind all others, those with a bias first: so onnxruntime numbers them, and
+        orders by number.
+        """
+        readers: dict[str, list[Node]] = {}
+        for node in nodes:
+            for name in node.inputs:
+                readers.setdefault(name, []).append(node)
+        gone: set[int] = set()
+        biased: dict[int, Node] = {}
+        turned: dict[int, Node] = {}
+        for node in nodes:
+            read = readers.get(node.outputs[0], []) if len(node.outputs) == 1 else []
+            if node.outputs[0] in self.outputs or not read:
+                continue
+            if self._turned(node) and all(reader.proto.op_type == "MatMul" for reader in read):
+                gone.add(node.index)
+                turned |= {reader.index: reader for reader in read}
+                for reader in read:
+                    reader.inputs = [node.inputs[0] if name == node.outputs[0] else name for name in reader.inputs]
+            elif node.proto.op_type == "MatMul" and len(read) == 1 and self._biased(node, read[0]):
+                gone.add(read[0].index)
+                biased[node.index] = node
+                node.inputs.append(next(name for name in read[0].inputs if name != node.outputs[0]))
+                node.outputs = list(read[0].outputs)
+        turned = {index: node for index, node in sorted(turned.items()) if index not in biased}
+        kept = [node for node in nodes if node.index not in gone | biased.keys() | turned.keys()]
+        return [*kept, *biased.values(), *turned.values()]
+
+    def _turned(self, node: Node) -> bool:
+        """Whether a node swaps the last two axes and nothing else."""
+        if node.proto.op_type != "Transpose" or self.types[node.inputs[0]][0] != "float32":
+            return False
+        rank = len(self._shape(node.inputs[0]))
+        axes = next((list(a.ints) for a in node.proto.attribute if a.name == "perm"), list(range(rank))[::-1])
+        return rank > 1 and axes == [*range(rank - 2), rank - 1, rank - 2]
+
+    def _biased(self, product: Node, add: Node) -> bool:
+        """Whether a matrix product and the sum of it with a row run as one."""
+        if add.proto.op_type != "Add" or add.outputs[0] in self.outputs or len(set(add.inputs)) != 2:
+            return False
+        row = next(name for name in add.inputs if name != product.outputs[0])
+        width = self._shape(product.outputs[0])[-1:]
+        return all(len(self._shape(name)) == 2 for name in product.inputs) and self._shape(row) == width
+
     # -- what kernels take beside their tensors --------------------------------------------------------
     def _workspace(self, node: Node) -> int:
         """Bytes of the large temporaries of CPU kernels, measured with onnxruntime 1.31."""
@@ -173,6 +221,9 @@ class _Planner:
             return sum(self._selected(condition, name) for name in node.inputs[1:3])
         if type_ == "Sum" and len(node.inputs) > 2:
             return out
+        if type_ == "MaxPool" and len(node.outputs) == 1:  # it runs in blocks of channels, from and to a copy
+            shape = self._shape(node.inputs[0])
+            return self._bytes(node.inputs[0]) + out if len(shape) == 4 and shape[1] % _BLOCK == 0 else 0
         if type_ in ("Softmax", "LogSoftmax"):
             axis = next((a.i for a in node.proto.attribute if a.name == "axis"), -1)
             rank = len(self._shape(node.inputs[0]))

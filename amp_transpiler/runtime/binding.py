@@ -156,7 +156,8 @@ class _Bindings:
     """What one run at a time binds to the session of a step."""
 
     def __init__(self, step: Step) -> None:
-        self.step, self.place = step, step.place
+        # Not the step itself: a circle would keep a session that was dropped until the collector comes.
+        self.session, self.place, self.program = step.session, step.place, step.program
         self.binding = step.session.io_binding()
         self.feeds = step.feeds
         self.states = _States(step.states, step.place, step.program, step.startup)
@@ -192,13 +193,13 @@ class _Bindings:
         try:
             if self.place.kind == "cuda":
                 self.binding.synchronize_inputs()
-            self.step.session.run_with_iobinding(self.binding, options)
+            self.session.run_with_iobinding(self.binding, options)
             if self.place.kind == "cuda":
                 self.binding.synchronize_outputs()
         except Exception as error:  # onnxruntime's errors have no common base class
             self._forget()
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.step.program}': {_failure(error)}{self._half_done()}"
+                f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}{self._half_done()}"
             ) from None
 
     def _half_done(self) -> str:

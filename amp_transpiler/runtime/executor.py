@@ -38,7 +38,7 @@ from .plan import (
 )
 from .report import ReportRequest, expanded, joined, requested
 from .scope import Scope, check_scope
-from .session import Settings, create_session, require_cuda
+from .session import Settings, create_session, release_memory, require_cuda
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,10 @@ class Executor:
         )
 
     def close(self) -> None:
-        """Free every session. The executor can still be used, and compiles anew."""
+        """Free every session, and the memory that no other executor uses. This one still runs, and compiles anew."""
         with self._lock:
             self._programs.clear()
+        release_memory()
 
     # -- compiling ------------------------------------------------------------------------------------
     def _ready(self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None,
