@@ -186,7 +186,7 @@ class _Bindings:
         return self._results(results, return_numpy)
 
     def _execute(self) -> None:
-        with watched(f"program '{self.step.program}'") as options:
+        with watched(f"program '{self.program}'") as options:
             self._execute_within(options)
 
     def _execute_within(self, options: Any) -> None:
