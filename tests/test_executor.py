@@ -302,9 +302,9 @@ def test_ctrl_c_waits_for_the_end_of_the_step(exe: Executor, scope: Scope, monke
     step = exe._programs[program].last.last  # type: ignore[union-attr]
     plain = step.session.run_with_iobinding  # type: ignore[union-attr]
 
-    def interrupted(binding: Any) -> None:
+    def interrupted(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        plain(binding)
+        plain(*arguments)
 
     monkeypatch.setattr(step.session, "run_with_iobinding", interrupted)  # type: ignore[union-attr]
     with pytest.raises(KeyboardInterrupt):

@@ -2,8 +2,8 @@
 
 Sizes are rounded up to 256 bytes. A request takes the smallest free chunk that is large enough, of equal ones the
 lowest, and leaves what it does not need where that is as much again, or more than ``WASTE``. Freed neighbours become
-one chunk. Where nothing fits, the arena grows by a region, twice as large as the one before. A page counts from the
-moment in which it is first written, and never less again: what is resident is what was ever touched.
+one chunk. Where nothing fits, the arena grows by a region of ``REGION`` bytes, or as many times two as it takes. A page
+counts from the moment in which it is first written, and never less again: what is resident is what was ever touched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .liveness import Buffer, Liveness
 #: How the arena is set up: bytes of the region that it always keeps, of the next one, and by which a chunk may be
 #: larger than what is in it.
 FIRST_REGION, REGION, WASTE = 2**16, 2**28, 2**16
-_UNIT, _PAGE, _LARGEST_REGION = 256, 4096, 2**30
+_UNIT, _PAGE = 256, 4096
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Arena:
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # size and start of free chunks
         self._at: dict[int, Chunk] = {}
-        self._next_region = REGION
+        self._region = REGION
         self._end = FIRST_REGION + _PAGE
         self._touched: list[list[int]] = []  # first and last page, apart and in order
         self._offer(Chunk(0, FIRST_REGION))
@@ -79,14 +79,11 @@ class Arena:
 
     # -- pieces ----------------------------------------------------------------------------------------
     def _grow(self, size: int) -> None:
-        doubled = self._next_region < size
-        while self._next_region < size:
-            self._next_region *= 2
-        chunk = Chunk(self._end, self._next_region)
-        self._end += self._next_region + _PAGE
+        while self._region < size:
+            self._region *= 2
+        chunk = Chunk(self._end, self._region)
+        self._end += self._region + _PAGE
         self._offer(chunk)
-        if not doubled:
-            self._next_region = min(2 * self._next_region, _LARGEST_REGION)
 
     def _offer(self, chunk: Chunk) -> None:
         self._at[chunk.start] = chunk

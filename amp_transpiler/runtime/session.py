@@ -127,7 +127,7 @@ def _make_arena() -> None:
     """
     place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     region = {"initial_chunk_size_bytes": FIRST_REGION, "initial_growth_chunk_size_bytes": REGION}
-    split = {"max_dead_bytes_per_chunk": WASTE, "arena_extend_strategy": 0}
+    split = {"max_dead_bytes_per_chunk": WASTE, "arena_extend_strategy": 0, "max_power_of_two_extend_bytes": REGION}
     try:
         ort.create_and_register_allocator(place, ort.OrtArenaCfg(region | split))
     except Exception:  # another part of the process has registered one; then that serves
