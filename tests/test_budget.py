@@ -15,7 +15,8 @@ from where import ROOT
 import amp_transpiler as amp
 from amp_transpiler.cli import main
 from amp_transpiler.errors import ExecutionError
-from amp_transpiler.runtime.budget import Budget, calibration_budget, check_budget, within
+from amp_transpiler.passes import control_flow
+from amp_transpiler.runtime.budget import Budget, calibration_budget, check_budget, unbounded_optimizers, within
 from amp_transpiler.runtime.measure import outputs_of
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -126,3 +127,27 @@ def test_numbers_that_mean_nothing(arguments: list[str], words: str, tmp_path: P
     model = saved(FLOOD, tmp_path / "m.onnx")
     assert main(["convert", str(model), str(tmp_path / "o.onnx"), *arguments]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "o.onnx").exists()
+
+
+def test_loops_in_loops_are_unrolled_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three loops of 30 turns, one in the other, is within the limit by itself; together they make 27,000."""
+    monkeypatch.setattr(control_flow, "UNROLL_LIMIT", 500)
+    inner = "o{n} = Loop(n, on, a{p})<body = b{n} (int64 i{n}, bool c{n}, float[4] a{n}) => (bool g{n}, float[4] {out}) {{ g{n} = Identity(c{n})  {what} }}>"
+    third = inner.format(n=3, p=2, out="z", what="z = Neg(a3)")
+    second = inner.format(n=2, p=1, out="o3", what=third)
+    text = HEAD + f"""g (float[4] a0, float[4] w) => (float[4] y) <int64 n = {{30}}, bool on = {{1}}> {{
+        {inner.format(n=1, p=0, out="o2", what=second)}  y = Mul(o1, w) }}"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    control_flow.expand_control_flow(program)
+    assert 60 <= len(list(program.walk())) < 2_000
+
+
+def test_sessions_under_a_budget_fold_nothing_while_they_are_made() -> None:
+    """Folding runs operators where no budget can end them; outside of budgets sessions are made as ever."""
+    text = HEAD + """g (float[1] x) => (float y) <int64[2] s = {3000, 3000}> {
+        a = ConstantOfShape<value = float[1] {0.5}>(s)  b = MatMul(a, a)  c = MatMul(b, a)  d = MatMul(c, a)  k = MatMul(d, a)
+        r = ReduceSum<keepdims = 0>(k)  z = ReduceSum<keepdims = 0>(x)  y = Add(r, z) }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    with within(Budget(0.2)), pytest.raises(ExecutionError, match=r"program 'g' was ended: it takes longer than 0\.2 seconds"):
+        outputs_of(program, [{"x": np.ones(1, np.float32)}])
+    assert unbounded_optimizers() == []

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzz.cases import Case
 from where import ORACLES, ROOT
+
+from tests.fuzz import workers
+from tests.fuzz.cases import Case
+from tests.fuzz.commands import raised, unclear
 
 
 def judged(*arguments: str) -> str:
@@ -26,7 +29,7 @@ def test_hostile_models_with_every_command() -> None:
     assert "28 cases, 0 violations" in out, out
 
 
-@pytest.mark.parametrize("kind, count", [("bytes", 90), ("structure", 90), ("options", 60)])
+@pytest.mark.parametrize("kind, count", [("bytes", 90), ("structure", 90), ("options", 60), ("checkpoint", 3)])
 def test_mutations_of_models_and_command_lines(kind: str, count: int) -> None:
     out = judged("--cases", str(count), "--seed", "7", "--kind", kind)
     assert f"{count} cases, 0 violations" in out, out
@@ -50,9 +53,6 @@ def test_a_case_is_the_same_everywhere() -> None:
 
 def test_the_fuzzer_sees_what_it_looks_for(tmp_path: Path) -> None:
     """A crash, a hang, a flood, a traceback and an unclear message are found where they are."""
-    from fuzz import workers
-    from fuzz.commands import raised, unclear
-
     script = tmp_path / "run.py"
     script.write_text(f"""
 import os, sys, time

@@ -14,7 +14,7 @@ from ..ir.program import Program
 from ..ir.tensors import byte_size
 from ..ir.types import FLOATS, numpy_dtype
 from ..ir.weights import become_constants
-from ..runtime.budget import available_memory, calibration_budget, check_budget, within
+from ..runtime.budget import available_memory, calibration_budget, check_budget, unbounded_optimizers, within
 from ..runtime.calibration import load_calibration
 from ..runtime.measure import measure
 from .terminal import complain, printable
@@ -61,7 +61,8 @@ def _unusable(output: str, program: Program) -> list[str]:
         settings = ort.SessionOptions()
         settings.log_severity_level = 4
         try:
-            ort.InferenceSession(output, settings, providers=["CPUExecutionProvider"])
+            ort.InferenceSession(output, settings, providers=["CPUExecutionProvider"],
+                                 disabled_optimizers=unbounded_optimizers())  # fmt: skip
             print("  check: onnxruntime loads it")
         except Exception as error:  # onnxruntime raises classes of its own, without a common base
             failures.append(f"onnxruntime does not load the file: {_first_line(error)}")

@@ -17,7 +17,7 @@ from ..ir.clone import insert_graph
 from ..ir.infer import Shapes, constant_array, infer_operator
 from ..ir.program import Operator, Program, Shape, Variable
 
-#: Operators that the unrolled turns of one loop may have together.
+#: Operators that the unrolled turns of all loops of a program may have together: a loop in a loop multiplies.
 UNROLL_LIMIT = 20_000
 
 
@@ -28,7 +28,7 @@ def expand_control_flow(program: Program, feed_shapes: dict[str, tuple[int, ...]
     """
     if not program.nesting:
         return False
-    env = _Known(Shapes(program, feed_shapes), {op.name for op in program.walk()})
+    env = _Known(Shapes(program, feed_shapes), {op.name for op in program.walk()}, UNROLL_LIMIT)
     pending = list(program.nesting)
     changed = False
     for op in pending:
@@ -37,6 +37,7 @@ def expand_control_flow(program: Program, feed_shapes: dict[str, tuple[int, ...]
             continue
         changed = True
         made = _added_since(program, first)
+        env.left -= len(made)
         for new in made:
             infer_operator(new, env.shapes)
         pending += [new for new in made if new.attrs.programs]
@@ -81,6 +82,8 @@ class _Known:
 
     shapes: Shapes
     names: set[str]
+    #: Operators that may still be unrolled.
+    left: int
 
     def number(self, variable: Variable | None) -> Any:
         """The one number that a variable holds, None where that is not known."""
@@ -130,8 +133,8 @@ def _shared(body: Program, program: Program, label: str) -> dict[Variable, Varia
     return shared
 
 
-def _fits(body: Program, turns: int) -> bool:
-    return turns * sum(1 for _ in body.walk()) <= UNROLL_LIMIT
+def _fits(body: Program, turns: int, env: _Known) -> bool:
+    return turns * sum(1 for _ in body.walk()) <= env.left
 
 
 def _goes_on(body: Program) -> bool:
@@ -153,7 +156,7 @@ def _unroll_loop(op: Operator, env: _Known) -> bool:
     turns = max(int(turns), 0) if start is None or start else 0
     states = [v for v in op.inputs[2:] if v is not None]
     scanned = len(op.outputs) - len(states)
-    if not _fits(body, turns) or (turns == 0 and any(v is not None for v in op.outputs[len(states) :])):
+    if not _fits(body, turns, env) or (turns == 0 and any(v is not None for v in op.outputs[len(states) :])):
         return False
     program, shared = op.program, _shared(body, op.program, op.label)
     going = program.add_constant(f"{op.label}/going_on", np.array(True))
@@ -184,7 +187,7 @@ def _unroll_scan(op: Operator, env: _Known) -> bool:
     axes = [a % len(env.shape(v)) for a, v in zip(along, sequences, strict=True)]
     shape = env.shape(sequences[0])
     turns = shape[axes[0]]
-    if not isinstance(turns, int) or turns == 0 or not _fits(body, turns):
+    if not isinstance(turns, int) or turns == 0 or not _fits(body, turns, env):
         return False
     pieces = [_pieces(op, v, axis, turns, env) for v, axis in zip(sequences, axes, strict=True)]
     for i, backwards in enumerate(op.attrs.get("scan_input_directions", [])):

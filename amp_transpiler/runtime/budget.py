@@ -92,6 +92,12 @@ def within(budget: Budget) -> Iterator[None]:
             restore()
 
 
+def unbounded_optimizers() -> list[str]:
+    """Optimizers that sessions under a budget do without: folding runs operators while a session is made, where nothing
+    can end it."""
+    return [] if _current.get() is None else ["ConstantFolding"]
+
+
 def _limit_memory(extra: int) -> Callable[[], None] | None:
     """Lower the soft limit of private memory to what is in use and ``extra``; gives what restores it."""
     used = _data_size()

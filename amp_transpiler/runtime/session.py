@@ -22,6 +22,7 @@ import onnxruntime as ort
 
 from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from ..passes.arena import FIRST_REGION, REGION, WASTE
+from .budget import unbounded_optimizers
 from .place import CPUPlace, CUDAPlace, Place
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -114,7 +115,8 @@ def _session(data: bytes, place: Place, settings: Settings, saved: Path | None =
     if isinstance(place, CUDAPlace) and not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     # The Python class would otherwise answer a CUDA error (no such device, no memory) with a session on the CPU.
-    return ort.InferenceSession(data, options, providers=_providers(place, settings, fallback), enable_fallback=0)
+    return ort.InferenceSession(data, options, providers=_providers(place, settings, fallback), enable_fallback=0,
+                                disabled_optimizers=unbounded_optimizers())  # fmt: skip
 
 
 @functools.cache

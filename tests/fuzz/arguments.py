@@ -13,7 +13,7 @@ _NAMES = ["", "x", "nowhere", "h", "*", "re:(", "re:.*", "re:(a+)+$", "[", "\x1b
 _PATHS = ["", ".", "/", "/dev/null", "/dev/full", "/dev/zero", "/nowhere/x", "{d}", "{d}/none.npz", "{d}/text.npz", "{m}",
           "{d}/a\0b", "{d}/none/\udcff", "{d}/" + "n" * 300, "~", "-", "{d}/loop"]  # fmt: skip
 #: Where something may be written: that it replaces what lies there is what it is told to do.
-_TARGETS = [path for path in _PATHS if path != "{d}/text.npz"]
+_TARGETS = [path for path in _PATHS if path not in ("{d}/text.npz", "-", "~")]
 _RANGES = ["x=0:1", "x=1:0", "x=nan:1", "x=:", "=", "x", "x=0:inf", "=0:1", "x=0:1:2", "y=0:1", ""]
 #: Option -> values to choose from; None: it takes none.
 _CONVERT: dict[str, list[str] | None] = {

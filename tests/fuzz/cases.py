@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import checkpoints
 from .arguments import command_line, prepared
+from .bytes import damaged
 from .commands import COMMANDS, quiet, ran, violation
 from .models import models
 from .structure import mutated
 
-KINDS = ("bytes", "structure", "options")
+KINDS = ("bytes", "structure", "options", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Case:
         rng = self.rng
         all_models = models()
         name = list(all_models)[self.number % len(all_models)]
-        if self.kind == "options":
+        if self.kind in ("options", "checkpoint"):
             return all_models["mlp"].SerializeToString()
         if self.kind == "structure":
             return mutated(all_models[name], rng).SerializeToString()
@@ -57,31 +60,13 @@ class Given:
         return self.path.read_bytes()
 
 
-def damaged(content: bytes, rng: random.Random) -> bytes:
-    """Bytes changed, cut out, repeated, swapped, or the end cut off."""
-    data = bytearray(content)
-    for _ in range(rng.choice([1, 1, 2, 4, 16])):
-        at, size = rng.randrange(len(data)), rng.choice([1, 1, 2, 8, 64])
-        what = rng.randrange(6)
-        if what <= 1:
-            data[at] = rng.choice([0, 1, 127, 128, 255, data[at] ^ (1 << rng.randrange(8)), rng.randrange(256)])
-        elif what == 2:
-            del data[at : at + size]
-        elif what == 3:
-            data[at:at] = data[at : at + size]
-        elif what == 4:
-            data[at : at + size] = rng.randbytes(size)
-        elif rng.random() < 0.2:
-            del data[at:]
-        data = data or bytearray(b"\0")
-    return bytes(data)
-
-
 def judged(case: Case | Given, folder: Path) -> str:
     """What is wrong with what the commands make of a case; "" where nothing is. ``folder`` is used and emptied."""
     folder.mkdir(exist_ok=True)
     if isinstance(case, Case) and case.kind == "options":
         return _judged_options(case, folder / str(case).replace(" ", "_"))
+    if isinstance(case, Case) and case.kind == "checkpoint":
+        return checkpoints.wrong(case.rng, folder / str(case).replace(" ", "_"))
     model = folder / f"{str(case).replace(' ', '_')}.onnx"
     model.write_bytes(case.content())
     try:
@@ -100,7 +85,7 @@ def _judged_options(case: Case, folder: Path) -> str:
     out.mkdir()
     arguments = command_line(case.rng, files)
     before = {path: path.lstat().st_size for path in folder.rglob("*") if path.parent != out}
-    with quiet():
+    with quiet(), contextlib.chdir(folder):  # what is written beside the file that was meant is found there
         found = ran(arguments, out)
     after = {path: path.lstat().st_size for path in folder.rglob("*") if path.parent != out}
     shutil.rmtree(folder)
