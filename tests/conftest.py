@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from amp_transpiler.runtime import (
@@ -10,6 +12,11 @@ from amp_transpiler.runtime import (
     Executor,
     Scope,
 )
+
+
+def pytest_configure() -> None:
+    """Shells start background jobs with Ctrl-C ignored; the tests of Ctrl-C need Python's own handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
