@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError, ModelFileError
+from amp_transpiler.ir.decompose import take_apart
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "f" : 1]>\n'
 PLAIN = HEAD + "g (float[4] x) => (float[4] y) <float[4] w = {1, 2, 3, 4}> { [add] y = Add(x, w) }"
@@ -366,7 +367,7 @@ def test_own_operators_that_this_package_did_not_write(type_: str, inputs: int) 
     del node.input[:]
     node.input.extend(["x"] * inputs)
     program = amp.Program.from_onnx(model)
-    with pytest.raises(GraphError, match=rf"'own' \(amp_transpiler::{type_}\) (is not as this package writes it|gave)|body of 'own'"):
+    with pytest.raises(GraphError, match=rf"'own' \(amp_transpiler::{type_}\): its inputs, outputs or attributes do not fit|body of 'own'"):
         program.lower(amp.CPUPlace(), {"x": (2, 3)}, program.outputs)
 
 
@@ -395,3 +396,14 @@ def test_state_that_this_package_did_not_write(text: str, tmp_path: Path) -> Non
     model = parsed(PLAIN)
     model.graph.metadata_props.add(key="amp_transpiler.state", value=text)
     refused(model, tmp_path, "metadata entry 'amp_transpiler.state'", "is not as this package writes it")
+
+
+def test_contrib_operators_that_do_not_fit_are_named_where_they_are_taken_apart() -> None:
+    """ONNX has no schema for them, so nothing could be said of them when they were read."""
+    model = parsed("g (float[2,3] x) => (float[2,3] y) { [odd] y = f.SkipLayerNormalization() }")
+    model.graph.node[0].domain = "com.microsoft"
+    model.opset_import.add(domain="com.microsoft", version=1)
+    program = amp.Program.from_onnx(model)
+    with pytest.raises(GraphError, match=r"'odd' \(com.microsoft::SkipLayerNormalization\): its inputs, outputs or attributes do not fit"):
+        take_apart(program.operators[0])
+    program.verify()

@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import GraphError
 from .infer import Declared, infer_operator
 from .marks import FULL
-from .opdef import lookup
+from .opdef import lookup, rule_of
 from .program import Operator, Program, Variable
 from .types import ONNX_TYPES, numpy_dtype
 
@@ -170,7 +170,8 @@ def take_apart(op: Operator) -> None:
     """Replace an operator by what its entry writes. GraphError where the entry cannot express it; then it stays."""
     parts = Parts(op)
     try:
-        values = list(_ENTRIES[op.domain, op.type](parts, op, *op.inputs))
+        with rule_of(op):
+            values = list(_ENTRIES[op.domain, op.type](parts, op, *op.inputs))
         for slot, target in enumerate(op.outputs):
             if target is not None and (slot >= len(values) or values[slot] is None):
                 raise parts.error(f"its output {slot} ('{target.name}') has no equivalent")

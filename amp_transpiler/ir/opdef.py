@@ -151,18 +151,19 @@ def gradient(
 
 @contextmanager
 def rule_of(op: Operator) -> Iterator[None]:
-    """GraphError where a rule of this package's own domain fails inside: the operator is not as this package writes it.
+    """GraphError where a rule for an operator fails inside: it has not the form that the rule is written for.
 
-    Files may hold such operators from anybody; ONNX has no schema that would check them when they are read.
+    Files may hold operators of this package's domain, or of onnxruntime's, from anybody, and ONNX has no schema that
+    would check them when they are read.
     """
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, AmpError) or op.domain != OWN:
+        if isinstance(error, AmpError):
             raise
         said = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
-        raise GraphError(f"operator '{op.label}' ({op.full_type}) is not as this package writes it: its inputs, "
-                         f"outputs or attributes do not fit ({said})") from error  # fmt: skip
+        raise GraphError(f"operator '{op.label}' ({op.full_type}): its inputs, outputs or attributes do not fit what "
+                         f"is known of it ({said})") from error  # fmt: skip
 
 
 def gradient_type(domain: str, type_: str) -> str:
