@@ -3,8 +3,8 @@
 import importlib
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cache, partial, wraps
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -43,7 +43,7 @@ def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
     """Let a function, or a class, take the keywords of these tables of ``paddle_names.toml`` besides its own.
 
     ListError where a table is missing, or names an argument that the function does not have. Its callers get
-    ArgumentTypeError for an argument given twice, ArgumentError for a value that the table refuses.
+    ArgumentTypeError for an argument given twice or unknown, ArgumentError for a value that the table refuses.
     """
 
     def carry(called: Called) -> Called:
@@ -61,18 +61,38 @@ def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
             raise ListError(f"{FILE}, arguments.{tables}: {called.__qualname__} does not have argument {wrong[0]!r}, "
                             "or has Paddle's itself")  # fmt: skip
 
+        takes = _keywords(function) | entries.keys()
+
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if takes and not takes.issuperset(kwargs):
+                owner = type(args[0]).__name__ if isinstance(called, type) else called.__name__
+                wrong = next(name for name in kwargs if name not in takes)
+                raise ArgumentTypeError(f"{owner}: there is no argument '{wrong}'; the arguments are "
+                                        f"{', '.join(name for name in parameters if name != 'self')}")  # fmt: skip
             if not entries.keys().isdisjoint(kwargs):
                 kwargs = _ours(called.__name__, entries, parameters[: len(args)], kwargs)
             return function(*args, **kwargs)
 
+        call.paddle_keywords = takes  # type: ignore[attr-defined]
         if isinstance(called, type):
             called.__init__ = call  # type: ignore[misc]
             return called
         return cast(Called, call)
 
     return carry
+
+
+def _keywords(function: Callable[..., Any]) -> Set[str]:
+    """The keywords that a function takes, those of a function that it wraps too; none where it takes any."""
+    own = getattr(function, "paddle_keywords", None)
+    if own is not None:
+        return cast(Set[str], own)
+    found = dict(inspect.signature(function, follow_wrapped=False).parameters)
+    if found.keys() >= {"args", "kwargs"} and hasattr(function, "__wrapped__"):
+        return _keywords(function.__wrapped__) | found.keys() - {"args", "kwargs"}
+    any_word = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    return frozenset() if any_word else found.keys()
 
 
 def _ours(owner: str, entries: Mapping[str, Entry], given: Sequence[str], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +119,7 @@ def _check_value(owner: str, name: str, value: Any, entry: Mapping[str, Any]) ->
 def paddle_attributes(owner: str) -> Callable[..., Any]:
     """The ``__getattr__`` of a module, or of a class: the names that its table in ``paddle_names.toml`` adds.
 
+    A function that the table of a class names is a method: it takes the object as its first argument.
     It raises MissingNameError, an AttributeError, for any other, with the way out where the table has one.
     """
     entries = paddle_names()["names"][owner]
@@ -110,7 +131,7 @@ def paddle_attributes(owner: str) -> Callable[..., Any]:
             found: Any = importlib.import_module("amp_transpiler")
             for part in entry.split("."):
                 found = getattr(found, part)
-            return found
+            return partial(found, *object_and_name[:-1]) if len(object_and_name) > 1 else found
         if entry is not None and "value" in entry:
             return entry["value"]
         why = "" if entry is None else f": {entry['otherwise']}"

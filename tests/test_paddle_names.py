@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import amp_transpiler as amp
@@ -108,3 +109,63 @@ def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() ->
             else:
                 with pytest.raises(MissingNameError, match="(?s): .{10}"):
                     attribute(name)
+
+
+def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="^layer: there is no argument 'sise'; the arguments are x, size$"):
+        layer(3, sise=3)
+    for call, said in ((lambda: amp.optimizer.SGD(lr=0.1), "SGD: there is no argument 'lr'; .* learning_rate, "),
+                       (lambda: amp.optimizer.Adam(betas=(0.9, 0.9)), "Adam: .* 'betas'; .* beta1, beta2, "),
+                       (lambda: amp.decorate(amp.optimizer.SGD(), opt_level="O1"), "decorate: .* 'opt_level'"),
+                       (lambda: amp.nn.functional.relu(x=1, inplace=True, name="r"), "relu: .* 'inplace'; .* are x"),
+                       (lambda: amp.Executor().run(amp.Program(), feeds={}), "run: .* 'feeds'; .* program, feed, ")):
+        with pytest.raises(ArgumentTypeError, match=said):
+            call()
+
+
+@pytest.mark.parametrize("path", [
+    "GradScaler", "autocast", "cuda.amp", "optim.SGD", "optimizers.Adam", "keras.mixed_precision", "no_grad", "save",
+    "load", "io.DataLoader", "metric.Accuracy", "distributed.fleet", "jit.to_static", "utils.unique_name", "set_flags",
+    "nn.Module", "nn.ReLU", "nn.MSELoss", "static.nn.switch_case", "static.nn.rnn", "static.serialize_program",
+    "static.amp.fp16_lists.white_list", "static.amp.decorator.GradScaler",
+    "optimizer.Adam().zero_grad", "optimizer.Adam().scale", "optimizer.Adam().unscale_", "optimizer.Adam().update",
+    "static.Executor().train_from_dataset", "global_scope().var", "global_scope().new_scope",
+    "static.default_main_program().global_block().append_op",
+])  # fmt: skip
+def test_a_name_that_is_not_offered_leads_to_ours(path: str) -> None:
+    with pytest.raises(MissingNameError, match="has no attribute '[^']+': .{10}"):
+        eval(f"amp.{path}")
+
+
+def test_functions_are_methods_of_variables() -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3) - 2
+    with amp.program_guard(amp.Program(), amp.Program()):
+        a = amp.static.data("a", [2, 3])
+        fetched = [a.mean(), a.sum(axis=1), a.reshape([3, 2]), a.transpose(perm=[1, 0]), a.exp(),
+                   a.max(axis=0, keepdim=True)]  # fmt: skip
+        got = amp.Executor().run(a.program, feed={"a": x}, fetch_list=fetched)
+        for name in ("numpy", "backward", "ndim", "detach", "op", "grad"):
+            with pytest.raises(MissingNameError, match=f"'amp_transpiler.Variable' has no attribute '{name}': "):
+                getattr(a, name)
+    wanted = [x.mean(), x.sum(1), x.reshape(3, 2), x.T, np.exp(x), x.max(0, keepdims=True)]
+    for value, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(value, right, rtol=1e-6)
+
+
+def test_initializers_and_schedules_as_paddles_documentation_writes_them() -> None:
+    made = amp.nn.initializer
+    with amp.static.scope_guard(amp.static.Scope()), amp.program_guard(amp.Program(), amp.Program()):
+        for n, initializer in enumerate((made.Normal(mean=0.0, std=2.0, name=None), made.Constant(value=2.0),
+                                         made.Assign([1.0, 2.0], name=None),
+                                         made.TruncatedNormal(mean=0.0, std=2.0, a=-2.0, b=2.0, name=None),
+                                         made.XavierNormal(fan_in=3, fan_out=4, gain=1.0, name=None),
+                                         made.XavierUniform(fan_in=None, fan_out=None, name=None),
+                                         made.KaimingUniform(fan_in=3, negative_slope=0.0, nonlinearity="relu"))):  # fmt: skip
+            amp.create_parameter([2], "float32", f"p{n}", initializer)
+        amp.Executor().run(amp.default_startup_program())
+        assert amp.global_scope().find_var("p1").tolist() == [2, 2]
+    for wrong in (lambda: made.TruncatedNormal(a=-1.0), lambda: made.XavierUniform(gain=2.0)):
+        with pytest.raises(ArgumentError, match="is Paddle's, and not offered: "):
+            wrong()
+    # lr * d_model ** -0.5 * min(step ** -0.5, step * warmup ** -1.5), with the size that Paddle's documentation has
+    assert amp.optimizer.lr.NoamDecay(d_model=0.01, warmup_steps=100).value(3) == pytest.approx(10 * 3 * 100**-1.5)

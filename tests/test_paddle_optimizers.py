@@ -241,10 +241,14 @@ def test_a_bad_value_set_before_minimize_is_named_by_it() -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda o: o, lambda o: amp.decorate(o, init_loss_scaling=8.0)], ids=["plain", "decorated"]
 )
-def test_f19_minimize_names_the_parameters_without_a_gradient(wrap: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("steps", ["minimize", "backward"])
+def test_f19_parameters_without_a_gradient_are_named(steps: str, wrap: Callable[[Any], Any]) -> None:
     net = Net(wrap(optim.SGD(0.1)))
     with pytest.warns(UserWarning, match=r"get no gradient from this loss.*: 'fc_1.w_0', 'fc_1.b_0'\. ") as seen:
-        net.optimizer.minimize(net.partial, net.startup)
+        if steps == "minimize":
+            net.optimizer.minimize(net.partial, net.startup)
+        else:
+            net.optimizer.apply_gradients(net.optimizer.backward(net.partial, net.startup))
     assert len(seen) == 1 and seen[0].filename == __file__
     assert [p.name for p in net.main.updates if p.trainable] == ["fc_0.w_0", "fc_0.b_0"]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GraphError
+from ..lists.paddle import paddle_attributes
 from .attributes import Attributes
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Variable:
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}
+
+    __getattr__ = paddle_attributes("amp_transpiler.Variable")
 
     @property
     def is_parameter(self) -> bool:

@@ -50,7 +50,7 @@ class Initializer:
         variable.program.add_operator(type_, inputs, [variable], attrs=attrs, domain=OWN)
 
 
-@paddle_arguments("nn.constant")
+@paddle_arguments("nn.constant", "nn.named")
 class Constant(Initializer):
     """Every element is ``value``."""
 
@@ -89,7 +89,7 @@ class Normal(Initializer):
         return "NormalInitializer", {"mean": float(self.mean), "std": float(self.std)}
 
 
-@paddle_arguments("nn.normal", "nn.initializer")
+@paddle_arguments("nn.normal", "nn.initializer", "nn.truncated")
 class TruncatedNormal(Normal):
     """Normal with this ``mean`` and standard deviation ``std``, drawn again beyond two of them on either side."""
 
@@ -97,7 +97,7 @@ class TruncatedNormal(Normal):
         return "TruncatedNormalInitializer", super().operator(shape, dtype)[1]
 
 
-@paddle_arguments("nn.assign")
+@paddle_arguments("nn.assign", "nn.named")
 class Assign(Initializer):
     """The content of ``array`` (numpy array, list or TensorProto), of the parameter's shape."""
 
@@ -157,7 +157,7 @@ class _Scaled(Initializer):
         return "NormalInitializer", {"mean": 0.0, "std": deviation}
 
 
-@paddle_arguments("nn.initializer")
+@paddle_arguments("nn.initializer", "nn.xavier")
 class Xavier(_Scaled):
     """Standard deviation sqrt(2 / (fan in + fan out)) (Glorot & Bengio 2010)."""
 
@@ -170,6 +170,7 @@ class Xavier(_Scaled):
         return math.sqrt(2.0 / ((self.fan_in or fan_in) + (self.fan_out or fan_out)))
 
 
+@paddle_arguments("nn.initializer", "nn.xavier")
 class XavierUniform(Xavier):
     """:class:`Xavier`, uniform."""
 
@@ -177,6 +178,7 @@ class XavierUniform(Xavier):
         super().__init__(True, fan_in, fan_out)
 
 
+@paddle_arguments("nn.initializer", "nn.xavier")
 class XavierNormal(Xavier):
     """:class:`Xavier`, normal."""
 
@@ -196,7 +198,7 @@ class Kaiming(_Scaled):
         return math.sqrt(2.0 / (1.0 + self.slope**2) / (self.fan_in or _fans(shape)[0]))
 
 
-@paddle_arguments("nn.kaiming")
+@paddle_arguments("nn.kaiming", "nn.initializer")
 class KaimingUniform(Kaiming):
     """:class:`Kaiming`, uniform."""
 
@@ -204,7 +206,7 @@ class KaimingUniform(Kaiming):
         super().__init__(True, fan_in, slope)
 
 
-@paddle_arguments("nn.kaiming")
+@paddle_arguments("nn.kaiming", "nn.initializer")
 class KaimingNormal(Kaiming):
     """:class:`Kaiming`, normal."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..ir import names
 from ..ir.program import Variable
 from ..lists.paddle import paddle_arguments
@@ -37,6 +37,8 @@ def fc(x: Variable, size: int, act: str | None = None, num_flatten_dims: int = 1
     ArgumentError: a rank not above ``num_flatten_dims``, an unknown trailing size.
     """
     call = "fc"
+    if isinstance(x, (list, tuple)):
+        raise ArgumentTypeError(f"{call}: x is a {type(x).__name__}; call {call} for each variable and add the results")
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     check_activation(call, act)
     rank = len(x.shape or ())

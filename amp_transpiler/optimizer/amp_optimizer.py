@@ -100,11 +100,7 @@ class OptimizerWithMixedPrecision:
         program = checked_losses(loss)[0].program
         with appending(program, startup_program, self, *self.optimizers):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
-            updates = self.apply_gradients(params_grads)
-        names = listed(self.optimizers, program) if parameter_list is None else parameter_list
-        wanted = program.parameters if names is None else listed_parameters(program, names, "minimize")
-        warn_untrained(thawed(wanted), params_grads, no_grad_set)
-        return updates, params_grads
+            return self.apply_gradients(params_grads), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(self, loss: Losses, startup_program: Program | None = None,
@@ -113,15 +109,20 @@ class OptimizerWithMixedPrecision:
         """Rewrite the program, scale the loss and append its gradients; returns [(parameter, scaled gradient)].
 
         Of a list of losses, all of one program, the gradients add up. Further calls, each for another loss of the
-        program and with a ``parameter_list`` of its own, may follow before ``apply_gradients``.
+        program and with a ``parameter_list`` of its own, may follow before ``apply_gradients``. A warning names the
+        trainable parameters that the losses do not depend on.
         """
         losses = checked_losses(loss)
-        parameter_list = listed(self.optimizers, losses[0].program) if parameter_list is None else parameter_list
+        program = losses[0].program
+        parameter_list = listed(self.optimizers, program) if parameter_list is None else parameter_list
         parameter_list = thawed(parameter_list) if isinstance(parameter_list, list) else parameter_list
         for each in losses:
             check_loss(each, parameter_list, no_grad_set)
-        with appending(losses[0].program, startup_program, self):
-            return append_backward(self.get_scaled_loss(losses, startup_program), parameter_list, no_grad_set)
+        with appending(program, startup_program, self):
+            pairs = append_backward(self.get_scaled_loss(losses, startup_program), parameter_list, no_grad_set)
+        names = program.parameters if parameter_list is None else parameter_list
+        warn_untrained(thawed(listed_parameters(program, names, "backward")), pairs, no_grad_set)
+        return pairs
 
     def get_scaled_loss(self, loss: Losses | None = None, startup_program: Program | None = None) -> Variable:
         """The loss times the scale, fp32: what ``append_backward`` is given in a loop of your own.

@@ -177,20 +177,23 @@ class Optimizer:
         program = checked_loss(loss).program
         with appending(program, startup_program, self):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
-            updates = self.apply_optimize(loss, startup_program, params_grads)
-        listed = self.parameter_list if parameter_list is None else parameter_list
-        wanted = program.parameters if listed is None else listed_parameters(program, listed, type(self).__name__)
-        warn_untrained(thawed(wanted), params_grads, no_grad_set)
-        return updates, params_grads
+            return self.apply_optimize(loss, startup_program, params_grads), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(self, loss: Variable, startup_program: Program | None = None,
                  parameter_list: Sequence[Variable | str] | None = None,
                  no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
-        """Append the gradients of ``loss``; returns [(parameter, gradient)]."""
-        with appending(checked_loss(loss).program, startup_program, self):
+        """Append the gradients of ``loss``; returns [(parameter, gradient)].
+
+        A warning names the trainable parameters that the loss does not depend on.
+        """
+        program = checked_loss(loss).program
+        with appending(program, startup_program, self):
             listed = self.parameter_list if parameter_list is None else parameter_list
-            return append_backward(loss, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
+            pairs = append_backward(loss, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
+        wanted = program.parameters if listed is None else listed_parameters(program, listed, type(self).__name__)
+        warn_untrained(thawed(wanted), pairs, no_grad_set)
+        return pairs
 
     def apply_optimize(self, loss: Variable, startup_program: Program | None,
                        params_grads: GivenGrads) -> list[Operator]:  # fmt: skip

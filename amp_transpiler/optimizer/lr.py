@@ -173,9 +173,9 @@ class NoamDecay(LRScheduler):
     The rate of "Attention is all you need" (Vaswani et al., 2017).
     """
 
-    def __init__(self, d_model: int, warmup_steps: int, learning_rate: float = 1.0) -> None:
+    def __init__(self, d_model: float, warmup_steps: int, learning_rate: float = 1.0) -> None:
         super().__init__(
-            d_model=count(self, "d_model", d_model, 1),
+            d_model=positive(self, "d_model", d_model),
             warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
             learning_rate=rate(self, "learning_rate", learning_rate),
         )

@@ -104,7 +104,7 @@ class _Adaptive(Optimizer):
                 "epsilon": number(owner, "epsilon", self.epsilon, 0)}  # fmt: skip
 
 
-@paddle_arguments("optimizer.parameters", "optimizer.penalty")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty", "optimizer.Adam")
 class Adam(_Adaptive):
     """Adam (Kingma and Ba, 2014). ``weight_decay`` is an L2 penalty added to the gradient.
 
@@ -123,7 +123,7 @@ class Adam(_Adaptive):
                          multi_precision, name, weight_decay_exclude)  # fmt: skip
 
 
-@paddle_arguments("optimizer.parameters", "optimizer.penalty")
+@paddle_arguments("optimizer.parameters", "optimizer.penalty", "optimizer.Adam")
 class AdamW(_Adaptive):
     """Adam with decoupled decay (Loshchilov and Hutter, 2017): ``p *= 1 - lr * weight_decay`` before the step.
 

@@ -17,7 +17,7 @@ from ..ir import context
 from ..ir.program import Program, Variable, Window
 from ..ir.tensors import tensor_array
 from ..ir.types import numpy_dtype
-from ..lists.paddle import paddle_arguments
+from ..lists.paddle import paddle_arguments, paddle_attributes
 from ..passes.lowering import lower
 from . import tensors
 from .binding import PlainStep, Step, needs_plain
@@ -90,6 +90,8 @@ class Executor:
                 raise
             warnings.warn(f"{error}. Running on CPUPlace()", stacklevel=3)
             self.place = CPUPlace()
+
+    __getattr__ = paddle_attributes("amp_transpiler.Executor")
 
     @paddle_arguments("Executor.run")
     def run(self, program: Program | None = None, feed: Mapping[Any, Any] | None = None,

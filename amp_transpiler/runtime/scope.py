@@ -16,6 +16,7 @@ import onnx
 
 from ..errors import ArgumentError, ArgumentTypeError, ScopeError
 from ..ir.types import FLOATS, numpy_dtype
+from ..lists.paddle import paddle_attributes
 from . import tensors
 from .locks import StepLock
 from .place import CPUPlace, Place
@@ -39,6 +40,8 @@ class Scope:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._lock = StepLock()
+
+    __getattr__ = paddle_attributes("amp_transpiler.Scope")
 
     def reading(self) -> AbstractContextManager[None]:
         """Inside, no other thread changes the scope: the values of several ``find_var`` belong to one step.
