@@ -66,7 +66,7 @@ def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if takes and not takes.issuperset(kwargs):
-                owner = type(args[0]).__name__ if isinstance(called, type) else called.__name__
+                owner = type(args[0]).__name__ if function.__name__ == "__init__" else called.__name__
                 wrong = next(name for name in kwargs if name not in takes)
                 raise ArgumentTypeError(f"{owner}: there is no argument '{wrong}'; the arguments are "
                                         f"{', '.join(name for name in parameters if name != 'self')}")  # fmt: skip

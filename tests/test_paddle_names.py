@@ -118,6 +118,8 @@ def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) ->
                        (lambda: amp.optimizer.Adam(betas=(0.9, 0.9)), "Adam: .* 'betas'; .* beta1, beta2, "),
                        (lambda: amp.decorate(amp.optimizer.SGD(), opt_level="O1"), "decorate: .* 'opt_level'"),
                        (lambda: amp.nn.functional.relu(x=1, inplace=True, name="r"), "relu: .* 'inplace'; .* are x"),
+                       (lambda: amp.Executor(places=1), "Executor: .* 'places'; the arguments are place, "),
+                       (lambda: amp.ParamAttr(names="w"), "ParamAttr: .* 'names'; the arguments are name, "),
                        (lambda: amp.Executor().run(amp.Program(), feeds={}), "run: .* 'feeds'; .* program, feed, ")):
         with pytest.raises(ArgumentTypeError, match=said):
             call()

@@ -25,6 +25,7 @@ from .getter import got
 from .initializer import Assign, Constant, Initializer, XavierUniform
 
 
+@paddle_arguments()
 @dataclass(frozen=True, eq=False)
 class ParamAttr:
     """How a parameter is made and updated.

@@ -10,6 +10,7 @@ from ..errors import ArgumentTypeError, OrderError
 from ..ir import context
 from ..ir.program import OWN, UPDATE, Operator, Program, Variable
 from ..ir.types import numpy_dtype
+from ..lists.paddle import paddle_arguments
 from ..ops.average import AVERAGE, average_states
 from ..ops.scaling import master_type
 from ..ops.update import LAYOUTS, Row
@@ -20,6 +21,7 @@ from .groups import number
 from .state import appending, create_copy, create_state, next_value, owned_name, shared_name
 
 
+@paddle_arguments("ExponentialMovingAverage")
 class ExponentialMovingAverage:
     """fp32 averages of the parameters, ``average += (1 - decay) * (parameter - average)`` after every good step.
 

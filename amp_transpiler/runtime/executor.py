@@ -70,6 +70,7 @@ class Executor:
     PlaceError where CUDA is asked for and cannot be used.
     """
 
+    @paddle_arguments()
     def __init__(self, place: Place | None = None, *, optimization_level: str = "all", threads: int | None = None,
                  tf32: bool = False, allow_cpu_fallback: bool = False, max_sessions: int = 32) -> None:  # fmt: skip
         self.place: Place = CPUPlace() if place is None else check_place(place, "Executor")
