@@ -60,7 +60,7 @@ def check_target(path: PathLike, what: str = "") -> Path:
     try:
         folder = os.path.realpath(folder, strict=True)
         if not os.path.isdir(folder):
-            raise ModelFileWriteError(f"{told}: '{folder}' is no folder")
+            raise OSError(0, f"'{folder}' is no folder")
         target = Path(folder, name)
         mode = target.lstat().st_mode if name not in ("", os.curdir, os.pardir) else stat.S_IFDIR
     except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,8 +82,8 @@ def _run(options: argparse.Namespace, group: Group) -> int:
         status = check(options.input, str(waiting), program, options.calibration, limit, options.time_budget, memory)
     _add_reports(program, options, group, waiting)
     group.commit()
-    beside = Path(f"{options.output}.data")
-    if beside.exists() and not options.quiet and not any(same_file(beside, one) for one in group.written):
+    beside = f"{options.output}.data"
+    if os.path.exists(beside) and not options.quiet and not any(same_file(beside, one) for one in group.written):
         print(f"  '{beside}' lies there from before; {options.output} has no use for it")
     errors = program.conversion.outputs
     if program.conversion.tolerance is not None and not all(e <= program.conversion.tolerance for e in errors.values()):

@@ -19,14 +19,13 @@ _EXAMPLES = 3
 
 def run(options: argparse.Namespace) -> int:
     """Print the reasons of all operators in groups, or all that is known of some."""
-    program = Program.from_onnx(options.model)
+    head, program = "", Program.from_onnx(options.model)
     if not any(op.reason for op in program.walk()):
-        print(
-            f"{options.model} carries no reasons; convert --mode {options.mode} --dtype {options.dtype} would do this:"
-        )
+        done = f"convert --mode {options.mode} --dtype {options.dtype}"
+        head = f"{options.model} carries no reasons; {done} would do this:\n"
         program = convert(options.model, mode=options.mode, dtype=options.dtype)
     ops = _chosen(program, list(map(typed, options.nodes))) if options.nodes else []
-    print("\n\n".join(_operator(op) for op in ops) if options.nodes else _groups(program))
+    print(head + ("\n\n".join(_operator(op) for op in ops) if options.nodes else _groups(program)))
     return 0
 
 

@@ -14,7 +14,7 @@ import onnx
 
 from ..convert import convert
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
-from ..files import check_outputs, check_space, remove_leftovers
+from ..files import check_outputs, check_space, remove_leftovers, same_file
 from ..ir.external import check_unnamed
 from ..ir.locations import model_files, model_size
 from ..ir.program import Program, Variable
@@ -82,7 +82,7 @@ def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLi
     chosen = options_of(options)
     found = None
     if checkpoint is not None:
-        _check_folder(checkpoint, chosen.called("checkpoint"))
+        _check_folder(checkpoint, output, chosen.called("checkpoint"))
         found = resume.find(checkpoint)
     if found is not None:
         chosen, overridden = resume.merged(found, options)
@@ -301,7 +301,7 @@ def _check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
     if isinstance(model, str | os.PathLike):
         inputs["IN.onnx" if options.flags else "model"] = list(model_files(model))
     if log is not None:
-        _check_folder(log, options.called("log"))
+        _check_folder(log, output, options.called("log"))
         if os.path.isdir(log):
             outputs |= {f"{options.called('log')} {name}": Path(log) / name for name in (STEPS, EPOCHS)}
     check_outputs(outputs, inputs)
@@ -311,14 +311,26 @@ def _check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
             check_unnamed(Path(output), Path(f"{os.fspath(output)}.data"))
 
 
-def _check_folder(path: Any, what: str) -> None:
-    """A folder that is there, or can be made where it is to be, and be written to; rid of what killed runs left."""
+def _check_folder(path: Any, output: Any, what: str) -> None:
+    """A folder that is there, or can be made where it is to be, and be written to; rid of what killed runs left.
+
+    It is not ``output``, which is a file.
+    """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
         raise ArgumentTypeError(f"{what} is {path!r}; expected the path of a folder")
     folder = Path(path)
     kind = CheckpointWriteError if what.endswith("checkpoint") else ModelFileWriteError
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise kind(f"{what} '{path}' cannot be written: {error.strerror or error}") from None
     if folder.exists() and not folder.is_dir():
         raise kind(f"{what} '{path}' is a file; give the name of a folder")
+    if isinstance(output, str | os.PathLike) and same_file(folder, output):
+        raise ArgumentError(f"{what} '{path}' is a folder, and the model that is written has the same name; choose "
+                            "another")  # fmt: skip
     place = folder if folder.exists() else folder.absolute().parent
     if not place.is_dir():
         raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")

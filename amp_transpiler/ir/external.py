@@ -136,7 +136,7 @@ class Layout:
 
 def check_unnamed(path: Path, beside: Path) -> None:
     """ArgumentError where the data file that nobody named is there, and the model at ``path`` does not refer to it."""
-    if beside.exists() and not any(same_file(file, beside) for file in model_files(path)):
+    if os.path.exists(beside) and not any(same_file(file, beside) for file in model_files(path)):
         raise ArgumentError(f"'{beside}' is there, and is not the data of a model '{path.name}'; remove it, or give "
                             f"external_data (--external-data) the name '{beside.name}' to replace it")  # fmt: skip
 
@@ -175,6 +175,9 @@ def _location(path: Path | None, external_data: bool | str | None) -> str:
         raise ArgumentError(f"external_data is True, False, None or a file name, not {external_data!r}")
     if path is None and external_data:
         raise ArgumentError("external data needs a file to lie beside; give to_onnx a path")
+    if not name.isascii() and name != name.encode("utf-8", "replace").decode("utf-8"):
+        raise ArgumentError(f"the file of external data would be called {name!r}, which is not UTF-8, as names in a "
+                            "model are; give it another (external_data, --external-data)")  # fmt: skip
     if path is not None and name == path.name:
         raise ArgumentError(f"external_data and the model cannot both be the file '{name}'")
     return name

@@ -18,7 +18,7 @@ from .inference import ONNX_ERRORS
 from .opdef import lookup, rule_of
 from .program import OWN, Operator, Program, Shape, Variable
 from .tensors import as_array, tensor_type
-from .types import NAMES, ONNX_TYPES
+from .types import NAMES, ONNX_TYPES, RANK
 
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SMALL = 256  # elements: more than any shape vector, less than any weight
@@ -45,6 +45,9 @@ def from_type_proto(proto: onnx.TypeProto) -> tuple[str | None, Shape | None]:
     dtype = NAMES.get(tensor.elem_type)
     if not tensor.HasField("shape"):
         return dtype, None
+    if len(tensor.shape.dim) > RANK:
+        count = len(tensor.shape.dim)
+        raise GraphError(f"a tensor has {count} dimensions; numpy, through which arrays go, knows {RANK}")
     return dtype, tuple(_size(d) for d in tensor.shape.dim)
 
 

@@ -79,8 +79,8 @@ def external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
 
 
 def location_of(tensor: onnx.TensorProto) -> str:
-    """What a tensor says of its external file; "" where it says nothing."""
-    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    """What a tensor says of its external file, the last word where there are several; "" where it says nothing."""
+    return {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
 
 
 def model_size(path: str | os.PathLike[str]) -> int:

@@ -21,6 +21,9 @@ ONNX_TYPES: dict[str, int] = {
 }
 NAMES: dict[int, str] = {number: name for name, number in ONNX_TYPES.items()}
 
+#: Dimensions that numpy knows, through which all arrays go.
+RANK = 64
+
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 HALF = frozenset({"float16", "bfloat16"})
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2}

@@ -21,7 +21,7 @@ from .control import CONTROL
 from .functions import NESTED, check_functions, too_deep
 from .source import plain_domain
 from .tensors import byte_size
-from .types import NAMES, numpy_dtype
+from .types import NAMES, RANK, numpy_dtype
 from .verify import schema_of
 
 #: Bytes that a sparse tensor may take once it is dense.
@@ -150,6 +150,9 @@ def check_tensor(tensor: onnx.TensorProto, what: str) -> None:
 
 def _elements(dims: Iterable[int], dtype: str, what: str) -> int:
     dims = list(dims)
+    if len(dims) > RANK:
+        raise ModelFileError(f"{what.partition(' (')[0]} has {len(dims)} dimensions; numpy, through which arrays go, "
+                             f"knows {RANK}")  # fmt: skip
     if any(size < 0 for size in dims):
         raise ModelFileError(f"{what} has a negative dimension")
     itemsize = 1 if dtype == "string" else numpy_dtype(dtype).itemsize

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ..errors import ArgumentTypeError, MissingPackageError
+from ..errors import ArgumentTypeError, MissingPackageError, ModelFileWriteError
 from ..files import check_target
 from ..runtime.report import StepReport
 
@@ -102,6 +102,11 @@ class TensorBoardWriter(_Writer):
         except ImportError:
             raise MissingPackageError("TensorBoardWriter needs the package tensorboardX; install it with "
                                       "`pip install tensorboardX`") from None  # fmt: skip
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders, or one that cannot be
+            reason = getattr(error, "strerror", None) or error
+            raise ModelFileWriteError(f"{os.fspath(folder)!r} can be no folder of logs: {reason}") from None
         self._summary: _Summary = SummaryWriter(str(folder))
         self._parameters = parameters
 

@@ -175,7 +175,7 @@ def latest_checkpoint(path: PathLike) -> Path | None:
     back to an earlier one. CheckpointError where a checkpoint of a higher step is damaged: it may be the last.
     """
     home = _path(path, "latest_checkpoint")
-    if (home / META).is_file():
+    if os.path.isfile(home / META):
         return home
     written = _written(step_folders(home))
     latest = max(written, key=lambda folder: written[folder], default=None)
@@ -191,7 +191,7 @@ def _chosen(path: Path) -> Path:
     latest = latest_checkpoint(path)
     if latest is not None:
         return latest
-    if path.is_dir() and not any(path.glob("*.safetensors")):
+    if os.path.isdir(path) and not any(path.glob("*.safetensors")):
         raise CheckpointNotFoundError(f"there is no checkpoint in folder '{path}'")
     return path  # reading it says what it is
 
