@@ -192,7 +192,8 @@ def _keep_measured(program: Program, calibration: Any) -> list[str]:
                 op.metadata.setdefault(FULL, reason)
     if not found:
         return []
-    return [f"{len(found)} tensors do not fit float16 on the calibration data: what makes and reads them stays fp32"]
+    tensors = "1 tensor does" if len(found) == 1 else f"{len(found)} tensors do"
+    return [f"{tensors} not fit float16 on the calibration data: what makes and reads such stays fp32"]
 
 
 def _settle_startup(program: Program) -> None:

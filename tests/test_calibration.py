@@ -330,3 +330,23 @@ def test_a_sample_of_a_file_is_named_by_the_file(tmp_path: Path) -> None:
     np.save(arrays / "image_7.npy", np.ones((2, 3), np.float32))
     with pytest.raises(FeedError, match="sample 7 of folder '.*arrays': .*needs the input 'label'"):
         load_calibration(arrays, program())
+
+
+def test_a_file_fills_the_batches_of_a_fixed_batch(tmp_path: Path) -> None:
+    """As training data does; the last batch is filled up from the first samples."""
+    fixed = program(TWO.replace("[N", "[2"))
+    whole = feeds(rows=5)
+    np.savez(tmp_path / "a.npz", **whole)
+    found = load_calibration(tmp_path / "a.npz", fixed)
+    assert same(found, [{name: array[rows] for name, array in whole.items()} for rows in ([0, 1], [2, 3], [4, 0])])
+    for odd in ({"image": whole["image"], "label": whole["label"][:4]}, feeds(rows=1)):
+        np.savez(tmp_path / "b.npz", **odd)
+        with pytest.raises(FeedError, match="dimension 0 is declared as 2"):
+            load_calibration(tmp_path / "b.npz", fixed)
+
+
+def test_inputs_that_are_not_all_batches_are_no_data_set(tmp_path: Path) -> None:
+    states = program("m (float[1,3] image, float[2,3] state) => (float[2,3] y) { y = Add(image, state) }")
+    np.savez(tmp_path / "a.npz", image=np.zeros((6, 3), np.float32), state=np.zeros((6, 3), np.float32))
+    with pytest.raises(FeedError, match="dimension 0 is declared as"):
+        load_calibration(tmp_path / "a.npz", states)

@@ -309,3 +309,22 @@ def test_infinity_blames_the_first_operator_that_makes_it() -> None:
     growth = found.growth(reference(proto))
     assert growth["h"] == math.inf and growth["i"] == growth["y"] == 0
     assert found.culprits(reference(proto))[0] == "h"
+
+
+# -- randomness ------------------------------------------------------------------------------------------------
+DROPS = """m (float[N,8] x) => (float[N,8] y) <float[8,8] w = {WEIGHTS}, float half = {0.5}, bool train = {1}>
+{ h = MatMul(x, w)  d = Dropout(h, half, train)  y = Relu(d) }"""
+
+
+def test_an_import_in_training_mode_draws_the_same_in_fp32_and_16_bit() -> None:
+    """Exported to be trained on, it has dropouts, and no state for their randomness."""
+    found = measured(DROPS, *samples(16, 5))
+    assert 0 < found.outputs["y"] < 2e-3
+    (values,) = outputs_of(reference(model(DROPS)), samples(64))
+    assert 0.6 < (values[0] == 0).mean() < 0.9, "half of it is dropped, and half of the rest negative"
+
+
+def test_a_run_that_is_to_draw_anew_each_time_needs_a_state() -> None:
+    program = Program.from_onnx(model(DROPS))
+    with pytest.raises(amp.errors.GraphError, match="draws random numbers.*minimize"):
+        Executor(CPUPlace()).run(program, feed=samples(2)[0], fetch_list=["y"], scope=Scope())

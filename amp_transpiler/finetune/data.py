@@ -94,6 +94,8 @@ class Samples:
 
 def _count(arrays: Mapping[str, np.ndarray], what: str) -> int:
     counts = {name: len(array) for name, array in arrays.items()}
+    if not counts:
+        raise FeedError(f"{what}: no input is left to be fed; leave one of them without a value for good")
     if len(set(counts.values())) != 1:
         raise FeedError(f"{what}: arrays differ in the number of samples: {counts}")
     count = next(iter(counts.values()))
@@ -129,6 +131,8 @@ def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:
                 wrong |= piece >= classes
             expected = f"classes from 0 to {classes - 1}" if isinstance(classes, int) else "classes from 0 on"
             expected += f", or {IGNORED} for what does not count"
+            if classes == 1:
+                expected += "; one number needs the loss bce_with_logits (yes or no) or mse"
         elif loss in ("bce_with_logits", "kl_div"):
             wrong, expected = (piece < 0) | (piece > 1), "probabilities from 0 to 1"
         else:

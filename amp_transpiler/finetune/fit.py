@@ -115,7 +115,8 @@ class _Run:
         if program.startup is not None:
             program.startup.seed = options.seed
         samples = Samples.of(arrays, [program.var(v.name) for v in fed], what)
-        self.programs = Programs.of(program, options, samples.rows(slice(0, self.batch)), tell)
+        labels = arrays[options.label].shape
+        self.programs = Programs.of(program, options, samples.rows(slice(0, self.batch)), labels, tell)
         self.train_data = self._with_labels(samples, arrays)
         self.test_data = None
         if test is not None:
@@ -192,6 +193,7 @@ class _Run:
         optimizer = programs.compile(options, max(updates, 1))
         scope, executor = Scope(), Executor(self.place)
         executor.run(programs.program.startup, scope=scope)
+        given = {v.name: scope.find_var(v.name) for v in programs.model.variables if v.persistable}
         if options.mode != "fp32":
             optimizer.amp_init(self.place, scope=scope, test_program=programs.evaluation, use_fp16_test=True)
         history: tuple[EpochRecord, ...] = ()
@@ -215,7 +217,7 @@ class _Run:
                 if checkpoint is not None:
                     resume.save(checkpoint, programs.program, scope, options, loop.steps, now, history)
                 done = number
-            self._write(output, scope)
+            self._write(output, scope, given)
         except KeyboardInterrupt:
             written = f"{output} is written" if _stamp(output) != before else f"{output} was not written"
             raise KeyboardInterrupt(f"{written}{_standing(checkpoint, done)}") from None
@@ -240,13 +242,14 @@ class _Run:
             log.epoch(record)
         return record
 
-    def _write(self, output: Path, scope: Scope) -> None:
+    def _write(self, output: Path, scope: Scope, given: Mapping[str, Any]) -> None:
         """The trained model for inference, from the fp32 masters, in the chosen precision.
 
+        What has no master, as the loss does not depend on it, is as it was ``given``.
         What leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert --calibration``.
         """
         options = self.options
-        model = self.programs.model.to_onnx(scope=_Masters(scope), external_data=False)
+        model = self.programs.model.to_onnx(scope=_Masters(scope, given), external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)
         else:
@@ -257,15 +260,17 @@ class _Run:
 
 
 class _Masters:
-    """A scope in which a parameter has the value of its fp32 master."""
+    """A scope in which a parameter has the value of its fp32 master, or, rounded without one, that it was given."""
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope, self.names = scope, set(scope.var_names())
+    def __init__(self, scope: Scope, given: Mapping[str, Any]) -> None:
+        self.scope, self.given, self.names = scope, given, set(scope.var_names())
 
     def find_var(self, name: str) -> Any:
         """The master's value, else the variable's own."""
         master = f"{name}_fp32_master_0"
-        return self.scope.find_var(master if master in self.names else name)
+        found = self.scope.find_var(master if master in self.names else name)
+        rounded = name in self.given and np.asarray(found).dtype != np.asarray(self.given[name]).dtype
+        return self.given[name] if rounded else found
 
 
 def _fed(program: Program) -> list[Variable]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,15 +45,23 @@ class Programs:
     label: Variable
 
     @classmethod
-    def of(cls, program: Program, options: FitOptions, rows: Mapping[str, Any], say: Callable[[str], None]) -> Programs:
-        """Prepare an imported program and attach the loss; ``rows``, a batch, tells what leaves the range of 16 bit."""
+    def of(cls, program: Program, options: FitOptions, rows: Mapping[str, Any], labels: tuple[int, ...],
+           say: Callable[[str], None]) -> Programs:  # fmt: skip
+        """Prepare an imported program and attach the loss.
+
+        ``rows``, a batch, tells what leaves the range of float16 (bfloat16 has that of fp32); ``labels``, the shape of
+        the label's array, where the classes lie.
+        """
+        measured = options.mode != "fp32" and options.dtype == "float16"
         told = prepare_training(program, trainable=options.trainable, freeze=options.freeze, values=options.values,
                                 batch_norm=options.batch_norm, dropout=options.dropout,
-                                calibration=None if options.mode == "fp32" else dict(rows))  # fmt: skip
+                                calibration=dict(rows) if measured else None)  # fmt: skip
         say(str(told))
         model = program.clone(for_test=True)
         prediction = _prediction(program, options, say)
         with program_guard(program, program.startup), unique_name.guard():
+            if options.loss == "cross_entropy":
+                prediction = _classes_last(prediction, labels, say)
             label = _label(prediction, options)
             loss = _CALLS[options.loss][0](prediction, label)
         evaluation, reference = program.clone(for_test=True), program.clone(for_test=True)
@@ -99,6 +107,22 @@ def _prediction(program: Program, options: FitOptions, say: Callable[[str], None
         raise ArgumentError(f"the loss reads '{out.name}', whose shape is not known, or which is a single number; "
                             f"choose another output ({options.called('target')})")  # fmt: skip
     return out
+
+
+def _classes_last(prediction: Variable, labels: tuple[int, ...], say: Callable[[str], None]) -> Variable:
+    """Predictions [N, classes, …], as of pixels, with the classes last, where labels of this shape ask for it."""
+    shape = prediction.shape or ()
+
+    def fit(sizes: Sequence[Any]) -> bool:
+        given = labels[:-1] if len(labels) == len(sizes) + 1 and labels[-1] == 1 else labels
+        return len(given) == len(sizes) and all(
+            not isinstance(size, int) or size == one for size, one in zip(sizes[1:], given[1:], strict=True)
+        )
+
+    if len(shape) < 3 or fit(shape[:-1]) or not fit((shape[0], *shape[2:])):
+        return prediction
+    say(f"the classes of '{prediction.name}' lie along its second dimension, as the labels show")
+    return F.transpose(prediction, [0, *range(2, len(shape)), 1])
 
 
 def _label(prediction: Variable, options: FitOptions) -> Variable:

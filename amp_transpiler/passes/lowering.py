@@ -71,7 +71,7 @@ def lower(
         written = dict(program.updates) if updates else {}
     if updates is True:
         written = {v: v for v in program.variables if v.persistable and v.producer is not None} | written
-    return _Lowering(program, place, feed_shapes or {}, fetches, written, wide, declared).run()
+    return _Lowering(program, place, feed_shapes or {}, fetches, written, wide, declared, updates is False).run()
 
 
 def _lower_program(
@@ -110,9 +110,11 @@ class _Lowering(Carriers):
         updates: dict[Variable, Variable],
         wide: Container[str],
         declared: bool,
+        stateless: bool,
     ) -> None:
         super().__init__(Emitter(place, program.opset()), wide)
         self.declared = declared
+        self.stateless = stateless
         self.program = program
         self.place = place
         self.updates = updates
@@ -202,6 +204,8 @@ class _Lowering(Carriers):
 
     def _runtime_scalar(self, what: str) -> Value:
         if what in _RUNTIME:
+            if not self.program.has_var(_RUNTIME[what]):
+                return self._unseeded(what)
             variable = self.program.var(_RUNTIME[what])
             if variable.key not in self.env:
                 self._source(variable)
@@ -211,6 +215,14 @@ class _Lowering(Carriers):
             self.result.scalars.append(name)
             self.inputs.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []))
         return Value(name, "float32", ())
+
+    def _unseeded(self, what: str) -> Value:
+        """Randomness of an import, which has no state for it: a run that measures draws the same each time."""
+        if not self.stateless:
+            raise GraphError(f"program '{self.program.name}' draws random numbers (Dropout in training mode), and has "
+                             "no state for them before minimize or append_backward; clone(for_test=True) gives a "
+                             "program that draws none")  # fmt: skip
+        return self.e.const(0, "uint32")
 
     # -- one operator ---------------------------------------------------------------------------------
     def operator(self, op: Operator) -> None:

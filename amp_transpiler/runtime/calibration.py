@@ -30,8 +30,9 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
     """Samples for ``program``, each a dict of input name -> array of the declared element type.
 
     Args:
-        source: a dict of arrays; or a path; or a sequence of either. An ``.npz`` file is one sample. A folder
-            holds ``.npz`` files, each a sample; or ``.npy`` files called ``<input>.npy`` (one sample) or
+        source: a dict of arrays; or a path; or a sequence of either. An ``.npz`` file is one sample, or, where
+            the program has a fixed batch and the file holds more, as many batches, the last filled up from the first.
+            A folder holds ``.npz`` files, each a sample; or ``.npy`` files called ``<input>.npy`` (one sample) or
             ``<input>_<number>.npy`` (one sample a number); or ``input_<number>.pb`` files, numbered as the inputs
             are ordered (one sample), or folders ``test_data_set_<number>`` of such.
         program: whose inputs the samples are for. Arrays are brought to the declared element type where that loses
@@ -54,7 +55,8 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
         if isinstance(item, Mapping):
             samples.append((f"sample {number}", item))
         elif isinstance(item, str | os.PathLike):
-            samples += [(where, _known(feeds, sample)) for where, sample in _read(Path(item), inputs)]
+            samples += [(where, part) for where, sample in _read(Path(item), inputs)
+                        for part in _parts(feeds, _known(feeds, sample))]  # fmt: skip
         else:
             raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(item).__name__}")
     if not samples:
@@ -67,6 +69,19 @@ def _known(feeds: Feeds, sample: Sample) -> Sample:
     """A sample of a file without what no input is called; all of it where an input is missing, for the message."""
     complete = all(feed.name in sample for feed in feeds.required)
     return {name: value for name, value in sample.items() if name in feeds.feeds} if complete else sample
+
+
+def _parts(feeds: Feeds, sample: Sample) -> list[Sample]:
+    """A sample of a file in batches of the size that every input is fixed to, where all its arrays hold more."""
+    inputs = [feed for feed in feeds.feeds.values() if feed.name in sample]
+    sizes = {feed.shape[0] if feed.shape else None for feed in inputs}
+    counts = {np.shape(sample[feed.name])[:1] for feed in inputs}
+    batch = sizes.pop() if len(sizes) == 1 else None
+    (count, *_) = counts.pop() if len(counts) == 1 else (0,)
+    if not isinstance(batch, int) or batch < 1 or count <= batch:
+        return [sample]
+    chosen = [np.arange(start, start + batch) % count for start in range(0, count, batch)]
+    return [{name: np.asarray(array)[rows] for name, array in sample.items()} for rows in chosen]
 
 
 def _checked(feeds: Feeds, sample: Mapping[str, Any], where: str) -> Sample:

@@ -1,0 +1,107 @@
+"""``amp.fit`` on what exports bring: several outputs, predictions of pixels, and types whose range needs no guard."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+
+
+def parsed(text: str, **weights: tuple[int, ...]) -> onnx.ModelProto:
+    """A model of this text with random weights of these shapes."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]>\n{text}')
+    rng = np.random.default_rng(5)
+    for name, shape in weights.items():
+        array = rng.normal(size=shape).astype(np.float32) / 3
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def two_heads() -> onnx.ModelProto:
+    return parsed("net (float[n, 4] x) => (float[n, 3] classes, float[n, 1] number) { h = Gemm (x, w, b)\n t = Tanh (h)\n "
+                  "classes = MatMul (t, c)\n number = MatMul (t, r) }",
+                  w=(4, 8), b=(8,), c=(8, 3), r=(8, 1))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+@pytest.mark.parametrize("save", ["fp32", "pure-fp16"])
+def test_an_output_that_the_loss_does_not_read_stays_as_it_was(save: str, mode: str, dtype: str, tmp_path: Path) -> None:
+    """Its weights have no masters; they are rounded once, when written, and not at all in fp32."""
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    with pytest.warns(UserWarning, match="get no gradient from this loss, and are not updated: 'r'"):
+        amp.fit(two_heads(), tmp_path / "out.onnx", data={"x": x, "label": x[:, :3].argmax(1)}, mode=mode, save=save,
+                dtype=dtype, lr=0.01)  # fmt: skip
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in two_heads().graph.initializer}
+    after = {t.name: t for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    assert after["r"].data_type == getattr(onnx.TensorProto, "FLOAT" if save == "fp32" else dtype.upper())
+    found = onnx.numpy_helper.to_array(after["r"])
+    assert np.array_equal(found, before["r"].astype(found.dtype))
+    assert not np.array_equal(onnx.numpy_helper.to_array(after["c"]), before["c"].astype(found.dtype)), "it is trained"
+
+
+def pixels(batch: str = "n") -> onnx.ModelProto:
+    """Three classes for each pixel, along the second dimension, as torch has them."""
+    return parsed(f"net (float[{batch}, 1, h, 6] image) => (float[{batch}, 3, h, 6] scores) "
+                  "{ f = Conv <pads = [1, 1, 1, 1]> (image, w, b)\n r = Relu (f)\n scores = Conv (r, v, c) }",
+                  w=(8, 1, 3, 3), b=(8,), v=(3, 8, 1, 1), c=(3,))  # fmt: skip
+
+
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+def test_pixels_are_classified(mode: str, column: bool, tmp_path: Path) -> None:
+    """What is told is what bare onnxruntime and numpy find, labels that do not count left out."""
+    image = np.random.default_rng(1).random((60, 1, 5, 6)).astype(np.float32)
+    label = (image[:, 0] > 0.3).astype(np.int64) + (image[:, 0] > 0.6)
+    label[:, 0, 0] = -100
+    data = {"image": image, "label": label[..., None] if column else label}
+    result = amp.fit(pixels(), tmp_path / "out.onnx", data=data, test=data, mode=mode, save="fp32", lr=0.03, epochs=6,
+                     batch_size=12)  # fmt: skip
+    session = ort.InferenceSession(str(tmp_path / "out.onnx"), providers=["CPUExecutionProvider"])
+    (scores,) = session.run(None, {"image": image})
+    assert scores.shape == (60, 3, 5, 6), "the written model has its classes where they were"
+    counted = label >= 0
+    last = result.history[-1]
+    assert last.test_metric == pytest.approx((scores.argmax(1) == label)[counted].mean(), abs=5e-3)
+    exact = scores.astype(np.float64)
+    likely = exact - np.log(np.exp(exact).sum(1, keepdims=True))
+    chosen = np.take_along_axis(likely, np.maximum(label, 0)[:, None], 1)[:, 0]
+    first = result.history[0]
+    assert last.test_loss == pytest.approx(-chosen[counted].sum() / counted.sum(), rel=0.02)
+    assert last.test_loss is not None and first.test_loss is not None and last.test_loss < 0.8 * first.test_loss
+
+
+def test_classes_last_stay_last_and_other_labels_are_refused(tmp_path: Path) -> None:
+    tokens = parsed("net (float[n, 5, 4] x) => (float[n, 5, 3] y) { y = MatMul (x, w) }", w=(4, 3))
+    x = np.random.default_rng(0).normal(size=(64, 5, 4)).astype(np.float32)
+    result = amp.fit(tokens, tmp_path / "a.onnx", data={"x": x, "label": x[..., :3].argmax(2)}, lr=0.03, epochs=8)
+    assert result.history[-1].metric > 0.8
+    with pytest.raises(amp.errors.FeedError, match=re.escape("'label' has the shape [64, 4]")):
+        amp.fit(tokens, tmp_path / "b.onnx", data={"x": x, "label": np.zeros((64, 4), int)})
+
+
+@pytest.mark.parametrize("dtype, kept", [("float16", True), ("bfloat16", False)])
+def test_what_leaves_float16_alone_is_no_matter_in_bfloat16(dtype: str, kept: bool, tmp_path: Path) -> None:
+    data: dict[str, Any] = {"x": np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32) * 1e6}
+    data["label"] = data["x"][:, :3].argmax(1)
+    told: list[str] = []
+    with pytest.warns(UserWarning, match="'r'"):
+        amp.fit(two_heads(), tmp_path / "out.onnx", data=data, mode="pure-fp16", dtype=dtype, lr=1e-5, say=told.append)
+    assert any("not fit float16" in line for line in told) == kept, told
+
+
+def test_messages_name_the_way_out(tmp_path: Path) -> None:
+    x = np.zeros((40, 4), np.float32)
+    one = parsed("net (float[n, 4] x) => (float[n, 1] y) { y = MatMul (x, w) }", w=(4, 1))
+    with pytest.raises(amp.errors.FeedError, match="needs the loss bce_with_logits"):
+        amp.fit(one, tmp_path / "a.onnx", data={"x": x, "label": np.ones((40, 1), np.float32)})
+    scalar = parsed("net (float[n, 4] x, float s) => (float[n, 3] y) { z = Mul (x, s)\n y = MatMul (z, w) }", w=(4, 3))
+    with pytest.raises(amp.errors.FeedError, match="no input is left to be fed"):
+        amp.fit(scalar, tmp_path / "a.onnx", data={"x": x, "label": np.ones(40, int)}, values={"x": 0.0, "s": 1.0})
