@@ -131,6 +131,7 @@ def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) ->
     "nn.Module", "nn.ReLU", "nn.MSELoss", "static.nn.switch_case", "static.nn.rnn", "static.serialize_program",
     "static.amp.fp16_lists.white_list", "static.amp.decorator.GradScaler",
     "optimizer.Adam().zero_grad", "optimizer.Adam().scale", "optimizer.Adam().unscale_", "optimizer.Adam().update",
+    "static.ExponentialMovingAverage().apply", "static.ExponentialMovingAverage().restore",
     "static.Executor().train_from_dataset", "global_scope().var", "global_scope().new_scope",
     "static.default_main_program().global_block().append_op",
 ])  # fmt: skip
@@ -152,6 +153,16 @@ def test_functions_are_methods_of_variables() -> None:
     wanted = [x.mean(), x.sum(1), x.reshape(3, 2), x.T, np.exp(x), x.max(0, keepdims=True)]
     for value, right in zip(got, wanted, strict=True):
         np.testing.assert_allclose(value, right, rtol=1e-6)
+
+
+def test_the_average_follows_the_current_program_where_none_is_named() -> None:
+    with amp.program_guard(amp.Program(), amp.Program()):
+        loss = amp.static.nn.fc(amp.static.data("x", [1, 2]), 1, weight_attr=amp.ParamAttr("w"), bias_attr=False).sum()
+        amp.optimizer.SGD(1.0).minimize(loss)
+        average = amp.static.ExponentialMovingAverage(0.75, name="average")
+        assert [v.name for v in average.update().inputs if v is not None][:1] == ["w_ema_0"]
+    with pytest.raises(ArgumentError, match="thres_steps=3 .* warmup=True"):
+        amp.static.ExponentialMovingAverage(0.75, thres_steps=3)
 
 
 def test_initializers_and_schedules_as_paddles_documentation_writes_them() -> None:

@@ -10,7 +10,7 @@ from ..errors import ArgumentTypeError, OrderError
 from ..ir import context
 from ..ir.program import OWN, UPDATE, Operator, Program, Variable
 from ..ir.types import numpy_dtype
-from ..lists.paddle import paddle_arguments
+from ..lists.paddle import paddle_arguments, paddle_attributes
 from ..ops.average import AVERAGE, average_states
 from ..ops.scaling import master_type
 from ..ops.update import LAYOUTS, Row
@@ -54,12 +54,17 @@ class ExponentialMovingAverage:
         #: Average, parameter, and master weight (None: it has none), by name.
         self._rows: list[tuple[str, str, str | None]] = []
 
-    def update(self, program: Program, startup_program: Program | None = None) -> Operator:
+    __getattr__ = paddle_attributes("amp_transpiler.optimizer.ExponentialMovingAverage")
+
+    def update(self, program: Program | None = None, startup_program: Program | None = None) -> Operator:
         """Append the averages of every parameter that ``program`` updates; returns the operator that moves them.
+
+        ``program`` is the current main program where it is left out.
 
         Their initial values are computed by ``startup_program`` (default: the program's own). OrderError: before
         ``minimize``, or a second time.
         """
+        program = context.default_main_program() if program is None else program
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"ExponentialMovingAverage.update takes a program, got {program!r}")
         if self._program is not None:
