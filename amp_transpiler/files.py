@@ -86,8 +86,7 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
     ``outputs``: paths to write, by the option or argument that named each; None is left out. ``inputs``: what is read,
     likewise, a model with its external data; for a folder, the files in it count.
 
-    ArgumentError: an output is an input, or another output. ModelFileWriteError: it can be no target, or its folder
-    cannot be written to.
+    ArgumentError: an output is an input, or another output. ModelFileWriteError: it, or its folder, is no target.
     """
     seen: dict[Any, str] = {}
     for what, paths in inputs.items():
@@ -103,9 +102,10 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
 
 
 def _files_in(path: PathLike) -> list[PathLike]:
-    if not os.path.isdir(path):
+    try:
+        return [entry.path for entry in os.scandir(path) if not entry.is_dir()]
+    except (OSError, ValueError):  # a file, or what reading it says more of
         return [path]
-    return [os.path.join(path, name) for name in os.listdir(path) if not os.path.isdir(os.path.join(path, name))]
 
 
 def _identities(path: PathLike) -> list[Any]:

@@ -1,7 +1,9 @@
 """Paths that people seldom write: names at the limit of the disk, what is said twice, folders named like the model."""
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -83,6 +85,29 @@ def test_a_folder_that_is_named_like_the_model_is_refused_before_training(
         assert main([*start, option, path]) == 1
         assert "too long" in _error(capsys)
     assert sorted(os.listdir(model.parent)) == ["d.npz", "in.onnx"]
+
+
+@pytest.mark.parametrize("command", [["convert", "--calibration"], ["train", "--loss", "mse", "--data"]])
+def test_a_folder_that_may_not_be_listed(
+    command: list[str], model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model.parent / "secret"
+    folder.mkdir()
+    plain = {"scandir": os.scandir, "listdir": os.listdir}
+
+    def refusing(name: str) -> Any:  # permissions do not hold root back
+        def call(path: Any = ".") -> Any:
+            if os.fspath(path) == str(folder):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return plain[name](path)
+
+        return call
+
+    for name in plain:
+        monkeypatch.setattr(os, name, refusing(name))
+    assert main([command[0], str(model), str(model.parent / "out.onnx"), *command[1:], str(folder)]) == 2
+    assert "secret" in _error(capsys)
+    assert sorted(plain["listdir"](model.parent)) == ["in.onnx", "secret"]
 
 
 @pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000, "x\0y"])
