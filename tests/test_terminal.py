@@ -95,3 +95,10 @@ def test_explain_under_an_ascii_locale(environment: dict[str, str], tmp_path: Pa
 def test_ordinary_text_is_printed_as_it_is() -> None:
     assert printable("encoder/layer.0 größe 漢字 ×") == "encoder/layer.0 größe 漢字 ×"
     assert printable("\udcff") == "\\udcff" and printable("a\tb") == "a\\x09b"
+
+
+def test_a_message_shows_both_ends_of_a_very_long_name(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(model), "a" * 100_000 + "z"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("amp-transpile: explain: the model has no operator or tensor 'aaa") and line.endswith("aaaz'\n")
+    assert len(line) < 2100 and " … " in line

@@ -15,6 +15,8 @@ from typing import Any
 #: Control characters, those that turn or join text unseen, other ends of lines, and halves of characters.
 _STEERING = frozenset([*range(0x20), *range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F),
                        *range(0x2060, 0x2070), 0xFEFF])  # fmt: skip
+#: Characters of a message that are shown.
+_LONGEST = 2000
 _LINE = {ord("\n"): "\n", ord("\t"): "\t"}
 
 
@@ -75,5 +77,8 @@ def safe_streams() -> Iterator[None]:
 
 
 def complain(message: object) -> None:
-    """One line on standard error."""
-    print(f"amp-transpile: {' '.join(str(message).splitlines())}", file=sys.stderr)
+    """One line on standard error; of a very long one (a name may have a million characters) both ends."""
+    line = " ".join(str(message).splitlines())
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+    print(f"amp-transpile: {line}", file=sys.stderr)
