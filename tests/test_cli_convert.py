@@ -125,6 +125,17 @@ def test_a_check_that_fails_is_status_3(
         assert status == 3 and "check failed: output 'y' is off by" in err
 
 
+def test_a_check_does_not_load_what_was_bfloat16_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """onnxruntime computes no bfloat16 on CPU, which is no fault of the conversion."""
+    relu = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\n'
+                                   "m (float[2, 3] x) => (float[2, 3] y) { h = Relu (x)\n y = Mul (h, h) }")  # fmt: skip
+    onnx.save(relu, tmp_path / "model.onnx")
+    run(capsys, "convert", tmp_path / "model.onnx", tmp_path / "half.onnx", "--dtype", "bfloat16")
+    status, out, error = run(capsys, "convert", tmp_path / "half.onnx", tmp_path / "out.onnx", "--check")
+    assert (status, error) == (0, ""), out
+    assert "onnx.checker accepts" in out and "onnxruntime" not in out
+
+
 def test_external_data(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "convert", model, tmp_path / "o.onnx", "--external-data", "o.weights")[0] == 0
     assert (tmp_path / "o.weights").stat().st_size == 2 * 1024

@@ -27,8 +27,8 @@ def check(source: str, output: str, program: Program, calibration: Any, toleranc
           memory: int | None = None) -> int:  # fmt: skip
     """Print what was found; 3 where something failed.
 
-    The file passes ``onnx.checker`` with full checks and loads in onnxruntime on CPU (float16 alone: it has no
-    bfloat16 arithmetic there). Then the original runs in fp32 and the conversion in faithful 16 bit, on the
+    The file passes ``onnx.checker`` with full checks and loads in onnxruntime on CPU (without bfloat16 alone: it
+    has no such arithmetic there). Then the original runs in fp32 and the conversion in faithful 16 bit, on the
     calibration data or on one made-up sample, and every output stays within ``tolerance``.
 
     ``seconds``, ``memory`` (bytes): of one run, None: see :mod:`~amp_transpiler.runtime.budget`. A run that exceeds
@@ -57,7 +57,7 @@ def _unusable(output: str, program: Program) -> list[str]:
         print("  check: onnx.checker accepts the file")
     except Exception as error:  # onnx raises classes of its own, and those of pybind
         failures.append(f"onnx.checker refuses the file: {_first_line(error)}")
-    if program.conversion.dtype == "float16":
+    if program.conversion.dtype == "float16" and not any(v.dtype == "bfloat16" for v in program.variables):
         settings = ort.SessionOptions()
         settings.log_severity_level = 4
         try:
