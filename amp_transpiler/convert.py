@@ -191,7 +191,7 @@ class _Job:
 
     def _prepared(self, program: Program) -> tuple[Program, list[str]]:
         """The program without functions and parameters, at the opset that the type needs."""
-        check_age(program)
+        check_age(program, oldest=6)  # the first that casts as the casts that are put in
         become_constants(program)  # and are stored in 16 bit
         notes = []
         try:

@@ -49,13 +49,13 @@ def convert_opset(program: Program, target: int = TARGET) -> bool:
     return True
 
 
-def check_age(program: Program) -> None:
-    """GraphError where the operators of ai.onnx are older than opset 7."""
+def check_age(program: Program, oldest: int = 7) -> None:
+    """GraphError where the operators of ai.onnx are older than the opset ``oldest``."""
     version = program.opset()
-    if version < 7 and any(not op.domain for op in program.walk()):
+    if version < oldest and any(not op.domain for op in program.walk()):
         raise GraphError(
             f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules, "
-            "and casts were written otherwise. Convert the model with onnx.version_converter first"
+            "and casts older than opset 6 are written otherwise. Convert the model with onnx.version_converter first"
         )
 
 
