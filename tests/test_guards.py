@@ -355,3 +355,11 @@ def test_the_mean_in_a_difference_of_squares() -> None:
     got, want = (amp.Executor(amp.CPUPlace()).run(p, feed={"x": x}, fetch_list=["y"])[0]
                  for p in (program, amp.Program.from_onnx(model)))  # fmt: skip
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.02
+
+
+@pytest.mark.parametrize("mode", ["pure-fp16", "mixed", "auto"])
+def test_a_matrix_product_with_a_single_number_is_no_traceback(mode: str) -> None:
+    """ONNX forbids it, its shape inference does not see it."""
+    text = '<ir_version: 10, opset_import: ["" : 21]> g (float[2,3] x) => (float[2,3] y) <float w = {2000}> { y = MatMul(x, w) }'
+    program = amp.convert(onnx.parser.parse_model(text), mode=mode)
+    assert [op.type for op in program.operators if op.type != "Cast"] == ["MatMul"]

@@ -20,7 +20,7 @@ def weights(op: Operator, name: str) -> tuple[int, tuple[int, ...] | int] | None
     if name == "Gemm":
         return 1, 1 if op.attrs.get("transB") else 0
     rank = len(op.inputs[1].shape or ()) if len(op.inputs) > 1 and op.inputs[1] is not None else 0
-    if name == "MatMul":
+    if name == "MatMul" and rank:
         return 1, max(rank - 2, 0)
     if name in ("Conv", "ConvTranspose") and rank > 2:
         return 1, tuple(axis for axis in range(rank) if axis != (0 if name == "Conv" else 1))
