@@ -8,7 +8,7 @@ if (_root / "ops" / "__init__.py").is_file() and (_root / "amp_transpiler" / "__
 
 import onnxruntime as _onnxruntime
 
-from .errors import AmpError, MissingPackageError
+from amp_transpiler.errors import AmpError, MissingPackageError
 
 if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime-gpu share a folder; one was uninstalled
     raise MissingPackageError(
@@ -16,16 +16,23 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
         "one was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
     )
 
-from . import nn, ops, optimizer, regularizer
-from .convert import convert
-from .finetune import FitOptions, FitResult, fit
-from .ir import names as unique_name
-from .ir.context import default_main_program, default_startup_program, fp16_guard, name_scope, program_guard
-from .ir.opdef import gradient as register_gradient
-from .ir.program import Operator, Program, Variable
-from .lists.amp_lists import AutoMixedPrecisionLists
-from .lists.paddle import paddle_attributes
-from .monitor import (
+from amp_transpiler import nn, ops, optimizer, regularizer
+from amp_transpiler.conversion.converting import convert
+from amp_transpiler.finetune import FitOptions, FitResult, fit
+from amp_transpiler.finetune.prepare import prepare_training
+from amp_transpiler.ir import names as unique_name
+from amp_transpiler.ir.context import (
+    default_main_program,
+    default_startup_program,
+    fp16_guard,
+    name_scope,
+    program_guard,
+)
+from amp_transpiler.ir.opdef import gradient as register_gradient
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
+from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.monitor import (
     CsvWriter,
     Culprit,
     GradientUnderflow,
@@ -39,9 +46,9 @@ from .monitor import (
     step_state,
     watch,
 )
-from .nn import ParamAttr, create_parameter, custom_getter, data, float32_variable_storage_getter
-from .nn.initializer import set_seed as seed
-from .optimizer import (
+from amp_transpiler.nn import ParamAttr, create_parameter, custom_getter, data, float32_variable_storage_getter
+from amp_transpiler.nn.initializer import set_seed as seed
+from amp_transpiler.optimizer import (
     LossScale,
     LossScaleOptimizer,
     LossScaler,
@@ -54,20 +61,24 @@ from .optimizer import (
     set_global_policy,
     update_loss_scaling,
 )
-from .passes.backward import append_backward
-from .passes.check_step import check_step
-from .passes.pure import cast_model_to_fp16
-from .passes.rewrite import rewrite_program
-from .passes.segments import recompute
-from .prepare import prepare_training
-from .report.memory import MemoryEstimate
-from .runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
-from .runtime.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from .runtime.inference import load_inference_model, save_inference_model
-from .runtime.parameters import cast_parameters_to_fp16
-from .runtime.weights import load_weights
+from amp_transpiler.passes.autodiff.backward import append_backward
+from amp_transpiler.passes.autodiff.segments import recompute
+from amp_transpiler.passes.precision.pure import cast_model_to_fp16
+from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.passes.step_check.check_step import check_step
+from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
+from amp_transpiler.runtime.checkpoint.checkpoints import (
+    Checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from amp_transpiler.runtime.checkpoint.weights import load_weights
+from amp_transpiler.runtime.inference import load_inference_model, save_inference_model
+from amp_transpiler.runtime.memory_estimate import MemoryEstimate
+from amp_transpiler.runtime.parameters import cast_parameters_to_fp16
 
-from . import mixed_precision, static  # isort: skip
+from amp_transpiler import mixed_precision, static  # isort: skip
 
 __version__ = "0.1.0"
 __getattr__ = paddle_attributes("amp_transpiler")

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from .errors import ArgumentError, ModelFileWriteError
+from amp_transpiler.errors import ArgumentError, ModelFileWriteError
 
 try:
     import fcntl

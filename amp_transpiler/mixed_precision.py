@@ -4,8 +4,8 @@
     optimizer = amp.mixed_precision.LossScaleOptimizer(amp.optimizer.Adam(), initial_scale=2.0**10)
 """
 
-from .optimizer.loss_scale_optimizer import LossScaleOptimizer
-from .optimizer.policy import Policy, set_global_policy
-from .optimizer.policy import get_global_policy as global_policy
+from amp_transpiler.optimizer.loss_scale_optimizer import LossScaleOptimizer
+from amp_transpiler.optimizer.policy import Policy, set_global_policy
+from amp_transpiler.optimizer.policy import get_global_policy as global_policy
 
 __all__ = ["LossScaleOptimizer", "Policy", "global_policy", "set_global_policy"]

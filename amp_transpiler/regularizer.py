@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def resolve(name: str) -> tuple[str, ...]:
             "Name ONNX operators instead."
         )
     domain, op_type = split_name(name)
-    from amp_transpiler.lists._kernels import contrib_operators  # the kernel table is large; most callers never need it
+    from amp_transpiler.lists._kernels import contrib_operators
 
     known = {each for of, each in schemas() if of == domain}
     if domain == "com.microsoft":

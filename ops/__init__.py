@@ -1,30 +1,31 @@
 """What each operator means: gradient rules and bodies. Importing this package fills the operator table."""
 
-from . import (
-    accumulate,
+from amp_transpiler.ops import (
     activation,
     attention,
-    average,
-    clip,
     contrib,
     conv,
     ctc,
     elementwise,
     evaluation,
     grid,
-    initializers,
     loss,
     matmul,
-    monitor,
     movement,
     norm,
     pool,
-    random,
-    recompute,
-    recurrent,
-    recurrent_forward,
     reduce,
     resize,
+)
+from amp_transpiler.ops.rnn import recurrent, recurrent_forward
+from amp_transpiler.ops.training import (
+    accumulate,
+    average,
+    clip,
+    initializers,
+    monitor,
+    random,
+    recompute,
     scaling,
     schedule,
     update,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import exact, gradient, own
-from ..ir.program import Operator
-from .common import Grads, summed
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import exact, gradient, own
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, summed
 
 
 def _positive(e: Emitter, value: Value) -> Value:

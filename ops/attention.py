@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from ..ir.decompose import Parts, decomposition
-from ..ir.program import Operator, Variable
+from amp_transpiler.ir.decompose import Parts, decomposition
+from amp_transpiler.ir.program import Operator, Variable
 
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0

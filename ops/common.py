@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import GradientError
-from ..ir.emitter import Emitter, Value
-from ..ir.program import Operator
+from amp_transpiler.errors import GradientError
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.program import Operator
 
 #: What a gradient body returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]

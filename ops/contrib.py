@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..ir.contrib import DOMAIN
-from ..ir.decompose import Parts, decomposition
-from ..ir.program import Operator, Variable
-from ..ir.types import LIMITS
-from .attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
+from amp_transpiler.ir.contrib import DOMAIN
+from amp_transpiler.ir.decompose import Parts, decomposition
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
 
 _MS = f"{DOMAIN}::"
 Maybe = Variable | None

@@ -10,8 +10,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import gradient
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import HALF
-
-from .window import Window, window_of
+from amp_transpiler.ops.window import Window, window_of
 
 #: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
 _MOST_TAPS = 32

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import body, gradient, own
-from ..ir.program import Operator, Shape
-from .common import Grads, size_of
-from .recurrence import recur
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, gradient, own
+from amp_transpiler.ir.program import Operator, Shape
+from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.rnn.recurrence import recur
 
 #: The logarithm of a probability of zero: finite, so that no difference is NaN, whatever is added to it.
 _NEVER = -1e30

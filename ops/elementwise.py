@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import body, exact, gradient, no_gradient, own
-from ..ir.program import Operator
-from .common import Grads, shape_of, summed
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, exact, gradient, no_gradient, own
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, shape_of, summed
 
 
 def _widened(e: Emitter, index: int, dy: Value, *values: Value) -> tuple[Value, ...]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from amp_transpiler.ir.opdef import for_test
 from amp_transpiler.ir.program import Operator
-
-from .random import MASK_ID
+from amp_transpiler.ops.training.random import MASK_ID
 
 
 @for_test("BatchNormalization")

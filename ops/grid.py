@@ -11,10 +11,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import gradient
-from ..ir.program import Operator
-from .common import Grads, size_of
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, size_of
 
 #: The coefficient of the cubic kernel.
 _CUBIC = -0.75

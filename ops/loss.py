@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import body, gradient
-from ..ir.program import Operator
-from .common import Grads, size_of
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, gradient
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, size_of
 
 #: An index that no number of classes reaches.
 _BEYOND = np.int64(2**31 - 1)

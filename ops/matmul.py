@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import gradient
-from ..ir.program import Operator
-from .common import Grads, shape_of, size_of, summed
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
 
 
 @gradient("MatMul", reads="x0 x1 dy0", native=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import exact, gradient, no_gradient, own
-from ..ir.program import Operator
-from .common import Grads, integers, shape_of, size_of, summed
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import exact, gradient, no_gradient, own
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, integers, shape_of, size_of, summed
 
 
 def _reshaped(e: Emitter, op: Operator, dy: Value) -> Grads:

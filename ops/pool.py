@@ -12,8 +12,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import body, exact, gradient, own
 from amp_transpiler.ir.program import Operator
-
-from .window import Window, window_of
+from amp_transpiler.ops.window import Window, window_of
 
 exact("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import body, exact, gradient, no_gradient, own
-from ..ir.program import Operator
-from .common import Grads, integers, shape_of
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, exact, gradient, no_gradient, own
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, integers, shape_of
 
 
 def _axes(e: Emitter, op: Operator, slot: int) -> list[int]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GradientError
-from ..ir.emitter import Emitter, Value
-from ..ir.opdef import gradient
-from ..ir.program import Operator
-from .common import Grads, integers, shape_of, size_of
+from amp_transpiler.errors import GradientError
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, integers, shape_of, size_of
 
 Array = np.ndarray[Any, Any]
 

@@ -13,7 +13,7 @@ from amp_transpiler.ir import names
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 Array = np.ndarray[Any, Any]
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from check_step_corpus import Case
 
-from amp_transpiler.passes.lowering import Lowered
+from amp_transpiler.passes.lowering.lowering import Lowered
 
 
 def gate_of(lowered: Lowered, state: str) -> onnx.NodeProto:

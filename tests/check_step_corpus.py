@@ -18,7 +18,7 @@ from amp_transpiler.ir.program import OWN, SCALING, Operator, Program, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import check_finite_and_unscale, decorate
-from amp_transpiler.passes.backward import append_backward
+from amp_transpiler.passes.autodiff.backward import append_backward
 
 FEEDS = {"x": (4, 3)}
 

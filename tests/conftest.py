@@ -6,12 +6,7 @@ import signal
 
 import pytest
 
-from amp_transpiler.runtime import (
-    CPUPlace,
-    CUDAPlace,
-    Executor,
-    Scope,
-)
+from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope
 
 
 def pytest_configure() -> None:

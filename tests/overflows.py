@@ -19,7 +19,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.monitor.culprit import called
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowered import needed
+from amp_transpiler.passes.lowering.lowered import needed
 
 LIMITS = {"float16": 60000.0, "bfloat16": 3e38, "float32": 3e38}
 

@@ -6,10 +6,7 @@ import numpy as np
 from onnx import parser
 
 from amp_transpiler.ir.program import Program
-from amp_transpiler.runtime import (
-    Executor,
-    Scope,
-)
+from amp_transpiler.runtime import Executor, Scope
 
 LINEAR = """
 <ir_version: 10, opset_import: ["" : 21]>

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from amp_transpiler.runtime.statistics import TensorStats
+from amp_transpiler.conversion.calibration.statistics import TensorStats
 
 TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 

@@ -9,7 +9,7 @@ import onnxruntime as ort
 
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 Array = np.ndarray[Any, Any]
 

@@ -15,13 +15,13 @@ import pytest
 from detectors import detector
 
 import amp_transpiler as amp
-from amp_transpiler.auto import Stage
+from amp_transpiler.conversion.auto import Stage
+from amp_transpiler.conversion.calibration.measure import measure, outputs_of
+from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
 from amp_transpiler.ir.types import LIMITS, numpy_dtype
 from amp_transpiler.ir.weights import become_constants
-from amp_transpiler.passes.ranges import Ranges
-from amp_transpiler.runtime.calibration import load_calibration
-from amp_transpiler.runtime.measure import measure, outputs_of
+from amp_transpiler.passes.numerics.ranges import Ranges
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 W = ", ".join(f"{v:.4f}" for v in np.random.default_rng(0).standard_normal(64) / 3)

@@ -10,7 +10,7 @@ from programs import LAYERS, feeds_of
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 
 def types(program: amp.Program) -> list[str]:

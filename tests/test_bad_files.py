@@ -7,12 +7,7 @@ import onnx.parser
 import pytest
 from onnx_goldens import EVERYTHING, everything, external_model, ir3, text
 
-from amp_transpiler.errors import (
-    ArgumentTypeError,
-    GraphError,
-    ModelFileError,
-    ModelFileNotFoundError,
-)
+from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
 from amp_transpiler.ir.program import Program
 
 

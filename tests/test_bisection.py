@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from amp_transpiler.bisection import BUDGET, Bisection, Found
+from amp_transpiler.conversion.bisection import BUDGET, Bisection, Found
 
 
 class Errors:

@@ -14,10 +14,10 @@ from where import ROOT
 
 import amp_transpiler as amp
 from amp_transpiler.cli import main
+from amp_transpiler.conversion.calibration.measure import outputs_of
 from amp_transpiler.errors import ExecutionError
-from amp_transpiler.passes import control_flow
+from amp_transpiler.passes.canonicalize import control_flow
 from amp_transpiler.runtime.budget import Budget, calibration_budget, check_budget, unbounded_optimizers, within
-from amp_transpiler.runtime.measure import outputs_of
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 FOREVER = HEAD + """forever (float[4] x) => (float[4] y) <int64 n = {4611686018427387904}, bool on = {1}> {

@@ -24,8 +24,8 @@ from check_step_corpus import (
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import StepError
-from amp_transpiler.passes.check_lowered import check_lowered
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from tests.programs import build
 
 

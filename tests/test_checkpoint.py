@@ -28,7 +28,7 @@ from amp_transpiler.errors import (
     CheckpointWriteError,
     ScopeError,
 )
-from amp_transpiler.runtime import checkpoint_files
+from amp_transpiler.runtime.checkpoint import writing as checkpoint_files
 
 TENSORS, META = "state.safetensors", "meta.json"
 
@@ -412,7 +412,7 @@ def test_the_same_state_of_another_program(net: Small, scope: amp.Scope, tmp_pat
 
 
 def test_fingerprint() -> None:
-    from amp_transpiler.runtime.roles import fingerprint
+    from amp_transpiler.runtime.checkpoint.state_slots import fingerprint
 
     one, other = build(), build()
     assert fingerprint(one.main) == fingerprint(other.main) == fingerprint(one.main.clone())

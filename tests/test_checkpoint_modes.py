@@ -12,7 +12,7 @@ from checkpoints import HALF, MODES, Small, build, state
 import amp_transpiler as amp
 from amp_transpiler.errors import CheckpointMismatchError, PrecisionError
 from amp_transpiler.ir.types import HALF as SIXTEEN
-from amp_transpiler.runtime.roles import MASTER, state_slots
+from amp_transpiler.runtime.checkpoint.state_slots import MASTER, state_slots
 
 FP16_MODES = ("pure-fp16", "pure-bf16")
 

@@ -10,7 +10,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.control_flow import expand_control_flow
+from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 
 
 def load(text: str) -> amp.Program:

@@ -15,11 +15,11 @@ from overflows import Ready, ready
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileError, NonFiniteError
 from amp_transpiler.monitor.culprit import called
+from amp_transpiler.monitor.finiteness_probes import TAPS, floats, operators_of, tapped
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.monitor.steps import training_step
-from amp_transpiler.monitor.taps import TAPS, floats, operators_of, tapped
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 
 @pytest.fixture(scope="module")

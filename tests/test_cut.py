@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from amp_transpiler.passes.cut import FULL, HALF, Cut, Tensor, solve, traffic
+from amp_transpiler.passes.partition.cut import FULL, HALF, Cut, Tensor, solve, traffic
 
 Problem = tuple[list[tuple[int, int]], list[Tensor]]
 

@@ -13,7 +13,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.backward import standardize
+from amp_transpiler.passes.autodiff.backward import standardize
 from tests.cuda_kernels import without_cuda_kernel
 
 Array = np.ndarray[Any, Any]

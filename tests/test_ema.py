@@ -15,8 +15,8 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError, 
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import ExponentialMovingAverage
-from amp_transpiler.passes.check_lowered import check_lowered
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.step_check.check_lowered import check_lowered
 
 Array = np.ndarray[Any, Any]
 CHECKED = [

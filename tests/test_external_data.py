@@ -11,12 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_goldens import FUNCTIONS, external_model, run, same, text
 
 from amp_transpiler import files
-from amp_transpiler.errors import (
-    ArgumentError,
-    GraphError,
-    ModelFileNotFoundError,
-    ModelFileWriteError,
-)
+from amp_transpiler.errors import ArgumentError, GraphError, ModelFileNotFoundError, ModelFileWriteError
 from amp_transpiler.ir import external, serializing
 from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import ExternalTensor, tensor_array

@@ -22,8 +22,8 @@ from amp_transpiler.ir.opdef import _TABLE, body_of
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, numpy_dtype
-from amp_transpiler.passes.lowering import Lowered, lower
-from amp_transpiler.passes.typing import Slots, has_float, narrowed
+from amp_transpiler.passes.lowering.lowering import Lowered, lower
+from amp_transpiler.passes.view.typing import Slots, has_float, narrowed
 
 HALVES = ["float16", "bfloat16"]
 

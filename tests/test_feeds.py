@@ -11,21 +11,9 @@ import onnx
 import pytest
 from running import FEED, ROW, W, X, linear, program_of, started
 
-from amp_transpiler.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    FeedError,
-    FeedTypeError,
-    GraphError,
-    ScopeError,
-)
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError, GraphError, ScopeError
 from amp_transpiler.ir.program import Program
-from amp_transpiler.runtime import (
-    Executor,
-    Scope,
-    global_scope,
-    scope_guard,
-)
+from amp_transpiler.runtime import Executor, Scope, global_scope, scope_guard
 
 # -- feeds ----------------------------------------------------------------------------------------------
 BAD_FEEDS: dict[str, tuple[Any, type[Exception], str]] = {

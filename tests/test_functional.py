@@ -12,7 +12,7 @@ from layer_cases import CASES, cotangent_of, inputs_of
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.cuda_kernels import without_cuda_kernel
 
 DATA = Path(__file__).resolve().parent / "data" / "layers_torch.npz"

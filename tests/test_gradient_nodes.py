@@ -21,7 +21,7 @@ from amp_transpiler.ir.decompose import has_decomposition
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.bodies import cpu_session
 from tests.reference_ops import CORRECTED
 

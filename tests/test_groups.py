@@ -18,8 +18,8 @@ from amp_transpiler.ir import context, names
 from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn.parameters import create_parameter
-from amp_transpiler.passes.check_lowered import check_lowered
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.step_check.check_lowered import check_lowered
 
 Array = np.ndarray[Any, Any]
 KINDS: dict[str, Callable[..., optim.Optimizer]] = {

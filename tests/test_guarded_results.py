@@ -10,7 +10,7 @@ from golden import program, run
 from where import TRAPS
 
 from amp_transpiler.ir.program import Program
-from amp_transpiler.passes.evidence import Evidence
+from amp_transpiler.passes.numerics.constraints import Evidence
 
 TRAP_NAMES = ["p07_eps_1e-12_add", "p09_reducesum_overflow", "p21_batchnorm_large_var"]
 

@@ -13,8 +13,8 @@ from golden import program, run
 import amp_transpiler as amp
 from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.types import LIMITS
-from amp_transpiler.passes.evidence import Evidence
-from amp_transpiler.passes.guards import FEW
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.overflow_rules import FEW
 
 SQUARES = "sums squares: x*x leaves fp16 beyond 255 and vanishes near 0"
 CONSTANTS = "float two = {2}, float three = {3}, float half = {0.5}, float one = {1}, float eps = {0.00001}"

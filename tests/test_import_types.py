@@ -10,9 +10,7 @@ from onnx_goldens import (
     text,
 )
 
-from amp_transpiler.errors import (
-    GraphError,
-)
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib import contrib_types
 from amp_transpiler.ir.program import OWN, Program
 

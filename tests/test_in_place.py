@@ -9,7 +9,7 @@ import pytest
 from onnx import parser
 
 from amp_transpiler.ir.types import NAMES
-from amp_transpiler.passes.lowered import Lowered, Port
+from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
 from amp_transpiler.runtime.binding import Step
 from amp_transpiler.runtime.in_place import refusals

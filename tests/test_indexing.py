@@ -10,7 +10,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.cuda_kernels import without_cuda_kernel
 
 X = np.arange(2 * 5 * 6, dtype=np.float32).reshape(2, 5, 6)

@@ -18,7 +18,7 @@ from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn import initializer as I
-from amp_transpiler.ops import random as R
+from amp_transpiler.ops.training import random as R
 from tests.building import startup_values
 from tests.random_words import Words
 

@@ -12,7 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler import nn
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.building import building, run, startup_values
 from tests.cuda_kernels import without_cuda_kernel
 

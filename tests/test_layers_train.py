@@ -11,7 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import nn
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.cuda_kernels import without_cuda_kernel
 
 

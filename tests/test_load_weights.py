@@ -24,8 +24,8 @@ from amp_transpiler.errors import (
     ModelFileError,
     PrecisionError,
 )
-from amp_transpiler.runtime.renaming import renamed
-from amp_transpiler.runtime.roles import state_slots
+from amp_transpiler.runtime.checkpoint.renaming import renamed
+from amp_transpiler.runtime.checkpoint.state_slots import state_slots
 
 Arrays = dict[str, np.ndarray]
 

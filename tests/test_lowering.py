@@ -13,7 +13,7 @@ from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 IF = """<ir_version: 10, opset_import: ["" : 21]>
 net (float[2,4] x, bool c) => (float[2,4] y) <float[4,4] w = {1,0,0,1, 0,1,0,0, 0,0,1,0, 2,0,0,1}>

@@ -13,7 +13,7 @@ import pytest
 from programs import LAYERS, build
 
 import amp_transpiler as amp
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 
 def node_by_node(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

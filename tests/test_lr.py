@@ -19,7 +19,7 @@ from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.optimizer import lr
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 #: Steps at which rates were recorded, from torch's schedulers in float64 with an initial rate of 0.1.
 AT = [0, 1, 2, 3, 5, 7, 9, 10, 11, 15, 19, 20, 25, 29]

@@ -14,11 +14,12 @@ from statistics_of import TYPES, by_numpy, check_equal
 from where import TRAPS
 
 import amp_transpiler as amp
+from amp_transpiler.conversion.calibration import measure
+from amp_transpiler.conversion.calibration.measure import Measurement, outputs_of
+from amp_transpiler.conversion.calibration.measure import measure as run_measure
 from amp_transpiler.errors import ArgumentError, FeedError, FeedTypeError
 from amp_transpiler.ir.program import Program
-from amp_transpiler.runtime import CPUPlace, Executor, Scope, measure
-from amp_transpiler.runtime.measure import Measurement, outputs_of
-from amp_transpiler.runtime.measure import measure as run_measure
+from amp_transpiler.runtime import CPUPlace, Executor, Scope
 from amp_transpiler.runtime.session import Settings
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

@@ -14,9 +14,9 @@ import pytest
 from programs import build
 
 import amp_transpiler as amp
-from amp_transpiler.passes.arena import REGION, Arena
-from amp_transpiler.passes.liveness import Liveness, plan
-from amp_transpiler.passes.lowered import Lowered
+from amp_transpiler.passes.lowering.arena import REGION, Arena
+from amp_transpiler.passes.lowering.liveness import Liveness, plan
+from amp_transpiler.passes.lowering.lowered import Lowered
 
 TESTS = Path(__file__).resolve().parent
 

@@ -14,7 +14,7 @@ import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.opdef import body_of, lookup
 from amp_transpiler.ir.program import Operator, Program
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.bodies import as_model, emit, run_cpu, run_reference, tensor_info
 from tests.cuda_kernels import without_cuda_kernel
 from tests.gradcheck import few

@@ -13,7 +13,7 @@ from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
-from amp_transpiler.passes.opset import _ADAPTERS, TARGET
+from amp_transpiler.passes.canonicalize.opset import _ADAPTERS, TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"

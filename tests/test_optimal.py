@@ -10,10 +10,10 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.ir.marks import inserted
-from amp_transpiler.passes.constants import is_constant
-from amp_transpiler.passes.evidence import Evidence
-from amp_transpiler.passes.optimal import Assignment, assign, count
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.partition.assign_precision import Assignment, assign, count
+from amp_transpiler.passes.view.constants import is_constant
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 FLOATS = {"float16": 2, "float32": 4}

@@ -13,7 +13,7 @@ import amp_transpiler as static
 import amp_transpiler.nn.functional as F
 from amp_transpiler import ParamAttr
 from amp_transpiler.nn import initializer
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.cuda_kernels import without_cuda_kernel
 
 Built = tuple[static.Variable, dict[str, np.ndarray]]

@@ -14,8 +14,8 @@ from paddle_programs import Recorded, Slot, View, load, translate, view, view_of
 
 from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.pure import cast_model_to_fp16
-from amp_transpiler.passes.rewrite import rewrite_program
+from amp_transpiler.passes.precision.pure import cast_model_to_fp16
+from amp_transpiler.passes.precision.rewrite import rewrite_program
 
 # ---------------------------------------------------------------- deviations, each with its decision
 

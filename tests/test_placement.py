@@ -12,7 +12,7 @@ from programs import LAYERS, build
 from where import PLACEMENT
 
 import amp_transpiler as amp
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 
 HEADERS = any(Path(p, "driver_types.h").exists() for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include"))
 

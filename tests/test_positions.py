@@ -6,8 +6,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.evidence import Evidence
-from amp_transpiler.passes.positions import keep_positions
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.integer_valued import keep_positions
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 

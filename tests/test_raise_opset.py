@@ -6,8 +6,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.conversion.raise_opset import raise_for
 from amp_transpiler.lists import has_kernel
-from amp_transpiler.passes.raise_opset import raise_for
 
 K = ", ".join(["0.1"] * 9)
 CONV = (

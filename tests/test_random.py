@@ -23,8 +23,8 @@ from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn import initializer as I
-from amp_transpiler.ops import random as R
-from amp_transpiler.passes.backward import append_backward
+from amp_transpiler.ops.training import random as R
+from amp_transpiler.passes.autodiff.backward import append_backward
 from tests.building import run, startup_values
 from tests.gpu_device import device_missing, driver_missing
 from tests.random_words import WEYL, Words

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.passes.ranges import Ranges
+from amp_transpiler.passes.numerics.ranges import Ranges
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 W8 = ", ".join(f"{v:.4f}" for v in np.random.default_rng(0).standard_normal(64))

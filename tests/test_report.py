@@ -20,11 +20,11 @@ import pytest
 from where import TRAPS
 
 import amp_transpiler as amp
-from amp_transpiler.report import summary
-from amp_transpiler.report.html import to_html, write_html
-from amp_transpiler.report.json import FORMAT, to_json, write_json
-from amp_transpiler.report.layout import layout, spread
-from amp_transpiler.report.record import ConstantNote, Conversion, CutRecord, RangeRecord, record_program
+from amp_transpiler.conversion.report import summary
+from amp_transpiler.conversion.report.html import to_html, write_html
+from amp_transpiler.conversion.report.json import FORMAT, to_json, write_json
+from amp_transpiler.conversion.report.layout import layout, spread
+from amp_transpiler.conversion.report.record import ConstantNote, Conversion, CutRecord, RangeRecord, record_program
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--%%DATA%%\u2028 é"
 
@@ -355,7 +355,7 @@ def script(page: str, body: str) -> dict:
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node")
-    pure = (resources.files("amp_transpiler.report") / "page" / "data.js").read_text(encoding="utf-8")
+    pure = (resources.files("amp_transpiler.conversion.report") / "page" / "data.js").read_text(encoding="utf-8")
     source = f"{pure}\nconst data = {json.dumps(Page(page).data)};\nlet result;\n{body}\nconsole.log(JSON.stringify(result));"
     done = subprocess.run([node, "-"], input=source, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

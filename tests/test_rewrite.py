@@ -9,7 +9,7 @@ from golden import DEEP, assert_becomes, backend_models, program, reasons, run, 
 
 from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.rewrite import rewrite_program
+from amp_transpiler.passes.precision.rewrite import rewrite_program
 
 # ---------------------------------------------------------------- golden programs
 

@@ -9,7 +9,7 @@ from golden import DEEP, assert_becomes, program, reasons, shuffled, state
 from amp_transpiler.errors import ArgumentError, GraphError, OrderError, PrecisionError
 from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.rewrite import rewrite_program
+from amp_transpiler.passes.precision.rewrite import rewrite_program
 
 # ---------------------------------------------------------------- rules
 

@@ -17,7 +17,7 @@ from amp_transpiler.errors import LossScaleError
 from amp_transpiler.ir.program import Program
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
-from amp_transpiler.passes.lowering import lower
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.cuda_kernels import without_cuda_kernel
 
 LARGEST = 2.0**127

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from statistics_of import TYPES, by_numpy, check_equal
 
-from amp_transpiler.runtime import statistics
-from amp_transpiler.runtime.statistics import Difference, TensorStats
+from amp_transpiler.conversion.calibration import statistics
+from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
 
 
 # -- tensors -------------------------------------------------------------------------------------------------

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from amp_transpiler.ir.program import Program
-from amp_transpiler.passes import constants
-from amp_transpiler.passes.evidence import ConstantNote, Evidence
-from amp_transpiler.passes.masks import HIGH, LOW
-from amp_transpiler.passes.survival import CHUNK, TOLERANCE, check_constants, error_bound, losses, relative_error
+from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
+from amp_transpiler.passes.numerics.masks import HIGH, LOW
+from amp_transpiler.passes.numerics.rounding_loss import (
+    CHUNK,
+    TOLERANCE,
+    check_constants,
+    error_bound,
+    losses,
+    relative_error,
+)
+from amp_transpiler.passes.view import constants
 
 FLT_MAX = 3.4028234663852886e38
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -11,12 +11,12 @@ import pytest
 from detectors import detector
 
 import amp_transpiler as amp
+from amp_transpiler.conversion.calibration.measure import measure, outputs_of
+from amp_transpiler.conversion.calibration.trials import Trials
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.evidence import Evidence
-from amp_transpiler.passes.optimal import assign
-from amp_transpiler.runtime.measure import measure, outputs_of
-from amp_transpiler.runtime.switches import Trials
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.partition.assign_precision import assign
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 RNG = np.random.default_rng(0)
@@ -127,14 +127,14 @@ def test_trials_on_a_detector() -> None:
 def test_one_session_serves_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(*detector(1, 16), "float16")
     case.trials.errors(set())
-    monkeypatch.setattr("amp_transpiler.runtime.measure.create_session", None)
+    monkeypatch.setattr("amp_transpiler.conversion.calibration.measure.create_session", None)
     for seed in range(4):
         case.trials.errors(some(case.trials.units, seed))
     assert case.trials.runs == 5
 
 
 def test_large_constants_are_switched_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amp_transpiler.runtime.measure._LARGE", 16)
+    monkeypatch.setattr("amp_transpiler.conversion.calibration.measure._LARGE", 16)
     case = Case(onnx.parser.parse_model(HEAD + SMALL["only moved"]), {"x": X}, "float16")
     assert case.agrees(set()) and max(case.trials.errors(set(case.trials.units)).values()) < 1e-6
 

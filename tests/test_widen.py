@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.widen import widen
+from amp_transpiler.passes.precision.widen import widen
 
 HALF = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 

@@ -1,5 +1,5 @@
 """The ``amp-transpile`` command."""
 
-from .main import main
+from amp_transpiler.cli.main import main
 
 __all__ = ["main"]

@@ -2,6 +2,6 @@
 
 import sys
 
-from .main import main
+from amp_transpiler.cli.main import main
 
 sys.exit(main())

@@ -9,15 +9,21 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ..errors import AmpError, FeedError, ModelFileError
-from ..ir.program import Program
-from ..ir.tensors import byte_size
-from ..ir.types import FLOATS, numpy_dtype
-from ..ir.weights import become_constants
-from ..runtime.budget import available_memory, calibration_budget, check_budget, unbounded_optimizers, within
-from ..runtime.calibration import load_calibration
-from ..runtime.measure import measure
-from .terminal import complain, printable
+from amp_transpiler.cli.terminal import complain, printable
+from amp_transpiler.conversion.calibration.measure import measure
+from amp_transpiler.conversion.calibration.samples import load_calibration
+from amp_transpiler.errors import AmpError, FeedError, ModelFileError
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.tensors import byte_size
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.runtime.budget import (
+    available_memory,
+    calibration_budget,
+    check_budget,
+    unbounded_optimizers,
+    within,
+)
 
 #: Bytes of a made-up sample; larger inputs are the user's to give.
 _SAMPLE = 1 << 28

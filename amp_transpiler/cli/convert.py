@@ -12,22 +12,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..auto import Stage
-from ..convert import TOLERANCE
-from ..convert import convert as convert_model
-from ..errors import ArgumentError
-from ..files import Group, check_outputs, check_space, put, same_file
-from ..ir.external import check_unnamed
-from ..ir.locations import model_files, model_size
-from ..ir.marks import inserted
-from ..ir.onnx_out import save
-from ..ir.program import Program
-from ..report.html import to_html
-from ..report.json import to_json
-from ..report.record import record_program
-from ..runtime.budget import available_memory
-from .check import check
-from .terminal import complain, printable
+from amp_transpiler.cli.check import check
+from amp_transpiler.cli.terminal import complain, printable
+from amp_transpiler.conversion.auto import Stage
+from amp_transpiler.conversion.converting import TOLERANCE
+from amp_transpiler.conversion.converting import convert as convert_model
+from amp_transpiler.conversion.report.html import to_html
+from amp_transpiler.conversion.report.json import to_json
+from amp_transpiler.conversion.report.record import record_program
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.files import Group, check_outputs, check_space, put, same_file
+from amp_transpiler.ir.external import check_unnamed
+from amp_transpiler.ir.locations import model_files, model_size
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.onnx_out import save
+from amp_transpiler.ir.program import Program
+from amp_transpiler.runtime.budget import available_memory
 
 #: Bytes from which on a conversion takes long enough for a progress bar.
 _LARGE = 100_000_000

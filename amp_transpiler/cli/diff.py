@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from ..ir.marks import inserted
-from ..ir.program import Operator, Program
-from ..ir.tensors import byte_size, tensor_type
-from ..passes.precision import label
-from ..passes.typing import is_float, programs
-from .terminal import printable
+from amp_transpiler.cli.terminal import printable
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.tensors import byte_size, tensor_type
+from amp_transpiler.passes.view.names import label
+from amp_transpiler.passes.view.typing import is_float, programs
 
 _FEW = 5
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 
-from ..convert import convert
-from ..errors import ArgumentError
-from ..ir.marks import inserted
-from ..ir.patterns import matching
-from ..ir.program import Operator, Program, Variable
-from ..passes.precision import label as plain_label
-from ..report.summary import group
-from .terminal import printable, typed
+from amp_transpiler.cli.terminal import printable, typed
+from amp_transpiler.conversion.converting import convert
+from amp_transpiler.conversion.report.summary import group
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.passes.view.names import label as plain_label
 
 _EXAMPLES = 3
 

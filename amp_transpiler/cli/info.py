@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from ..ir.marks import inserted
-from ..ir.program import Operator, Program
-from ..ir.types import FLOATS, HALF
-from ..lists import has_kernel, kernel_types, unsupported_reason
-from ..passes.typing import operator_name
-from .diff import sizes
-from .terminal import printable
+from amp_transpiler.cli.diff import sizes
+from amp_transpiler.cli.terminal import printable
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.lists import has_kernel, kernel_types, unsupported_reason
+from amp_transpiler.passes.view.typing import operator_name
 
 _CUDA = "CUDAExecutionProvider"
 #: Control flow, whose graphs are looked into, and constants, which are loaded and not run.

@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..errors import ArgumentError
-from ..finetune import fit
-from ..finetune.metrics import METRICS
-from ..finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.finetune import fit
+from amp_transpiler.finetune.metrics import METRICS
+from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
 
 _DEFAULTS = FitOptions()
 #: Arguments that are none of the fields of FitOptions.

@@ -1,7 +1,7 @@
 """Training and fine-tuning of imported models on arrays, in one call: :func:`fit`."""
 
-from .fit import fit
-from .options import FitOptions
-from .record import EpochRecord, FitResult
+from amp_transpiler.finetune.fit import fit
+from amp_transpiler.finetune.options import FitOptions
+from amp_transpiler.finetune.record import EpochRecord, FitResult
 
 __all__ = ["EpochRecord", "FitOptions", "FitResult", "fit"]

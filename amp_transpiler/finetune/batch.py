@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..errors import AmpError
-from ..ir.infer import constant_array
-from ..ir.program import Operator, Program, Variable
-from ..ir.types import numpy_dtype
-from ..runtime import CPUPlace, Executor, Scope
+from amp_transpiler.errors import AmpError
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
 #: What the free dimension is called.
 BATCH = "batch"

@@ -12,11 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..errors import ArgumentTypeError, FeedError
-from ..ir.program import Variable
-from ..ir.types import FLOATS, element_type
-from ..runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
-from .metrics import IGNORED
+from amp_transpiler.errors import ArgumentTypeError, FeedError
+from amp_transpiler.finetune.metrics import IGNORED
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import FLOATS, element_type
+from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 #: Elements of the pieces in which arrays are looked through.

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from ..errors import NonFiniteError
-from ..ir.program import Program
-from ..ir.tensors import as_array
-from ..ir.types import FLOATS
-from .options import FitOptions
-from .programs import Programs
+from amp_transpiler.errors import NonFiniteError
+from amp_transpiler.finetune.options import FitOptions
+from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import FLOATS
 
 Feed = Mapping[str, np.ndarray]
 LossOf = Callable[[Program, Feed], float]

@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..convert import convert
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
-from ..files import check_outputs, check_space, remove_leftovers, same_file
-from ..ir.external import check_unnamed
-from ..ir.locations import model_files, model_size
-from ..ir.program import Program, Variable
-from ..runtime import CPUPlace, CUDAPlace, Executor, Scope
-from ..runtime.arrays import as_declared, as_ranked
-from ..runtime.place import Place
-from . import resume
-from .batch import fixed_batch, freed
-from .data import Samples, Source, batch_sizes, check_labels, read
-from .log import EPOCHS, STEPS, Log
-from .loop import Loop
-from .options import FitOptions, options_of
-from .programs import Programs
-from .record import EpochRecord, FitResult
+from amp_transpiler.conversion.converting import convert
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
+from amp_transpiler.files import check_outputs, check_space, remove_leftovers, same_file
+from amp_transpiler.finetune import resume
+from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.data import Samples, Source, batch_sizes, check_labels, read
+from amp_transpiler.finetune.log import EPOCHS, STEPS, Log
+from amp_transpiler.finetune.loop import Loop
+from amp_transpiler.finetune.options import FitOptions, options_of
+from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.finetune.record import EpochRecord, FitResult
+from amp_transpiler.ir.external import check_unnamed
+from amp_transpiler.ir.locations import model_files, model_size
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope
+from amp_transpiler.runtime.arrays import as_declared, as_ranked
+from amp_transpiler.runtime.place import Place
 
 _log = logging.getLogger(__name__)
 _BATCH = 32

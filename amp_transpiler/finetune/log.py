@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..errors import MissingPackageError
-from ..files import put, write_files
-from ..monitor import CsvWriter, TensorBoardWriter
-from ..runtime.report import StepReport
-from .record import EpochRecord
+from amp_transpiler.errors import MissingPackageError
+from amp_transpiler.files import put, write_files
+from amp_transpiler.finetune.record import EpochRecord
+from amp_transpiler.monitor import CsvWriter, TensorBoardWriter
+from amp_transpiler.runtime.report import StepReport
 
 STEPS, EPOCHS = "steps.csv", "epochs.csv"
 

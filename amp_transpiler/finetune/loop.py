@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..ir.program import Program
-from ..monitor import StepReports
-from ..runtime import Executor, Scope
-from .data import Samples, batch_sizes
-from .diagnose import Feed, model_fault, training_fault
-from .log import Log
-from .metrics import Metric
-from .options import FitOptions
-from .programs import Programs
-from .record import EpochRecord
+from amp_transpiler.finetune.data import Samples, batch_sizes
+from amp_transpiler.finetune.diagnose import Feed, model_fault, training_fault
+from amp_transpiler.finetune.log import Log
+from amp_transpiler.finetune.metrics import Metric
+from amp_transpiler.finetune.options import FitOptions
+from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.finetune.record import EpochRecord
+from amp_transpiler.ir.program import Program
+from amp_transpiler.monitor import StepReports
+from amp_transpiler.runtime import Executor, Scope
 
 #: Batches on which the model is tried as it was given, where a loss is not finite.
 _TRIED = 4

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
-from .metrics import METRICS, default_metric, fits_loss
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
 OPTIMIZERS = {"sgd": "SGD", "momentum": "Momentum", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import optimizer as optimizers
-from ..errors import ArgumentError
-from ..ir import names as unique_name
-from ..ir.context import program_guard
-from ..ir.marks import inserted
-from ..ir.program import Program, Variable
-from ..ir.types import FLOATS
-from ..lists import AutoMixedPrecisionLists
-from ..nn import data
-from ..nn import functional as F
-from ..optimizer import decorate
-from ..prepare import Preparation, prepare_training
-from .options import OPTIMIZERS, FitOptions
+from amp_transpiler import optimizer as optimizers
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
+from amp_transpiler.finetune.prepare import Preparation, prepare_training
+from amp_transpiler.ir import names as unique_name
+from amp_transpiler.ir.context import program_guard
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.nn import data
+from amp_transpiler.nn import functional as F
+from amp_transpiler.optimizer import decorate
 
 #: Loss by name: its function, and the activation at a model's end that it applies itself.
 _CALLS: dict[str, tuple[Callable[..., Variable], str]] = {

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..prepare import Preparation
-from .metrics import shown
-from .options import FitOptions
+from amp_transpiler.finetune.metrics import shown
+from amp_transpiler.finetune.options import FitOptions
+from amp_transpiler.finetune.prepare import Preparation
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CheckpointError
-from ..ir.program import Program
-from ..ir.tensors import as_array
-from ..runtime import Scope
-from ..runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from ..runtime.checkpoint_reading import read_meta
-from ..runtime.roles import fingerprint
-from .options import FIXED, FitOptions, options_of
-from .record import EpochRecord
+from amp_transpiler.errors import ArgumentError, CheckpointError
+from amp_transpiler.finetune.options import FIXED, FitOptions, options_of
+from amp_transpiler.finetune.record import EpochRecord
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.runtime import Scope
+from amp_transpiler.runtime.checkpoint.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
+from amp_transpiler.runtime.checkpoint.reading import read_meta
+from amp_transpiler.runtime.checkpoint.state_slots import fingerprint
 
 #: The entry of a checkpoint that says how the training was asked for.
 _KEY = "fit"

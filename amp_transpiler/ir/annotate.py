@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import onnx
 
-from ..errors import GraphError
-from .contrib import contrib_types
-from .infer import Declared, from_type_proto, infer_operator
-from .inference import inferred_types, size_of
-from .onnx_out import weightless
-from .program import Operator, Program, Shape, Variable
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.contrib import contrib_types
+from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator
+from amp_transpiler.ir.inference import inferred_types, size_of
+from amp_transpiler.ir.onnx_out import weightless
+from amp_transpiler.ir.program import Operator, Program, Shape, Variable
 
 #: Names that ONNX's inference makes up for sizes that it does not know.
 _INVENTED = "unk__"

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 if TYPE_CHECKING:
-    from .program import Program
+    from amp_transpiler.ir.program import Program
 
 
 def _encode(name: str, value: Any) -> onnx.AttributeProto:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from ..lists.paddle import paddle_attributes
-from .nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.lists.paddle import paddle_attributes
 
 if TYPE_CHECKING:
-    from .program import Program
+    from amp_transpiler.ir.program import Program
 
 _numbers = count()
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import onnx
 
-from .opdef import lookup
-from .program import FORWARD, Operator, Program, Variable
-from .source import set_source, source_of
+from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.program import FORWARD, Operator, Program, Variable
+from amp_transpiler.ir.proto_residue import set_source, source_of
 
 __all__ = ["clone", "clone_graph", "insert_graph"]
 

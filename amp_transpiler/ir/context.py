@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentTypeError
-from ..lists.paddle import paddle_arguments
-from . import names
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir import names
+from amp_transpiler.lists.paddle import paddle_arguments
 
 if TYPE_CHECKING:
-    from .program import Program
+    from amp_transpiler.ir.program import Program
 
 _default: list[tuple[Program, Program]] = []
 _lock = threading.RLock()
@@ -33,7 +33,7 @@ def _current() -> tuple[Program, Program]:
         return current
     with _lock:
         if not _default:
-            from .program import Program
+            from amp_transpiler.ir.program import Program
 
             startup = Program("startup")
             _default.append((Program("main", startup), startup))
@@ -67,7 +67,7 @@ def program_guard(main: Program, startup: Program | None = None) -> Iterator[Non
 
     ArgumentTypeError for what is no Program.
     """
-    from .program import Program
+    from amp_transpiler.ir.program import Program
 
     for argument, given in (("main", main), ("startup", startup)):
         if not isinstance(given, Program) and not (given is None and argument == "startup"):

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GraphError
-from .infer import Declared, infer_operator
-from .marks import FULL
-from .opdef import lookup, rule_of
-from .program import Operator, Program, Variable
-from .types import ONNX_TYPES, numpy_dtype
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.metadata import FULL
+from amp_transpiler.ir.opdef import lookup, rule_of
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 
 Entry = Callable[..., Sequence[Variable | None]]
 _ENTRIES: dict[tuple[str, str], Entry] = {}

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from .infer import constant_array
-from .program import Variable
-from .types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
 
 _BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
 _INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}

@@ -8,13 +8,13 @@ from typing import Any, BinaryIO
 
 import onnx
 
-from ..errors import ArgumentError
-from ..files import Group, check_space, check_target, put, remove_leftovers, same_file
-from . import serializing
-from .locations import model_files
-from .program import Program, Variable
-from .source import source_of
-from .tensors import (
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.files import Group, check_space, check_target, put, remove_leftovers, same_file
+from amp_transpiler.ir import serializing
+from amp_transpiler.ir.locations import model_files
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.proto_residue import source_of
+from amp_transpiler.ir.tensors import (
     CastTensor,
     ExternalTensor,
     Tensor,
@@ -26,7 +26,7 @@ from .tensors import (
     renamed,
     tensor_type,
 )
-from .verify import programs_of
+from amp_transpiler.ir.verify import programs_of
 
 _WORTH = 1024  # bytes: smaller tensors stay in the model
 _PAGE = 4096

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import onnx
 
-from ..errors import GraphError
-from .source import plain_domain
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.proto_residue import plain_domain
 
 #: Operators that the calls of functions may add to a model.
 EXPANDED = 50_000

@@ -13,12 +13,12 @@ import numpy as np
 import onnx
 import onnx.reference
 
-from ..errors import GraphError
-from .inference import ONNX_ERRORS
-from .opdef import lookup, rule_of
-from .program import OWN, Operator, Program, Shape, Variable
-from .tensors import as_array, tensor_type
-from .types import NAMES, ONNX_TYPES, RANK
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.inference import ONNX_ERRORS
+from amp_transpiler.ir.opdef import lookup, rule_of
+from amp_transpiler.ir.program import OWN, Operator, Program, Shape, Variable
+from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SMALL = 256  # elements: more than any shape vector, less than any weight

@@ -5,11 +5,11 @@ from __future__ import annotations
 import onnx
 import onnx.inliner
 
-from ..errors import GraphError
-from .inference import ONNX_ERRORS
-from .onnx_out import weightless
-from .program import Operator, Program
-from .source import plain_domain, source_of
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.inference import ONNX_ERRORS
+from amp_transpiler.ir.onnx_out import weightless
+from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.proto_residue import plain_domain, source_of
 
 
 def inline_functions(program: Program) -> Program:
@@ -21,8 +21,8 @@ def inline_functions(program: Program) -> Program:
     """
     if not program.info.functions:
         return program
-    from .onnx_in import program_of  # the reader lets programs clone and inline, so it comes later
-    from .reading import ModelFile
+    from amp_transpiler.ir.onnx_in import program_of
+    from amp_transpiler.ir.reading import ModelFile
 
     try:
         model = onnx.inliner.inline_local_functions(weightless(program))

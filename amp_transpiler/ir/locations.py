@@ -18,7 +18,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
-from ..errors import ModelFileError, ModelFileNotFoundError
+from amp_transpiler.errors import ModelFileError, ModelFileNotFoundError
 
 _SHOWN = 200  # characters of a location in a message
 #: The fields through which a message holds tensors.

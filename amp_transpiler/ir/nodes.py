@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GraphError
-from ..lists.paddle import paddle_attributes
-from .attributes import Attributes
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.lists.paddle import paddle_attributes
 
 if TYPE_CHECKING:
-    from .program import Program
+    from amp_transpiler.ir.program import Program
 
 FORWARD, BACKWARD, SCALING, UPDATE = "forward", "backward", "loss_scaling", "update"
 ROLES = (FORWARD, BACKWARD, SCALING, UPDATE)

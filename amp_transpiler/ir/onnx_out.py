@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..errors import GraphError, ScopeError
-from ..files import Group
-from .collector import collector_paused
-from .external import Layout
-from .marks import INITIALIZER, inserted, written_marks, written_state
-from .program import FORWARD, OWN, Operator, Program, Variable
-from .source import plain_domain, source_of, value_info
-from .tensors import Tensor, embedded, stripped, tensor_type
-from .verify import same_shape
+from amp_transpiler.errors import GraphError, ScopeError
+from amp_transpiler.files import Group
+from amp_transpiler.ir.external import Layout
+from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.metadata import INITIALIZER, inserted, written_marks, written_state
+from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.proto_residue import plain_domain, source_of, value_info
+from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
+from amp_transpiler.ir.verify import same_shape
 
 #: The first format version in which an initializer need not be a graph input.
 _FREE_INITIALIZERS = 4

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AmpError, ArgumentError, GraphError
-from .program import OWN, Operator, Shape
+from amp_transpiler.errors import AmpError, ArgumentError, GraphError
+from amp_transpiler.ir.program import OWN, Operator, Shape
 
 if TYPE_CHECKING:
-    from .emitter import Value
+    from amp_transpiler.ir.emitter import Value
 
 Body = Callable[..., Sequence[Any]]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import GraphError
-from .nodes import Operator
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.nodes import Operator
 
 if TYPE_CHECKING:
-    from .program import Program
+    from amp_transpiler.ir.program import Program
 
 
 def topological_order(program: Program) -> list[Operator]:

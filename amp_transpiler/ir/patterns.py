@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from ..errors import ArgumentError, ArgumentTypeError
-from .nodes import FORWARD, Operator, Variable
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 
 Item = TypeVar("Item")
 

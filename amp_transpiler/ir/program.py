@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from ..errors import ArgumentError, GraphError
-from . import context, names
-from .attributes import Attributes
-from .blocks import Blocks, numbered_name, other_program
-from .nodes import (
+from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.ir import context, names
+from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.ir.blocks import Blocks, numbered_name, other_program
+from amp_transpiler.ir.nodes import (
     BACKWARD,
     CAPTURE,
     FORWARD,
@@ -32,9 +32,9 @@ from .nodes import (
     Variable,
     Window,
 )
-from .order import topological_order
-from .patterns import matching
-from .types import element_type
+from amp_transpiler.ir.order import topological_order
+from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.types import element_type
 
 if TYPE_CHECKING:
     import onnx
@@ -120,7 +120,7 @@ class Program(Blocks):
         ModelFileNotFoundError) for what is no usable model file, GraphError for a malformed graph, both naming the
         file and the node.
         """
-        from .onnx_in import load
+        from amp_transpiler.ir.onnx_in import load
 
         return load(model_or_path, name=name, external_data_dir=external_data_dir)
 
@@ -134,19 +134,19 @@ class Program(Blocks):
         True or a file name puts weights there or into the file named, False embeds all. The same program gives the
         same bytes. GraphError: a malformed program, or a value that does not fit; ModelFileWriteError: no such file.
         """
-        from .onnx_out import save
+        from amp_transpiler.ir.onnx_out import save
 
         return save(self, path, scope=scope, external_data=external_data)
 
     def verify(self) -> None:
         """Check edges, names, producers, captures, element types, updates; GraphError with the first ten findings."""
-        from .verify import verify
+        from amp_transpiler.ir.verify import verify
 
         verify(self)
 
     def untyped(self) -> list[str]:
         """Names of the variables, those of nested programs included, whose type is not known."""
-        from .verify import untyped
+        from amp_transpiler.ir.verify import untyped
 
         return untyped(self)
 
@@ -156,7 +156,7 @@ class Program(Blocks):
         ``for_test`` keeps forward operators only, turned into their form for evaluation, and drops the updates,
         what served them alone, and variables that have no use left.
         """
-        from .clone import clone
+        from amp_transpiler.ir.clone import clone
 
         return clone(self, for_test)
 

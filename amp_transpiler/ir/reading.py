@@ -14,14 +14,14 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
-from ..errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
-from .functions import NESTED, too_deep
-from .locations import external_tensors, located
-from .serializing import LIMIT
-from .source import plain_domain
-from .tensors import ExternalTensor, byte_size, tensor_type, to_proto
-from .wellformed import check_model
-from .wire import nesting
+from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
+from amp_transpiler.ir.functions import NESTED, too_deep
+from amp_transpiler.ir.locations import external_tensors, located
+from amp_transpiler.ir.proto_residue import plain_domain
+from amp_transpiler.ir.serializing import LIMIT
+from amp_transpiler.ir.tensors import ExternalTensor, byte_size, tensor_type, to_proto
+from amp_transpiler.ir.wellformed import check_model
+from amp_transpiler.ir.wire import nesting
 
 _LFS = b"version https://git-lfs"
 

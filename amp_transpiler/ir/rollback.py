@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from . import names
-from .attributes import Attributes
-from .nodes import CAPTURE, ModelInfo, Operator, Variable
-from .program import Program
+from amp_transpiler.ir import names
+from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.ir.nodes import CAPTURE, ModelInfo, Operator, Variable
+from amp_transpiler.ir.program import Program
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import os
 import onnx
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 
-from ..errors import ModelFileError
-from ..files import put, write_files
+from amp_transpiler.errors import ModelFileError
+from amp_transpiler.files import put, write_files
 
 #: protobuf's limit for one message, less room for what surrounds the tensors.
 LIMIT = 2**31 - 2**24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from .nodes import Variable
+from amp_transpiler.ir.nodes import Variable
 
 _KEY = "amp_transpiler.update"
 

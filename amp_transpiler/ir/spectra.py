@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .nodes import Operator, Variable
-from .tensors import as_array
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
 
 #: Samples of a window from which on a Fourier transform is looked for.
 _SAMPLES = 16

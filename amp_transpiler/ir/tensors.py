@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..errors import GraphError, ModelFileError
-from .program import Variable
-from .types import NAMES, ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.errors import GraphError, ModelFileError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
 
 #: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.
 SMALL = 1024

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from ..errors import ArgumentError
+from amp_transpiler.errors import ArgumentError
 
 #: name -> onnx.TensorProto element type; the names are numpy's and ml_dtypes'.
 ONNX_TYPES: dict[str, int] = {

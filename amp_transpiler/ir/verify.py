@@ -12,9 +12,9 @@ from typing import Any
 
 import onnx
 
-from ..errors import GraphError
-from .program import CAPTURE, OWN, Operator, Program, Variable
-from .types import NAMES, ONNX_TYPES
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.program import CAPTURE, OWN, Operator, Program, Variable
+from amp_transpiler.ir.types import NAMES, ONNX_TYPES
 
 _SHOWN = 10
 _VARIADIC = onnx.defs.OpSchema.FormalParameterOption.Variadic

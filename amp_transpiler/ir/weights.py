@@ -11,10 +11,10 @@ import math
 import numpy as np
 import onnx
 
-from .program import Operator, Program, Variable
-from .spectra import spectral
-from .tensors import as_array, tensor_type
-from .types import FLOATS
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.spectra import spectral
+from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"

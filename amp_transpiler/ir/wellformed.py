@@ -16,13 +16,13 @@ import numpy as np
 import onnx
 from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
 
-from ..errors import GraphError, ModelFileError
-from .control import CONTROL
-from .functions import NESTED, check_functions, too_deep
-from .source import plain_domain
-from .tensors import byte_size
-from .types import NAMES, RANK, numpy_dtype
-from .verify import schema_of
+from amp_transpiler.errors import GraphError, ModelFileError
+from amp_transpiler.ir.control import CONTROL
+from amp_transpiler.ir.functions import NESTED, check_functions, too_deep
+from amp_transpiler.ir.proto_residue import plain_domain
+from amp_transpiler.ir.tensors import byte_size
+from amp_transpiler.ir.types import NAMES, RANK, numpy_dtype
+from amp_transpiler.ir.verify import schema_of
 
 #: Bytes that a sparse tensor may take once it is dense.
 DENSE = 1 << 30

@@ -1,11 +1,11 @@
 """What happened in a training step: reports, the culprit of a bad one, gradients that vanish."""
 
-from .culprit import Culprit, find_culprit
-from .requests import StepReports
-from .state import save_step, step_state
-from .underflow import GradientUnderflow, gradient_underflow
-from .watch import Watch, watch
-from .writers import CsvWriter, JsonlWriter, TensorBoardWriter
+from amp_transpiler.monitor.culprit import Culprit, find_culprit
+from amp_transpiler.monitor.requests import StepReports
+from amp_transpiler.monitor.state import save_step, step_state
+from amp_transpiler.monitor.underflow import GradientUnderflow, gradient_underflow
+from amp_transpiler.monitor.watching import Watch, watch
+from amp_transpiler.monitor.writers import CsvWriter, JsonlWriter, TensorBoardWriter
 
 __all__ = [
     "CsvWriter", "Culprit", "GradientUnderflow", "JsonlWriter", "StepReports", "TensorBoardWriter", "Watch",

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.marks import inserted
-from ..ir.program import OWN, Operator, Program, Variable
-from ..ops.scaling import CHECK
-from ..passes.precision import label
-from ..runtime.executor import Executor
-from ..runtime.scope import Scope, check_scope
-from .cures import Cure, forward_of, tried
-from .rerun import Rerun, is_nonfinite
-from .state import load_step
-from .steps import TrainingStep, training_step
-from .taps import floats, nonfinite, operators_of, reads
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
+from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
+from amp_transpiler.monitor.state import load_step
+from amp_transpiler.monitor.steps import TrainingStep, training_step
+from amp_transpiler.monitor.suggested_fixes import Cure, forward_of, tried
+from amp_transpiler.ops.training.scaling import CHECK
+from amp_transpiler.passes.view.names import label
+from amp_transpiler.runtime.executor import Executor
+from amp_transpiler.runtime.scope import Scope, check_scope
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError, OrderError
-from ..ir import context
-from ..ir.patterns import matching_names
-from ..ir.program import OWN, UPDATE, Program, Variable
-from ..ops.monitor import INSPECT, SUMMARY
-from ..runtime.report import ReportRequest
-from .steps import TrainingStep, scope_group, training_step
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.patterns import matching_names
+from amp_transpiler.ir.program import OWN, UPDATE, Program, Variable
+from amp_transpiler.monitor.steps import TrainingStep, scope_group, training_step
+from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
+from amp_transpiler.runtime.report import ReportRequest
 
 
 class StepReports(ReportRequest):

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, FeedError
-from ..ir.program import Program, Variable
-from ..ir.tensors import as_array
-from ..passes.lowering import lower
-from ..runtime import tensors
-from ..runtime.binding import PlainStep, Step, needs_plain
-from ..runtime.executor import Executor
-from ..runtime.feeds import Feeds, shape_of
-from ..runtime.place import CPUPlace, Place
-from ..runtime.scope import Scope, check_scope
-from ..runtime.session import Settings, create_session
-from .steps import TrainingStep
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.monitor.steps import TrainingStep
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
+from amp_transpiler.runtime.executor import Executor
+from amp_transpiler.runtime.feeds import Feeds, shape_of
+from amp_transpiler.runtime.place import CPUPlace, Place
+from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.session import Settings, create_session
 
 Values = Mapping[str, Any]
 

@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx
 
-from ..errors import ModelFileError, ModelFileNotFoundError
-from ..files import write_files
-from ..ir.program import Program, Variable
-from ..ir.serializing import serialized
-from ..ir.types import element_type, numpy_dtype
-from ..passes.check_step import UNGATED
-from ..runtime import tensors
-from ..runtime.scope import Scope, check_scope
-from .steps import training_step
+from amp_transpiler.errors import ModelFileError, ModelFileNotFoundError
+from amp_transpiler.files import write_files
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.serializing import serialized
+from amp_transpiler.ir.types import element_type, numpy_dtype
+from amp_transpiler.monitor.steps import training_step
+from amp_transpiler.passes.step_check.check_step import UNGATED
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.scope import Scope, check_scope
 
 _BITS = {1: np.uint8, 2: np.uint16}
 _META, _PROGRAM, _FEED, _STATE = "meta", "program", "feed/", "state/"

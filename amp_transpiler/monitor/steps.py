@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import ArgumentTypeError
-from ..ir.marks import inserted
-from ..ir.program import FORWARD, OWN, SCALING, Operator, Program, Variable
-from ..ops.clip import CLIPS
-from ..ops.scaling import CHECK, UPDATE_SCALE
-from ..ops.update import LAYOUTS
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import FORWARD, OWN, SCALING, Operator, Program, Variable
+from amp_transpiler.ops.training.clip import CLIPS
+from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE
+from amp_transpiler.ops.training.update import LAYOUTS
 
 
 @dataclass

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ..errors import ArgumentTypeError, MissingPackageError, ModelFileWriteError
-from ..files import check_target
-from ..runtime.report import StepReport
+from amp_transpiler.errors import ArgumentTypeError, MissingPackageError, ModelFileWriteError
+from amp_transpiler.files import check_target
+from amp_transpiler.runtime.report import StepReport
 
 
 class _Writer:

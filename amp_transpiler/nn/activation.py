@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import Variable
-from .building import (
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import (
     FLOATING,
     append,
     append_many,
@@ -25,7 +25,7 @@ from .building import (
     variable,
     whole,
 )
-from .calls import function, simple
+from amp_transpiler.nn.calls import function, simple
 
 
 def _checked(call: str, x: Variable) -> Variable:

@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..ir import names
-from ..ir.context import name_scope
-from ..ir.program import Variable
-from ..ir.types import numpy_dtype
-from .building import FLOATING, append, describe, fixed, variable, whole
-from .elementwise import dropout as drop
-from .layers import fc
-from .parameters import Attr
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir import names
+from amp_transpiler.ir.context import name_scope
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
+from amp_transpiler.nn.elementwise import dropout as drop
+from amp_transpiler.nn.layers import fc
+from amp_transpiler.nn.parameters import Attr
 
 #: Added where a bool mask is False: far below any score, and within fp16.
 _MASKED = -1e4

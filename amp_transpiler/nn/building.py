@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError
-from ..ir import names
-from ..ir.context import default_main_program
-from ..ir.infer import Declared, infer_operator
-from ..ir.program import Program, Variable, other_program
-from ..ir.types import ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
+from amp_transpiler.ir import names
+from amp_transpiler.ir.context import default_main_program
+from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.program import Program, Variable, other_program
+from amp_transpiler.ir.types import ONNX_TYPES, element_type, numpy_dtype
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
 Input = Variable | np.ndarray | None

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from ..errors import ArgumentTypeError
-from ..ir.program import Variable
-from ..lists.paddle import paddle_arguments
-from .building import FLOATING, append, prefixed, variable
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.building import FLOATING, append, prefixed, variable
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 

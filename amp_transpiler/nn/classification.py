@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import Shape, Variable
-from ..ir.types import numpy_dtype
-from .building import (
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Shape, Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.nn.building import (
     FLOATING,
     INTEGER,
     append,
@@ -24,9 +24,9 @@ from .building import (
     variable,
     whole,
 )
-from .calls import function
-from .elementwise import cast
-from .reduction import mean, sum
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.elementwise import cast
+from amp_transpiler.nn.reduction import mean, sum
 
 _REDUCTIONS = ("mean", "sum", "none")
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ArgumentError
-from ..ir import names
-from ..ir.program import Variable
-from ..lists.paddle import paddle_arguments
-from .activation import activate, check_activation
-from .building import append, describe, fixed, fresh, variable, whole
-from .calls import function
-from .initializer import Constant, Initializer, KaimingNormal, XavierUniform
-from .parameters import Attr, parameter, required
-from .windows import Image, Padding, Sizes, check_fit, image, numbers, output_sizes, padding
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir import names
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.activation import activate, check_activation
+from amp_transpiler.nn.building import append, describe, fixed, fresh, variable, whole
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.initializer import Constant, Initializer, KaimingNormal, XavierUniform
+from amp_transpiler.nn.parameters import Attr, parameter, required
+from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, output_sizes, padding
 
 _Attributes = dict[str, Any]
 

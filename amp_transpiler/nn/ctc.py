@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.context import default_main_program
-from ..ir.program import OWN, Variable
-from .building import FLOATING, INTEGER, describe, fixed, fresh, variable, whole
-from .calls import function
-from .classification import check_reduction
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.context import default_main_program
+from amp_transpiler.ir.program import OWN, Variable
+from amp_transpiler.nn.building import FLOATING, INTEGER, describe, fixed, fresh, variable, whole
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.classification import check_reduction
 
 
 @function()

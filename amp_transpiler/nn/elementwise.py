@@ -7,13 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.context import default_startup_program
-from ..ir.program import Variable
-from ..ir.types import element_type
-from ..ops.random import MASK_ID, rng_state
-from .building import FLOATING, append, append_many, as_type, constant, flag, fresh, operand, real, variable
-from .calls import function, simple
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.context import default_startup_program
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import element_type
+from amp_transpiler.nn.building import (
+    FLOATING,
+    append,
+    append_many,
+    as_type,
+    constant,
+    flag,
+    fresh,
+    operand,
+    real,
+    variable,
+)
+from amp_transpiler.nn.calls import function, simple
+from amp_transpiler.ops.training.random import MASK_ID, rng_state
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
 sign = simple("sign", "Sign", "-1, 0 or 1. No gradient flows through it.", dtypes=None)

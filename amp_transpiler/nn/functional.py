@@ -5,8 +5,8 @@ results' names. They raise ArgumentError (a ValueError) for element types and sh
 ArgumentTypeError (a TypeError) for what is no variable.
 """
 
-from ..lists.paddle import paddle_attributes
-from .activation import (
+from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.nn.activation import (
     celu,
     elu,
     gelu,
@@ -35,7 +35,7 @@ from .activation import (
     tanhshrink,
     thresholded_relu,
 )
-from .classification import (
+from amp_transpiler.nn.classification import (
     accuracy,
     cross_entropy,
     label_smooth,
@@ -43,15 +43,15 @@ from .classification import (
     softmax_with_cross_entropy,
     span_loss,
 )
-from .conv import functional_conv1d as conv1d
-from .conv import functional_conv1d_transpose as conv1d_transpose
-from .conv import functional_conv2d as conv2d
-from .conv import functional_conv2d_transpose as conv2d_transpose
-from .conv import functional_conv3d as conv3d
-from .conv import functional_conv3d_transpose as conv3d_transpose
-from .creation import arange, assign, full, full_like, ones, ones_like, zeros, zeros_like
-from .ctc import ctc_loss
-from .elementwise import (
+from amp_transpiler.nn.conv import functional_conv1d as conv1d
+from amp_transpiler.nn.conv import functional_conv1d_transpose as conv1d_transpose
+from amp_transpiler.nn.conv import functional_conv2d as conv2d
+from amp_transpiler.nn.conv import functional_conv2d_transpose as conv2d_transpose
+from amp_transpiler.nn.conv import functional_conv3d as conv3d
+from amp_transpiler.nn.conv import functional_conv3d_transpose as conv3d_transpose
+from amp_transpiler.nn.creation import arange, assign, full, full_like, ones, ones_like, zeros, zeros_like
+from amp_transpiler.nn.ctc import ctc_loss
+from amp_transpiler.nn.elementwise import (
     abs,
     add,
     cast,
@@ -95,10 +95,18 @@ from .elementwise import (
     subtract,
     where,
 )
-from .indexing import gather, gather_nd, index_select, one_hot, scatter, scatter_nd_add, take_along_axis
-from .layers import functional_embedding as embedding
-from .linalg import bmm, dot, einsum, linear, matmul, mm
-from .losses import (
+from amp_transpiler.nn.indexing import (
+    gather,
+    gather_nd,
+    index_select,
+    one_hot,
+    scatter,
+    scatter_nd_add,
+    take_along_axis,
+)
+from amp_transpiler.nn.layers import functional_embedding as embedding
+from amp_transpiler.nn.linalg import bmm, dot, einsum, linear, matmul, mm
+from amp_transpiler.nn.losses import (
     bce_with_logits,
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -108,7 +116,7 @@ from .losses import (
     smooth_l1_loss,
     square_error_cost,
 )
-from .manipulation import (
+from amp_transpiler.nn.manipulation import (
     broadcast_to,
     chunk,
     concat,
@@ -132,8 +140,8 @@ from .manipulation import (
     unsqueeze,
     unstack,
 )
-from .norm import functional_layer_norm as layer_norm
-from .pooling import (
+from amp_transpiler.nn.norm import functional_layer_norm as layer_norm
+from amp_transpiler.nn.pooling import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
     adaptive_avg_pool3d,
@@ -149,7 +157,7 @@ from .pooling import (
     max_pool2d,
     max_pool3d,
 )
-from .reduction import (
+from amp_transpiler.nn.reduction import (
     argmax,
     argmin,
     argsort,
@@ -168,7 +176,7 @@ from .reduction import (
     topk,
     var,
 )
-from .vision import interpolate, pixel_shuffle, upsample
+from amp_transpiler.nn.vision import interpolate, pixel_shuffle, upsample
 
 __getattr__ = paddle_attributes("amp_transpiler.nn.functional")
 

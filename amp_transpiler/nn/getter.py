@@ -16,10 +16,10 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import Variable
-from ..ir.types import HALF, element_type
-from .elementwise import cast
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import HALF, element_type
+from amp_transpiler.nn.elementwise import cast
 
 #: ``getter(create, name, shape=, dtype=, initializer=, trainable=)`` gives a variable; ``create`` takes the same.
 Getter = Callable[..., Variable]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import Variable
-from .building import INTEGER, append, axis_of, describe, fresh, variable, whole
-from .calls import function
-from .manipulation import LONGEST
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import INTEGER, append, axis_of, describe, fresh, variable, whole
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.manipulation import LONGEST
 
 
 @function()

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import OWN, Variable
-from ..ir.types import NAMES, element_type, numpy_dtype
-from ..lists.paddle import paddle_arguments, paddle_attributes
-from ..ops.random import set_default_seed, startup_seed
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import OWN, Variable
+from amp_transpiler.ir.types import NAMES, element_type, numpy_dtype
+from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.ops.training.random import set_default_seed, startup_seed
 
 
 def set_seed(seed: int) -> None:

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir import names
-from ..ir.program import Variable
-from ..lists.paddle import paddle_arguments
-from .activation import activate, check_activation
-from .building import FLOATING, INTEGER, append, constant, describe, fixed, fresh, variable, whole
-from .calls import function
-from .initializer import Constant, XavierUniform
-from .parameters import Attr, parameter, required
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir import names
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.activation import activate, check_activation
+from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, describe, fixed, fresh, variable, whole
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.initializer import Constant, XavierUniform
+from amp_transpiler.nn.parameters import Attr, parameter, required
 
 
 @paddle_arguments("nn.layer")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import Variable
-from .building import FLOATING, append, fresh, variable
-from .calls import function
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import FLOATING, append, fresh, variable
+from amp_transpiler.nn.calls import function
 
 
 @function()

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..ir.program import Variable
-from ..ir.types import numpy_dtype
-from .building import FLOATING, append, constant, describe, fresh, real, variable
-from .calls import function
-from .classification import check_reduction, reduced
-from .elementwise import cast
-from .reduction import sum
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.nn.building import FLOATING, append, constant, describe, fresh, real, variable
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.classification import check_reduction, reduced
+from amp_transpiler.nn.elementwise import cast
+from amp_transpiler.nn.reduction import sum
 
 
 def _alike(call: str, input: Variable, label: Variable, reduction: str) -> str:

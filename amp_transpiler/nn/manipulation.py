@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.program import Variable
-from .building import (
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import (
     Input,
     append,
     append_many,
@@ -24,8 +24,8 @@ from .building import (
     variable,
     whole,
 )
-from .calls import function
-from .windows import LAYOUTS, channels_last
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.windows import LAYOUTS, channels_last
 
 #: Beyond the end of every dimension.
 LONGEST = (1 << 62) - 1

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ArgumentTypeError
-from ..ir.program import Variable
-from .building import append, variable
-from .elementwise import abs, binary, cast
-from .indexing import item
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import append, variable
+from amp_transpiler.nn.elementwise import abs, binary, cast
+from amp_transpiler.nn.indexing import item
 
 #: python's method name -> (function name, ONNX operator)
 _BINARY = {

@@ -10,18 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir import names
-from ..ir.context import default_main_program
-from ..ir.program import Variable
-from ..ir.types import numpy_dtype
-from ..lists.paddle import paddle_arguments
-from .activation import activate, check_activation
-from .building import FLOATING, Input, append, append_many, axis_of, describe, fixed, fresh, real, variable, whole
-from .calls import function
-from .initializer import Constant
-from .parameters import Attr, parameter
-from .windows import LAYOUTS, Image, channels_last
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir import names
+from amp_transpiler.ir.context import default_main_program
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.activation import activate, check_activation
+from amp_transpiler.nn.building import (
+    FLOATING,
+    Input,
+    append,
+    append_many,
+    axis_of,
+    describe,
+    fixed,
+    fresh,
+    real,
+    variable,
+    whole,
+)
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.initializer import Constant
+from amp_transpiler.nn.parameters import Attr, parameter
+from amp_transpiler.nn.windows import LAYOUTS, Image, channels_last
 
 _STATISTICS = (("w_1", 0.0), ("w_2", 1.0))
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..ir.program import Variable
-from ..lists.paddle import paddle_arguments
-from .building import append, constant, flag, fresh, real
-from .calls import function
-from .windows import Image, Padding, Sizes, check_fit, image, numbers, padding
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.building import append, constant, flag, fresh, real
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding
 
 
 def _pool(call: str, type_: str, rank: int, x: Variable, kernel_size: Any, stride: Any, pad: Any, ceil_mode: bool,

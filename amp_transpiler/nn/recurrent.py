@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir import names
-from ..ir.program import Variable
-from ..lists.paddle import paddle_arguments
-from .building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
-from .initializer import Uniform
-from .parameters import Attr, ParamAttr, parameter, required
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir import names
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
+from amp_transpiler.nn.initializer import Uniform
+from amp_transpiler.nn.parameters import Attr, ParamAttr, parameter, required
 
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
 _GATES = {"LSTM": 4, "GRU": 3}

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..ir.program import Variable
-from ..ir.types import ONNX_TYPES, element_type
-from .building import (
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.types import ONNX_TYPES, element_type
+from amp_transpiler.nn.building import (
     FLOATING,
     append,
     append_many,
@@ -26,7 +26,7 @@ from .building import (
     variable,
     whole,
 )
-from .calls import function
+from amp_transpiler.nn.calls import function
 
 Axis = int | Sequence[int] | None
 

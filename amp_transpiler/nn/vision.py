@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..ir.program import Variable
-from .building import FLOATING, Input, append, describe, flag, fresh, real, variable, whole
-from .calls import function
-from .pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
-from .windows import LAYOUTS, image, numbers
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import FLOATING, Input, append, describe, flag, fresh, real, variable, whole
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
+from amp_transpiler.nn.windows import LAYOUTS, image, numbers
 
 #: Mode -> the number of axes, and ONNX's mode.
 _MODES = {"linear": (1, "linear"), "bilinear": (2, "linear"), "trilinear": (3, "linear"), "bicubic": (2, "cubic")}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ArgumentError
-from ..ir.program import Variable
-from .building import FLOATING, append, describe, fixed, variable, whole
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
 
 #: A size along every axis, or one for each.
 Sizes = int | Sequence[int]

@@ -7,14 +7,22 @@ rest of the step, and sets the sums back to zero. A bad window gives running sta
 
 from __future__ import annotations
 
-from ..ir import context
-from ..ir.nodes import Window
-from ..ir.program import BACKWARD, OWN, SCALING, Program, Variable
-from ..ops.accumulate import ACCUMULATE, RESET
-from ..ops.scaling import master_type
-from ..passes.check_step import UNGATED
-from .pairs import ParamsGrads
-from .state import create_copy, create_state, gated_value, next_value, owned_name, shared_name, static_shape
+from amp_transpiler.ir import context
+from amp_transpiler.ir.nodes import Window
+from amp_transpiler.ir.program import BACKWARD, OWN, SCALING, Program, Variable
+from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
+from amp_transpiler.ops.training.scaling import master_type
+from amp_transpiler.optimizer.pairs import ParamsGrads
+from amp_transpiler.optimizer.state import (
+    create_copy,
+    create_state,
+    gated_value,
+    next_value,
+    owned_name,
+    shared_name,
+    static_shape,
+)
+from amp_transpiler.passes.step_check.check_step import UNGATED
 
 
 class Accumulation:

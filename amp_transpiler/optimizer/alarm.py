@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from ..errors import LossScaleError
+from amp_transpiler.errors import LossScaleError
 
 
 def raise_alarm(scale: float, bad_in_a_row: int, loss_finite: bool, at_floor: bool = False) -> NoReturn:

@@ -7,29 +7,37 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, MissingNameError, OrderError
-from ..ir import context
-from ..ir.program import BACKWARD, SCALING, Operator, Program, Variable
-from ..ir.rollback import unchanged_on_error
-from ..lists import AutoMixedPrecisionLists
-from ..lists.paddle import paddle_arguments
-from ..passes.backward import append_backward, check_loss, listed_parameters
-from ..passes.check_step import UNGATED, check_step
-from ..passes.known import keep_losses
-from ..passes.pure import cast_model_to_fp16
-from ..passes.rewrite import rewrite_program
-from ..runtime.parameters import cast_parameters_to_fp16
-from ..runtime.place import Place, check_place
-from ..runtime.scope import Scope
-from .accumulation import Accumulation
-from .base import Optimizer
-from .groups import thawed
-from .pairs import GivenGrads, Names, ParamsGrads, checked_pairs, latest_first, warn_untrained, without_none
-from .parts import checked_losses, listed, made_of, shares, take_apart, wide_loss
-from .scale_state import ScaleState
-from .scaler import LossScale, LossScaler
-from .scaling import check_finite_and_unscale, extend_check
-from .state import appending, gated_value
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingNameError, OrderError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.program import BACKWARD, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.rollback import unchanged_on_error
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.optimizer.accumulation import Accumulation
+from amp_transpiler.optimizer.base import Optimizer
+from amp_transpiler.optimizer.groups import thawed
+from amp_transpiler.optimizer.pairs import (
+    GivenGrads,
+    Names,
+    ParamsGrads,
+    checked_pairs,
+    latest_first,
+    warn_untrained,
+    without_none,
+)
+from amp_transpiler.optimizer.scale_state import ScaleState
+from amp_transpiler.optimizer.scaler import LossScale, LossScaler
+from amp_transpiler.optimizer.scaling import check_finite_and_unscale, extend_check
+from amp_transpiler.optimizer.state import appending, gated_value
+from amp_transpiler.optimizer.step_pieces import checked_losses, listed, made_of, shares, take_apart, wide_loss
+from amp_transpiler.passes.autodiff.backward import append_backward, check_loss, listed_parameters
+from amp_transpiler.passes.numerics.known import keep_losses
+from amp_transpiler.passes.precision.pure import cast_model_to_fp16
+from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.passes.step_check.check_step import UNGATED, check_step
+from amp_transpiler.runtime.parameters import cast_parameters_to_fp16
+from amp_transpiler.runtime.place import Place, check_place
+from amp_transpiler.runtime.scope import Scope
 
 Losses = Variable | Sequence[Variable]
 

@@ -7,21 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, GraphError, OrderError
-from ..ir import context
-from ..ir.program import OWN, UPDATE, Operator, Program, Variable
-from ..ir.types import HALF
-from ..lists.paddle import paddle_arguments, paddle_attributes
-from ..ops.scaling import master_type
-from ..ops.schedule import LEARNING_RATE
-from ..ops.update import LAYOUTS, Layout
-from ..passes.backward import append_backward, listed_parameters
-from ..regularizer import Decay, L1Decay, L2Decay, checked_decay
-from ..runtime.scope import Scope, check_scope
-from ..warn import warn_user
-from . import policy
-from .clip import GradientClip
-from .groups import (
+from amp_transpiler.errors import ArgumentError, GraphError, OrderError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.program import OWN, UPDATE, Operator, Program, Variable
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.ops.training.scaling import master_type
+from amp_transpiler.ops.training.schedule import LEARNING_RATE
+from amp_transpiler.ops.training.update import LAYOUTS, Layout
+from amp_transpiler.optimizer import policy
+from amp_transpiler.optimizer.clip import GradientClip
+from amp_transpiler.optimizer.groups import (
     Group,
     assigned,
     checked_clip,
@@ -32,8 +28,8 @@ from .groups import (
     with_own_settings,
     without_decay,
 )
-from .lr import LRScheduler
-from .pairs import (
+from amp_transpiler.optimizer.lr import LRScheduler
+from amp_transpiler.optimizer.pairs import (
     GivenGrads,
     Names,
     ParamsGrads,
@@ -44,7 +40,7 @@ from .pairs import (
     warn_untrained,
     without_none,
 )
-from .state import (
+from amp_transpiler.optimizer.state import (
     appending,
     create_master,
     create_state,
@@ -55,6 +51,10 @@ from .state import (
     shared_name,
     static_shape,
 )
+from amp_transpiler.passes.autodiff.backward import append_backward, listed_parameters
+from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
+from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.warn import warn_user
 
 Parameters = Sequence[Variable | str] | Sequence[dict[str, Any]] | None
 

@@ -7,11 +7,11 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ArgumentError
-from ..ir.program import OWN, Variable
-from ..lists.paddle import paddle_arguments
-from ..ops.clip import GLOBAL_NORM, NORM, VALUE
-from ..ops.scaling import master_type
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.program import OWN, Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
+from amp_transpiler.ops.training.scaling import master_type
 
 
 class GradientClip:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import ArgumentTypeError, OrderError
-from ..ir import context
-from ..ir.program import OWN, UPDATE, Operator, Program, Variable
-from ..ir.types import numpy_dtype
-from ..lists.paddle import paddle_arguments, paddle_attributes
-from ..ops.average import AVERAGE, average_states
-from ..ops.scaling import master_type
-from ..ops.update import LAYOUTS, Row
-from ..passes.check_step import check_step
-from ..runtime import tensors
-from ..runtime.scope import Scope, check_scope
-from .groups import number
-from .state import appending, create_copy, create_state, next_value, owned_name, shared_name
+from amp_transpiler.errors import ArgumentTypeError, OrderError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.program import OWN, UPDATE, Operator, Program, Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.ops.training.average import AVERAGE, average_states
+from amp_transpiler.ops.training.scaling import master_type
+from amp_transpiler.ops.training.update import LAYOUTS, Row
+from amp_transpiler.optimizer.groups import number
+from amp_transpiler.optimizer.state import appending, create_copy, create_state, next_value, owned_name, shared_name
+from amp_transpiler.passes.step_check.check_step import check_step
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.scope import Scope, check_scope
 
 
 @paddle_arguments("ExponentialMovingAverage")

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.patterns import matching_names, names_of_parameter
-from ..ir.program import Program, Variable
-from ..ir.settings import UpdateSettings, settings_of
-from ..passes.backward import listed_parameters
-from ..regularizer import Decay, L1Decay, L2Decay, checked_decay
-from .clip import GradientClip
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.patterns import matching_names, names_of_parameter
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.settings import UpdateSettings, settings_of
+from amp_transpiler.optimizer.clip import GradientClip
+from amp_transpiler.passes.autodiff.backward import listed_parameters
+from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
 
 _log = logging.getLogger(__name__)
 _KEYS = ("params", "learning_rate", "weight_decay", "grad_clip")

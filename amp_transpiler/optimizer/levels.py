@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.types import element_type
-from ..lists import AutoMixedPrecisionLists
-from .base import Optimizer
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.types import element_type
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.optimizer.base import Optimizer
 
 Decorate = TypeVar("Decorate", bound=Callable[..., Any])
 #: Keywords that stand in one of the two signatures alone.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..errors import ArgumentError, ArgumentTypeError
-from .amp_optimizer import OptimizerWithMixedPrecision
-from .base import Optimizer
-from .decorate import decorate
-from .policy import POLICIES, get_global_policy
-from .scaler import LossScaler
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
+from amp_transpiler.optimizer.base import Optimizer
+from amp_transpiler.optimizer.decorating import decorate
+from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
+from amp_transpiler.optimizer.scaler import LossScaler
 
 
 class LossScaleOptimizer(OptimizerWithMixedPrecision):

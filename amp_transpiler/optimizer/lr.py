@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..errors import ArgumentError
-from ..lists.paddle import paddle_arguments, paddle_attributes
-from .schedule import LRScheduler, count, flag, listed, positive, rate
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.optimizer.schedule import LRScheduler, count, flag, listed, positive, rate
 
 __getattr__ = paddle_attributes("amp_transpiler.optimizer.lr")
 

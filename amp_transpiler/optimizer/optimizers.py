@@ -1,18 +1,18 @@
-"""The optimizers. Formulas are those of PaddlePaddle's kernels, see ``amp_transpiler.ops.update``."""
+"""The optimizers. Formulas are those of PaddlePaddle's kernels, see ``amp_transpiler.ops.training.update``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ArgumentTypeError
-from ..ir.program import Variable
-from ..lists.paddle import paddle_arguments
-from ..regularizer import L1Decay, L2Decay
-from .base import Optimizer, Parameters
-from .clip import GradientClip
-from .groups import checked_patterns, number
-from .lr import LRScheduler
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir.program import Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.optimizer.base import Optimizer, Parameters
+from amp_transpiler.optimizer.clip import GradientClip
+from amp_transpiler.optimizer.groups import checked_patterns, number
+from amp_transpiler.optimizer.lr import LRScheduler
+from amp_transpiler.regularizer import L1Decay, L2Decay
 
 Rate = float | LRScheduler
 Choice = Callable[[str], bool] | None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError
-from ..ir.program import Program, Variable
-from ..warn import warn_user
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.warn import warn_user
 
 ParamsGrads = list[tuple[Variable, Variable]]
 GivenGrads = Sequence[tuple[Variable, Variable | None]]

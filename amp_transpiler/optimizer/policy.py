@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import ArgumentError
+from amp_transpiler.errors import ArgumentError
 
 #: Policy -> the 16-bit type that operators run in, None for none.
 POLICIES: dict[str, str | None] = {"float32": None, "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}

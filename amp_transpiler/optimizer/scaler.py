@@ -19,10 +19,10 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir.types import LIMITS
-from ..ops.scaling import RULE
-from .alarm import raise_alarm
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.ops.training.scaling import RULE
+from amp_transpiler.optimizer.alarm import raise_alarm
 
 _LARGEST = 2.0**128
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")

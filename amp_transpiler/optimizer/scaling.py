@@ -7,13 +7,13 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..ir import context
-from ..ir.program import OWN, SCALING, Operator, Program, Variable
-from ..ir.types import FLOATS
-from ..lists.paddle import paddle_arguments
-from ..ops.scaling import CHECK, UPDATE_SCALE, master_type
-from .state import owned_name
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.program import OWN, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE, master_type
+from amp_transpiler.optimizer.state import owned_name
 
 
 @paddle_arguments("scaling")

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, OrderError
-from ..ops.schedule import has_rule, rate_at
-from ..runtime.scope import Scope, check_scope
-from ..warn import warn_user
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.ops.training.schedule import has_rule, rate_at
+from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.warn import warn_user
 
 _paddles_way = False
 Schedule = TypeVar("Schedule", bound="LRScheduler")

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError
-from ..ir import context, names
-from ..ir.program import OWN, Program, Variable
-from ..ir.rollback import unchanged_on_error
-from ..ir.types import FLOATS, ONNX_TYPES
-from ..nn.initializer import Constant
-from ..ops.scaling import GATE
-from ..runtime.scope import MASTER
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
+from amp_transpiler.ir import context, names
+from amp_transpiler.ir.program import OWN, Program, Variable
+from amp_transpiler.ir.rollback import unchanged_on_error
+from amp_transpiler.ir.types import FLOATS, ONNX_TYPES
+from amp_transpiler.nn.initializer import Constant
+from amp_transpiler.ops.training.scaling import GATE
+from amp_transpiler.runtime.scope import MASTER
 
 
 def startup_of(program: Program, startup: Program | None = None) -> Program:

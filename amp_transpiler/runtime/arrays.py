@@ -17,8 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..errors import ArgumentError, FeedError, FeedTypeError
-from ..ir.types import FLOATS, element_type, numpy_dtype
+from amp_transpiler.errors import ArgumentError, FeedError, FeedTypeError
+from amp_transpiler.ir.types import FLOATS, element_type, numpy_dtype
 
 #: Bytes from which on an array of an archive is mapped rather than read, where it lies there uncompressed.
 _MAPPED = 1 << 26

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import onnx
 
-from ..errors import ExecutionError, ScopeError
-from ..ir.types import HALF, numpy_dtype
-from ..passes.lowered import Lowered, Port, static
-from . import tensors
-from .budget import watched
-from .in_place import refusals
-from .place import Place
-from .scope import Scope, on_place
-from .session import plain_message
+from amp_transpiler.errors import ExecutionError, ScopeError
+from amp_transpiler.ir.types import HALF, numpy_dtype
+from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.budget import watched
+from amp_transpiler.runtime.in_place import refusals
+from amp_transpiler.runtime.place import Place
+from amp_transpiler.runtime.scope import Scope, on_place
+from amp_transpiler.runtime.session import plain_message
 
 _NEVER = object()
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import onnxruntime as ort
 
-from ..errors import ExecutionError
-from ..ir.program import Program
-from ..ir.tensors import byte_size, tensor_type
+from amp_transpiler.errors import ExecutionError
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.tensors import byte_size, tensor_type
 
 try:
     import resource

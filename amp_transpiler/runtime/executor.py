@@ -12,18 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, GraphError, OrderError, PlaceError, ScopeError
-from ..ir import context
-from ..ir.program import Program, Variable, Window
-from ..ir.tensors import tensor_array
-from ..ir.types import numpy_dtype
-from ..lists.paddle import paddle_arguments, paddle_attributes
-from ..passes.lowering import lower
-from . import tensors
-from .binding import PlainStep, Step, needs_plain
-from .locks import Uninterrupted
-from .place import CPUPlace, CUDAPlace, Place, check_place
-from .plan import (
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutionError,
+    GraphError,
+    OrderError,
+    PlaceError,
+    ScopeError,
+)
+from amp_transpiler.ir import context
+from amp_transpiler.ir.program import Program, Variable, Window
+from amp_transpiler.ir.tensors import tensor_array
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
+from amp_transpiler.runtime.locks import Uninterrupted
+from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place, check_place
+from amp_transpiler.runtime.plan import (
     Plan,
     Plans,
     Session,
@@ -36,9 +44,9 @@ from .plan import (
     shapes_of,
     thrashes,
 )
-from .report import ReportRequest, expanded, joined, requested
-from .scope import Scope, check_scope
-from .session import Settings, create_session, release_memory, require_cuda
+from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
+from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.session import Settings, create_session, release_memory, require_cuda
 
 
 @dataclass(frozen=True)

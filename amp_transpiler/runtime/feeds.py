@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
-from ..ir.program import Program, Shape, Variable
-from ..ir.types import element_type, numpy_dtype
-from . import tensors
-from .scope import literal, near_names
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
+from amp_transpiler.ir.program import Program, Shape, Variable
+from amp_transpiler.ir.types import element_type, numpy_dtype
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.scope import literal, near_names
 
 #: Python numbers, which take the declared element type.
 _LITERALS = (bool, int, float, list, tuple)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
-from ..ir import context
-from ..ir.program import OWN, Program, Variable
-from ..lists.paddle import paddle_arguments
-from ..passes.lowered import needed
-from .executor import Executor
-from .scope import Scope, check_scope
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.program import OWN, Program, Variable
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.runtime.executor import Executor
+from amp_transpiler.runtime.scope import Scope, check_scope
 
 Variables = Sequence[Variable | str]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
-from ..ir.program import Program, Variable
-from ..ir.types import FLOATS, HALF
-from ..lists.paddle import paddle_arguments
-from . import tensors
-from .place import CUDAPlace, Place, check_place
-from .scope import Scope, check_scope, near_names
-from .session import require_cuda
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.place import CUDAPlace, Place, check_place
+from amp_transpiler.runtime.scope import Scope, check_scope, near_names
+from amp_transpiler.runtime.session import require_cuda
 
 
 @paddle_arguments("cast_parameters_to_fp16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 
 
 @dataclass(frozen=True)

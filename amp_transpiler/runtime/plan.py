@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ArgumentTypeError, GraphError
-from ..ir.marks import INITIALIZER
-from ..ir.opdef import body_of
-from ..ir.program import OWN, Operator, Program, Variable, other_program
-from .binding import PlainStep, Step
-from .feeds import Feeds, shape_of
-from .place import Place
-from .report import ReportRequest
+from amp_transpiler.errors import ArgumentTypeError, GraphError
+from amp_transpiler.ir.metadata import INITIALIZER
+from amp_transpiler.ir.opdef import body_of
+from amp_transpiler.ir.program import OWN, Operator, Program, Variable, other_program
+from amp_transpiler.runtime.binding import PlainStep, Step
+from amp_transpiler.runtime.feeds import Feeds, shape_of
+from amp_transpiler.runtime.place import Place
+from amp_transpiler.runtime.report import ReportRequest
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..ir.program import Program, Variable
-from . import tensors
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.runtime import tensors
 
 #: The scalars at the head of a summary; losses and learning rates follow.
 SCALARS = ("found_inf", "loss_scaling", "next_loss_scaling", "num_good_steps", "num_bad_steps", "micro_batch")

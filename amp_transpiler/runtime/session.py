@@ -20,10 +20,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ..errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
-from ..passes.arena import FIRST_REGION, REGION, WASTE
-from .budget import unbounded_optimizers
-from .place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
+from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
+from amp_transpiler.runtime.budget import unbounded_optimizers
+from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 _SILENT = 4  # onnxruntime's log level "fatal": what it would log as an error is raised here

@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ..errors import ArgumentTypeError, PrecisionError
-from ..ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
-from .place import CPUPlace, Place
+from amp_transpiler.errors import ArgumentTypeError, PrecisionError
+from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.runtime.place import CPUPlace, Place
 
 #: Several elements in one byte: numpy has one a byte, onnxruntime packs them.
 _PACKED = frozenset({"int4", "uint4", "float4e2m1", "int2", "uint2"})

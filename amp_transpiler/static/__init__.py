@@ -3,8 +3,8 @@
 Every name is one of this package, by the table ``lists/paddle_names.toml``; one that is not offered says what to use.
 """
 
-from ..lists.paddle import paddle_attributes
-from . import amp
+from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.static import amp
 
 __getattr__ = paddle_attributes("amp_transpiler.static")
 __all__ = ["amp"]

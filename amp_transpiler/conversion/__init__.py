@@ -1,0 +1,1 @@
+"""Models converted for inference."""

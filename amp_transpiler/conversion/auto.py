@@ -1,0 +1,261 @@
+"""Auto mode: what calibration data shows to be unsafe in 16 bit stays fp32, and the outputs keep to a tolerance.
+
+The model runs in fp32 and, bit-faithfully, in 16 bit: that says which tensors leave the format or sink below it. Where
+the outputs then miss the tolerance, one session in which every operator can be switched (:mod:`.runtime.switches`)
+tells what operators add to the error, and a search on a budget of runs (:mod:`.bisection`) which return to fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
+from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
+from amp_transpiler.conversion.calibration.trials import Trials
+from amp_transpiler.conversion.report.record import RangeRecord
+from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.partition.assign_precision import Assignment
+from amp_transpiler.passes.view.constants import saturate
+
+#: A tensor that comes this near to the largest number is taken to leave the format: other data may reach further.
+MARGIN = 2.0
+#: Relative error of storing a tensor, as a multiple of the type's epsilon (sixteen times that of one rounding), from
+#: which on its numbers sink below the format.
+SINKS = 8.0
+#: Share of the tolerance that the search aims at: the conversion that it leads to may differ in single operators.
+ROOM = 0.97
+#: Conversions that are tried, each after the first for a tolerance that is tighter by this factor at least. Where a
+#: model enlarges errors, single roundings decide how far off it is, and few that are different may undo a choice.
+TRIES, TIGHTER = 5, 0.85
+#: Samples, spread over all, that the search runs on; its result is measured on all.
+SAMPLES = 8
+
+
+class Stage(str):
+    """A line about what is done next, with the number of this run and of all runs at most."""
+
+    done: int
+    total: int
+
+    def __new__(cls, line: str, done: int, total: int) -> Stage:
+        self = super().__new__(cls, line)
+        self.done, self.total = done, total
+        return self
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a conversion does without data: the evidence of a program, and the assignment under evidence."""
+
+    evidence: Callable[[Program], Evidence | None]
+    assign: Callable[[Program, Evidence | None], Assignment]
+    progress: Callable[[str], None]
+
+
+@dataclass
+class Outcome:
+    """A converted program, and what was measured on the way."""
+
+    program: Program
+    evidence: Evidence | None
+    assignment: Assignment
+    operators: list[Operator] = field(default_factory=list)
+    rounds: list[str] = field(default_factory=list)
+    measurement: Measurement | None = None
+
+    @property
+    def outputs(self) -> dict[str, float]:
+        """The error of each output."""
+        return dict(self.measurement.outputs) if self.measurement else {}
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The output that is furthest off, and its error."""
+        return max(self.outputs.items(), key=lambda item: _key(item[1]), default=("", 0.0))
+
+    def ranges(self) -> tuple[RangeRecord, ...]:
+        """What was measured of each tensor, in program order."""
+        tensors = self.measurement.tensors if self.measurement else {}
+        return tuple(
+            RangeRecord(name, t.largest, t.smallest, t.rounding, t.error, t.finite) for name, t in tensors.items()
+        )
+
+
+def search(
+    program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float, steps: Steps
+) -> Outcome:
+    """The conversion of ``program``, which is left as it is, that keeps to ``tolerance`` on the batches.
+
+    The last round of the outcome says so where no conversion does. An infinite tolerance is always kept to, so that
+    two runs are enough.
+    """
+    return _Search(program, batches, dtype, tolerance, steps).run()
+
+
+class _Search:
+    def __init__(self, program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float,
+                 steps: Steps) -> None:  # fmt: skip
+        self.program, self.batches, self.dtype = program, batches, dtype
+        self.tolerance, self.steps = tolerance, steps
+        self.tensors: dict[str, str] = {}
+        self.rounds: list[str] = []
+        self.runs, self.most = (
+            0,
+            2 if math.isinf(tolerance) else 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING),
+        )
+        self.expected = outputs_of(program, batches)
+        self.reference = _saturated(program, steps)
+
+    def run(self) -> Outcome:
+        """The conversion."""
+        first = self._measured(self._converted({}))
+        assert first.measurement is not None
+        self.tensors = unsafe(first.measurement, self.dtype)
+        if self.tensors:
+            self._note(first, f"; {len(self.tensors)} tensors do not fit {self.dtype}")
+            first = self._measured(self._converted({}))
+        if self._keeps(first):
+            self._note(first, "" if math.isinf(self.tolerance) else f", within {self.tolerance:g}")
+            return first
+        self._note(first, f", above {self.tolerance:g}: operators return to float32")
+        everything = {i: "measured: all operators together miss the tolerance in 16 bit"
+                      for i, op in enumerate(first.operators) if op.precision == self.dtype}  # fmt: skip
+        last = self._measured(self._converted(everything), tensors=False)
+        if not self._keeps(last):
+            self._note(last, f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met"
+                             f"{_why(*last.worst)}")  # fmt: skip
+            return self._measured(last)
+        return self._chosen(first, last)
+
+    def _chosen(self, first: Outcome, last: Outcome) -> Outcome:
+        """Between the conversion that keeps nothing and the one that keeps all that it can."""
+        free = [i for i, (op, back) in enumerate(zip(first.operators, last.operators, strict=True))
+                if op.precision == self.dtype != back.precision]  # fmt: skip
+        names = [v.name for v in self.program.outputs]
+        some = slice(None, None, math.ceil(len(self.batches) / SAMPLES))
+        trials = Trials(list(self.reference.walk()), first.operators, free, first.program, self.dtype,
+                        self.batches[some], self.expected[some], names)  # fmt: skip
+        missed = [name for name, error in first.outputs.items() if not error <= self.tolerance]
+
+        worst: dict[frozenset[int], str] = {}
+
+        def error(kept: frozenset[int]) -> float:
+            self._progress(f"{len(trials.units) - len(kept)} of {len(trials.units)} operators in {self.dtype}")
+            found = trials.errors(kept)
+            worst[kept] = max(missed, key=lambda name: _key(found[name]))
+            return found[worst[kept]]
+
+        search, limit = Bisection(trials.units, error), ROOM * self.tolerance
+        for _ in range(TRIES):
+            found = search.find(limit)
+            if len(found.kept) == len(trials.units):
+                break
+            outcome = self._measured(self._converted(self._reasons(found, trials, worst)), tensors=False)
+            if self._keeps(outcome):
+                self._note(outcome, f", within {self.tolerance:g} ({trials.runs} runs)")
+                return self._measured(outcome)
+            self._note(outcome, f", above {self.tolerance:g}: more return")
+            limit *= min(self.tolerance / _key(outcome.worst[1]), TIGHTER)
+        least = min(search.groups, key=lambda group: group.error)
+        adds = f"{_count(least.members)}, adds {_percent(least.error)} by itself"
+        self._note(last, f", within {self.tolerance:g}; no choice that leaves more does: of {len(search.groups)} "
+                         f"groups the one that adds least, {adds} ({trials.runs} runs)")  # fmt: skip
+        return self._measured(last)
+
+    def _reasons(self, found: Found, trials: Trials, worst: Mapping[frozenset[int], str]) -> dict[int, str]:
+        """Why each operator that is chosen stays fp32, by its place."""
+        reasons: dict[int, str] = {}
+        for group in found.groups:
+            name = worst.get(frozenset(trials.units) - set(group.members), worst[frozenset()])
+            added = f"adds {_percent(group.error)} to output '{name}'"
+            beside = f" with {_count(group.members[1:])} beside it" if len(group.members) > 1 else " by itself"
+            reasons.update((i, f"measured: {added}{beside}") for i in group.members if i in found.kept)
+        for i in trials.closed(found.kept) - found.kept:
+            reasons[i] = "measured: hands numbers on between operators that stay float32"
+        return reasons
+
+    # -- one conversion ----------------------------------------------------------------------------------
+    def _converted(self, kept: Mapping[int, str]) -> Outcome:
+        """The conversion with these operators, by their place, in fp32."""
+        copy = self.program.clone()
+        operators = list(copy.walk())
+        evidence = self.steps.evidence(copy)
+        if evidence is not None:
+            for name, reason in self.tensors.items():
+                evidence.keep_tensor(copy.var(name), reason)
+            for i, reason in kept.items():
+                evidence.keep(operators[i], reason)
+        return Outcome(copy, evidence, self.steps.assign(copy, evidence), operators, self.rounds)
+
+    def _measured(self, outcome: Outcome, *, tensors: bool = True) -> Outcome:
+        self._progress(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}")
+        outcome.measurement = measure(self.reference, outcome.program, self.batches, self.dtype,
+                                      expected=self.expected, tensors=tensors)  # fmt: skip
+        return outcome
+
+    def _keeps(self, outcome: Outcome) -> bool:
+        return all(_key(error) <= self.tolerance for error in outcome.outputs.values())
+
+    def _note(self, outcome: Outcome, what: str) -> None:
+        name, error = outcome.worst
+        self.rounds.append(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}; worst output "
+                           f"'{name}': error {error:.3g}{what}")  # fmt: skip
+
+    def _progress(self, what: str) -> None:
+        self.runs += 1
+        count = len(self.batches)
+        samples = f"{count} sample{'s' * (count != 1)}"
+        line = f"run {self.runs} of at most {self.most} on {samples}: {what}"
+        self.steps.progress(Stage(line, self.runs, self.most))
+
+
+def _saturated(program: Program, steps: Steps) -> Program:
+    """The program with the masks that a conversion saturates: their fp32 values would count as an overflow."""
+    copy = program.clone()
+    evidence = steps.evidence(copy)
+    for variable, value in (evidence.replaced if evidence else {}).items():
+        saturate(variable, value)
+    return copy
+
+
+def unsafe(found: Measurement, dtype: str) -> dict[str, str]:
+    """Tensors that the data shows not to fit the format, with the reason."""
+    reasons: dict[str, str] = {}
+    limits = LIMITS[dtype]
+    for name, t in found.tensors.items():
+        # saturated, and exactly there, but for the scores that are added to it
+        mask = abs(t.largest - limits.largest) < limits.overflow - limits.largest
+        if t.largest * MARGIN > limits.largest and math.isfinite(t.largest) and not mask:
+            reasons[name] = f"measured: '{name}' reaches {t.largest:.3g}, and {dtype} ends at {limits.largest:.5g}"
+        elif t.rounding > SINKS * limits.epsilon:
+            reasons[name] = (f"measured: '{name}' sinks below {dtype}, which loses {t.rounding:.0%} of it "
+                             f"(largest {t.largest:.2g})")  # fmt: skip
+    return reasons
+
+
+def _operators(program: Program, dtype: str) -> int:
+    return sum(op.precision == dtype and op.type != "Cast" for op in program.walk())
+
+
+def _count(operators: Sequence[int]) -> str:
+    return f"{len(operators)} operator{'s' * (len(operators) != 1)}"
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g} %" if math.isfinite(error) else "what is not finite"
+
+
+def _key(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _why(output: str, error: float) -> str:
+    if not math.isfinite(error):
+        return f" (the model itself gives numbers that are not finite at '{output}')"
+    return " (the rest is what inputs and outputs in 16 bit, or operators that have no fp32 form, lose)"

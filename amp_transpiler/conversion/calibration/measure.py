@@ -1,0 +1,207 @@
+"""What 16 bit does to a model on given data: every tensor in fp32 beside the same tensor in faithful 16 bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.opdef import body_of
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
+from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
+from amp_transpiler.passes.lowering.lowered import Lowered, needed, static
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.runtime import tensors as values
+from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
+from amp_transpiler.runtime.budget import watched
+from amp_transpiler.runtime.feeds import Feeds
+from amp_transpiler.runtime.place import CPUPlace
+from amp_transpiler.runtime.scope import Scope, global_scope
+from amp_transpiler.runtime.session import Settings, create_session
+
+#: Bytes of activations that one run of the fp32 program hands out; a model with more is run a part at a time.
+GROUP = 1 << 28
+#: Tensors in the first part, where the sizes of all are not known.
+_FIRST = 32
+#: Bytes of constants, 16-bit ones as the fp32 that carries them, that a session's model may hold. Making a session
+#: copies them four times, and protobuf ends at 2 GB; where they are more, the large ones are bound to it from where
+#: they lie. The runtime then adds the terms of a sum in another order, and the last bits of fp32 may differ.
+EMBEDDED = 1 << 28
+#: A constant is bound from this size on; operators want small ones to be known when a session is made.
+_LARGE = 1 << 20
+
+_CPU = CPUPlace()
+# above "basic" onnxruntime may rearrange fp32 arithmetic between two roundings
+_SETTINGS = Settings(optimization_level="basic")
+
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclass
+class Measurement:
+    """``tensors``: statistics by the tensor's name in the fp32 program, in its order. ``outputs``: of each output its
+    relative L2 error; for integers, booleans and strings the share of elements that differ."""
+
+    tensors: dict[str, TensorStats] = field(default_factory=dict)
+    outputs: dict[str, float] = field(default_factory=dict)
+
+    def growth(self, program: Program) -> dict[str, float]:
+        """By how much the error of each floating-point tensor that an operator of ``program``, the fp32 one, makes
+        exceeds the largest that it reads; 0 where it reads one that is not finite. A tensor that was not measured (a
+        sequence, integers) has the error of what it comes from."""
+        errors = {v.key: self.tensors[v.name].error for v in program.inputs if v.name in self.tensors}
+        growth: dict[str, float] = {}
+        for op in program.operators:
+            came = max((errors.get(v.key, 0.0) for v in (*op.inputs, *op.captures) if v is not None), default=0.0)
+            for variable in op.outputs:
+                if variable is None:
+                    continue
+                found = self.tensors.get(variable.name)
+                errors[variable.key] = came if found is None else found.error
+                if found is not None:
+                    growth[variable.name] = found.error - came if math.isfinite(came) else 0.0
+        return growth
+
+    def culprits(self, program: Program) -> list[str]:
+        """What the operators of ``program`` make, where the error grows most first; equals in program order."""
+        growth = self.growth(program)
+        return sorted(growth, key=lambda name: -growth[name])
+
+
+def outputs_of(program: Program, batches: Sequence[Batch]) -> list[list[Any]]:
+    """The outputs of ``program`` on each batch, computed on CPU (16-bit operators faithfully).
+
+    Raises: FeedError, FeedTypeError for feeds that the program does not take, GraphError where it cannot be lowered,
+    PlaceError, ExecutionError from onnxruntime.
+    """
+    runner = Runner(program, [v.name for v in program.outputs])
+    return [runner.run(batch) for batch in batches]
+
+
+def measure(reference: Program, converted: Program, batches: Sequence[Batch], dtype: str, *,
+            expected: Sequence[Sequence[Any]] | None = None, tensors: bool = True) -> Measurement:  # fmt: skip
+    """Run both programs on the batches and compare.
+
+    Args:
+        reference: the program in fp32.
+        converted: its conversion; 16-bit operators round as they would on a GPU.
+        batches: feeds by input name, with the element types of ``reference``.
+        dtype: the 16-bit type.
+        expected: what the outputs should be, where that is not what ``reference`` gives.
+        tensors: whether to compare inner tensors as well; those of nested graphs are never seen.
+
+    Raises: ArgumentError for another type than float16 or bfloat16; what :func:`outputs_of` raises.
+    """
+    if dtype not in HALF:
+        raise ArgumentError(f"measure: dtype is one of {', '.join(sorted(HALF))}, got {dtype!r}")
+    found = Measurement()
+    expected = outputs_of(reference, batches) if expected is None else expected
+    runner = Runner(converted, [v.name for v in reference.outputs])
+    differences = {v.name: Difference() for v in reference.outputs}
+    for exact, batch in zip(expected, batches, strict=True):
+        for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
+            difference.add(one, other)
+    found.outputs = {name: difference.error for name, difference in differences.items()}
+    del runner
+    variables = _comparable(reference, converted) if tensors and batches else []
+    names = [v.name for v in variables]
+    count = len(names) if all(static(v.shape) is not None for v in variables) and _bytes(variables) <= GROUP else _FIRST
+    while names:  # as many at a time as the last part's sizes let expect
+        part, names = names[:count], names[count:]
+        held = _compare(reference, converted, batches, part, dtype, found)
+        count = max(1, min(count * GROUP // max(held, 1), 16 * count))
+    return found
+
+
+def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: str,
+             found: Measurement) -> int:  # fmt: skip
+    """Take these tensors in; the bytes that the largest batch of them took."""
+    one, other = Runner(reference, names), Runner(converted, names)
+    held = 0
+    for batch in batches:
+        values = one.run(batch)
+        held = max(held, sum(value.nbytes for value in values))
+        for name, exact, rounded in zip(names, values, other.run(batch), strict=True):
+            found.tensors.setdefault(name, TensorStats()).add(exact, rounded, dtype)
+    return held
+
+
+def _comparable(reference: Program, converted: Program) -> list[Variable]:
+    """Floating-point tensors that outputs depend on and both programs have, in the order of the reference."""
+    operators = needed(reference, reference.outputs)
+    made = {v.key for op in operators for v in op.outputs if v is not None}
+    read = {v.key for op in operators for v in (*op.inputs, *op.captures) if v is not None}
+    made |= {v.key for v in reference.inputs if v.key in read and v.data is None and not v.persistable}
+    return [v for v in reference.variables if v.key in made and v.dtype in FLOATS and converted.has_var(v.name)]
+
+
+def _bytes(variables: Iterable[Variable]) -> int:
+    """What variables of fixed shapes hold."""
+    return sum(byte_size(v.dtype or "", static(v.shape) or ()) for v in variables)
+
+
+class Runner:
+    """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the bodies of
+    operators depend on shapes; then one serves until the shapes change."""
+
+    def __init__(self, program: Program, fetches: Sequence[str], embedded: int | None = None) -> None:
+        self.program, self.scope, self.weights = _bound_weights(program, embedded)
+        self.fetches = [self.program.var(name) for name in fetches]
+        self.feeds = Feeds(self.program, self.fetches)
+        self.declared = {v.name: numpy_dtype(v.dtype) for v in self.program.inputs if v.dtype in FLOATS}
+        self.shaped = bool(program.info.functions) or any(body_of(op) is not None for op in self.program.walk())
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.step: Step | PlainStep | None = None
+
+    def run(self, batch: Batch) -> list[Any]:
+        """The fetches as arrays (ml_dtypes for bfloat16), sequences and maps as onnxruntime gives them."""
+        if not self.fetches:
+            return []
+        feeds = self.feeds.check({name: self._typed(name, value) for name, value in batch.items()})
+        self.feeds.check_shapes(feeds)
+        shapes = {n: np.shape(v) for n, v in feeds.items() if self.program.var(n).dtype} if self.shaped else {}
+        if self.step is None or shapes != self.shapes:
+            self.step, self.shapes = self._compiled(shapes), shapes
+        return self.step.run(self.scope, feeds, True)
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """The feed with the type that the program declares: an input may have become 16 bit."""
+        with np.errstate(over="ignore"):
+            return value.astype(self.declared[name], copy=False) if name in self.declared else value
+
+    def _compiled(self, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
+        lowered = self.lowered(shapes)
+        with watched(f"making a session for program '{self.program.name}'"):
+            session, graph = create_session(lowered.model, _CPU, _SETTINGS, self.program.name)
+        if needs_plain(lowered):
+            return PlainStep(session, lowered, _CPU, self.program.name, "")
+        return Step(session, graph, lowered, _CPU, self.program.name, "")
+
+    def lowered(self, shapes: dict[str, tuple[int, ...]]) -> Lowered:
+        """The model for feeds of these shapes."""
+        return lower(self.program, "cpu", shapes, self.fetches, updates=False)
+
+
+def _bound_weights(program: Program, embedded: int | None = None) -> tuple[Program, Scope, list[np.ndarray]]:
+    """The program and its state. Where the constants exceed ``embedded`` (EMBEDDED), a copy of the program of
+    which the large ones are state, and the arrays whose memory that is."""
+    types = {v.name: tensor_type(v.data) for v in program.variables if v.is_constant}
+    sizes = {name: byte_size("float32" if dtype in HALF else dtype, shape) for name, (dtype, shape) in types.items()}
+    if sum(sizes.values()) <= (EMBEDDED if embedded is None else embedded):
+        return program, global_scope(), []
+    program, scope = program.clone(), Scope()
+    scope._values.update(global_scope()._values)
+    weights = []
+    for name, size in sizes.items():
+        if size >= _LARGE:
+            variable = program.var(name)
+            weights.append(np.require(as_array(variable.data), requirements=["C", "A"]))
+            scope._values[name] = values.alias(weights[-1], variable.dtype or "")
+            variable.data, variable.persistable = None, True
+    return program, scope, weights

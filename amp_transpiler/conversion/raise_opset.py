@@ -1,0 +1,70 @@
+"""The opset at which most operators can run in 16 bit: bfloat16 came to ONNX an operator at a time."""
+
+from __future__ import annotations
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.annotate import annotate
+from amp_transpiler.ir.program import Program
+from amp_transpiler.lists import has_kernel
+from amp_transpiler.passes.canonicalize.opset import TARGET, convert_opset
+from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
+
+_CUDA = "CUDAExecutionProvider"
+#: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
+_LATER = 22
+
+
+def raise_for(program: Program, dtype: str) -> str:
+    """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
+    done, or on what would have been gained and was not worth it.
+
+    That is 21, or 22 where even more can and no operator loses its CUDA kernel. A program that cannot be expressed
+    there stays as it is.
+    """
+    own = program.opset()
+    if dtype != "bfloat16" or own >= _LATER:
+        return ""
+    best, count, trial, refused = own, _able(program, dtype), program, ""
+    for target in (TARGET, _LATER):
+        if target <= own:
+            continue
+        copy = program.clone()
+        try:
+            convert_opset(copy, target)
+        except GraphError:
+            continue
+        found = _able(copy, dtype)
+        lost = _lost(program, trial, copy) if target > TARGET else []
+        if found > count and not lost:
+            best, count, trial = target, found, copy
+        elif found > count:
+            gain = f"opset {target}, at which {found} operators could run in {dtype}"
+            refused = f"{gain}, is not taken: CUDA has no kernel for {', '.join(lost)} there"
+    if best == own:
+        return refused
+    convert_opset(program, best)
+    annotate(program)  # what the newer forms of operators say of shapes
+    raised = f"opset {own} raised to {best}, at which {count} operators can run in {dtype}"
+    return f"{raised}; {refused}" if refused else raised
+
+
+def _able(program: Program, dtype: str) -> int:
+    """Operators that could run in ``dtype`` at the program's opset on CUDA."""
+    return sum(
+        not isinstance(narrowed(op, dtype), Obstacle)
+        and has_kernel(_CUDA, op.type, dtype, op.program.opset(op.domain), op.domain)
+        for op in program.walk()
+        if has_float(op) and operator_name(op) not in ("Cast", "CastLike", "Constant") and not op.attrs.programs
+        and op.domain in ("", "ai.onnx")
+    )  # fmt: skip
+
+
+def _lost(program: Program, before: Program, after: Program) -> list[str]:
+    """Operators with a CUDA kernel at the opset of ``before`` that have none at that of ``after``."""
+    old, new = before.opset(), after.opset()
+    kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
+    return sorted(
+        kind
+        for kind in kinds
+        if has_kernel(_CUDA, kind, "float32", old) and not has_kernel(_CUDA, kind, "float32", new)
+    )

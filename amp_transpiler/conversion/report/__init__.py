@@ -1,0 +1,1 @@
+"""What a conversion did and why, as a page and as data."""

@@ -1,0 +1,217 @@
+"""From an exported inference model to a program that can be trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.conversion.auto import unsafe
+from amp_transpiler.conversion.calibration.measure import measure
+from amp_transpiler.conversion.calibration.samples import load_calibration
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.finetune.import_weights import (
+    leave_input_scaling,
+    restore_names,
+    retie,
+    untie,
+    weights_from_constants,
+)
+from amp_transpiler.finetune.train_mode import insert_dropout, train_batch_norm, train_dropout
+from amp_transpiler.ir.metadata import FULL, INITIALIZER
+from amp_transpiler.ir.patterns import matching_names, names_of_parameter
+from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Program, Variable
+from amp_transpiler.ir.rollback import unchanged_on_error
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ir.weights import become_constants, not_a_weight
+from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
+from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
+from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.numerics.mask_constants import saturate_masks
+from amp_transpiler.passes.precision.pure import cast_model_to_fp16
+from amp_transpiler.passes.precision.widen import widen
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What :func:`prepare_training` did: the names of trained and frozen parameters, and notes on each change."""
+
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        head = f"{len(self.trainable)} parameters are trained, {len(self.frozen)} are frozen"
+        return "\n".join([head, *self.notes])
+
+
+def prepare_training(program: Program, *, trainable: Sequence[str] | None = None, freeze: Sequence[str] = (),
+                     batch_norm: str = "train", dropout: Mapping[str, float] | None = None,
+                     values: Mapping[str, Any] | None = None, feed_shapes: Mapping[str, Sequence[int]] | None = None,
+                     keep_tied: Sequence[str] = (), restore: bool = True,
+                     numeric_guards: bool = True, calibration: Any = None) -> Preparation:  # fmt: skip
+    """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
+
+    A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
+    precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators and
+    nested graphs become parameters; untrained vectors that the exporter merged are copied apart; a matrix and its
+    (transposed) copy are tied again; anonymous parameters get the name of their module, and linear layers their layout
+    [out, in] (``restore``); layer norms that were written out (before opset 17) are one operator again, and RMS norms
+    keep their statistics in fp32.
+    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled.
+
+    Args:
+        program: of ``Program.from_onnx``, without a backward pass.
+        trainable: patterns (globs, or ``re:`` and a regular expression) of the parameters to train, by their own name
+            or by the name or scope of an operator that reads them; all where None.
+        freeze: patterns of parameters that are not trained; wins over ``trainable``.
+        batch_norm: "train" (batch statistics; running ones are updated) or "frozen" (running ones are used).
+        dropout: {pattern: rate}: a Dropout behind each operator whose name or scope matches. Those that the model
+            still has are switched on in any case.
+        values: {input: value}: inputs that get one value for good, such as a sampling rate or a number of turns.
+        feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
+        keep_tied: patterns of vectors that stay one parameter for all their readers.
+        restore: name anonymous parameters after their layers and turn linear weights back.
+        numeric_guards: let training in 16 bit keep fp32 what is known to leave the type, as ``amp.convert`` does;
+            False takes mode and lists literally. ``amp.decorate`` may say otherwise. What it goes by: constants and
+            masks, the structure, declared types, and of weights, which training changes, that they do not fit now.
+        calibration: feeds (a dict, or several), or files, as ``amp.convert`` takes them. Operators that make or read a
+            tensor which on this data comes near the end of float16, or sinks below it, stay fp32 in every mode of
+            training; ``op.reason`` says what was measured. bfloat16 needs none.
+
+    Returns:
+        A :class:`Preparation`; its notes are logged too.
+
+    Raises:
+        ArgumentError: a pattern that matches no parameter, an unknown input, a value or shape that does not fit.
+        FeedError, FeedTypeError: calibration data that does not fit the program's inputs. OrderError: the program has
+        a backward pass already. Where anything raises, the program is as before.
+    """
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"prepare_training takes a Program (Program.from_onnx), not {type(program).__name__}")
+    if any(op.role == BACKWARD for op in program.operators):
+        raise OrderError(f"prepare_training: program '{program.name}' has a backward pass already; prepare it before "
+                         "minimize")  # fmt: skip
+    if batch_norm not in ("train", "frozen"):
+        raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected 'train' or 'frozen'")
+    with unchanged_on_error(program, program.startup):
+        notes = _fix(program, values or {}, feed_shapes or {})
+        notes += widen(program)
+        convert_opset(program)
+        notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
+        notes += weights_from_constants(program)
+        notes += leave_input_scaling(program)
+        notes += retie(program)
+        notes += untie(program, _matched(program, keep_tied, "keep_tied"))
+        notes += fuse_layer_norms(program)
+        notes += keep_root_mean_squares(program)
+        notes += restore_names(program) if restore else []
+        notes += train_batch_norm(program) if batch_norm == "train" else []
+        notes += train_dropout(program)
+        notes += insert_dropout(program, dropout or {})
+        _select(program, trainable, freeze)
+        program.numeric_guards = numeric_guards
+        _settle_startup(program)
+        notes += _keep_measured(program, calibration) if calibration is not None else []
+    kept = [v for v in program.variables if v.persistable and v.data is not None and not not_a_weight(v)]
+    done = Preparation(tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable),
+                       tuple(notes))  # fmt: skip
+    _log.info("program '%s': %s", program.name, done)
+    return done
+
+
+def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Give inputs their value or shape for good."""
+    notes = []
+    for name, shape in feed_shapes.items():
+        variable = _input(program, name, "feed_shapes")
+        sizes = tuple(shape)
+        declared = variable.shape
+        if declared is not None and (len(declared) != len(sizes) or any(
+                isinstance(d, int) and d != s for d, s in zip(declared, sizes, strict=False))):  # fmt: skip
+            raise ArgumentError(f"feed_shapes: {list(sizes)} does not fit input '{name}' of shape {list(declared)}")
+        variable.shape = sizes
+    for name, value in values.items():
+        variable = _input(program, name, "values")
+        array = np.asarray(value, numpy_dtype(variable.dtype or "float32"))
+        if variable.shape is not None and len(variable.shape) != array.ndim:
+            raise ArgumentError(f"values: {value!r} does not fit input '{name}' of shape {list(variable.shape)}")
+        program.inputs = [v for v in program.inputs if v is not variable]
+        variable.is_input, variable.data, variable.shape = False, array, array.shape
+        notes.append(f"input '{name}' is {value} for good")
+    program._touch()
+    return notes
+
+
+def _input(program: Program, name: str, what: str) -> Variable:
+    found = next((v for v in program.inputs if v.name == name), None)
+    if found is None:
+        known = ", ".join(v.name for v in program.inputs) or "none"
+        raise ArgumentError(f"{what}: program '{program.name}' has no input '{name}'; its inputs are {known}")
+    return found
+
+
+def _matched(program: Program, patterns: Sequence[str], what: str) -> Collection[Variable]:
+    """Persistable variables with content whose name, or a reader's name or scope, fits a pattern."""
+    if not patterns:
+        return ()
+    candidates = [v for v in program.variables if v.persistable and v.data is not None]
+    return matching_names(candidates, patterns, what, names_of_parameter, f"parameter of program '{program.name}'")
+
+
+def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[str]) -> None:
+    chosen = None if trainable is None else _matched(program, trainable, "trainable")
+    frozen = _matched(program, freeze, "freeze")
+    for variable in program.parameters:
+        if (chosen is not None and variable not in chosen) or variable in frozen:
+            variable.trainable = False
+    program._touch()
+    if not program.parameters:
+        raise ArgumentError(f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
+                            f"{trainable!r}, freeze={freeze!r})")  # fmt: skip
+
+
+def _keep_measured(program: Program, calibration: Any) -> list[str]:
+    """Let operators run in fp32 around tensors that the data shows not to fit float16."""
+    batches = load_calibration(calibration, program)
+    reference = program.clone(for_test=True)
+    become_constants(reference)
+    saturate_masks(reference, "float16")
+    narrow = reference.clone()
+    cast_model_to_fp16(narrow, use_fp16_guard=False, numeric_guards=True)
+    found = unsafe(measure(reference, narrow, batches, "float16"), "float16")
+    for name, reason in found.items():
+        variable = program.var(name)
+        for op in (variable.producer, *(reader for reader, _ in variable.readers)):
+            if op is not None:
+                op.metadata.setdefault(FULL, reason)
+    if not found:
+        return []
+    tensors = "1 tensor does" if len(found) == 1 else f"{len(found)} tensors do"
+    return [f"{tensors} not fit float16 on the calibration data: what makes and reads such stays fp32"]
+
+
+def _settle_startup(program: Program) -> None:
+    """Let the startup program set what the program keeps now, and nothing that it no longer has."""
+    startup = program.startup
+    if startup is None:
+        startup = program.startup = Program(f"{program.name}_startup")
+    kept = {v.name: v for v in program.variables if v.persistable and v.producer is None and v.data is not None}
+    for op in startup.operators:
+        out = op.output(0)
+        if op.type == INITIALIZER and op.domain == OWN and out is not None and _differs(out, kept.get(out.name)):
+            startup.remove_operator(op)
+            startup.remove_variable(out)
+    for name, variable in kept.items():
+        if not startup.has_var(name):
+            out = startup.add_variable(name, variable.dtype, variable.shape, persistable=True, data=variable.data)
+            startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)
+
+
+def _differs(out: Variable, kept: Variable | None) -> bool:
+    return kept is None or kept.data is not out.data

@@ -1,0 +1,91 @@
+"""Layers that train differently from how they evaluate: BatchNormalization and Dropout, switched to training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ops.training.random import MASK_ID, rng_state
+
+
+def train_batch_norm(program: Program) -> list[str]:
+    """Let each BatchNormalization of the main graph normalise by its batch, and update its running statistics."""
+    count = 0
+    for op in program.operators:
+        if op.type != "BatchNormalization" or op.domain or op.attrs.get("training_mode", 0):
+            continue
+        states = [op.input(3), op.input(4)]
+        if any(v is None or not v.persistable for v in states):
+            continue  # statistics that are computed, or folded away, are no state
+        op.attrs["training_mode"] = 1
+        for slot, state in enumerate(states, 1):
+            assert state is not None
+            new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
+            op.set_output(slot, new)
+            state.trainable = False
+            program.set_update(state, new)
+        count += 1
+    return [f"{count} BatchNormalization train with the statistics of the batch"] if count else []
+
+
+def train_dropout(program: Program) -> list[str]:
+    """Switch Dropout operators that stand in the program as they evaluate to training, with their own ratio."""
+    found = [op for op in program.operators if op.type == "Dropout" and not op.domain and op.input(2) is None]
+    for op in found:
+        _switch_on(op)
+    return [f"{len(found)} Dropout are switched on"] if found else []
+
+
+def insert_dropout(program: Program, rates: Mapping[str, float]) -> list[str]:
+    """Put a Dropout behind each operator that a pattern matches; ``rates``: pattern -> probability of a zero."""
+    if not isinstance(rates, Mapping):
+        raise ArgumentTypeError(
+            f"dropout is {rates!r}; expected {{pattern: rate}}, as in {{'*/attention/*Softmax': 0.1}}"
+        )
+    for pattern, rate in rates.items():
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+            raise ArgumentError(f"dropout: the rate of pattern {pattern!r} is {rate!r}; expected a number in [0, 1)")
+    notes = []
+    forward = program.operators
+    for pattern, rate in rates.items():
+        hits = [op for op in matching(forward, [pattern], "dropout") if _made(op) is not None]
+        for op in hits:
+            _insert(op, float(rate))
+        notes.append(f"{len(hits)} Dropout of {rate:g} behind {pattern!r}")
+    return notes
+
+
+def _made(op: Operator) -> Variable | None:
+    """The float that the operator makes, where something reads it."""
+    out = op.output(0)
+    return out if out is not None and out.dtype in ("float32", "float16", "bfloat16") and out.readers else None
+
+
+def _insert(op: Operator, rate: float) -> None:
+    program, value = op.program, _made(op)
+    assert value is not None
+    readers = [reader for reader, _ in value.readers]
+    dropped = program.add_variable(program.unique(f"{value.name}.dropout"), value.dtype, value.shape)
+    program.replace_uses(value, dropped)
+    ratio = program.add_constant(f"{value.name}.dropout_ratio", np.array(rate, np.float32))
+    new = program.add_operator("Dropout", [value, ratio], [dropped])
+    new.scope, new.guard = op.scope, op.guard and any(reader.guard for reader in readers)
+    _switch_on(new)
+
+
+def _switch_on(op: Operator) -> None:
+    program, out = op.program, op.output(0)
+    assert out is not None
+    rng_state(program)
+    if op.input(1) is None:
+        op.set_input(1, program.add_constant(f"{out.name}.ratio", np.array(0.5, np.float32)))
+    op.set_input(2, program.add_constant(f"{out.name}.training", np.array(True)))
+    if op.output(1) is None:
+        op.set_output(1, program.add_variable(program.unique(f"{out.name}.mask"), "bool", out.shape))
+    mask = op.output(1)
+    assert mask is not None
+    op.metadata[MASK_ID] = str(mask.key)

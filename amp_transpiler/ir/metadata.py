@@ -1,0 +1,145 @@
+"""What only a Program knows, in a model file: the marks of an operator in the node's metadata_props (role, guard,
+scope, precision, reason), the state of a training program in those of the graph (persistables, updates, gradients)."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.nodes import Window
+from amp_transpiler.ir.program import FORWARD, ROLES, Operator, Program
+from amp_transpiler.ir.weights import not_a_weight
+
+PREFIX = "amp_transpiler."
+#: The reason on casts that a pass inserted. Passes look through those casts, so that running twice changes nothing.
+INSERTED = "cast: "
+#: Metadata entry: why an operator runs in fp32 whatever the lists say. A part of an operator that does so inside.
+FULL = PREFIX + "fp32"
+#: Operator, of the own domain, that sets a variable to the content that it carries.
+INITIALIZER = "ArrayInitializer"
+_STATE = PREFIX + "state"
+_TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def inserted(op: Operator | None) -> bool:
+    """Whether a pass inserted this cast."""
+    return op is not None and op.type == "Cast" and op.reason.startswith(INSERTED)
+
+
+def read_marks(op: Operator, metadata: dict[str, str]) -> None:
+    """Take the marks out of a node's metadata and put them on the operator; the rest becomes ``op.metadata``."""
+    rest = dict(metadata)
+    if rest.get(PREFIX + "role") in ROLES:
+        op.role = rest.pop(PREFIX + "role")
+    if rest.get(PREFIX + "guard") == "1":
+        op.guard = bool(rest.pop(PREFIX + "guard"))
+    op.precision = rest.pop(PREFIX + "precision", "")
+    op.reason = rest.pop(PREFIX + "reason", "")
+    scope = rest.pop(PREFIX + "scope", None)
+    op.metadata = rest
+    op.scope = derived_scope(op) if scope is None else scope
+
+
+def written_marks(op: Operator) -> dict[str, str]:
+    """The metadata entries that say what :func:`read_marks` would not find out without them."""
+    marks: dict[str, str] = {}
+    if op.role != FORWARD:
+        marks[PREFIX + "role"] = op.role
+    if op.guard:
+        marks[PREFIX + "guard"] = "1"
+    if op.scope != derived_scope(op):
+        marks[PREFIX + "scope"] = op.scope
+    if op.precision:
+        marks[PREFIX + "precision"] = op.precision
+    if op.reason:
+        marks[PREFIX + "reason"] = op.reason
+    return marks
+
+
+def derived_scope(op: Operator) -> str:
+    """The scope that an exporter's own marks give an operator: ``encoder/layer.0/attention``; "" where there are none.
+
+    PyTorch's dynamo exporter lists the enclosing modules, outermost first and each with its full dotted name,
+    and the node itself last; its TorchScript exporter names a node ``/encoder/layer.0/attention/MatMul``.
+    """
+    listed = op.metadata.get(_TORCH_SCOPES)
+    if listed is not None:
+        return _joined(listed)
+    if op.name.startswith("/"):
+        return op.name[1:].rpartition("/")[0]
+    return ""
+
+
+def _joined(listed: str) -> str:
+    try:
+        scopes = ast.literal_eval(listed)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ""
+    if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
+        return ""
+    parts: list[str] = []
+    outer = ""
+    for scope in scopes[:-1]:
+        part = scope.removeprefix(outer + ".") if outer else scope
+        if part and scope != outer:
+            parts.append(part)
+        outer = scope
+    return "/".join(parts)
+
+
+def written_state(program: Program) -> dict[str, str]:
+    """The metadata entry that says which variables are persistable and trainable, and the updates.
+
+    None is needed, and none written, where importing would find the same: all weights are trainable, nothing is
+    updated or a gradient.
+    """
+    kept = [v for v in program.variables if v.persistable]
+    gradients = {v.name: v.grad_of.name for v in program.variables if v.grad_of is not None}
+    imported = all(v.data is not None and v.trainable == (not not_a_weight(v)) for v in kept)
+    if not program.updates and not gradients and imported:
+        return {}
+    state = {
+        "trainable": [v.name for v in kept if v.trainable],
+        "persistable": [v.name for v in kept if not v.trainable],
+        "updates": {state.name: new.name for state, new in program.updates.items()},
+        "gradients": gradients,
+    }
+    if program.window is not None:
+        window = program.window
+        spread = {state.name: new.name for state, new in window.updates.items()}
+        state["window"] = {"steps": window.steps, "counter": window.counter.name, "updates": spread}
+    return {_STATE: json.dumps(state)}
+
+
+def read_state(program: Program) -> bool:
+    """Take the state entry out of the graph's metadata and obey it; whether there was one."""
+    text = program.info.graph_metadata.pop(_STATE, None)
+    if text is None:
+        return False
+    try:
+        state = json.loads(text)
+        kept = [(name, True) for name in state["trainable"]] + [(name, False) for name in state["persistable"]]
+        updates = dict(state["updates"])
+        gradients = dict(state.get("gradients", {}))
+        window = dict(state.get("window", {}))
+        spread = dict(window.get("updates", {}))
+        steps, counter = int(window.get("steps", 0)), window.get("counter", "")
+        named = [*(name for name, _ in kept), *updates.values(), *gradients.values(), *spread.values(), counter]
+        if not all(isinstance(name, str) for name in named):
+            raise TypeError("a name that is no text")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "
+                         "it") from None  # fmt: skip
+    for name, trainable in kept:
+        variable = program.var(name)
+        variable.persistable, variable.trainable, variable.is_input = True, trainable, False
+    program.inputs = [v for v in program.inputs if not v.persistable]
+    for name, new in updates.items():
+        program.set_update(program.var(name), program.var(new))
+    for name, variable in gradients.items():
+        program.var(name).grad_of = program.var(variable)
+    if window:
+        written = {program.var(name): program.var(new) for name, new in spread.items()}
+        program.window = Window(steps, program.var(counter), written)
+    return True

@@ -1,0 +1,91 @@
+"""Pieces of a training step that a decorated optimizer puts together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.decompose import has_decomposition
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.optimizer.base import Optimizer
+from amp_transpiler.optimizer.pairs import ParamsGrads, checked_loss
+from amp_transpiler.passes.autodiff.backward import listed_parameters, standardize
+
+
+def checked_losses(loss: Any) -> list[Variable]:
+    """One loss or several, all of one program; errors for anything else."""
+    losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+    if not losses:
+        raise ArgumentError("there is no loss in the list of losses")
+    for each in losses:
+        checked_loss(each)
+        if each.program is not losses[0].program:
+            raise ArgumentError(f"losses '{losses[0].name}' and '{each.name}' belong to different programs")
+    return losses
+
+
+def wide_loss(loss: Variable) -> Variable:
+    """The loss in fp32."""
+    if loss.dtype == "float32":
+        return loss
+    wide = loss.program.add_variable(loss.program.unique(f"{loss.name}.cast_fp32"), "float32", loss.shape)
+    loss.program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
+    return wide
+
+
+def made_of(sources: Iterable[Variable]) -> set[Variable]:
+    """The variables, and all that is computed from them."""
+    found, queue = set(sources), list(sources)
+    while queue:
+        for op, _ in queue.pop().readers:
+            new = [v for v in op.outputs if v is not None and v not in found]
+            found.update(new)
+            queue += new
+    return found
+
+
+def take_apart(program: Program) -> None:
+    """Operators that the lists do not know become those that they do, before the lists decide."""
+    if any(has_decomposition(op) for op in program.walk()):
+        standardize(program)
+
+
+def _owners(optimizers: Sequence[Optimizer], program: Program) -> dict[Variable, Optimizer]:
+    """The optimizer of each parameter that is in a list of one. ArgumentError: a parameter of two optimizers."""
+    owner: dict[Variable, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in listed_parameters(program, optimizer.parameter_list or (), type(optimizer).__name__):
+            if owner.setdefault(parameter, optimizer) is not optimizer:
+                raise ArgumentError(
+                    f"parameter '{parameter.name}' is in the parameter_list of two optimizers, "
+                    f"{type(owner[parameter]).__name__} and {type(optimizer).__name__}; give it to one of them"
+                )
+    return owner
+
+
+def shares(optimizers: Sequence[Optimizer], program: Program,
+           params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:  # fmt: skip
+    """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
+    owner = _owners(optimizers, program)
+    rest = next((optimizer for optimizer in optimizers if optimizer.parameter_list is None), None)
+    found_shares: dict[Optimizer, ParamsGrads] = {optimizer: [] for optimizer in optimizers}
+    for parameter, grad in params_grads:
+        found = owner.get(parameter, rest)
+        if found is None:
+            raise ArgumentError(f"parameter '{parameter.name}' is in the parameter_list of no optimizer; add it "
+                                "to one, or leave its gradient out")  # fmt: skip
+        found_shares[found].append((parameter, grad))
+    idle = next((optimizer for optimizer, pairs in found_shares.items() if not pairs), None)
+    if idle is not None:
+        raise ArgumentError(f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, "
+                            "or give it a parameter_list that the loss depends on")  # fmt: skip
+    return list(found_shares.items())
+
+
+def listed(optimizers: Sequence[Optimizer], program: Program) -> list[Variable] | None:
+    """The parameters that the optimizers are for; None for all."""
+    if any(optimizer.parameter_list is None for optimizer in optimizers):
+        return None
+    return list(_owners(optimizers, program))

@@ -1,0 +1,1 @@
+"""The backward pass, and what of the forward pass it computes again."""

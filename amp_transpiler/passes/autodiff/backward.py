@@ -1,0 +1,366 @@
+"""Append gradient operators to a program, in one reverse sweep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from amp_transpiler.errors import ArgumentTypeError, GradientError, GraphError
+from amp_transpiler.ir import context
+from amp_transpiler.ir.decompose import decompose, has_decomposition, take_apart
+from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.opdef import Gradient, body_of, gradient_type, lookup
+from amp_transpiler.ir.patterns import is_pattern, matching_names, names_of_parameter
+from amp_transpiler.ir.program import BACKWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.rollback import unchanged_on_error
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.ops.training.random import rng_state
+from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
+from amp_transpiler.passes.autodiff.segments import recompute_activations
+from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow, why_not_known
+from amp_transpiler.passes.canonicalize.opset import convert_opset
+
+
+@paddle_arguments("append_backward")
+def append_backward(
+    loss: Variable,
+    parameter_list: Sequence[Variable | str] | None = None,
+    no_grad_set: Collection[Variable | str] | None = None,
+) -> list[tuple[Variable, Variable]]:
+    """Append the gradient of ``loss`` with respect to parameters to the loss's program.
+
+    ``loss`` is a float scalar (shape [] or all ones). ``parameter_list`` (variables, names, or patterns such as
+    ``"encoder/*"``, which stand for trainable parameters) defaults to every trainable parameter; ``no_grad_set``
+    names variables that gradients must not pass.
+    Gradients have the element type and shape of their variable and are named ``<variable>@GRAD``;
+    where several readers contribute, one ``GradSum`` adds them (in fp32) and rounds once.
+
+    Returns [(parameter, gradient)] in the order of the parameters; parameters that the loss does not
+    depend on are left out. GradientError: a loss that is no float scalar, one that depends on no
+    parameter, a listed parameter without a path to it, an operator on the path without a gradient rule. Where
+    anything raises, the program is as before.
+    """
+    program = check_loss(loss, parameter_list, no_grad_set)
+    with unchanged_on_error(program):
+        standardize(program)
+        expand_control_flow(program)
+        if any(op.type == "Dropout" and body_of(op) is not None for op in program.operators):
+            rng_state(program)  # an imported dropout brings no randomness with it
+        return _append(program, loss, parameter_list, no_grad_set)
+
+
+def standardize(program: Program) -> None:
+    """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
+
+    That is opset 21 of ai.onnx; later operators, and those that onnxruntime's optimisers write, are taken apart.
+    GraphError names an operator that cannot be.
+    """
+    convert_opset(program)
+    decompose(program)
+
+
+def _append(
+    program: Program,
+    loss: Variable,
+    parameter_list: Sequence[Variable | str] | None,
+    no_grad_set: Collection[Variable | str] | None,
+) -> list[tuple[Variable, Variable]]:
+    order = program.operators
+    wanted, needs = _wanted(program, order, parameter_list, no_grad_set)
+    by_name = {item.name if isinstance(item, Variable) else item for item in parameter_list or ()}
+    with context.operator_role(BACKWARD):
+        sweep = _Sweep(order, [(loss, _seed(loss))], needs)
+        pairs = []
+        for parameter in wanted:
+            if sweep.reaches(parameter):
+                pairs.append((parameter, sweep.total(parameter)))
+            elif parameter.name in by_name:  # not where a pattern stands for it
+                raise GradientError(
+                    f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
+                )
+        if program.recompute is not None:
+            recompute_activations(program, loss, sweep.made, [gradient for _, gradient in pairs])
+    return pairs
+
+
+def check_loss(
+    loss: Variable,
+    parameter_list: Sequence[Variable | str] | None = None,
+    no_grad_set: Collection[Variable | str] | None = None,
+) -> Program:
+    """The loss's program. GradientError: it is no float scalar, or depends on no parameter."""
+    if not isinstance(loss, Variable):
+        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
+    if loss.dtype not in FLOATS:
+        raise GradientError(f"loss '{loss.name}' has element type {loss.dtype}; a loss is a float")
+    if loss.shape is None or any(d != 1 for d in loss.shape):
+        shape = "unknown" if loss.shape is None else list(loss.shape)
+        raise GradientError(
+            f"loss '{loss.name}' has shape {shape}; a loss is a scalar. Reduce it first, for example with "
+            "amp.nn.functional.mean"
+        )
+    program = loss.program
+    wanted, needs = _wanted(program, program.operators, parameter_list, no_grad_set)
+    if loss.key not in needs:
+        names = ", ".join(v.name for v in wanted[:5]) or "none"
+        raise GradientError(
+            f"loss '{loss.name}' of program '{program.name}' does not depend on any parameter (parameters: {names}). "
+            "Build the loss from layers with trainable parameters, or pass parameter_list"
+        )
+    return program
+
+
+def _wanted(
+    program: Program,
+    order: list[Operator],
+    parameter_list: Sequence[Variable | str] | None,
+    no_grad_set: Collection[Variable | str] | None,
+) -> tuple[list[Variable], set[int]]:
+    """The parameters to differentiate for, and the float variables that depend on them."""
+    listed = parameter_list is not None
+    wanted = listed_parameters(program, parameter_list or (), "parameter_list") if listed else program.parameters
+    blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
+    return wanted, _dependents(order, wanted, blocked)
+
+
+def listed_parameters(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
+    """The parameters that variables, names and patterns stand for, each once; a pattern stands for trainable ones.
+
+    ``what`` names the list in errors: ArgumentTypeError for what is no list, or holds anything else, GraphError for
+    an unknown name, ArgumentError for a pattern that fits none.
+    """
+    if isinstance(items, (str, Variable)) or not isinstance(items, Iterable):
+        raise ArgumentTypeError(f"{what} must be a list of variables, names or patterns, not {items!r}")
+    found: dict[int, Variable] = {}
+    for item in items:
+        if isinstance(item, str) and is_pattern(item) and not program.has_var(item):
+            kind = f"trainable parameter of program '{program.name}'"
+            fitting = list(matching_names(program.parameters, [item], what, names_of_parameter, kind))
+        else:
+            fitting = _variables(program, [item], what)
+        found |= {variable.key: variable for variable in fitting}
+    return list(found.values())
+
+
+def _variables(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
+    if isinstance(items, (str, Variable)) or not isinstance(items, Iterable):
+        raise ArgumentTypeError(f"{what} must be a list of variables or names, not {items!r}")
+    found = []
+    for item in items:
+        if not isinstance(item, (str, Variable)):
+            raise ArgumentTypeError(f"{what} holds {item!r}; expected variables or names")
+        variable = program.var(item) if isinstance(item, str) else item
+        program._own(variable)
+        found.append(variable)
+    return found
+
+
+def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: set[int]) -> set[int]:
+    """Float variables that depend on ``sources`` through float values, one forward sweep."""
+    needs = {v.key for v in sources if v.key not in blocked}
+    for op in order:
+        reads = any(v is not None and v.key in needs for v in op.inputs) or any(v.key in needs for v in op.captures)
+        if reads and op.role != BACKWARD:
+            for v in op.outputs:
+                if v is not None and v.dtype in FLOATS and not v.stop_gradient and v.key not in blocked:
+                    needs.add(v.key)
+    return needs
+
+
+Plan = list[tuple[Operator, Gradient | None, list[int]]]
+
+
+def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> tuple[Plan, dict[int, int]]:
+    """Operators to differentiate in reverse order with their wanted input slots, and uses per variable.
+
+    An If on the way has no rule: its gradient is an If (see :mod:`.if_gradient`).
+    """
+    reached = {v.key for v in ends}
+    plan: Plan = []
+    contributions: dict[int, int] = defaultdict(int)
+    for op in reversed(order):
+        outs = [v for v in op.outputs if v is not None and v.key in reached]
+        if not outs:
+            continue
+        slots = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
+        captured = captured_floats(op, needs)
+        if not slots and not captured:
+            continue
+        found = lookup(op)
+        rule = found.gradient if found else None
+        if rule is not None and rule.zero:
+            continue
+        if op.type != "If" or op.domain:
+            _check_rule(op, rule, slots, captured)
+            _check_outputs(op, rule, outs)
+        plan.append((op, rule, slots))
+        for variable in (*(op.inputs[slot] for slot in slots), *captured):
+            assert variable is not None
+            reached.add(variable.key)
+            contributions[variable.key] += 1
+    return plan, contributions
+
+
+def _check_outputs(op: Operator, rule: Gradient | None, outs: list[Variable]) -> None:
+    assert rule is not None
+    unread = [v for v in outs if f"dy{v.producer_slot}" not in rule.reads and "dy*" not in rule.reads]
+    if unread:
+        raise GradientError(
+            f"the gradient of '{op.label}' ({op.full_type}) cannot pass through its output '{unread[0].name}'. "
+            f"Add '{unread[0].name}' to no_grad_set, or register a rule with "
+            f"@amp.register_gradient('{op.full_type}', ...)"
+        )
+
+
+def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
+    way_out = (
+        f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
+        f"@amp.register_gradient('{op.full_type}', ...)"
+    )
+    if op.attrs.programs:
+        source = op.inputs[slots[0]] if slots else captured[0]
+        raise GradientError(
+            f"the loss depends on '{source.name if source else ''}' through '{op.label}' ({op.full_type}), which has "
+            f"no gradient: {why_not_known(op)}"
+        )
+    if rule is None and has_decomposition(op):
+        try:
+            take_apart(op)
+        except GraphError as error:
+            rule_of_yours = f"register a rule with @amp.register_gradient('{op.full_type}', ...)"
+            raise GradientError(f"{error}, or {rule_of_yours}") from None
+    if rule is None:
+        source = op.inputs[slots[0]]
+        raise GradientError(
+            f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
+            f"'{source.name if source else ''}' and has no gradient rule. {way_out}"
+        )
+    reason = rule.refuse(op) if rule.refuse is not None else ""
+    if reason:
+        raise GradientError(
+            f"operator '{op.label}' ({op.full_type}) lies on the path of the loss, and {reason}. {way_out}"
+        )
+    for slot in slots:
+        if rule.inputs is not None and slot not in rule.inputs:
+            source = op.inputs[slot]
+            raise GradientError(
+                f"operator '{op.label}' ({op.full_type}) has no gradient for its input {slot} "
+                f"('{source.name if source else ''}'). {way_out}"
+            )
+
+
+def _seed(loss: Variable) -> Variable:
+    """d loss / d loss = 1."""
+    program = loss.program
+    assert loss.dtype is not None and loss.shape is not None
+    ones = np.ones([1] * len(loss.shape), numpy_dtype(loss.dtype))
+    seed = program.add_variable(program.unique(f"{loss.name}@GRAD"), loss.dtype, loss.shape, data=ones)
+    seed.grad_of = loss
+    return seed
+
+
+def new_gradient(variable: Variable, name: str) -> Variable:
+    """A variable for a gradient of ``variable``, like it."""
+    new = variable.program.add_variable(variable.program.unique(name), variable.dtype, variable.shape)
+    new.grad_of = variable
+    return new
+
+
+def _place_beside(op: Operator, forward: Operator | None) -> None:
+    if forward is not None:
+        op.scope, op.guard = forward.scope, forward.guard
+
+
+class _Sweep:
+    """One reverse sweep over ``order``: appends gradient operators from ``seeds``, [(variable, its gradient)], back
+    to whatever of ``needs`` (keys of variables) they reach."""
+
+    def __init__(self, order: list[Operator], seeds: list[tuple[Variable, Variable]], needs: set[int]) -> None:
+        self.needs = needs
+        self._pending: dict[int, list[Variable]] = defaultdict(list)
+        self._done: dict[int, Variable] = {}
+        #: (gradient operator, the operator that it differentiates), as appended.
+        self.made: list[tuple[Operator, Operator]] = []
+        for variable, gradient in seeds:
+            self._pending[variable.key].append(gradient)
+        plan, self._contributions = _plan(order, [v for v, _ in seeds], needs)
+        for op, rule, slots in plan:
+            if rule is None:
+                append_if_gradient(op, self)
+            else:
+                self._append(op, rule, slots)
+
+    def nested(self, order: list[Operator], seeds: list[tuple[Variable, Variable]],
+               wanted: Iterable[Variable]) -> _Sweep:  # fmt: skip
+        """A sweep over the operators of a nested program."""
+        return _Sweep(order, seeds, _dependents(order, wanted, set()))
+
+    def reaches(self, variable: Variable) -> bool:
+        """Whether the variable has a gradient."""
+        return variable.key in self._pending or variable.key in self._done
+
+    def total(self, variable: Variable) -> Variable:
+        """The gradient of a variable whose readers have all contributed."""
+        if variable.key in self._done:
+            return self._done[variable.key]
+        parts = self._pending.pop(variable.key)
+        if len(parts) == 1:
+            total = parts[0]
+        else:
+            total = new_gradient(variable, f"{variable.name}@GRAD")
+            op = variable.program.add_operator("GradSum", parts, [total], domain=OWN)
+            _place_beside(op, variable.producer)
+        self._done[variable.key] = total
+        return total
+
+    def contribution(self, variable: Variable) -> Variable:
+        """A new variable for one reader's part of the gradient of ``variable``."""
+        name = f"{variable.name}@GRAD"
+        if self._contributions[variable.key] > 1:
+            name += f"@{len(self._pending[variable.key])}"
+        new = new_gradient(variable, name)
+        self._pending[variable.key].append(new)
+        return new
+
+    def _append(self, op: Operator, rule: Gradient, slots: list[int]) -> None:
+        inputs: list[Variable | None] = []
+        for read in rule.reads:
+            kind, which = (read[:2], read[2:]) if read.startswith("dy") else (read[:1], read[1:])
+            if which == "*":
+                source = list(op.inputs if kind == "x" else op.outputs)
+            elif kind == "x":
+                source = [op.input(int(which))]
+            else:
+                source = [op.output(int(which))]
+                if kind == "y" and source[0] is None:
+                    source = [_add_output(op, int(which))]
+            if kind == "dy":
+                source = [self.total(v) if v is not None and self.reaches(v) else None for v in source]
+            inputs.extend(source)
+        outputs: list[Variable | None] = [None] * len(op.inputs)
+        for slot in slots:
+            variable = op.inputs[slot]
+            assert variable is not None
+            outputs[slot] = self.contribution(variable)
+        attrs = op.attrs.copy()
+        if "x*" in rule.reads:
+            attrs["n_inputs"] = len(op.inputs)
+        grad = op.program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
+        grad.metadata.update(op.metadata)
+        _place_beside(grad, op)
+        grad.precision, grad.reason = op.precision, f"gradient of {op.label}"
+        self.made.append((grad, op))
+
+
+def _add_output(op: Operator, slot: int) -> Variable:
+    """Ask a forward operator for an optional output that its gradient reads (a dropout mask, indices)."""
+    first = next(v for v in op.outputs if v is not None)
+    added = op.program.add_variable(op.program.unique(f"{first.name}.y{slot}"))
+    op.set_output(slot, added)
+    env = Declared()
+    infer_operator(op, env)
+    added.dtype, added.shape = env.types.get(added.key, (None, None))
+    return added

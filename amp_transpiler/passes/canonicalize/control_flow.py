@@ -1,0 +1,254 @@
+"""Control flow whose course is known before the run becomes straight-line operators.
+
+An If on a constant becomes the branch that is taken. A Loop with a known number of turns, and a Scan over a known
+length, are unrolled, so that they have gradients and can be captured in a CUDA graph. Everything else stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.clone import insert_graph
+from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
+from amp_transpiler.ir.program import Operator, Program, Shape, Variable
+
+#: Operators that the unrolled turns of all loops of a program may have together: a loop in a loop multiplies.
+UNROLL_LIMIT = 20_000
+
+
+def expand_control_flow(program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> bool:
+    """Inline and unroll what is known, in place, whatever comes out of it included; whether anything changed.
+
+    ``feed_shapes``: shapes of feeds that the program does not declare itself.
+    """
+    if not program.nesting:
+        return False
+    env = _Known(Shapes(program, feed_shapes), {op.name for op in program.walk()}, UNROLL_LIMIT)
+    pending = list(program.nesting)
+    changed = False
+    for op in pending:
+        first = program._next_key
+        if not _expand(op, env):
+            continue
+        changed = True
+        made = _added_since(program, first)
+        env.left -= len(made)
+        for new in made:
+            infer_operator(new, env.shapes)
+        pending += [new for new in made if new.attrs.programs]
+    return changed
+
+
+def _added_since(program: Program, key: int) -> list[Operator]:
+    """The operators from this key on, as they were added: each after those that make what it reads."""
+    added = list(takewhile(lambda op: op.key >= key, reversed(program._operators.values())))
+    return added[::-1]
+
+
+def why_not_known(op: Operator) -> str:
+    """Why control flow that is still there was not expanded, in words for an error, with the way out."""
+    way_out = "Give its value before the run: amp.prepare_training(program, values={'INPUT': NUMBER})"
+    if op.type == "If":
+        return f"its condition '{_name(op.input(0))}' is computed in the run. {way_out}"
+    if op.type == "Scan":
+        return f"the length that it scans is not known, or unrolls to more than {UNROLL_LIMIT} operators. Fix " \
+               "the shape of its inputs"  # fmt: skip
+    if op.type == "Loop":
+        if not _goes_on(op.attrs["body"]):
+            return "its body decides in the run whether to go on. Rewrite it with a trip count"
+        return (f"its trip count '{_name(op.input(0))}' is not known before the run (or unrolls to more than "
+                f"{UNROLL_LIMIT} operators). {way_out}")  # fmt: skip
+    return "it holds a nested graph"
+
+
+def _name(variable: Variable | None) -> str:
+    return variable.name if variable is not None else "(none)"
+
+
+def _expand(op: Operator, env: _Known) -> bool:
+    if op.domain or op.type not in ("If", "Loop", "Scan"):
+        return False
+    return {"If": _inline_if, "Loop": _unroll_loop, "Scan": _unroll_scan}[op.type](op, env)
+
+
+@dataclass
+class _Known:
+    """What is known of a program: shapes and small values, and the names of its operators."""
+
+    shapes: Shapes
+    names: set[str]
+    #: Operators that may still be unrolled.
+    left: int
+
+    def number(self, variable: Variable | None) -> Any:
+        """The one number that a variable holds, None where that is not known."""
+        value = None if variable is None else self.shapes.value(variable)
+        return None if value is None or value.size != 1 else value.reshape(-1)[0]
+
+    def shape(self, variable: Variable) -> Shape:
+        """The shape, () where it is not known."""
+        return self.shapes[variable][1] or ()
+
+
+def _replace(op: Operator, results: Sequence[Variable | None]) -> None:
+    """Let the operator's outputs be these variables."""
+    program, outputs = op.program, list(op.outputs)
+    marks = (op.role, op.guard, op.scope)
+    program.remove_operator(op)
+    for old, new in zip(outputs, results, strict=False):
+        if old is not None and new is not None:
+            same = program.add_operator("Identity", [new], [old])
+            same.role, same.guard, same.scope = marks
+
+
+def _add(like: Operator, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable],
+         **attrs: Any) -> None:  # fmt: skip
+    op = like.program.add_operator(type_, inputs, outputs, attrs=attrs)
+    op.role, op.guard, op.scope = like.role, like.guard, like.scope
+
+
+def _inline_if(op: Operator, env: _Known) -> bool:
+    taken = env.number(op.input(0))
+    if taken is None:
+        return False
+    branch = op.attrs["then_branch" if taken else "else_branch"]
+    _replace(op, insert_graph(branch, op.program, {}, op.label, env.names))
+    return True
+
+
+def _shared(body: Program, program: Program, label: str) -> dict[Variable, Variable]:
+    """Constants of a loop body, put into the program once, for all turns."""
+    shared = {}
+    for variable in body.variables:
+        if variable.outer is None and variable.producer is None and variable.data is not None:
+            name = variable.name if not program.has_var(variable.name) else f"{label}/{variable.name}"
+            made = program.add_variable(program.unique(name), variable.dtype, variable.shape, data=variable.data)
+            made.persistable, made.trainable = variable.persistable, variable.trainable
+            shared[variable] = made
+    return shared
+
+
+def _fits(body: Program, turns: int, env: _Known) -> bool:
+    return turns * sum(1 for _ in body.walk()) <= env.left
+
+
+def _goes_on(body: Program) -> bool:
+    """Whether the loop's body always says that it goes on."""
+    says: Variable | None = body.outputs[0]
+    while says is not None and (says.outer is not None or (says.producer and says.producer.type == "Identity")):
+        says = says.outer or (says.producer.inputs[0] if says.producer else None)
+    if says is body.inputs[1]:
+        return True
+    value = None if says is None else constant_array(says)
+    return value is not None and bool(value.all())
+
+
+def _unroll_loop(op: Operator, env: _Known) -> bool:
+    body: Program = op.attrs["body"]
+    turns, start = env.number(op.input(0)), env.number(op.input(1))
+    if turns is None or not _goes_on(body) or (op.input(1) is not None and start is None):
+        return False
+    turns = max(int(turns), 0) if start is None or start else 0
+    states = [v for v in op.inputs[2:] if v is not None]
+    scanned = len(op.outputs) - len(states)
+    if not _fits(body, turns, env) or (turns == 0 and any(v is not None for v in op.outputs[len(states) :])):
+        return False
+    program, shared = op.program, _shared(body, op.program, op.label)
+    going = program.add_constant(f"{op.label}/going_on", np.array(True))
+    rows: list[list[Variable]] = [[] for _ in range(scanned)]
+    for turn in range(turns):
+        count = program.add_constant(f"{op.label}/{turn}/count", np.array(turn, np.int64))
+        given = shared | dict(zip(body.inputs, [count, going, *states], strict=True))
+        made = insert_graph(body, program, given, f"{op.label}/{turn}", env.names)[1:]
+        states = made[: len(states)]
+        for row, value in zip(rows, made[len(states) :], strict=True):
+            row.append(value)
+    stacked = [_stack(op, row, 0) if row and out is not None else None
+               for row, out in zip(rows, op.outputs[len(states) :], strict=True)]  # fmt: skip
+    _replace(op, [*states, *stacked])
+    return True
+
+
+def _unroll_scan(op: Operator, env: _Known) -> bool:
+    body: Program = op.attrs["body"]
+    count = int(op.attrs["num_scan_inputs"])
+    if op.program.opset() < 9 or any(v is None for v in op.inputs):
+        return False
+    read = [v for v in op.inputs if v is not None]
+    states, sequences = read[: len(read) - count], read[len(read) - count :]
+    if not all(env.shape(v) for v in sequences):
+        return False
+    along = op.attrs.get("scan_input_axes", [0] * count)
+    axes = [a % len(env.shape(v)) for a, v in zip(along, sequences, strict=True)]
+    shape = env.shape(sequences[0])
+    turns = shape[axes[0]]
+    if not isinstance(turns, int) or turns == 0 or not _fits(body, turns, env):
+        return False
+    pieces = [_pieces(op, v, axis, turns, env) for v, axis in zip(sequences, axes, strict=True)]
+    for i, backwards in enumerate(op.attrs.get("scan_input_directions", [])):
+        pieces[i] = pieces[i][::-1] if backwards else pieces[i]
+    shared = _shared(body, op.program, op.label)
+    rows: list[list[Variable]] = [[] for _ in range(len(body.outputs) - len(states))]
+    for turn in range(turns):
+        given = shared | dict(zip(body.inputs, [*states, *(piece[turn] for piece in pieces)], strict=True))
+        made = insert_graph(body, op.program, given, f"{op.label}/{turn}", env.names)
+        states = made[: len(states)]
+        for row, value in zip(rows, made[len(states) :], strict=True):
+            row.append(value)
+    for i, backwards in enumerate(op.attrs.get("scan_output_directions", [])):
+        rows[i] = rows[i][::-1] if backwards else rows[i]
+    along = op.attrs.get("scan_output_axes", [0] * len(rows))
+    _replace(op, [*states, *(_stack(op, row, axis) for row, axis in zip(rows, along, strict=True))])
+    return True
+
+
+def _pieces(op: Operator, sequence: Variable, axis: int, turns: int, env: _Known) -> list[Variable]:
+    """The elements of a sequence along ``axis``: one Split, whose gradient is one Concat."""
+    program, shape = op.program, env.shape(sequence)
+    thin = (*shape[:axis], 1, *shape[axis + 1 :])
+    slices = [program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
+              for i in range(turns)]  # fmt: skip
+    sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(turns, np.int64))
+    _add(op, "Split", [sequence, sizes], slices, axis=axis)
+    where = program.add_constant(f"{op.label}/axis", np.array([axis], np.int64))
+    found = []
+    for piece in slices:
+        one = program.add_variable(program.unique(f"{piece.name}.value"), sequence.dtype,
+                                   (*shape[:axis], *shape[axis + 1 :]))  # fmt: skip
+        _squeeze(op, piece, where, axis, one)
+        found.append(one)
+    return found
+
+
+def _squeeze(op: Operator, piece: Variable, where: Variable, axis: int, out: Variable) -> None:
+    if op.program.opset() >= 13:
+        _add(op, "Squeeze", [piece, where], [out])
+    else:
+        _add(op, "Squeeze", [piece], [out], axes=[axis])
+
+
+def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
+    """The values of all turns, along a new axis."""
+    program, first = op.program, row[0]
+    shape = first.shape
+    if shape is not None:
+        axis %= len(shape) + 1
+    where = program.add_constant(f"{op.label}/new_axis", np.array([axis], np.int64))
+    apart = []
+    for value in row:
+        size = None if shape is None else (*shape[:axis], 1, *shape[axis:])
+        thin = program.add_variable(program.unique(f"{value.name}.row"), first.dtype, size)
+        if program.opset() >= 13:
+            _add(op, "Unsqueeze", [value, where], [thin])
+        else:
+            _add(op, "Unsqueeze", [value], [thin], axes=[axis])
+        apart.append(thin)
+    whole = None if shape is None else (*shape[:axis], len(row), *shape[axis:])
+    out = program.add_variable(program.unique(f"{first.name}.rows"), first.dtype, whole)
+    _add(op, "Concat", apart, [out], axis=axis)
+    return out

@@ -1,0 +1,167 @@
+"""Layer norms that an exporter wrote out become one operator again.
+
+Before opset 17 there was no LayerNormalization: exports hold ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul and
+Add. As one operator it is computed in fp32 inside, whatever it reads; written out, in pure 16 bit, the square of a
+deviation overflows beyond 255 and an epsilon of 1e-12 is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.metadata import FULL
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.passes.view.constants import content
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """What was found: the last operator, what is normalised, scale, bias, epsilon."""
+
+    last: Operator
+    x: Variable
+    scale: Variable
+    bias: Variable
+    epsilon: float
+
+
+def fuse_layer_norms(program: Program) -> list[str]:
+    """Put one LayerNormalization in the place of each that is written out over the last dimension; in place."""
+    count = 0
+    for op in program.operators:
+        found = _found(op) if op.type == "Add" and not op.domain else None
+        if found is not None:
+            _fuse(found)
+            count += 1
+    return [f"{count} layer norms that were written out are one operator each"] if count else []
+
+
+def keep_root_mean_squares(program: Program) -> list[str]:
+    """Let what divides by the root of a mean square (an RMS norm, written out) run in fp32 whatever the lists say.
+
+    Such a norm has no operator before opset 23; as one it would be computed in fp32 inside.
+    """
+    count = 0
+    for root in program.operators:
+        summed, epsilon = _constant(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
+        mean = _maker(summed, "ReduceMean")
+        square = None if mean is None else _maker(mean.input(0), "Pow") or _maker(mean.input(0), "Mul")
+        if mean is None or square is None or epsilon is None or not _squares(square) or FULL in root.metadata:
+            continue
+        made = root.outputs[0]
+        assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None
+        behind = [op for op, _ in made.readers if op.type in ("Div", "Reciprocal")]
+        inverses = [op.outputs[0] for op in behind if op.type == "Reciprocal" or op.input(1) is made]
+        products = [op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers
+                    if op.type == "Mul"]  # fmt: skip
+        for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
+            op.metadata[FULL] = "statistics of a normalisation"
+        count += 1
+    program._touch()
+    return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
+
+
+def _squares(op: Operator) -> bool:
+    if op.type == "Mul":
+        return op.input(0) is op.input(1)
+    data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
+    return data is not None and bool((as_array(data).reshape(-1) == 2).all())
+
+
+def _fuse(norm: _Norm) -> None:
+    program, out = norm.last.program, norm.last.outputs[0]
+    marks = norm.last.role, norm.last.guard, norm.last.scope
+    _remove(norm.last, {norm.x, norm.scale, norm.bias})
+    attrs = {"axis": -1, "epsilon": norm.epsilon}
+    new = program.add_operator("LayerNormalization", [norm.x, norm.scale, norm.bias], [out], attrs=attrs)
+    new.role, new.guard, new.scope = marks
+
+
+def _remove(last: Operator, needed: set[Variable]) -> None:
+    """Take out an operator, and those before it that nothing else needs then."""
+    program = last.program
+    kept = needed | {*program.outputs, *program.updates.values()}
+    queue = [last]
+    while queue:
+        op = queue.pop()
+        read = [v for v in op.inputs if v is not None]
+        program.remove_operator(op)
+        if op is not last:
+            for made in op.outputs:
+                if made is not None:
+                    program.remove_variable(made)
+        for variable in dict.fromkeys(read):
+            maker = variable.producer
+            if maker is not None and not any(v is not None and (v.readers or v in kept) for v in maker.outputs):
+                queue.append(maker)
+
+
+def _found(last: Operator) -> _Norm | None:
+    """The norm that ends in this Add of a bias."""
+    scaled, bias = _split(last, "Mul")
+    normal, scale = _split(scaled, "Div")
+    if bias is None or scale is None or normal is None:
+        return None
+    deviation, root = _maker(normal.input(0), "Sub"), _maker(normal.input(1), "Sqrt")
+    if deviation is None or root is None:
+        return None
+    x, mean = deviation.input(0), _maker(deviation.input(1), "ReduceMean")
+    summed, epsilon = _constant(root.input(0))
+    variance = _maker(summed, "ReduceMean")
+    if x is None or mean is None or variance is None or epsilon is None or mean.input(0) is not x:
+        return None
+    if not _is_square(variance.input(0), deviation) or not (_over_last(mean, x) and _over_last(variance, x)):
+        return None
+    size = x.shape[-1] if x.shape else None
+    if not isinstance(size, int) or scale.shape != (size,) or bias.shape != (size,) or scale.dtype != x.dtype:
+        return None
+    return _Norm(last, x, scale, bias, epsilon)
+
+
+def _maker(variable: Variable | None, type_: str) -> Operator | None:
+    """The operator of this type that makes the variable."""
+    op = None if variable is None else variable.producer
+    return op if op is not None and op.type == type_ and not op.domain else None
+
+
+def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable | None]:
+    """Of a commutative operator: the operator of ``type_`` that makes one operand, and the other operand."""
+    for slot in (0, 1) if op is not None else ():
+        maker = _maker(op.input(slot), type_) if op is not None else None
+        if maker is not None and op is not None:
+            return maker, op.input(1 - slot)
+    return None, None
+
+
+def _constant(variable: Variable | None) -> tuple[Variable | None, float | None]:
+    """What a number is added to, and the number."""
+    op = _maker(variable, "Add")
+    for slot in (0, 1) if op is not None else ():
+        other = op.input(slot) if op is not None else None
+        data = None if other is None else content(other)
+        if data is not None and int(np.prod(tensor_type(data)[1])) == 1 and op is not None:
+            return op.input(1 - slot), float(as_array(data).reshape(-1)[0])
+    return None, None
+
+
+def _is_square(variable: Variable | None, deviation: Operator) -> bool:
+    """Whether the variable is the square of the deviation, or of another one from the same operands."""
+    power = _maker(variable, "Pow") or _maker(variable, "Mul")
+    return power is not None and _squares(power) and _alike(power.input(0), deviation)
+
+
+def _alike(variable: Variable | None, deviation: Operator) -> bool:
+    made = _maker(variable, "Sub")
+    return made is not None and list(made.inputs) == list(deviation.inputs)
+
+
+def _over_last(op: Operator, x: Variable) -> bool:
+    """Whether a ReduceMean is over the last dimension, which it keeps."""
+    axes = op.input(1)
+    known = None if axes is None else constant_array(axes)
+    rank = len(x.shape or ())
+    return op.attrs.get("keepdims", 1) == 1 and known is not None and known.reshape(-1).tolist() in ([-1], [rank - 1])

@@ -1,0 +1,283 @@
+"""Move a program's ai.onnx operators to another opset, in place.
+
+Gradient rules and bodies are written once, for :data:`TARGET`. Imported programs keep the version they
+were written in until they are trained, or lowered for a place that needs the target version.
+``onnx.version_converter`` is not used: it drops model functions and node metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.decompose import has_decomposition, take_apart
+from amp_transpiler.ir.program import Operator, Program, Variable
+
+#: The operator set of training programs: from 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
+TARGET = 21
+
+Adapter = Callable[[Operator], None]
+#: operator type -> (first version that needs no change, adapter), oldest change first.
+_ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
+
+
+def convert_opset(program: Program, target: int = TARGET) -> bool:
+    """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
+
+    GraphError names an operator that is older than opset 7, that the target does not have, or whose
+    newer form it cannot express.
+    """
+    version = program.opset()
+    if version == target:
+        return False
+    check_age(program)
+    missing = []
+    for op in list(program.walk()):
+        if not op.domain and _since(op, target) is None and has_decomposition(op):
+            missing.append(op)
+        elif not op.domain:
+            _convert(op, version, target)
+    program.info.opsets[""] = target
+    for op in missing:  # what they are made of has the target's form
+        take_apart(op)
+    program.info.ir_version = max(program.info.ir_version, 10)
+    program._touch()
+    return True
+
+
+def check_age(program: Program, oldest: int = 7) -> None:
+    """GraphError where the operators of ai.onnx are older than the opset ``oldest``."""
+    version = program.opset()
+    if version < oldest and any(not op.domain for op in program.walk()):
+        raise GraphError(
+            f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules, "
+            "and casts older than opset 6 are written otherwise. Convert the model with onnx.version_converter first"
+        )
+
+
+def _since(op: Operator, version: int) -> int | None:
+    """The version in which ai.onnx gave an operator the form that it has at ``version``; None where there is none."""
+    try:
+        return int(onnx.defs.get_schema(op.type, version, "").since_version)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _convert(op: Operator, version: int, target: int) -> None:
+    new, old = _since(op, target), _since(op, version)
+    if new is None:
+        raise GraphError(
+            f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
+            "place or the training of this program needs"
+        )
+    if old is None:
+        return  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
+    if old == new and not onnx.defs.get_schema(op.type, target, "").deprecated:
+        return
+    for upto, adapter in _ADAPTERS.get(op.type, []):
+        if old < upto <= target:
+            adapter(op)
+    if old > new:
+        schema = onnx.defs.get_schema(op.type, target, "")
+        unknown = [name for name in op.attrs if name not in schema.attributes]
+        if unknown:
+            raise GraphError(
+                f"operator '{op.label}' ({op.type}) uses attribute '{unknown[0]}' of opset {old}, which opset "
+                f"{target} cannot express"
+            )
+
+
+def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:
+    def register(function: Adapter) -> Adapter:
+        for type_ in types:
+            _ADAPTERS.setdefault(type_, []).append((upto, function))
+        return function
+
+    return register
+
+
+def _constant(op: Operator, what: str, array: np.ndarray) -> Variable:
+    first = next(v for v in op.outputs if v is not None)
+    return op.program.add_constant(f"{first.name}.{what}", array)
+
+
+def _attribute_to_input(op: Operator, name: str, slot: int, dtype: Any = np.int64) -> None:
+    if name in op.attrs:
+        op.set_input(slot, _constant(op, name, np.asarray(op.attrs[name], dtype)))
+        del op.attrs[name]
+
+
+@_adapter(13, "ReduceSum", "Squeeze", "Unsqueeze")
+@_adapter(
+    18,
+    "ReduceMean",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceProd",
+    "ReduceSumSquare",
+    "ReduceMax",
+    "ReduceMin",
+)
+def _axes(op: Operator) -> None:
+    _attribute_to_input(op, "axes", 1)
+
+
+@_adapter(18, "Split")
+def _split(op: Operator) -> None:
+    _attribute_to_input(op, "split", 1)
+    if op.input(1) is None:
+        op.attrs["num_outputs"] = len(op.outputs)
+
+
+@_adapter(10, "Slice")
+def _slice(op: Operator) -> None:
+    for slot, name in enumerate(("starts", "ends", "axes"), 1):
+        _attribute_to_input(op, name, slot)
+
+
+@_adapter(11, "Clip")
+def _clip(op: Operator) -> None:
+    source = op.inputs[0]
+    dtype = np.float32 if source is None or source.dtype is None else np.dtype(source.dtype)
+    for slot, name in enumerate(("min", "max"), 1):
+        _attribute_to_input(op, name, slot, dtype)
+
+
+@_adapter(11, "Pad")
+def _pad(op: Operator) -> None:
+    _attribute_to_input(op, "pads", 1)
+    _attribute_to_input(op, "value", 2, np.float32)
+
+
+@_adapter(12, "Dropout")
+def _dropout(op: Operator) -> None:
+    _attribute_to_input(op, "ratio", 1, np.float32)
+
+
+@_adapter(10, "TopK")
+def _top_k(op: Operator) -> None:
+    if "k" in op.attrs:
+        op.attrs["k"] = [op.attrs["k"]]
+    _attribute_to_input(op, "k", 1)
+
+
+@_adapter(10, "Upsample")
+def _upsample(op: Operator) -> None:
+    """Upsample is Resize with asymmetric coordinates and floor rounding."""
+    _attribute_to_input(op, "scales", 1, np.float32)
+    _as_resize(op)
+
+
+@_adapter(20, "GridSample")
+def _grid_sample(op: Operator) -> None:
+    if "mode" in op.attrs:
+        op.attrs["mode"] = {"bilinear": "linear", "bicubic": "cubic"}.get(op.attrs["mode"], op.attrs["mode"])
+
+
+@_adapter(11, "Resize")
+def _resize_10(op: Operator) -> None:
+    _as_resize(op)
+
+
+def _as_resize(op: Operator) -> None:
+    scales = op.input(1)
+    op.type = "Resize"
+    op.set_input(1, None)
+    op.set_input(2, scales)
+    op.attrs["coordinate_transformation_mode"] = "asymmetric"
+    if op.attrs.get("mode", "nearest") == "nearest":
+        op.attrs["nearest_mode"] = "floor"
+    elif op.attrs["mode"] == "bilinear":
+        op.attrs["mode"] = "linear"
+
+
+@_adapter(11, "Scatter")
+def _scatter(op: Operator) -> None:
+    op.type = "ScatterElements"
+
+
+@_adapter(13, "Softmax", "LogSoftmax", "Hardmax")
+def _softmax(op: Operator) -> None:
+    """Before opset 13 these work on the tensor flattened to 2-D at ``axis`` (default 1)."""
+    source, target = op.inputs[0], op.outputs[0]
+    assert source is not None and target is not None
+    axis = op.attrs.get("axis", 1)
+    rank = None if source.shape is None else len(source.shape)
+    if axis == -1 or (rank is not None and axis % max(rank, 1) == rank - 1):
+        op.attrs["axis"] = -1
+        return
+    program = op.program
+    flat = program.add_variable(program.unique(f"{target.name}.flat"), source.dtype, (None, None))
+    soft = program.add_variable(program.unique(f"{target.name}.soft"), source.dtype, (None, None))
+    shape = program.add_variable(program.unique(f"{target.name}.shape"), "int64", (rank,))
+    op.set_input(0, flat)
+    op.set_output(0, soft)
+    op.attrs["axis"] = -1
+    extra = [
+        program.add_operator("Flatten", [source], [flat], attrs={"axis": axis}),
+        program.add_operator("Shape", [source], [shape]),
+        program.add_operator("Reshape", [soft, shape], [target]),
+    ]
+    for new in extra:
+        new.scope, new.guard, new.role = op.scope, op.guard, op.role
+
+
+@_adapter(20, "DFT")
+def _dft(op: Operator) -> None:
+    """The axis was an attribute with default 1 and is an input with default -2."""
+    op.attrs.setdefault("axis", 1)
+    _attribute_to_input(op, "axis", 2)
+
+
+@_adapter(9, "Scan")
+def _scan(op: Operator) -> None:
+    raise GraphError(f"operator '{op.label}' (Scan of opset 8, with a batch axis) has no form at opset {TARGET}")
+
+
+@_adapter(14, "BatchNormalization")
+def _batch_norm(op: Operator) -> None:
+    if op.attrs.get("spatial", 1) != 1:
+        raise GraphError(f"operator '{op.label}' (BatchNormalization with spatial=0) has no form at opset {TARGET}")
+    op.attrs.pop("spatial", None)
+    for slot in range(1, len(op.outputs)):
+        if op.outputs[slot] is not None and list(_uses(op.outputs[slot])):
+            raise GraphError(
+                f"operator '{op.label}' (BatchNormalization of opset {op.program.opset()}) uses its training "
+                "outputs, which opset 14 defines differently"
+            )
+    for slot in range(len(op.outputs) - 1, 0, -1):
+        op.set_output(slot, None)
+    del op._outputs[1:]
+
+
+def _uses(variable: Variable | None) -> Iterator[Operator]:
+    if variable is not None:
+        yield from (op for op, _ in variable.readers)
+
+
+@_adapter(21, "GroupNormalization")
+def _group_norm(op: Operator) -> None:
+    """Opset 18 scales per group, 21 per channel."""
+    source, groups = op.inputs[0], int(op.attrs["num_groups"])
+    if source is None or source.shape is None or not isinstance(source.shape[1], int):
+        raise GraphError(f"operator '{op.label}' (GroupNormalization of opset 18) needs a known number of channels")
+    program, per_group = op.program, source.shape[1] // groups
+    for slot in (1, 2):
+        old = op.inputs[slot]
+        assert old is not None
+        column = program.add_variable(program.unique(f"{old.name}.column"), old.dtype, (groups, 1))
+        wide = program.add_variable(program.unique(f"{old.name}.wide"), old.dtype, (groups, per_group))
+        flat = program.add_variable(program.unique(f"{old.name}.channels"), old.dtype, (source.shape[1],))
+        program.add_operator("Unsqueeze", [old, _constant(op, f"axes{slot}", np.array([1]))], [column])
+        program.add_operator("Expand", [column, _constant(op, f"wide{slot}", np.array([groups, per_group]))], [wide])
+        program.add_operator("Reshape", [wide, _constant(op, f"flat{slot}", np.array([-1]))], [flat])
+        op.set_input(slot, flat)
+
+
+setattr(Program, "convert_opset", convert_opset)  # noqa: B010 - mypy refuses the plain assignment

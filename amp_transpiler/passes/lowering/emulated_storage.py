@@ -1,0 +1,76 @@
+"""How a place holds a variable: on CPU, 16-bit ones as fp32 tensors with 16-bit values, rounded where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.passes.lowering.lowered import static
+
+
+class Carriers:
+    """The values of a program's variables in the graph that is emitted.
+
+    ``wide`` names 16-bit variables that are held unrounded on CPU; see :func:`.lowering.lower`.
+    """
+
+    def __init__(self, e: Emitter, wide: Container[str]) -> None:
+        self.e = e
+        self.cpu = e.place == "cpu"
+        self.wide = wide
+        self.env: dict[int, Value] = {}
+        #: Wide variables, rounded for the readers that do not run in fp32.
+        self.rounded: dict[int, Value] = {}
+        self.shapes: Shapes | None = None
+
+    def _carried(self, value: Value) -> Value:
+        """A real tensor as this place carries it."""
+        if not self.cpu or value.dtype not in HALF:
+            return value
+        carrier = self.e.cast(value, "float32")
+        self.e.narrow[carrier.name] = value
+        return carrier
+
+    def _read(self, op: Operator, variable: Variable) -> Value:
+        """A variable as ``op`` reads it: rounded where it is held in fp32 and the operator does not run so."""
+        value = self.env[variable.key]
+        if not self.cpu or variable.dtype not in HALF or variable.name not in self.wide:
+            return value
+        if any(v is not None and v.name in self.wide for v in op.outputs):
+            return value
+        if variable.key not in self.rounded:
+            self.rounded[variable.key] = self.e.stored(value, variable.dtype)
+        return self.rounded[variable.key]
+
+    def _shaped(self, op: Operator, variable: Variable) -> Value:
+        """The same, with its shape; GraphError where that is not fixed."""
+        value = self.env[variable.key]
+        if value.shape is None and self.shapes is not None:
+            shape = static(self.shapes[variable][1])
+            if shape is None:
+                self.shapes.shape(variable)  # raises, naming the variable
+            self.env[variable.key] = Value(value.name, value.dtype, shape)
+        return self._read(op, variable)
+
+    def _finished(self, variable: Variable, value: Value, exact: bool) -> Value:
+        """A body's or operator's raw result as the variable is held here, rounded where that is due."""
+        if variable.dtype is None or value.dtype == "":
+            return value
+        if self.cpu and variable.dtype in HALF:
+            if exact or variable.name in self.wide:
+                return value
+            return self.e.stored(value, variable.dtype)
+        return self.e.cast(value, variable.dtype)
+
+    def _real(self, variable: Variable, value: Value) -> Value:
+        return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
+
+    def _output_value(self, variable: Variable, dtype: str | None) -> Value:
+        """What holds the variable's value in an element type: its own, or the one that it was declared with."""
+        value = self.env[variable.key]
+        if self.cpu and dtype in HALF:
+            return self.e.narrow.get(value.name) or self.e.cast(value, dtype or "")
+        return value if dtype is None or dtype in (variable.dtype, value.dtype) else self.e.cast(value, dtype)

@@ -1,0 +1,53 @@
+"""The fixed shapes of a program's feeds, for what has to know them before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.program import Program
+
+
+def given_shapes(call: str, program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    """The fixed shape of every feed that an operator reads.
+
+    ``given`` has those that are not declared; a size under a symbolic name is needed once. ArgumentTypeError where it
+    is no mapping, ArgumentError naming a feed that is unknown, missing, or declared otherwise. ``call`` is the caller,
+    for messages.
+    """
+    shapes = _checked(call, program, given)
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        declared = program.var(name).shape
+        sizes |= {d: n for d, n in zip(declared or (), shape, strict=False) if isinstance(d, str)}
+    for feed in program.inputs:
+        if feed.name in shapes or not feed.readers or feed.dtype is None:
+            continue
+        known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in feed.shape or (None,))
+        if not all(isinstance(d, int) for d in known):
+            shape_text = "an unknown shape" if feed.shape is None else f"shape {list(feed.shape)}"
+            raise ArgumentError(f"{call}: feed '{feed.name}' of program '{program.name}' has {shape_text}; give its "
+                                f"size, as in feed_shapes={{'{feed.name}': (...)}}")  # fmt: skip
+        shapes[feed.name] = known  # type: ignore[assignment]
+    return shapes
+
+
+def _checked(call: str, program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    if not isinstance(given, (Mapping, type(None))):
+        raise ArgumentTypeError(f"{call}: feed_shapes is {given!r}; expected a mapping of names to shapes")
+    feeds = {feed.name: feed for feed in program.inputs}
+    shapes = {}
+    for name, shape in (given or {}).items():
+        if name not in feeds:
+            known = ", ".join(feeds) or "none"
+            raise ArgumentError(f"{call}: '{name}' is no feed of program '{program.name}'; its feeds are {known}")
+        sizes, declared = tuple(shape), feeds[name].shape
+        fits = declared is None or (
+            len(declared) == len(sizes)
+            and all(not isinstance(d, int) or d == n for d, n in zip(declared, sizes, strict=True))
+        )
+        if not fits or not all(isinstance(n, int) and n >= 0 for n in sizes):
+            raise ArgumentError(f"{call}: feed_shapes gives '{name}' the shape {list(sizes)}; it is declared as "
+                                f"{list(declared or ())}")  # fmt: skip
+        shapes[name] = sizes
+    return shapes

@@ -1,0 +1,396 @@
+"""When each tensor of a lowered model lives, as onnxruntime plans it; no session is made.
+
+The graph is taken as its optimiser leaves it where memory is concerned: what reads constants alone is a constant,
+Identity vanishes, equal subexpressions are one. Then, as in onnxruntime:
+
+- nodes run in its default order, a depth-first walk from the nodes that nothing reads, the last one first, that
+  visits the producers of a node's inputs from the last one on;
+- views share the buffer of their input; some kernels write over an input that nobody reads any more; on CUDA a new
+  tensor takes the buffer of a dead one of the same shape and element size, which stays allocated in between (on CPU
+  sessions are made without that);
+- a buffer is freed after its last reader. Graph inputs and constants are held by others all the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.types import BYTES, NAMES
+from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
+
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+#: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
+_OVER_FIRST = frozenset(
+    """Cast Clip Elu HardSigmoid LeakyRelu LogSoftmax Relu ScatterElements Selu Sigmoid Softmax Softplus Softsign Tanh
+    ThresholdedRelu Trilu""".split()  # noqa: SIM905
+)
+_OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
+_BLOCK = 8  # channels that the CPU's own layout keeps together
+_NEVER_FOLDED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"})
+
+
+@dataclass
+class Node:
+    """One node as it runs. ``index`` is its number in the model."""
+
+    index: int
+    proto: onnx.NodeProto
+    inputs: list[str]
+    outputs: list[str]
+
+
+@dataclass
+class Buffer:
+    """Memory that one tensor or several share in turn. ``first`` and ``last`` are steps of the order."""
+
+    size: int
+    tensors: list[str]
+    first: int
+    last: int
+
+
+@dataclass
+class Liveness:
+    """The plan of one graph: its nodes in the order in which they run, and the buffers that they allocate.
+
+    ``tensors`` gives element type and shape of every tensor, ``spans`` the steps from which and to which one that a
+    node makes is needed, ``constants`` those known before the run (folded ones included), ``workspace`` the bytes that
+    a step takes beside its tensors.
+    """
+
+    order: list[Node]
+    buffers: list[Buffer]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    spans: dict[str, tuple[int, int]]
+    constants: set[str]
+    workspace: list[int]
+    #: Names that stand for another tensor: of Identity, and of equal subexpressions.
+    merged: dict[str, str] = field(default_factory=dict)
+
+    def totals(self) -> list[int]:
+        """Bytes of live buffers and workspace at each step."""
+        change = [0] * (len(self.order) + 1)
+        for buffer in self.buffers:
+            change[buffer.first] += buffer.size
+            change[buffer.last + 1] -= buffer.size
+        live, totals = 0, []
+        for step, extra in enumerate(self.workspace):
+            live += change[step]
+            totals.append(live + extra)
+        return totals
+
+    def live_at(self, step: int) -> list[Buffer]:
+        """The buffers allocated while a step runs, the largest first."""
+        found = [b for b in self.buffers if b.first <= step <= b.last]
+        return sorted(found, key=lambda b: -b.size)
+
+
+def tensor_bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
+    """Bytes of a tensor of this element type and shape."""
+    return math.prod(tensor[1]) * BYTES.get(tensor[0], 1)
+
+
+def plan(lowered: Lowered) -> Liveness:
+    """The plan for what a place runs; updates of state take no memory of their own.
+
+    GraphError names a tensor whose shape is not known before the run.
+    """
+    return _Planner(lowered).run()
+
+
+class _Planner:
+    def __init__(self, lowered: Lowered) -> None:
+        model = lowered.model
+        self.graph, self.cpu = model.graph, lowered.place == "cpu"
+        self.bound = {port.tensor for port in lowered.updates}
+        self.types = _types(model, lowered.tensors.values())
+        self.outputs = {info.name for info in model.graph.output}
+        self.constants = {tensor.name for tensor in model.graph.initializer}
+        self.inputs = {info.name for info in model.graph.input} - self.constants
+        self.merged: dict[str, str] = {}
+
+    def run(self) -> Liveness:
+        nodes = self._simplified()
+        order = _order(self._fused(nodes))
+        buffers = _Buffers(self, order).run()
+        names = {n for b in buffers for n in b.tensors} | self.constants | self.inputs | self.outputs
+        tensors = {name: self.tensor(name) for name in sorted(names) if name in self.types}
+        workspace = [self._workspace(node) for node in order]
+        return Liveness(order, buffers, tensors, _spans(order, self.outputs), self.constants, workspace, self.merged)
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Element type and shape; GraphError where the shape is not fixed."""
+        found = self.types.get(name)
+        if found is None or found[1] is None:
+            raise GraphError(
+                f"the shape of tensor '{name}' is not known before the run; give the shapes of all feeds, or leave out "
+                "operators whose results depend on data"
+            )
+        return found[0], found[1]
+
+    # -- what the optimiser does ---------------------------------------------------------------------
+    def _simplified(self) -> list[Node]:
+        """The nodes without constant ones, Identity and repetitions."""
+        known: dict[tuple[object, ...], list[str]] = {}
+        nodes = []
+        for index, proto in enumerate(self.graph.node):
+            inputs = [self.merged.get(name, name) for name in proto.input]
+            outputs = list(proto.output)
+            nested = any(a.HasField("g") or a.graphs for a in proto.attribute)
+            kept = nested or any(name in self.outputs for name in outputs)
+            if not kept and proto.op_type not in _NEVER_FOLDED and all(not n or n in self.constants for n in inputs):
+                self.constants.update(name for name in outputs if name)
+                continue
+            if proto.op_type == "Identity" and not kept:
+                self.merged[outputs[0]] = inputs[0]
+                continue
+            attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in proto.attribute))
+            key = (proto.op_type, proto.domain, attributes, tuple(inputs), tuple(bool(o) for o in outputs))
+            if not kept and key in known and proto.op_type not in _NEVER_FOLDED:
+                self.merged.update(zip(outputs, known[key], strict=True))
+                continue
+            known.setdefault(key, outputs)
+            if nested:
+                inputs += sorted(self.merged.get(name, name) for name in used_tensors([proto]) - set(proto.input))
+            nodes.append(Node(index, proto, inputs, outputs))
+        return nodes
+
+    def _fused(self, nodes: list[Node]) -> list[Node]:
+        """The nodes without transpositions that a matrix product takes on itself, and with a bias inside its product.
+
+        What is made of two nodes comes behind all others, those with a bias first: so onnxruntime numbers them, and
+        orders by number.
+        """
+        readers: dict[str, list[Node]] = {}
+        for node in nodes:
+            for name in node.inputs:
+                readers.setdefault(name, []).append(node)
+        gone: set[int] = set()
+        biased: dict[int, Node] = {}
+        turned: dict[int, Node] = {}
+        for node in nodes:
+            read = readers.get(node.outputs[0], []) if len(node.outputs) == 1 else []
+            if node.outputs[0] in self.outputs or not read:
+                continue
+            if self._turned(node) and all(reader.proto.op_type == "MatMul" for reader in read):
+                gone.add(node.index)
+                turned |= {reader.index: reader for reader in read}
+                for reader in read:
+                    reader.inputs = [node.inputs[0] if name == node.outputs[0] else name for name in reader.inputs]
+            elif node.proto.op_type == "MatMul" and len(read) == 1 and self._biased(node, read[0]):
+                gone.add(read[0].index)
+                biased[node.index] = node
+                node.inputs.append(next(name for name in read[0].inputs if name != node.outputs[0]))
+                node.outputs = list(read[0].outputs)
+        turned = {index: node for index, node in sorted(turned.items()) if index not in biased}
+        kept = [node for node in nodes if node.index not in gone | biased.keys() | turned.keys()]
+        return [*kept, *biased.values(), *turned.values()]
+
+    def _turned(self, node: Node) -> bool:
+        """Whether a node swaps the last two axes and nothing else."""
+        if node.proto.op_type != "Transpose" or self.types[node.inputs[0]][0] != "float32":
+            return False
+        rank = len(self._shape(node.inputs[0]))
+        axes = next((list(a.ints) for a in node.proto.attribute if a.name == "perm"), list(range(rank))[::-1])
+        return rank > 1 and axes == [*range(rank - 2), rank - 1, rank - 2]
+
+    def _biased(self, product: Node, add: Node) -> bool:
+        """Whether a matrix product and the sum of it with a row run as one."""
+        if add.proto.op_type != "Add" or add.outputs[0] in self.outputs or len(set(add.inputs)) != 2:
+            return False
+        row = next(name for name in add.inputs if name != product.outputs[0])
+        width = self._shape(product.outputs[0])[-1:]
+        return all(len(self._shape(name)) == 2 for name in product.inputs) and self._shape(row) == width
+
+    # -- what kernels take beside their tensors --------------------------------------------------------
+    def _workspace(self, node: Node) -> int:
+        """Bytes of the large temporaries of CPU kernels, measured with onnxruntime 1.31."""
+        if not self.cpu:
+            return 0
+        out = self._bytes(node.outputs[0])
+        type_ = node.proto.op_type
+        if type_ == "Where":  # both selections, before they are merged
+            condition = self._shape(node.inputs[0])
+            return sum(self._selected(condition, name) for name in node.inputs[1:3])
+        if type_ == "Sum" and len(node.inputs) > 2:
+            return out
+        if type_ == "MaxPool" and len(node.outputs) == 1:  # it runs in blocks of channels, from and to a copy
+            shape = self._shape(node.inputs[0])
+            return self._bytes(node.inputs[0]) + out if len(shape) == 4 and shape[1] % _BLOCK == 0 else 0
+        if type_ in ("Softmax", "LogSoftmax"):
+            axis = next((a.i for a in node.proto.attribute if a.name == "axis"), -1)
+            rank = len(self._shape(node.inputs[0]))
+            return 0 if axis in (-1, rank - 1) else 2 * out
+        return 2 * out if type_ == "Einsum" else 0
+
+    def _selected(self, condition: tuple[int, ...], name: str) -> int:
+        type_, shape = self.tensor(name)
+        rank = max(len(condition), len(shape))
+        sides = zip(_aligned(condition, rank), _aligned(shape, rank), strict=True)
+        return tensor_bytes((type_, tuple(max(pair) for pair in sides)))
+
+    def _bytes(self, name: str) -> int:
+        return tensor_bytes(self.tensor(name)) if name and name in self.types else 0
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.tensor(name)[1]
+
+
+def _aligned(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return (1,) * (rank - len(shape)) + shape
+
+
+def _types(model: onnx.ModelProto, known: Iterable[Value]) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+    """Element type and fixed shape (None where it is not) of each tensor, by ONNX's inference without weights."""
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    del light.graph.initializer[:]
+    listed = {info.name for info in light.graph.input}
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) <= 64:
+            light.graph.initializer.append(tensor)
+        elif tensor.name not in listed:
+            info = light.graph.input.add(name=tensor.name)
+            info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
+    made = {name for node in model.graph.node for name in node.output} - {info.name for info in model.graph.output}
+    light.graph.value_info.extend(_unpooled(model))
+    for value in known:
+        if value.name in made and value.shape is not None and value.dtype:
+            light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
+    graph = onnx.shape_inference.infer_shapes(light).graph
+    found: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+    for info in [*graph.value_info, *graph.input, *graph.output]:
+        if info.type.WhichOneof("value") == "tensor_type":
+            tensor_type = info.type.tensor_type
+            dims = [d.dim_value if d.HasField("dim_value") else None for d in tensor_type.shape.dim]
+            fixed = tensor_type.HasField("shape") and None not in dims
+            found[info.name] = (NAMES.get(tensor_type.elem_type, ""), tuple(dims) if fixed else None)  # type: ignore[arg-type]
+    for tensor in model.graph.initializer:
+        found[tensor.name] = (NAMES[tensor.data_type], tuple(tensor.dims))
+    return found
+
+
+def _unpooled(model: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
+    """The results of MaxUnpool that are told their shape, which ONNX's inference does not look at."""
+    content = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "MaxUnpool" and len(node.input) > 2 and node.input[2] in content:
+            shape = onnx.numpy_helper.to_array(content[node.input[2]]).tolist()
+            yield onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, shape)
+
+
+def _order(nodes: Sequence[Node]) -> list[Node]:
+    """onnxruntime's default order of nodes."""
+    producer = {name: i for i, node in enumerate(nodes) for name in node.outputs if name}
+    sources = [sorted({producer[name] for name in node.inputs if name in producer}) for node in nodes]
+    read = {i for found in sources for i in found}
+    stack = [(i, False) for i in range(len(nodes)) if i not in read]
+    visited: set[int] = set()
+    order = []
+    while stack:
+        i, leave = stack.pop()
+        if leave:
+            order.append(nodes[i])
+        elif i not in visited:
+            visited.add(i)
+            stack.append((i, True))
+            stack.extend((source, False) for source in sources[i] if source not in visited)
+    return order
+
+
+def _spans(order: Sequence[Node], outputs: set[str]) -> dict[str, tuple[int, int]]:
+    spans: dict[str, tuple[int, int]] = {}
+    for step, node in enumerate(order):
+        spans.update((name, (spans[name][0], step)) for name in node.inputs if name in spans)
+        spans.update((name, (step, len(order) - 1 if name in outputs else step)) for name in node.outputs if name)
+    return spans
+
+
+class _Buffers:
+    """Which tensor gets which buffer."""
+
+    def __init__(self, planner: _Planner, order: Sequence[Node]) -> None:
+        self.planner, self.order = planner, order
+        self.uses: dict[str, int] = {}
+        self.owner: dict[str, str] = {}  # tensor -> the tensor whose buffer it has
+        self.buffers: dict[str, Buffer] = {}
+        self.free: dict[tuple[tuple[int, ...], int], list[str]] = {}  # shape, element size -> dead buffers, last on top
+
+    def run(self) -> list[Buffer]:
+        for node in self.order:
+            for name in filter(None, node.inputs):
+                self.uses[name] = self.uses.get(name, 0) + 1
+        for name in (*self.planner.inputs, *self.planner.constants, *self.planner.outputs):
+            self.uses[name] = self.uses.get(name, 0) + 1
+        for name in (*self.planner.inputs, *self.planner.constants):
+            self.owner[name] = name
+        for step, node in enumerate(self.order):
+            for slot, name in enumerate(node.outputs):
+                if name:
+                    self._place(step, node, slot, name)
+            self._release(step, [name for name in node.inputs if name])
+            self._release(step, [name for name in node.outputs if name], unread=True)
+        for name in self.planner.outputs:
+            owner = self.owner.get(name)
+            if owner in self.buffers:
+                self.buffers[owner].last = len(self.order) - 1
+        return list(self.buffers.values())
+
+    def _place(self, step: int, node: Node, slot: int, name: str) -> None:
+        """Choose the buffer of one output."""
+        if name in self.planner.outputs:
+            self.owner[name] = name
+            if name not in self.planner.bound:
+                self.buffers[name] = Buffer(self.planner._bytes(name), [name], step, step)
+            return
+        reused = self._reused_input(node, slot, name) or self._dead(name)
+        if reused is None:
+            self.owner[name] = name
+            self.buffers[name] = Buffer(tensor_bytes(self.planner.tensor(name)), [name], step, step)
+            return
+        self.owner[name] = reused
+        self.uses[reused] = self.uses.get(reused, 0) + self.uses.get(name, 0)
+        if reused in self.buffers:
+            self.buffers[reused].tensors.append(name)
+            self.buffers[reused].last = step
+
+    def _reused_input(self, node: Node, slot: int, name: str) -> str | None:
+        type_ = node.proto.op_type
+        if type_ in _VIEWS and slot == 0:
+            return self.owner[node.inputs[0]]
+        if type_ == "BatchNormalization" and slot in _OWN_STATISTICS:
+            return self.owner[node.inputs[_OWN_STATISTICS[slot]]]
+        if type_ in _OVER_FIRST and slot == 0:
+            first = node.inputs[0]
+            if self.uses[self.owner[first]] == 1 and self._like(first) == self._like(name):
+                return self.owner[first]
+        return None
+
+    def _like(self, name: str) -> tuple[tuple[int, ...], int]:
+        type_, shape = self.planner.tensor(name)
+        return shape, BYTES.get(type_, 1)
+
+    def _dead(self, name: str) -> str | None:
+        shape, size = self._like(name)
+        waiting = self.free.get((shape, size)) if shape and not self.planner.cpu else None
+        return waiting.pop() if waiting else None
+
+    def _release(self, step: int, names: Sequence[str], unread: bool = False) -> None:
+        for name in names:
+            owner = self.owner.get(name, name)
+            if owner in self.buffers:
+                self.buffers[owner].last = max(self.buffers[owner].last, step)
+            if unread:
+                done = not self.uses.get(owner)
+            else:
+                self.uses[owner] -= 1
+                done = self.uses[owner] == 0
+            if done and owner in self.buffers:
+                self.free.setdefault(self._like(self.buffers[owner].tensors[0]), []).append(owner)

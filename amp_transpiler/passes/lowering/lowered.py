@@ -1,0 +1,148 @@
+"""What lowering gives: the model that a place runs, and which tensor of it is which variable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.serializing import write_model
+from amp_transpiler.ir.types import HALF, NAMES
+
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
+
+
+@dataclass(frozen=True)
+class Port:
+    """A graph input or output of the lowered model: a program variable and its tensor there."""
+
+    variable: str
+    tensor: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None = None
+
+
+@dataclass
+class Lowered:
+    """What a place runs. ``feeds`` and ``states`` are graph inputs, ``fetches`` and ``updates`` outputs.
+
+    ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
+    of constant zeros (a run-time zero cannot be folded into megabytes of constants). ``tensors`` says which tensor is
+    which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from
+    (None: none; nodes at the end are left out); ``inner`` says that of nodes in nested graphs, by what they make,
+    and which operator hands in a 16-bit input of such a graph.
+    """
+
+    model: onnx.ModelProto
+    place: str
+    feeds: list[Port] = field(default_factory=list)
+    states: list[Port] = field(default_factory=list)
+    fetches: list[Port] = field(default_factory=list)
+    updates: list[Port] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+    tensors: dict[str, Value] = field(default_factory=dict)
+    origins: list[Operator | None] = field(default_factory=list)
+    inner: dict[str, Operator] = field(default_factory=dict)
+
+    def to_onnx(self, path: str) -> None:
+        """Write the model; it appears whole or not at all."""
+        write_model(self.model, path)
+
+
+def needed(program: Program, targets: Sequence[Variable]) -> list[Operator]:
+    """Operators that the targets depend on, in the program's order; one reverse sweep."""
+    wanted = {v.key for v in targets}
+    kept = []
+    for op in reversed(program.operators):
+        if any(v is not None and v.key in wanted for v in op.outputs):
+            kept.append(op)
+            wanted.update(v.key for v in op.inputs if v is not None)
+            wanted.update(v.key for v in op.captures)
+    return kept[::-1]
+
+
+def live(
+    nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], outputs: set[str]
+) -> tuple[list[onnx.NodeProto], list[Operator | None]]:
+    """The nodes that the outputs depend on, each with its operator; one reverse sweep.
+
+    A body may compute what nobody asked it for, or a gradient read an activation for its shape alone; onnxruntime
+    runs such nodes.
+    """
+    wanted = set(outputs)
+    kept: list[tuple[onnx.NodeProto, Operator | None]] = []
+    padded = [*origins, *[None] * (len(nodes) - len(origins))]
+    for node, origin in zip(reversed(nodes), reversed(padded), strict=True):
+        if not wanted.isdisjoint(node.output):
+            kept.append((node, origin))
+            wanted |= used_tensors([node])
+    return [node for node, _ in reversed(kept)], [origin for _, origin in reversed(kept)]
+
+
+def static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
+    """A shape whose sizes are all known, else None."""
+    if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
+        return None
+    return tuple(int(d) for d in shape)  # type: ignore[arg-type]
+
+
+def carrier_type(proto: onnx.TypeProto) -> None:
+    """Turn the 16-bit tensors of a type into the fp32 ones that carry them on CPU."""
+    kind = proto.WhichOneof("value")
+    if kind in ("tensor_type", "sparse_tensor_type"):
+        tensor = getattr(proto, kind)
+        if NAMES.get(tensor.elem_type) in HALF:
+            tensor.elem_type = onnx.TensorProto.FLOAT
+    elif kind in ("sequence_type", "optional_type"):
+        carrier_type(getattr(proto, kind).elem_type)
+
+
+def nested_type(variable: Variable, cpu: bool) -> onnx.TypeProto:
+    """The type of an input or output of a nested graph, as the place carries it."""
+    if variable.type_proto is None:
+        return type_proto("float32" if cpu and variable.dtype in HALF else variable.dtype, variable.shape)
+    proto = onnx.TypeProto()
+    proto.CopyFrom(variable.type_proto)
+    if cpu:
+        carrier_type(proto)
+    return proto
+
+
+def carrier_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:
+    """An attribute as it is emitted on CPU: one that asks for a 16-bit type asks for the carrier's."""
+    if proto.name in _TYPE_ATTRIBUTES and NAMES.get(proto.i) in HALF:
+        return onnx.helper.make_attribute(proto.name, onnx.TensorProto.FLOAT)
+    if proto.type == onnx.AttributeProto.TENSOR and NAMES.get(proto.t.data_type) in HALF:
+        array = onnx.numpy_helper.to_array(proto.t).astype(np.float32)
+        return onnx.helper.make_attribute(proto.name, onnx.numpy_helper.from_array(array, proto.t.name))
+    return proto
+
+
+def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> None:
+    """Rename tensors in nodes and in the graphs nested in them."""
+    if not names:
+        return
+    for node in nodes:
+        for slots in (node.input, node.output):
+            for i, name in enumerate(slots):
+                if name in names:
+                    slots[i] = names[name]
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
+                rename_tensors(graph.node, names)
+
+
+def used_tensors(nodes: Sequence[onnx.NodeProto]) -> set[str]:
+    """Names of the tensors that nodes, and the graphs nested in them, read."""
+    used: set[str] = set()
+    for node in nodes:
+        used.update(node.input)
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
+                used |= used_tensors(graph.node) | {out.name for out in graph.output}
+    return used

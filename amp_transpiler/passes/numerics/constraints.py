@@ -1,0 +1,67 @@
+"""What speaks against 16 bit in a program: the common result of the guards and of the measurements.
+
+Operators and tensors are those of the program as it was written (:func:`~.precision.source`): inserted casts
+and the variables of nested graphs that stand for outer ones never appear here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import operator_name
+
+
+@dataclass(frozen=True)
+class ConstantNote:
+    """A constant of which some values do not survive in 16 bit, and what was done about it.
+
+    ``problem`` is "overflow" or "underflow", ``count`` how many of ``size`` elements it befalls, ``worst`` the
+    value furthest outside, ``action`` what happens to it, in words.
+    """
+
+    name: str
+    problem: str
+    count: int
+    size: int
+    worst: float
+    action: str
+
+
+@dataclass
+class Evidence:
+    """Reasons, by operator and by tensor.
+
+    ``operators``: these run in fp32. ``tensors``: these are not stored in 16 bit, so that the operator that
+    makes them and those that read them run in fp32. ``replaced``: constants that take this value instead
+    (a mask saturated to the format's minimum). ``constants``: what befell constants, for the report.
+    """
+
+    operators: dict[Operator, str] = field(default_factory=dict)
+    tensors: dict[Variable, str] = field(default_factory=dict)
+    replaced: dict[Variable, float] = field(default_factory=dict)
+    constants: list[ConstantNote] = field(default_factory=list)
+
+    def keep(self, op: Operator, reason: str) -> None:
+        """Let the operator run in fp32; the first reason stands."""
+        self.operators.setdefault(op, reason)
+
+    def keep_tensor(self, variable: Variable, reason: str) -> None:
+        """Never store the tensor in 16 bit; the first reason stands."""
+        self.tensors.setdefault(source(variable), reason)
+
+    def against(self, op: Operator, lists: AutoMixedPrecisionLists | None = None) -> str:
+        """Why the operator runs in fp32; "" where nothing speaks against 16 bit.
+
+        ``lists``: what their custom white list names is the caller's business, and nothing speaks against it.
+        """
+        if lists is not None and operator_name(op) in lists.custom_white_list:
+            return ""
+        if op in self.operators:
+            return self.operators[op]
+        for variable in (*op.outputs, *op.inputs):
+            if variable is not None and source(variable) in self.tensors:
+                return self.tensors[source(variable)]
+        return ""

@@ -1,0 +1,106 @@
+"""Float arithmetic on shapes, lengths and positions: 16 bit holds integers exactly only to 2048 (bfloat16: 256).
+
+Forwards, from integers that become floats: while an operator reads nothing but such numbers and constants, it
+counts. Data that a model computes, and weights, end the chain; so do sine and cosine, which bring positions into
+[-1, 1]. Backwards, from floats that become integers: elementwise arithmetic on the way to an index or a size.
+"""
+
+from __future__ import annotations
+
+import math
+
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.view.constants import is_constant
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import is_float, operator_name
+
+#: Integers that images do not come in.
+_COUNTS = frozenset({"int16", "uint16", "int32", "uint32", "int64", "uint64"})
+#: What a float may become: an index, a size, or a number that is quantised by hand.
+_TARGETS = _COUNTS | {"int8", "uint8"}
+_MOVES = frozenset(
+    """
+    Concat Expand Flatten Gather GatherElements GatherND Identity Reshape Slice Split Squeeze Tile Transpose Unsqueeze
+    Pad Where
+    """.split()  # noqa: SIM905
+)
+_ARITHMETIC = frozenset(
+    """
+    Abs Add Ceil Clip Div Exp Floor Log Max Min Mod Mul Neg Pow Range Reciprocal Round Sign Sqrt Sub Sum CumSum
+    ReduceMax ReduceMin ReduceSum
+    """.split()  # noqa: SIM905
+)
+#: What turns a position into a number that 16 bit holds: it stays fp32 itself, and ends the chain.
+_ENDS = frozenset({"Sin", "Cos"})
+#: What lies between a float and the integer that it becomes.
+_ROUNDS = (_MOVES | _ARITHMETIC) - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
+#: Elements of a constant that may still count: beyond, it is a weight.
+_SMALL = 1 << 16
+
+
+def keep_positions(program: Program, evidence: Evidence) -> None:
+    """Add to ``evidence`` the operators of ``program``, nested graphs included, that compute with positions.
+
+    What an earlier conversion did to the program makes no difference. Linear in its size.
+    """
+    ops = [op for op in program.walk() if not inserted(op)]
+    _forwards(ops, evidence)
+    _backwards(ops, evidence)
+
+
+def _forwards(ops: list[Operator], evidence: Evidence) -> None:
+    counted: dict[Variable, str] = {}
+    for op in ops:
+        name = operator_name(op)
+        if name == "Cast":
+            read, made = op.input(0), op.output(0)
+            if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
+                counted[made] = read.name
+            continue
+        if name not in _ARITHMETIC and name not in _MOVES and name not in _ENDS and not _outer_product(op, name):
+            continue
+        read_floats = [source(v) for v in op.inputs if v is not None and is_float(v)]
+        origin = next((counted[v] for v in read_floats if v in counted), None)
+        if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
+            continue
+        if name in _MOVES and not any(v in counted for v in read_floats[:1]) and name in ("Gather", "GatherND"):
+            continue
+        evidence.keep(op, f"counts: it computes with the integers of '{origin}'")
+        if name not in _ENDS:
+            counted.update((v, origin) for v in op.outputs if v is not None and is_float(v))
+
+
+def _is_number(variable: Variable) -> bool:
+    """Whether it is a constant, and no weight."""
+    return is_constant(variable) and math.prod(int(d or 0) for d in variable.shape or (0,)) <= _SMALL
+
+
+def _outer_product(op: Operator, name: str) -> bool:
+    """Whether a matrix product sums nothing: its inner dimension is 1 (positions times frequencies)."""
+    if name != "MatMul":
+        return False
+    shapes = [v.shape if v is not None else None for v in op.inputs[:2]]
+    return any(
+        shape is not None and len(shape) >= 2 and shape[axis] == 1 for shape, axis in zip(shapes, (-1, -2), strict=True)
+    )
+
+
+def _backwards(ops: list[Operator], evidence: Evidence) -> None:
+    becomes: dict[Variable, str] = {}
+    for op in reversed(ops):
+        name = operator_name(op)
+        if name == "Cast":
+            read, made = op.input(0), op.output(0)
+            if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:
+                becomes.setdefault(source(read), made.name)
+            continue
+        target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
+        if target is None or name not in _ROUNDS:
+            continue
+        evidence.keep(op, f"becomes an integer in '{target}'")
+        for variable in op.inputs:
+            if variable is not None and is_float(variable) and not is_constant(source(variable)):
+                becomes.setdefault(source(variable), target)

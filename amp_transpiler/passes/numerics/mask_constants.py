@@ -1,0 +1,26 @@
+"""Mask constants that training in 16 bit can add to scores.
+
+Exporters mask with the lowest number of fp32, -3.4e38. In 16 bit that is minus infinity, and a row in which every
+place is masked then makes NaN out of a softmax, which loss scaling answers by skipping every step.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.numerics.masks import LOW, binary_tensors, maskable, masking
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.flow import Flow
+
+
+def saturate_masks(program: Program, dtype: str) -> None:
+    """Let constants that only mask end at half of the largest number of ``dtype``, in place.
+
+    A conversion takes the largest number itself; half of it leaves room for the scores, and for a second mask, that
+    are added to it in 16 bit. Constants within ``dtype``, infinities, parameters, and what anything but a mask's
+    reader sees stay as they are. Called again, it changes nothing.
+    """
+    flow, limit = Flow(program), LIMITS[dtype].largest
+    for variable, bit in masking(flow, limit, maskable(flow, binary_tensors(flow))).items():
+        if not variable.persistable:
+            constants.saturate(variable, -limit / 2 if bit == LOW else limit / 2)

@@ -1,0 +1,263 @@
+"""How numbers that 16 bit cannot hold go on through a program, and where they end.
+
+A tensor is *wide* where its elements may leave the format's range, a *square* where they are squares on the way
+to a sum (which leave the range, and lose small terms below it), *tiny* where they may sink to zero before a
+division or a logarithm, *inverse* where they are one over a tiny one. None of them is stored in 16 bit. They end
+where an operator brings them back into range: a root, a logarithm, a tanh, a softmax, a norm, a division.
+
+A matrix product or convolution that reads a wide tensor runs in fp32, but its result counts as an ordinary tensor
+again: sums and powers that only may be wide would otherwise turn whole networks to fp32 for numbers that no
+trained network feeds to a product. Weights that hold numbers beyond the format do make wide products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
+from amp_transpiler.passes.view.flow import MOVES, Flow, moves
+from amp_transpiler.passes.view.names import label
+from amp_transpiler.passes.view.typing import operator_name
+
+WIDE, SQUARE, TINY, INVERSE = 4, 8, 16, 32
+#: A constant whose digits vanish in 16 bit; one that holds numbers beyond it.
+VANISHING, BEYOND = 64, 128
+_KEPT = WIDE | SQUARE | TINY | INVERSE | VANISHING | BEYOND
+
+Cause = tuple[Operator | None, str]
+
+PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
+#: Sums over axes.
+SUMS = frozenset({"ReduceSum", "ReduceL1", "CumSum"})
+_REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "AveragePool", "GlobalAveragePool",
+                         "Sum", "Mean", "CumSum"})  # fmt: skip
+#: A wide operand makes a wide result.
+_WIDENS = _REDUCTIONS | {
+    "Add", "Sub", "Mul", "Neg", "Abs", "Max", "Min", "Floor", "Ceil", "Round", "Relu", "LeakyRelu", "PRelu", "Elu",
+    "Selu", "Celu", "ThresholdedRelu", "Shrink", "Gelu", "Swish", "HardSwish", "Mish", "Softplus", "MaxPool",
+    "GlobalMaxPool", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceProd", "CumProd", "TopK", "LpPool",
+    "GlobalLpPool", "Exp", "Cosh", "Sinh", "Resize", "Upsample",
+}  # fmt: skip
+#: What statistics do with sums of squares before the root.
+_STATISTICS = _REDUCTIONS | {"Add", "Sub", "Mul", "Max", "Min", "Abs", "Relu"}
+#: What they do with the root before the division.
+_DIVISORS = frozenset({"Add", "Sum", "Mul", "Max", "Min", "Abs", "Sqrt"})
+
+
+class Spread:
+    """One sweep over a program that finds the tensors not to be stored in 16 bit, from the operators that make them.
+
+    ``fits`` says whether a tensor is proved to lie within the format; ``binary`` are tensors of zeros and ones.
+    """
+
+    def __init__(self, flow: Flow, dtype: str, evidence: Evidence, binary: frozenset[Variable],
+                 fits: Callable[[Variable], bool]) -> None:  # fmt: skip
+        self.flow, self.dtype, self.evidence, self.binary, self.fits = flow, dtype, evidence, binary, fits
+        self.limit = LIMITS[dtype].largest
+        #: What is known of a tensor, as bits, and where that comes from.
+        self.state: dict[Variable, int] = {}
+        self.cause: dict[Variable, Cause] = {}
+        self._words: dict[Cause, str] = {}
+        self.divides = _before_division(flow)
+
+    def sweep(self, seed: Callable[[Operator, str], tuple[int, str] | None]) -> None:
+        """Go over the program; ``seed`` says what an operator makes of ordinary operands, and why it is kept."""
+        for _ in range(2 if self.flow.loops else 1):
+            for op, name, read in self.flow.steps:
+                self._visit(op, name, read, seed(op, name))
+
+    def mark(self, variable: Variable, bits: int, cause: Cause) -> None:
+        """Note what is known of a tensor, inside and outside of nested graphs.
+
+        ``cause``: the operator that it comes from (None for a tensor that the words name) and why.
+        """
+        pending = [variable]
+        while pending:
+            variable = pending.pop()
+            known = self.state.get(variable, 0)
+            new = bits | known
+            if new & WIDE and not new & BEYOND and self.fits(variable):
+                new &= ~WIDE
+            if new == known:
+                continue
+            self.state[variable] = new
+            self.cause.setdefault(variable, cause)
+            if new & _KEPT:
+                maker, why = cause
+                here = maker is None or maker is variable.producer
+                self.evidence.keep_tensor(variable, why if here else self._after(cause))
+            for edges in (self.flow.results, self.flow.entries, self.flow.loops):
+                pending.extend(edges.get(variable, ()))
+
+    def _after(self, cause: Cause) -> str:
+        """The words for a tensor further on."""
+        if cause not in self._words:
+            maker, why = cause
+            self._words[cause] = f"after {label(maker)}: {why}" if maker is not None else why
+        return self._words[cause]
+
+    def _visit(self, op: Operator, name: str, read: list[Variable | None], seed: tuple[int, str] | None) -> None:
+        known = [self.state.get(v, 0) if v is not None else 0 for v in read]
+        bits, cause = 0, None
+        if any(known):
+            masks, doubled = self._masks(op, name, known)
+            if doubled and seed is None:
+                seed = WIDE, "adds two masks, each with the smallest number of the format"
+            bits = masks | self._carried(op, name, known)
+            cause = next(self.cause[v] for v, b in zip(read, known, strict=True) if b and v is not None)
+        if seed is not None and not bits & SQUARE:  # the sum of squares is about the squares
+            self.evidence.keep(op, seed[1])
+            cause = op, seed[1]
+        elif cause is not None and not op.attrs.programs and any(each & _KEPT for each in known):
+            self.evidence.keep(op, self._after(cause))
+        bits |= seed[0] if seed is not None else 0
+        if not bits or cause is None or _cast_down(op, name, self.dtype):
+            return
+        for made in op.outputs:
+            if made is not None and made.dtype in ("float32", self.dtype):
+                self.mark(made, bits, cause)
+
+    # -- what an operator makes of what it reads ------------------------------------------------------
+    def _carried(self, op: Operator, name: str, known: list[int]) -> int:
+        bits = 0
+        if name in MOVES:
+            for slot, each in enumerate(known):
+                if moves(op, slot):
+                    bits |= each & ~(LOW | HIGH)
+            return bits
+        for slot, each in enumerate(known):
+            if each & (WIDE | BEYOND):
+                bits |= self._wide(op, name, slot, known)
+            if each & SQUARE:
+                bits |= self._square(op, name, slot, known)
+            if each & (TINY | VANISHING):
+                bits |= self._tiny(op, name, slot, each)
+            if each & INVERSE and name == "Mul" and self.flow.number(self.flow.inputs[op][1 - slot]) is not None:
+                bits |= INVERSE
+        return bits
+
+    def _masks(self, op: Operator, name: str, known: list[int]) -> tuple[int, bool]:
+        """Masked places of the result, and whether two masks are added: twice the smallest number is none."""
+        bits, low, high = 0, 0, 0
+        for slot, each in enumerate(known):
+            sign = through(op, slot, self.flow, self.binary) if each & (LOW | HIGH) else None
+            if sign is not None:
+                mask = flipped(each & (LOW | HIGH), sign)
+                bits, low, high = bits | mask, low + bool(mask & LOW), high + bool(mask & HIGH)
+        return bits, name in ("Add", "Sum", "Sub") and max(low, high) > 1
+
+    def _wide(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
+        if name == "Mul":
+            return (
+                0
+                if known[1 - slot] & INVERSE or self._means(op, self.flow.number(self.flow.inputs[op][1 - slot]))
+                else WIDE
+            )
+        if name in _WIDENS:
+            return WIDE
+        if name in PRODUCTS:
+            return WIDE if known[slot] & BEYOND else 0
+        if name == "Div" and slot == 0:
+            divisor = self.flow.number(self.flow.inputs[op][1])
+            return WIDE if divisor and not self._means(op, 1 / divisor) else 0
+        if name == "Clip" and slot == 0:
+            return 0 if self._clips(op) else WIDE
+        if name == "Pow" and slot == 0:
+            return self._power(op, WIDE)
+        return self._root(op, name)
+
+    def _means(self, op: Operator, factor: float | None) -> bool:
+        """Whether the constant factor makes the mean of a sum."""
+        for variable in self.flow.inputs[op]:
+            terms = summed_terms(variable.producer, self.flow) if variable is not None and variable.producer else None
+            if terms and factor is not None and abs(factor) * terms <= 1.001:
+                return True
+        return False
+
+    def _clips(self, op: Operator) -> bool:
+        """Whether both bounds are constants within the format."""
+        bounds = [op.attrs.get("min"), op.attrs.get("max")]
+        if len(op.inputs) > 1:
+            bounds = [self.flow.number(op.input(1)), self.flow.number(op.input(2))]
+        return all(bound is not None and abs(bound) <= self.limit for bound in bounds)
+
+    def _power(self, op: Operator, bits: int) -> int:
+        exponent = self.flow.number(op.input(1))
+        if exponent is None or exponent >= 1:
+            return bits
+        return INVERSE if exponent < 0 else self._root(op, "Sqrt")
+
+    def _root(self, op: Operator, name: str) -> int:
+        """A root is in range again, but a division by it needs its digits."""
+        made = op.output(0)
+        return TINY if name == "Sqrt" and made is not None and made in self.divides else 0
+
+    def _square(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
+        if name in _STATISTICS or (name in ("Div", "Clip") and slot == 0):
+            return SQUARE
+        if name in PRODUCTS and any(v is not None and v in self.divides for v in op.outputs):  # bands of a spectrum
+            return SQUARE
+        if name == "Pow" and slot == 0:
+            return self._power(op, SQUARE)
+        bits = self._root(op, name)
+        return bits or (self._wide(op, name, slot, known) if self.dtype == "float16" else 0)
+
+    def _tiny(self, op: Operator, name: str, slot: int, bits: int) -> int:
+        numerator = self.flow.inputs[op][0]
+        if name == "Reciprocal" or (name == "Pow" and slot == 0 and (self.flow.number(op.input(1)) or 0) < 0):
+            return INVERSE
+        if name == "Div" and slot == 1:
+            return WIDE if bits & VANISHING else INVERSE if self.flow.number(numerator) is not None else 0
+        if bits & VANISHING and (name in PRODUCTS or name in ("Mul", "Div")):
+            return TINY
+        carries = name in _DIVISORS or name == "Clip" or (name in ("Div", "Pow") and slot == 0)
+        made = op.output(0)
+        return TINY if carries and made is not None and made in self.divides else 0
+
+
+def _cast_down(op: Operator, name: str, dtype: str) -> bool:
+    """Whether it is the program's own cast to 16 bit: whoever wrote it wants just that."""
+    made = op.output(0)
+    return name == "Cast" and made is not None and made.dtype == dtype
+
+
+def _before_division(flow: Flow) -> frozenset[Variable]:
+    """Tensors that a division, a logarithm or a negative power reads, at once or after what statistics do between."""
+    found: set[Variable] = set()
+    for op, name, read in reversed(flow.steps):
+        made = op.output(0)
+        ahead = made is not None and made in found
+        for slot, variable in enumerate(read):
+            if variable is None:
+                continue
+            yes = name in ("Reciprocal", "Log") or (name == "Div" and slot == 1)
+            yes |= name == "Pow" and slot == 0 and (flow.number(op.input(1)) or 0) < 0
+            yes |= ahead and (name in _DIVISORS or moves(op, slot) or (slot == 0 and name in ("Clip", "Div", "Pow")))
+            if yes:
+                found.add(variable)
+    return frozenset(found)
+
+
+def summed_terms(op: Operator, flow: Flow) -> int | None:
+    """How many elements a ReduceSum or its like adds into each of its results; None where that is not known."""
+    x = op.input(0)
+    if operator_name(op) not in SUMS or x is None or x.shape is None:
+        return None
+    shape = x.shape
+    axes = op.attrs.get("axes")
+    if axes is None and op.input(1) is not None:
+        axes = flow.integers(op.input(1))
+        if axes is None:
+            return None
+    if not axes:
+        axes = () if op.attrs.get("noop_with_empty_axes") else range(len(shape))
+    total = 1
+    for axis in axes:
+        size = shape[axis] if -len(shape) <= axis < len(shape) else None
+        if not isinstance(size, int):
+            return None
+        total *= size
+    return total

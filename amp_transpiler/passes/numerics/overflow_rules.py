@@ -1,0 +1,280 @@
+"""Numeric guards: what is known to leave the range of 16 bit, or to lose its digits there, stays fp32.
+
+They look for the operators that make such numbers; :mod:`.spread` follows the numbers to where they end.
+
+- Squares on the way to a sum (variance, RMS norm, L2 norm, distance, magnitude): a square leaves float16 beyond
+  255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
+- Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
+- Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products;
+  products over elements; matrix products with weights beyond any trained network's; Exp of what is not proved to
+  be small; Cosh and Sinh; determinants.
+- What a sound interval puts wholly beyond the format, and the sum of two masks.
+
+bfloat16 has the range of float32, so that only the squares remain there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable, masking
+from amp_transpiler.passes.numerics.overflow_propagation import (
+    INVERSE,
+    PRODUCTS,
+    SQUARE,
+    SUMS,
+    TINY,
+    WIDE,
+    Spread,
+    summed_terms,
+)
+from amp_transpiler.passes.numerics.weight_norms import LARGE, gain, weights
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.flow import MOVES, Flow, moves
+from amp_transpiler.passes.view.names import label, written_name
+from amp_transpiler.passes.view.typing import SHORT, operator_name
+
+#: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
+FEW = 4
+#: How far the maximum is followed back through operators that move it.
+_HOPS = 4
+_NEGATIVE = "a negative power leaves fp16 near 0"
+
+_GROWS = {
+    "ReduceProd": "multiplies many elements", "CumProd": "multiplies many elements",
+    "Det": "multiplies many elements", "Cosh": "an exponential leaves fp16 from 12 on",
+    "Sinh": "an exponential leaves fp16 from 12 on",
+}  # fmt: skip
+_SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
+
+#: What may lie between a sum and the square of the mean.
+_MEANS = frozenset(MOVES) | _SUMMING | {"Mul", "Div", "Pow"}
+#: What may lie between a signal and its spectrum.
+_LINEAR = frozenset(MOVES) | PRODUCTS | {"Add", "Sub", "Mul", "Div", "Neg"}
+
+
+class Bounds(Protocol):
+    """Sound intervals of tensors, as the range analysis gives them."""
+
+    def bound(self, variable: Variable) -> tuple[float, float] | None:
+        """The interval in which every element lies; None where nothing is known."""
+
+    def within(self, variable: Variable, limit: float) -> bool:
+        """Whether every element is proved to lie in ``[-limit, limit]``."""
+
+
+def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evidence, flow: Flow | None = None) -> None:
+    """Add to ``evidence`` what patterns and intervals say against ``dtype`` ("float16" or "bfloat16").
+
+    Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
+    conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
+    """
+    flow, limit = flow or Flow(program), LIMITS[dtype].largest
+    binary = binary_tensors(flow)
+    spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
+    for variable, bit in masking(flow, limit, maskable(flow, binary)).items():
+        spread.mark(variable, bit, (None, f"'{variable.name}' is a mask"))
+    guards = _Guards(spread, ranges)
+    for variable in program.inputs:
+        why = guards.beyond(variable)
+        if why:
+            spread.mark(variable, WIDE, (None, f"'{variable.name}': {why}"))
+    spread.sweep(guards.seed)
+    guards.keep_subtracted_squares(evidence)
+    guards.keep_spectra(evidence)
+
+
+class _Guards:
+    """What each operator makes of ordinary operands."""
+
+    def __init__(self, spread: Spread, ranges: Bounds) -> None:
+        self.flow, self.spread, self.ranges, self.limit = spread.flow, spread, ranges, spread.limit
+        self.short, self.float16 = SHORT[spread.dtype], spread.dtype == "float16"
+        self.gains: dict[tuple[Variable, tuple[int, ...] | int], float] = {}
+        #: The tensors that are squares of one tensor, and which.
+        self.squares: dict[Variable, Variable] = {}
+        for op, name, read in self.flow.steps:
+            squared, made = self._squared(op, name, read), op.output(0)
+            if squared is not None and made is not None:
+                self.squares[made] = squared
+        self.summed = self._before(lambda op, name: name in _SUMMING or (name == "Pow" and self._exponent(op) == 0.5))
+        self.logged = self._before(lambda op, name: name == "Log")
+        self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
+
+    def seed(self, op: Operator, name: str) -> tuple[int, str] | None:
+        """What the operator makes (see :mod:`.spread`) and why it stays fp32; None where nothing speaks against it."""
+        made = op.output(0)
+        if made is None:
+            return None
+        found = self._squares(op, name, made)
+        if found is None and self.float16:
+            why = self._grows(op, name)
+            if why and not self.ranges.within(made, self.limit):
+                found = INVERSE if why == _NEGATIVE else WIDE, why
+        return found or self._proved(op, made)
+
+    def keep_subtracted_squares(self, evidence: Evidence) -> None:
+        """A variance as the mean of squares less the square of the mean: what is left are the digits that both
+        share least, so that the mean, back to its sum, stays fp32 as the squares do."""
+        for op, name, read in self.flow.steps:
+            if name != "Sub" or not evidence.against(op):
+                continue
+            for squared in read:
+                maker = squared.producer if squared is not None and squared in self.squares else None
+                why = f"the square that {label(op)} takes off a mean of squares"
+                while maker is not None and operator_name(maker) in _MEANS:
+                    evidence.keep(maker, why)
+                    if operator_name(maker) in _SUMMING:
+                        break
+                    operands = (v for v in self.flow.inputs[maker] if v is not None and not constants.is_constant(v))
+                    maker = next((v.producer for v in operands), None)
+
+    def keep_spectra(self, evidence: Evidence) -> None:
+        """What is squared on the way to a logarithm, and the signal that it is made of by one matrix product: the
+        small numbers between the large ones are most of a logarithm, and rounding before the sum drowns them."""
+        seen: set[tuple[Variable, bool]] = set()
+        found = dict(self.squares)
+        for op, name, read in self.flow.steps:
+            if name in ("ReduceSumSquare", "ReduceL2") and op.outputs[0] is not None and read[0] is not None:
+                found[op.outputs[0]] = read[0]
+        for made, squared in found.items() if self.float16 else ():
+            if made not in self.logged:
+                continue
+            why = f"the logarithm of its square '{written_name(made)}' shows the smallest numbers"
+            pending = [(squared, False)]
+            while pending:
+                variable, summed = pending.pop()
+                if (variable, summed) in seen or constants.is_constant(variable) or variable.persistable:
+                    continue
+                seen.add((variable, summed))
+                evidence.keep_tensor(variable, why)
+                maker = variable.producer
+                name = operator_name(maker) if maker is not None else ""
+                if maker is None or name not in _LINEAR or (name in PRODUCTS and summed):
+                    continue
+                pending += [(v, summed or name in PRODUCTS) for v in self.flow.inputs[maker] if v is not None]
+
+    def beyond(self, variable: Variable) -> str:
+        """Which sound interval puts the tensor wholly beyond the format; "" where none does."""
+        interval = self.ranges.bound(variable)
+        if interval is None or (-self.limit <= interval[1] and interval[0] <= self.limit):
+            return ""
+        return f"its values lie in [{interval[0]:g}, {interval[1]:g}], beyond {self.short}"
+
+    def _proved(self, op: Operator, variable: Variable) -> tuple[int, str] | None:
+        if variable.dtype not in ("float32", self.spread.dtype) or constants.is_constant(variable):
+            return None
+        masked = any(v is not None and self.spread.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
+        masked |= bool(self.spread.state.get(variable, 0) & (LOW | HIGH))
+        why = "" if masked else self.beyond(variable)  # a saturated mask lies within, whatever it was before
+        return (WIDE, why) if why else None
+
+    # -- squares -----------------------------------------------------------------------------------------
+    def _squared(self, op: Operator, name: str, read: list[Variable | None]) -> Variable | None:
+        """The tensor that an elementwise operator squares."""
+        if name == "Mul" and read[0] is read[1]:
+            return read[0]
+        return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
+
+    def _squares(self, op: Operator, name: str, made: Variable) -> tuple[int, str] | None:
+        why = "leaves fp16 beyond 255 and vanishes near 0" if self.float16 else "keeps too few digits in bf16"
+        if (made in self.squares and made in self.summed) or name == "ReduceSumSquare":
+            return SQUARE, f"sums squares: x*x {why}"
+        if made in self.squares and made in self.logged and self.float16:
+            return SQUARE, f"a square before a logarithm: x*x {why}"
+        if name == "ReduceL2":
+            return TINY if made in self.spread.divides else 0, f"sums squares inside: x*x {why}"
+        if name == "LpNormalization" and op.attrs.get("p", 2) == 2:
+            return 0, f"sums squares inside: x*x {why}"
+        if name in ("LpPool", "GlobalLpPool"):
+            return 0, f"sums powers inside: x**p {why}"
+        return None
+
+    def _before(self, ends: Callable[[Operator, str], bool]) -> frozenset[Variable]:
+        """Tensors that are the first operand of such operators (a sum, a root), at once or after additions, factors
+        and, on the way to a logarithm or a division, matrix products."""
+        found: set[Variable] = set()
+        for op, name, read in reversed(self.flow.steps):
+            made = op.output(0)
+            ahead = made is not None and made in found
+            for slot, variable in enumerate(read):
+                if variable is None:
+                    continue
+                yes = slot == 0 and ends(op, name)
+                yes |= ahead and (
+                    name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
+                    or moves(op, slot)
+                    or (name in ("Div", "Clip") and not slot)
+                    or (name in PRODUCTS and made in self.spread.divides)
+                )
+                if yes:
+                    found.add(variable)
+        return frozenset(found)
+
+    # -- range -------------------------------------------------------------------------------------------
+    def _grows(self, op: Operator, name: str) -> str:
+        """Why the result may leave float16."""
+        if name in SUMS:
+            terms = summed_terms(op, self.flow)
+            if terms is not None and terms <= self.limit and self._shifted(self._maker(op)):
+                return ""  # each term is 1 at most
+            return "" if terms is not None and terms <= FEW else f"sums {terms or 'an unknown number of'} elements"
+        if name in ("Mul", "Pow") and op.outputs[0] in self.squares and op.outputs[0] in self.cubed:
+            return "a square on the way to a higher power"
+        if name == "Pow":
+            exponent = self._exponent(op)
+            if exponent is None:
+                return "raises to a power that is not constant"
+            return _NEGATIVE if exponent < 0 else f"raises to the power {exponent:g}" if exponent > 2 else ""
+        if name == "Mul" and self._cubes(self.flow.inputs[op]):
+            return "multiplies a number by its square"
+        if name in PRODUCTS:
+            return self._gains(op, name)
+        if name == "Exp":
+            return "" if self._shifted(op) else "an exponential leaves fp16 from 11.1 on"
+        return _GROWS.get(name, "")
+
+    def _gains(self, op: Operator, name: str) -> str:
+        found = weights(op, name)
+        variable = self.flow.inputs[op][found[0]] if found else None
+        if found is None or variable is None:
+            return ""
+        if (variable, found[1]) not in self.gains:
+            self.gains[variable, found[1]] = gain(variable, found[1])
+        norm = self.gains[variable, found[1]]
+        return f"weights of norm {norm:.3g} take inputs of {self.limit / norm:.2g} out of fp16" if norm >= LARGE else ""
+
+    def _exponent(self, op: Operator) -> float | None:
+        return self.flow.number(op.input(1))
+
+    def _cubes(self, factors: list[Variable | None]) -> bool:
+        """Whether their product is a third or fourth power written out."""
+        left, right = factors
+        of_left, of_right = (self.squares.get(v) if v is not None else None for v in (left, right))
+        return (of_left is not None and of_left in (right, of_right)) or (of_right is not None and of_right is left)
+
+    def _maker(self, op: Operator) -> Operator | None:
+        """The operator that makes its first operand."""
+        read = self.flow.inputs[op][0]
+        return read.producer if read is not None else None
+
+    def _shifted(self, op: Operator | None) -> bool:
+        """Whether it is an exponential of what the maximum was subtracted from, as in a softmax: 1 at most."""
+        if op is None or operator_name(op) != "Exp":
+            return False
+        sub = self._maker(op)
+        if sub is None or operator_name(sub) != "Sub":
+            return False
+        data, top = self.flow.inputs[sub]
+        for _ in range(_HOPS):
+            maker = top.producer if top is not None else None
+            if maker is None or not (moves(maker, 0) or operator_name(maker) == "Max"):
+                break
+            operands = [v for v in self.flow.inputs[maker] if v is not None and self.flow.number(v) is None]
+            top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
+        reduce = top.producer if top is not None else None
+        return reduce is not None and operator_name(reduce) == "ReduceMax" and self.flow.inputs[reduce][0] is data

@@ -1,0 +1,233 @@
+"""Which constants survive in 16 bit, and what happens to those that do not.
+
+The policy: a mask beyond the format takes the format's limit instead; any other number beyond it keeps its
+readers in fp32. A number that would become zero keeps its readers in fp32 where it is all that the constant
+holds (the eps of a norm, which guards a division) or where it makes up the tensor it is a factor of. Single
+elements of a larger tensor that become zero are ordinary rounding. Every element that is lost is noted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.tensors import as_array, release
+from amp_transpiler.ir.types import LIMITS, numpy_dtype
+from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
+from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, VANISHING, WIDE, Spread
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.flow import Flow, every_variable, moves
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import SHORT, Obstacle, narrowed, operator_name
+
+#: Relative error (L2) from which on a factor does not survive.
+TOLERANCE = 2.0**-7
+#: Elements that are read at once: few enough to stay in the cache between the looks at them.
+CHUNK = 1 << 17
+
+#: As what a constant is read. A bias is added to a sum of products (or a variance to the eps of its
+#: norm), beside which what vanishes is nothing.
+ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
+_BIASES: dict[str, tuple[int, ...]] = {
+    "Gemm": (2,), "Conv": (2,), "ConvTranspose": (2,), "LayerNormalization": (2,), "InstanceNormalization": (2,),
+    "GroupNormalization": (2,), "BatchNormalization": (2, 3, 4), "LSTM": (3,), "GRU": (3,), "RNN": (3,),
+}  # fmt: skip
+_ADDING = frozenset({"Add", "Sub", "Sum", "Mean", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less",
+                     "LessOrEqual"})  # fmt: skip
+
+
+def check_constants(program: Program, dtype: str, evidence: Evidence, flow: Flow | None = None) -> None:
+    """Add to ``evidence`` the constants that do not survive in ``dtype`` ("float16" or "bfloat16"), and a note of each.
+
+    Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
+    they are in any format. The program is not changed: see :func:`.constants.saturate` for ``evidence.replaced``.
+    ``flow``: that of the program, where the caller has it.
+    """
+    _Survival(program, dtype, evidence, flow or Flow(program)).check()
+
+
+@dataclass
+class Losses:
+    """What rounding to 16 bit does to a tensor: finite elements that become infinite, and numbers that become zero.
+
+    ``signs``: LOW where some overflow below, HIGH where some do above.
+    ``largest``: the largest finite magnitude.
+    """
+
+    size: int
+    largest: float = 0.0
+    beyond: int = 0
+    signs: int = 0
+    vanishing: int = 0
+    smallest: float = math.inf
+
+
+def losses(array: np.ndarray, dtype: str) -> Losses:
+    """What rounding a float32 array to ``dtype`` loses; one look at the array, chunk by chunk."""
+    flat = array.reshape(-1)
+    found = Losses(flat.size)
+    buffer = np.empty(min(CHUNK, flat.size), np.float32)
+    over, under = np.float32(LIMITS[dtype].overflow), np.float32(LIMITS[dtype].vanish)
+    for start in range(0, flat.size, CHUNK):
+        chunk = flat[start : start + CHUNK]
+        size = np.abs(chunk, out=buffer[: chunk.size])
+        top = float(size.max())
+        if not top < over:
+            top = _overflow(found, chunk, size, over)
+        found.largest = max(found.largest, top)
+        small = size <= under
+        if small.any():
+            lost = size[small & (chunk != 0)]
+            if lost.size:
+                found.vanishing += lost.size
+                found.smallest = min(found.smallest, float(lost.min()))
+    return found
+
+
+def _overflow(found: Losses, chunk: np.ndarray, size: np.ndarray, over: np.float32) -> float:
+    """Count the elements beyond; the largest finite magnitude of the chunk."""
+    finite = np.isfinite(chunk)
+    lost = finite & (size >= over)
+    found.beyond += int(lost.sum())
+    found.signs |= (LOW if (chunk[lost] < 0).any() else 0) | (HIGH if (chunk[lost] > 0).any() else 0)
+    return float(size[finite].max(initial=0))
+
+
+def error_bound(found: Losses, dtype: str) -> float:
+    """A bound of the relative error (L2) of rounding, from the largest element alone."""
+    # An element is off by half a unit in its last place, or by half a step near zero; the largest one is in the norm.
+    limits = LIMITS[dtype]
+    return limits.epsilon / 2 + limits.vanish * math.sqrt(found.size) / found.largest if found.largest else 0.0
+
+
+def relative_error(array: np.ndarray, dtype: str) -> float:
+    """The relative error (L2) of rounding the finite elements of the array to ``dtype``."""
+    flat, error, total = array.reshape(-1), 0.0, 0.0
+    for start in range(0, flat.size, CHUNK):
+        chunk = flat[start : start + CHUNK]
+        exact = chunk[np.isfinite(chunk)]
+        off = exact.astype(numpy_dtype(dtype)).astype(np.float64) - exact
+        error += float((off**2).sum())
+        total += float((exact.astype(np.float64) ** 2).sum())
+    return math.sqrt(error / total) if total else 0.0
+
+
+class _Survival:
+    def __init__(self, program: Program, dtype: str, evidence: Evidence, flow: Flow) -> None:
+        self.program, self.dtype, self.evidence = program, dtype, evidence
+        self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
+        self.flow = flow
+        #: Constants that stay fp32, for :class:`.spread.Spread`.
+        self.kept: dict[Variable, tuple[int, str]] = {}
+
+    @cached_property
+    def binary(self) -> frozenset[Variable]:
+        return binary_tensors(self.flow)
+
+    @cached_property
+    def maskable(self) -> dict[Variable, int]:
+        return maskable(self.flow, self.binary)
+
+    def check(self) -> None:
+        for variable in every_variable(self.program):
+            read = variable in self.flow.uses or variable in self.flow.results
+            array = _content(variable) if read and variable.dtype == "float32" else None
+            if array is None or not array.size:
+                continue
+            found = losses(array, self.dtype)
+            suspect = found.beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
+            if suspect and self._narrow(variable):
+                if found.beyond:
+                    self._overflow(variable, found)
+                self._underflow(variable, array, found)
+            release(constants.content(variable))
+        if self.kept:
+            spread = Spread(self.flow, self.dtype, self.evidence, self.binary, lambda v: False)
+            for variable, (bits, why) in self.kept.items():
+                spread.mark(variable, bits, (None, why))
+            spread.sweep(lambda op, name: None)
+
+    def _narrow(self, variable: Variable) -> bool:
+        """Whether an operator reads it in 16 bit, or hands it to where one may."""
+        if variable in self.flow.results:
+            return True
+        for op, slot in self.flow.uses[variable]:
+            made = op.output(0)
+            if op.attrs.programs or (operator_name(op) == "Cast" and made is not None and made.dtype == "float32"):
+                return True
+            slots = narrowed(op, self.dtype)
+            if not isinstance(slots, Obstacle) and slots.inputs[slot] == self.dtype:
+                return True
+        return False
+
+    def _overflow(self, variable: Variable, found: Losses) -> None:
+        worst = -found.largest if found.signs == LOW else found.largest
+        if found.signs in (LOW, HIGH) and self.maskable.get(variable, 0) & found.signs:
+            limit = -self.limit if found.signs == LOW else self.limit
+            self.evidence.replaced[variable] = limit
+            action = f"takes {limit:g} instead: it only masks"
+        else:
+            action = self._keep(variable, BEYOND | WIDE, f"holds {worst:g}, beyond {self.short}")
+        self._note(variable, "overflow", found.beyond, found.size, worst, action)
+
+    def _underflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
+        entire = found.vanishing > 0 and found.largest <= LIMITS[self.dtype].vanish
+        roles = self._roles(variable)
+        off = 0.0
+        if FACTOR in roles and error_bound(found, self.dtype) > TOLERANCE:
+            off = relative_error(array, self.dtype)
+        action = ""
+        if entire and roles != {BIAS}:
+            action = self._keep(variable, VANISHING, f"holds {found.smallest:g}, which is 0 in {self.short}")
+        elif off > TOLERANCE:
+            action = self._keep(variable, VANISHING, f"is {off:.2g} off in {self.short} (relative error)")
+        elif found.vanishing:
+            some = "its smallest elements become 0, the tensor as a whole keeps its values"
+            action = "becomes 0 beside a sum" if entire else some
+        if action:
+            smallest = found.smallest if found.vanishing else found.largest
+            self._note(variable, "underflow", found.vanishing, found.size, smallest, action)
+
+    def _keep(self, variable: Variable, bits: int, why: str) -> str:
+        reason = f"constant '{variable.name}' {why}"
+        self.evidence.keep_tensor(variable, reason)
+        self.kept.setdefault(variable, (bits, reason))
+        return "what reads it stays fp32"
+
+    def _note(self, variable: Variable, problem: str, count: int, size: int, worst: float, action: str) -> None:
+        self.evidence.constants.append(ConstantNote(variable.name, problem, count, size, worst, action))
+
+    def _roles(self, variable: Variable) -> set[str]:
+        """As what the constant is read, moved about before or not."""
+        roles: set[str] = set()
+        pending, seen = [variable], {variable}
+        while pending:
+            for op, slot in self.flow.uses.get(pending.pop(), ()):
+                if not moves(op, slot):
+                    roles.add(_role(op, slot))
+                    continue
+                new = [source(v) for v in op.outputs if v is not None and source(v) not in seen]
+                pending += new
+                seen.update(new)
+        return roles
+
+
+def _role(op: Operator, slot: int) -> str:
+    name = operator_name(op)
+    if name in _ADDING or (name == "Clip" and slot):
+        return ADDEND
+    return BIAS if slot in _BIASES.get(name, ()) else FACTOR
+
+
+def _content(variable: Variable) -> np.ndarray | None:
+    """The float32 content of a constant, or the element that a ConstantOfShape writes."""
+    array = constants.fill(variable.producer)
+    if array is None:
+        content = constants.content(variable)
+        array = as_array(content) if content is not None else None
+    return array if array is not None and array.dtype == np.float32 else None

@@ -1,0 +1,1 @@
+"""The assignment of precision that moves the fewest bytes, by minimum cut."""

@@ -1,0 +1,327 @@
+"""The converter's assignment: lists, types and evidence bind, a minimum cut chooses the rest.
+
+An operator is bound to 16 bit (white list), bound to fp32 (a list, a pattern, a name, evidence, no kernel), left
+as it is, or free. Of all assignments of the free ones the pass takes the one that moves the fewest bytes:
+every operator reads and writes its floating-point tensors, every cast reads one and writes one. A tensor is
+cast at most once in each direction, however many operators read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
+from amp_transpiler.passes.partition.cut import Cut, Tensor, solve, traffic
+from amp_transpiler.passes.precision.casts import apply
+from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import SHORT, declared, is_float, operator_name, programs
+
+MODES = ("pure-fp16", "mixed", "auto")
+#: Size that an unknown dimension counts as in the traffic.
+NOMINAL = 64
+#: Bytes of an element.
+_WIDTH: dict[str | None, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Operators that hand their input on: a runtime gives the buffer another shape and moves nothing.
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+#: Operators that read of their first input no more than they write.
+_SELECTS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
+#: Integers that float16 takes over float32 as it would straight: float32 holds exactly what float16 can hold.
+_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
+_NARROW_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
+
+
+@dataclass(frozen=True)
+class Free:
+    """The two ways to run an operator whose precision is free."""
+
+    half: Decision
+    full: Decision
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the cut decided: ``free`` operators, the least traffic in bytes, and that of the two plain choices."""
+
+    free: int
+    cut: Cut
+    all_half: int
+    all_full: int
+
+
+def assign(
+    program: Program,
+    lists: AutoMixedPrecisionLists,
+    mode: str,
+    evidence: Evidence | None,
+    *,
+    outside: Callable[[Operator], str] = lambda op: "",
+    narrow_io: frozenset[str] = frozenset(),
+) -> Assignment:
+    """Decide every operator of ``program``, nested graphs included, and insert the casts, in place.
+
+    Args:
+        program: the program; a second call with the same evidence changes nothing.
+        lists: operator lists and the 16-bit type.
+        mode: "pure-fp16" and "auto" free whatever no list of the user's and no evidence binds; "mixed" binds
+            the white list to 16 bit and the black list to fp32.
+        evidence: reasons against 16 bit; None takes everything literally, and "pure-fp16" then frees nothing.
+        outside: why an operator is out of reach ("" where it is not).
+        narrow_io: names of inputs and outputs that will be 16 bit.
+
+    Raises: what :func:`.rewrite.rewrite_program` raises.
+    """
+    check_program(program, lists, "convert", names_must_exist=False)
+    for variable, value in (evidence.replaced if evidence else {}).items():
+        constants.saturate(variable, value)
+    choices = _Choices(program, lists, mode, evidence, outside)
+    decisions = choices.collect()
+    free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
+    free += choices.boundaries
+    problem = _Problem(program, decisions, free, lists.dtype, narrow_io, given_io=mode == "pure-fp16")
+    cut = solve(problem.costs, problem.tensors)
+    final: dict[Operator, Decision] = {}
+    chosen = dict(zip(free, cut.half, strict=True))
+    for op, choice in decisions.items():
+        if isinstance(choice, Free):
+            choice = choice.half if chosen[op] else choice.full
+        final[op] = choice
+    for boundary in choices.boundaries:
+        boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
+    sides = [traffic(problem.costs, problem.tensors, [side] * len(free)) for side in (True, False)]
+    apply(program, final, lists, narrow_parameters=False, fetchable=False)
+    return Assignment(len(free), cut, *sides)
+
+
+class _Choices(Rules):
+    """A decision, or two, for every operator."""
+
+    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, mode: str, evidence: Evidence | None,
+                 outside: Callable[[Operator], str]) -> None:  # fmt: skip
+        super().__init__(program, lists)
+        self.mode, self.evidence, self.outside = mode, evidence, outside
+        self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
+        #: Where nested graphs meet the graph around them, and the type may be chosen.
+        self.boundaries: list[Boundary] = []
+        self.because = {"pure-fp16": "pure 16 bit", "auto": "nothing measured or known speaks against it"}.get(mode, "")
+
+    def collect(self) -> dict[Operator, Decision | Free]:
+        """The choices of every operator, in program order."""
+        found: dict[Operator, Decision | Free] = {}
+        for op in self.program.walk():
+            found[op] = choice = self._choice(op)
+            self.decisions[op] = choice.full if isinstance(choice, Free) else choice
+        if self.mode == "mixed":
+            self._bind_lonely(found)
+        return found
+
+    def _choice(self, op: Operator) -> Decision | Free:
+        settled = self._settled(op)
+        if settled is not None:
+            if op.attrs.programs and not self._literal and not settled.inner:
+                self.boundaries += [b for b in boundaries(op, self.dtype) if not self._pinned(b)]
+            return self._retargeted(op) or settled
+        name, lists = operator_name(op), self.lists
+        outside = self.outside(op)
+        if outside:
+            return self.full(op, outside)
+        if name in lists.custom_black_list:
+            return self.full(op, "custom black list")
+        white, black = name in lists.white_list, name in lists.black_list
+        if not (white or black or name in lists.gray_list):
+            return self.as_it_is(op, "in no list", colour=BLACK)
+        against = self.evidence.against(op, lists) if self.evidence else ""
+        if against:
+            return self.full(op, against)
+        if self.mode == "mixed" and black:
+            return self.full(op, "black list")
+        half = self.half(op, "white list" if white else self.because or "between 16-bit operators")
+        if half.precision != self.dtype or white or self._literal:
+            return half
+        full = self.full(op, "moves fewer bytes than casting to 16 bit and back")
+        return Free(half, full) if full.precision == "float32" else half
+
+    @property
+    def _literal(self) -> bool:
+        return self.mode == "pure-fp16" and self.evidence is None
+
+    def _pinned(self, boundary: Boundary) -> bool:
+        """Whether a name or evidence keeps the tensors of a boundary fp32."""
+        tensors = {source(v) for v in (boundary.outer(), *boundary.inner())}
+        kept = self.evidence.tensors if self.evidence else {}
+        return any(v in kept or v.name in self.lists.black_varnames for v in tensors)
+
+    def _retargeted(self, op: Operator) -> Free | None:
+        """The program's own cast of integers to float32: made in 16 bit it gives what a cast behind it would."""
+        read, made = op.input(0), op.output(0)
+        if operator_name(op) != "Cast" or inserted(op) or read is None or made is None:
+            return None
+        half = f"{SHORT[self.dtype]}: casts integers to what their readers take"
+        integers = _INTEGERS if self.dtype == "float16" else _NARROW_INTEGERS
+        ours = made.dtype == self.dtype and op.reason == half
+        if read.dtype not in integers or not (made.dtype == "float32" or ours):
+            return None
+        if self.forced(op) or self.outside(op) or (self.evidence and self.evidence.against(op)):
+            return None
+        slots = declared(op)
+        return Free(
+            Decision(self.dtype, half, replace(slots, outputs=[self.dtype])),
+            Decision("float32", "untouched: the program's own cast to float32", replace(slots, outputs=["float32"])),
+        )
+
+    def _bind_lonely(self, found: dict[Operator, Decision | Free]) -> None:
+        """Gray operators that no chain of gray ones joins to a 16-bit operator stay as they are."""
+        joined: set[Operator] = set()
+        edges = _neighbours(found)
+        stack = [op for op, choice in found.items() if isinstance(choice, Decision) and choice.precision == self.dtype
+                 and not op.attrs.programs]  # fmt: skip
+        while stack:
+            for near in edges.get(stack.pop(), ()):
+                if near not in joined and isinstance(found[near], Free):
+                    joined.add(near)
+                    stack.append(near)
+        for op, choice in found.items():
+            if isinstance(choice, Free) and op not in joined:
+                found[op] = self.full(op, "no 16-bit neighbour") if operator_name(op) != "Cast" else choice.full
+
+
+def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[Operator]]:
+    """Operators that share a floating-point tensor, constants left out."""
+    edges: dict[Operator, list[Operator]] = {}
+    for op in found:
+        for variable in () if inserted(op) else op.inputs:
+            if variable is None or not is_float(variable):
+                continue
+            maker = source(variable).producer
+            if maker is not None and maker in found and not constants.is_constant(source(variable)):
+                edges.setdefault(op, []).append(maker)
+                edges.setdefault(maker, []).append(op)
+    return edges
+
+
+class _Ends:
+    """Who makes and who reads one tensor."""
+
+    __slots__ = ("full", "half", "producer", "readers")
+
+    def __init__(self, producer: int | bool) -> None:
+        self.producer = producer
+        self.readers: list[int] = []
+        self.half = self.full = False
+
+    def fixed(self, dtype: str | None, half: str) -> None:
+        self.half |= dtype == half
+        self.full |= dtype == "float32"
+
+
+class _Problem:
+    """The minimum cut problem of a program: bytes that each free operator and each cast moves.
+
+    ``given_io``: casts at the inputs and outputs of the program are taken as given and cost nothing. Pure 16 bit
+    would otherwise stop short of them, and leave a small program as it is.
+    """
+
+    def __init__(self, program: Program, choices: dict[Operator, Decision | Free], free: list[Operator | Boundary],
+                 dtype: str, narrow_io: frozenset[str], given_io: bool) -> None:  # fmt: skip
+        self.dtype, self.narrow_io, self.given_io = dtype, narrow_io, given_io
+        self.number = {each: i for i, each in enumerate(free)}
+        crossing = [each for each in free if isinstance(each, Boundary)]
+        self.crossing = {(b.op, kind, place[0]) for b in crossing
+                         for kind, place in (("in", b.read), ("out", b.made)) if place}  # fmt: skip
+        inner = {v for b in crossing if b.made for v in b.made[1]}
+        self.ends: dict[Variable, _Ends] = {}
+        self.costs: list[tuple[int, int]] = []
+        ways = [(op, c.half, c.full) if isinstance(c, Free) else (op, c, c) for op, c in choices.items()
+                if not inserted(op)]  # fmt: skip
+        for op, half, full in ways:
+            self._writes(op, half, full)
+        for boundary in crossing:
+            self.ends[boundary.outer() if boundary.made else boundary.inner()[0]] = _Ends(self.number[boundary])
+        for op, half, full in ways:
+            self._reads(op, half, full)
+            if op in self.number:
+                self.costs.append((_moved(op, half), _moved(op, full)))
+        for boundary in crossing:
+            for variable in boundary.inner() if boundary.made else (boundary.outer(),):
+                ends = self._ends(source(variable))
+                if ends is not None:
+                    ends.readers.append(self.number[boundary])
+            self.costs.append((0, 0))  # a runtime hands the buffer over
+        for each in programs(program):
+            for variable in () if given_io and each is program else each.outputs:
+                ends = self._ends(source(variable))
+                if ends is not None and variable not in inner:
+                    ends.fixed(self._io_type(variable), dtype)
+        self.tensors = [
+            Tensor(e.producer, tuple(e.readers), e.half, e.full, 6 * count(v.shape)) for v, e in self.ends.items()
+        ]
+
+    def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
+        for slot, variable in enumerate(op.outputs):
+            if variable is None or not is_float(variable) or constants.is_constant(variable):
+                continue
+            if (op, "out", slot) in self.crossing:
+                continue
+            made = half.slots.outputs[slot], full.slots.outputs[slot]
+            if op in self.number and made == (self.dtype, "float32"):
+                self.ends[variable] = _Ends(self.number[op])
+            elif made[0] in (self.dtype, "float32"):
+                self.ends[variable] = _Ends(made[0] == self.dtype)
+
+    def _reads(self, op: Operator, half: Decision, full: Decision) -> None:
+        for slot, variable in enumerate(op.inputs):
+            ends = self._ends(source(variable)) if variable is not None and is_float(variable) else None
+            if ends is None or (op, "in", slot) in self.crossing:
+                continue
+            wanted = half.slots.inputs[slot], full.slots.inputs[slot]
+            if op in self.number and wanted == (self.dtype, "float32"):
+                ends.readers.append(self.number[op])
+            else:
+                ends.fixed(wanted[0], self.dtype)
+
+    def _ends(self, variable: Variable) -> _Ends | None:
+        """The ends of a tensor; None where a cast costs nothing (constants, given inputs), and for other types."""
+        if variable not in self.ends:
+            known = variable.producer is not None or constants.is_constant(variable)
+            given = self.given_io and variable.program.parent is None
+            dtype = self._io_type(variable)
+            if known or given or dtype not in (self.dtype, "float32"):
+                return None
+            self.ends[variable] = _Ends(dtype == self.dtype)
+        return self.ends[variable]
+
+    def _io_type(self, variable: Variable) -> str | None:
+        narrow = variable.program.parent is None and variable.name in self.narrow_io
+        return self.dtype if narrow and variable.dtype == "float32" else variable.dtype
+
+
+def count(shape: tuple[int | str | None, ...] | None) -> int:
+    """Elements of a tensor; an unknown dimension counts as :data:`NOMINAL`, an unknown rank as a matrix of them."""
+    if shape is None:
+        return NOMINAL * NOMINAL
+    elements = 1
+    for size in shape:
+        elements *= size if isinstance(size, int) else NOMINAL
+    return elements
+
+
+def _moved(op: Operator, decision: Decision) -> int:
+    """Bytes of floating-point tensors that the operator reads and writes."""
+    if op.type in _VIEWS:
+        return 0
+    total = largest = 0
+    for variable, dtype in zip(op.outputs, decision.slots.outputs, strict=True):
+        if variable is not None and dtype in _WIDTH:
+            size = count(variable.shape) * _WIDTH[dtype]
+            largest, total = max(largest, size), total + size
+    for slot, (variable, dtype) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
+        if variable is not None and dtype in _WIDTH:
+            size = count(variable.shape) * _WIDTH[dtype]
+            total += min(size, largest) if slot == 0 and op.type in _SELECTS else size
+    return total

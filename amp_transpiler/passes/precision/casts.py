@@ -1,0 +1,328 @@
+"""Carry out the decisions of a precision pass: element types, and casts where they meet.
+
+One cast per tensor and element type in the whole program, named ``<variable>.cast_fp16`` (``cast_bf16``,
+``cast_fp32``), in the graph that owns the tensor: nested graphs capture the result, so that a loop does
+not repeat it. A constant is converted here and now instead; it becomes two only where both precisions
+read it. No cast is stacked on a widening one: 16 bit to fp32 and back is the tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from amp_transpiler.ir.metadata import INSERTED
+from amp_transpiler.ir.program import FORWARD, Operator, Program, Variable
+from amp_transpiler.ir.tensors import CastTensor
+from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.precision.rules import Decision, constant_reason
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import SHORT, is_float, kept_slots, operator_name, origin, programs, signature_of
+
+Decisions = dict[Operator, Decision]
+
+
+def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists, *,
+          narrow_parameters: bool, fetchable: bool = True) -> set[str]:  # fmt: skip
+    """Give operators and variables the decided types and insert the casts; the names that enter the 16-bit part.
+
+    ``narrow_parameters``: a persistable variable that 16-bit operators read becomes 16 bit itself, unless
+    the schema or the norm rule keeps it fp32; otherwise it is cast at its readers. ``fetchable``: what nothing
+    reads may be fetched, and keeps its type; otherwise only the outputs that the program names are asked for.
+    """
+    dtype = lists.dtype
+    uses = _uses(program, decisions, dtype)
+    narrow = {v: use for v, use in uses.items() if use.narrows(narrow_parameters, lists)}
+    contents = {  # first of all, for it can fail
+        v: constants.converted(v, dtype, use.reader)
+        for v, use in uses.items()
+        if use.rounded and v.dtype == "float32" and constants.has_content(v) and (use.constant or v in narrow)
+    }
+    _move_rows(decisions, narrow, dtype)
+    entering = {v.name for v, use in uses.items() if use.enters(dtype, decisions)}
+    for variable in narrow:
+        if variable in contents:
+            constants.replace(variable, contents[variable])
+        retype(variable, dtype)
+        _constant_decision(variable, decisions, dtype)
+    inserter = _Inserter(program, contents)
+    protected = _protected(program, lists)
+    if fetchable:
+        every = ((op, slot, v) for op in decisions for slot, v in enumerate(op.outputs) if v is not None)
+        protected |= {v for op, slot, v in every if _only_fetched(op, slot, v)}
+    _retype(program, decisions, inserter, protected)
+    return entering
+
+
+def _retype(program: Program, decisions: Decisions, inserter: _Inserter, protected: set[Variable]) -> None:
+    """Put precision, reason and types on operators and what they write, then cast what they read."""
+    for op, decision in decisions.items():
+        op.precision, op.reason = decision.precision, decision.reason
+        _write_outputs(op, decision, inserter, protected)
+    for each in programs(program):
+        for variable in each.variables:
+            if variable.outer is not None:
+                variable.dtype = variable.outer.dtype
+    for op, decision in decisions.items():
+        for slot, wanted in enumerate(decision.slots.inputs):
+            read = op.inputs[slot]
+            if read is not None and wanted is not None and read.dtype != wanted:
+                op.set_input(slot, inserter.cast(read, wanted))
+    inserter.finish(protected)
+
+
+@dataclass
+class _Use:
+    """How the whole program, nested graphs included, reads one floating-point variable."""
+
+    variable: Variable
+    rounded: bool = False  # an operator reads it in 16 bit
+    half: bool = False  # and as data
+    pinned: bool = False  # it is scale, bias or statistics of a normalisation
+    other: bool = False  # an operator reads it in its declared type
+    fetched: bool = False
+    reader: str = ""
+
+    @property
+    def constant(self) -> bool:
+        return constants.is_constant(self.variable)
+
+    def narrows(self, parameters: bool, lists: AutoMixedPrecisionLists) -> bool:
+        """Whether the variable itself becomes 16 bit."""
+        v = self.variable
+        if v.dtype != "float32" or self.fetched or v.is_input or v.name in lists.black_varnames:
+            return False
+        if self.constant:
+            return self.rounded and not self.other
+        return parameters and v.persistable and v.producer is None and self.half and not self.pinned
+
+    def enters(self, dtype: str, decisions: Decisions) -> bool:
+        """Whether it enters the 16-bit part from outside."""
+        v = self.variable
+        if not self.half or self.constant:
+            return False
+        if v.producer is None:
+            return v.dtype == "float32" or (v.persistable and v.dtype == dtype)
+        return v.dtype == decisions[v.producer].slots.outputs[v.producer_slot] == "float32"
+
+
+def _uses(program: Program, decisions: Decisions, dtype: str) -> dict[Variable, _Use]:
+    """Every floating-point variable that some operator reads, with what is read of it, in the order of reading."""
+    uses: dict[Variable, _Use] = {}
+    for op, decision in decisions.items():
+        kept, _ = kept_slots(op)
+        for slot, wanted in enumerate(decision.slots.inputs):
+            variable = op.inputs[slot]
+            if variable is None or not is_float(variable):
+                continue
+            found = source(variable) if wanted in HALF else origin(variable)
+            use = uses.setdefault(found, _Use(found))
+            if wanted == dtype:
+                use.rounded = True
+                use.reader = use.reader or op.label
+            if slot in kept:
+                use.pinned = True
+                use.other |= wanted != dtype
+            elif wanted == dtype:
+                use.half = True
+            else:
+                use.other |= wanted is not None or operator_name(op) in ("Cast", "CastLike")
+    for each in programs(program):
+        for held in (*each.outputs, *each.updates, *each.updates.values()):
+            if origin(held) in uses:
+                uses[origin(held)].fetched = True
+    return uses
+
+
+def _move_rows(decisions: Decisions, narrow: Container[Variable], dtype: str) -> None:
+    """Gather on a table that is 16 bit moves its rows as they are; a fp32 reader casts the rows, not the table."""
+    for op, decision in decisions.items():
+        if operator_name(op) != "Gather" or op.inputs[0] is None:
+            continue
+        table = origin(op.inputs[0])
+        if not (table.persistable and (table in narrow or table.dtype == dtype)):
+            continue
+        decision.slots.inputs[0] = decision.slots.outputs[0] = dtype
+        decision.precision = dtype
+        decision.reason = f"{SHORT[dtype]}: moves rows of the 16-bit table '{table.name}'"
+
+
+def _constant_decision(variable: Variable, decisions: Decisions, dtype: str) -> None:
+    if variable.producer is not None:
+        decision = decisions[variable.producer]
+        decision.slots.outputs[0], decision.precision = dtype, dtype
+        decision.reason = constant_reason(dtype)
+
+
+def _protected(program: Program, lists: AutoMixedPrecisionLists) -> set[Variable]:
+    """Variables that keep their declared type: outputs, state updates, ``custom_black_varnames``."""
+    found: set[Variable] = set()
+    for each in programs(program):
+        found.update(each.outputs, each.updates, each.updates.values())
+        found.update(v for v in each.variables if v.name in lists.black_varnames)
+    return found
+
+
+def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protected: set[Variable]) -> None:
+    """Retype what the operator writes; where the variable has to keep its type, write another one and cast it."""
+    _, kept = kept_slots(op)
+    for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
+        if variable is None or made is None:
+            continue
+        if operator_name(op) == "Cast" and op.attrs.get("to") != cast_target(op.program, made):
+            op.attrs["to"] = cast_target(op.program, made)
+        if variable.dtype == made:
+            continue
+        if slot in kept or variable in protected:
+            inserter.cast_output(op, slot, variable, made)
+        else:
+            retype(variable, made)
+
+
+def retype(variable: Variable, dtype: str) -> None:
+    """Let a variable be held in another element type; a fetch still gives it in the declared one."""
+    declared = variable.declared or variable.dtype
+    variable.declared, variable.dtype = None if declared == dtype else declared, dtype
+
+
+def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
+    """Whether nothing but a fetch can be the use of the variable: nothing reads it, and it was not optional."""
+    if op.program.parent is not None or variable.readers:
+        return False
+    sig = signature_of(op)
+    return sig is None or slot not in sig.optional_outputs
+
+
+class _Inserter:
+    """Inserts casts and remembers them."""
+
+    def __init__(self, program: Program, contents: dict[Variable, np.ndarray | CastTensor]) -> None:
+        self.program = program
+        self.contents = contents
+        self.made: dict[tuple[Variable, str], Variable] = {}
+        #: Variables that a reader was taken from.
+        self.left: dict[Variable, None] = {}
+        every = list(programs(program))
+        self.names = {v.name for each in every for v in each.variables}
+        self.stand_ins = {(each, v.outer): v for each in every for v in each.variables if v.outer is not None}
+        #: Results of nested graphs that are variables of an enclosing one, with their declared type.
+        self.results = [(each, i, v.dtype) for each in every for i, v in enumerate(each.outputs) if v.outer is not None]
+
+    def cast(self, variable: Variable, dtype: str) -> Variable:
+        """The variable in another element type, in its program."""
+        self.left[variable] = None
+        if (variable, dtype) not in self.made:
+            self.made[variable, dtype] = self._found(variable, dtype) or self._new(variable, dtype)
+        return self.made[variable, dtype]
+
+    def _found(self, variable: Variable, dtype: str) -> Variable | None:
+        """What needs no new cast: the source of a widening, a cast of the program's own, a capture of an outer one."""
+        if variable.outer is not None:
+            return self._stand_in(variable.program, self.cast(variable.outer, dtype))
+        producer = variable.producer
+        if producer is not None and operator_name(producer) == "Cast" and variable.dtype == "float32" and dtype in HALF:
+            narrow = producer.inputs[0]
+            if narrow is not None and narrow.dtype == dtype:
+                return narrow
+        existing = [
+            op.outputs[0]
+            for op, slot in variable.readers
+            if slot == 0 and operator_name(op) == "Cast" and op.outputs[0] is not None and op.outputs[0].dtype == dtype
+        ]
+        return min((v for v in existing if v is not None), key=lambda v: v.name, default=None)
+
+    def _new(self, variable: Variable, dtype: str) -> Variable:
+        name = self._name(f"{variable.name}.cast_{SHORT[dtype]}")
+        if constants.is_constant(variable):
+            array = self.contents[variable] if dtype in HALF else constants.converted(variable, dtype, "")
+            return variable.program.add_variable(name, dtype, variable.shape, data=array)
+        new = variable.program.add_variable(name, dtype, variable.shape)
+        new.stop_gradient = variable.stop_gradient
+        add_cast(variable, new)
+        return new
+
+    def cast_output(self, op: Operator, slot: int, variable: Variable, made: str) -> None:
+        """Let ``op`` write a new variable of type ``made``, and cast that into ``variable``."""
+        raw = op.program.add_variable(self._name(f"{variable.name}.{SHORT[made]}"), made, variable.shape)
+        raw.stop_gradient = variable.stop_gradient
+        op.set_output(slot, raw)
+        if variable.dtype in HALF:  # a reader of the fp32 value keeps it
+            op.program.replace_uses(variable, raw)
+        add_cast(raw, variable)
+
+    def _stand_in(self, program: Program, outer: Variable) -> Variable:
+        """The variable of a nested program that stands for ``outer`` of the enclosing one."""
+        if (program, outer) not in self.stand_ins:
+            new = program.add_variable(outer.name, outer.dtype, outer.shape)
+            new.outer, new.stop_gradient = outer, outer.stop_gradient
+            assert program.parent is not None
+            program.parent.add_capture(outer)
+            self.stand_ins[program, outer] = new
+        return self.stand_ins[program, outer]
+
+    def _name(self, name: str) -> str:
+        """``name``, numbered where any graph of the program has it: nested graphs may not shadow names."""
+        unique, number = name, 0
+        while unique in self.names:
+            number += 1
+            unique = f"{name}_{number}"
+        self.names.add(unique)
+        return unique
+
+    def finish(self, protected: set[Variable]) -> None:
+        """Give nested graphs' captured results their types back, and take out what is read no more."""
+        for program, slot, dtype in self.results:
+            variable = program.outputs[slot]
+            if variable.dtype != dtype and dtype is not None:
+                program.outputs[slot] = self.cast(variable, dtype)
+                protected.add(program.outputs[slot])
+                protected.discard(variable)
+        while self.left:
+            variable, _ = self.left.popitem()
+            if not variable.program.has_var(variable.name) or variable.readers or variable in protected:
+                continue
+            if variable.outer is not None:
+                self._drop_stand_in(variable, variable.outer)
+            elif _bypassed(variable):
+                self._drop_cast(variable)
+
+    def _drop_stand_in(self, variable: Variable, outer: Variable) -> None:
+        program = variable.program
+        program.remove_variable(variable)
+        del self.stand_ins[program, outer]
+        parent = program.parent
+        if parent is not None and not any((each, outer) in self.stand_ins for each in parent.attrs.programs):
+            parent.remove_capture(outer)
+            self.left[outer] = None
+
+    def _drop_cast(self, variable: Variable) -> None:
+        cast = variable.producer
+        assert cast is not None
+        self.left.update((v, None) for v in cast.inputs if v is not None)
+        variable.program.remove_operator(cast)
+        variable.program.remove_variable(variable)
+
+
+def _bypassed(variable: Variable) -> bool:
+    """Whether it is a widening cast that nothing reads, in a program that names its outputs: it cannot be fetched."""
+    producer = variable.producer
+    return bool(variable.program.outputs) and producer is not None and operator_name(producer) == "Cast"
+
+
+def add_cast(source: Variable, target: Variable) -> None:
+    """Append the cast of ``source`` that makes ``target``, in the program of ``source``."""
+    program, dtype = source.program, str(target.dtype)
+    to = cast_target(program, dtype)
+    cast = program.add_operator("Cast", [source], [target], attrs={"to": to}, role=FORWARD)
+    cast.guard, cast.scope = False, source.producer.scope if source.producer is not None else ""
+    cast.precision, cast.reason = dtype, f"{INSERTED}{source.name} to {dtype}"
+
+
+def cast_target(program: Program, dtype: str) -> int | str:
+    """The attribute ``to`` of a Cast; before opset 6 it is a string."""
+    return ONNX_TYPES[dtype] if program.opset() >= 6 else onnx.TensorProto.DataType.Name(ONNX_TYPES[dtype])

@@ -1,0 +1,129 @@
+"""Pure 16 bit: every operator that can run in 16 bit does, and parameters are stored so.
+
+What stays fp32: what follows a cast to float32 of the program's own, up to the next matrix product or other operator
+of the white list; operators outside ``fp16_guard`` (where the guard is used), operators without a lowering
+to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
+and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
+stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type. With
+numeric guards, what is known to leave the type stays fp32 too.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.errors import PrecisionError
+from amp_transpiler.ir.program import FORWARD, Operator, Program
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.known import training_evidence
+from amp_transpiler.passes.numerics.mask_constants import saturate_masks
+from amp_transpiler.passes.precision.casts import apply
+from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
+from amp_transpiler.passes.view.names import label, source
+from amp_transpiler.passes.view.typing import operator_name
+
+
+@paddle_arguments("cast_model_to_fp16")
+def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | None = None,
+                       use_fp16_guard: bool = True, *, names_must_exist: bool = True,
+                       numeric_guards: bool = False, like: Program | None = None) -> set[str]:  # fmt: skip
+    """Turn ``program``, nested graphs included, to pure 16 bit in place.
+
+    Every operator gets ``precision`` and ``reason``. Parameters that 16-bit operators read become 16-bit
+    variables; their values in a scope are the business of ``cast_parameters_to_fp16``. Feeds, fetches and
+    state updates keep their declared element types, as do the user's own casts. Call it on the forward
+    program, before ``append_backward``; a second call changes nothing.
+
+    Args:
+        program: the program to change.
+        amp_lists: the operator lists and the 16-bit type; the defaults at float16 where None.
+        use_fp16_guard: only operators marked by ``fp16_guard`` or ``mark_fp16`` (or inside a marked
+            control-flow operator) run in 16 bit.
+        names_must_exist: refuse ``custom_black_varnames`` that the program does not have.
+        numeric_guards: keep fp32 what is known to leave the type, or to sink in it, as ``amp.convert`` does (constants
+            that do not survive, sums of squares, positions, what ranges do not bound); ``op.reason`` says why.
+            False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
+        like: with guards, a training program that was rewritten already: what both have runs in the same precision.
+
+    Returns:
+        The names of the variables that enter the 16-bit part: its parameters, and feeds and results of
+        fp32 operators that it reads through a cast. Called again, it returns the parameters.
+
+    Raises:
+        PrecisionError: the guard is used and no operator is marked; or a constant that a 16-bit operator
+            reads lies beyond the range of the type.
+        GraphError: a variable has no element type.
+        ArgumentError: ``custom_black_varnames`` names a variable that does not exist.
+        OrderError: the program has backward operators already.
+
+    Source: PaddlePaddle's ``cast_model_to_fp16`` (2021).
+    """
+    lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
+    check_program(program, lists, "cast_model_to_fp16", names_must_exist)
+    if use_fp16_guard and not any(op.guard for op in program.walk()):
+        raise PrecisionError(
+            f"cast_model_to_fp16: no operator of program '{program.name}' is marked to run in {lists.dtype}. Build "
+            "them under fp16_guard(), mark the operators of an imported program with program.mark_fp16('encoder/*'), "
+            "or pass use_fp16_guard=False to cast the whole program"
+        )
+    saturate_masks(program, lists.dtype)
+    evidence = training_evidence(program, lists.dtype, like) if numeric_guards else Evidence()
+    pure = _Pure(program, lists, use_fp16_guard, evidence)
+    return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
+
+
+class _Pure(Rules):
+    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool,
+                 evidence: Evidence) -> None:  # fmt: skip
+        super().__init__(program, lists)
+        self.use_fp16_guard, self.evidence = use_fp16_guard, evidence
+        #: Operators that go on in fp32 from a cast of the program's own.
+        self.widened: set[Operator] = set()
+
+    def decide(self, op: Operator) -> Decision:
+        name, lists = operator_name(op), self.lists
+        if name in lists.custom_black_list:
+            return self.full(op, "custom black list")
+        table = self.trainable_table(op)
+        if table:
+            return self.full(op, table)
+        if name not in lists.white_list | lists.black_list | lists.gray_list:
+            return self.as_it_is(op, "in no list", colour=BLACK)
+        if self.use_fp16_guard and not _marked(op):
+            return self.as_it_is(op, "outside fp16_guard", colour=BLACK)
+        against = self.evidence.against(op, lists)
+        if against:
+            return self.full(op, against)
+        cast = self._after_own_cast(op) if name not in lists.white_list else None
+        if cast is not None:
+            self.widened.add(op)
+            return self.full(op, f"follows {label(cast)}, where the program itself goes to float32")
+        return self.half(op, "inside fp16_guard" if self.use_fp16_guard else "pure 16 bit")
+
+
+    def _after_own_cast(self, op: Operator) -> Operator | None:
+        """The program's own cast to float32, or what follows one, that makes an operand."""
+        for variable in self.data_inputs(op):
+            maker = source(variable).producer
+            if maker is not None and (maker in self.widened or _is_own_widening(maker)):
+                return maker
+        return None
+
+
+def _is_own_widening(op: Operator) -> bool:
+    read, made = op.input(0), op.output(0)
+    return (
+        operator_name(op) == "Cast" and read is not None and read.dtype in HALF | {"float32"}
+        and made is not None and made.dtype == "float32" and op.role == FORWARD
+    )  # fmt: skip
+
+
+def _marked(op: Operator) -> bool:
+    """Whether the operator or one that encloses it carries the guard mark."""
+    inner: Operator | None = op
+    while inner is not None:
+        if inner.guard:
+            return True
+        inner = inner.program.parent
+    return False

@@ -1,0 +1,250 @@
+"""What the black/white/gray pass and the pure pass share: a decision per operator, and the rules that hold in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.ir.metadata import FULL, inserted
+from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.patterns import is_pattern, matching
+from amp_transpiler.ir.program import BACKWARD, FORWARD, Operator, Program, Variable
+from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.lists import AutoMixedPrecisionLists, unsupported_reason
+from amp_transpiler.passes.canonicalize.opset import TARGET
+from amp_transpiler.passes.view.names import label, source, written_name
+from amp_transpiler.passes.view.typing import (
+    SHORT,
+    Obstacle,
+    Slots,
+    declared,
+    has_float,
+    is_float,
+    kept_slots,
+    narrowed,
+    operator_name,
+    programs,
+    require_typed,
+    widened,
+)
+
+WHITE, BLACK = "white", "black"
+#: Operators that read of a tensor only its shape: they take any precision as it comes.
+_SHAPE_ONLY = frozenset({"Shape", "Size"})
+
+
+@dataclass
+class Decision:
+    """The precision of one operator.
+
+    ``slots``: the element type that each input must have and each output gets. ``colour``: what gray
+    readers follow. ``inner``: why every operator in the nested graphs stays fp32 ("" where they are
+    decided one by one).
+    """
+
+    precision: str
+    reason: str
+    slots: Slots
+    colour: str | None = None
+    inner: str = ""
+
+
+class Rules:
+    """The rules of both passes for one program and its lists; holds the decisions made so far."""
+
+    def __init__(self, program: Program, lists: AutoMixedPrecisionLists) -> None:
+        self.program = program
+        self.lists = lists
+        self.dtype = lists.dtype
+        self.decisions: dict[Operator, Decision] = {}
+        #: The opset whose kernels count: what a place is lowered to.
+        self.kernel_opset = TARGET
+        #: Whether an operator with a body of ours needs no kernel.
+        self.own_bodies = True
+        self._gaps: dict[str, str | None] = {}
+        self._named = black_operators(program, lists)
+
+    def decide_all(self, rule: Callable[[Operator], Decision]) -> dict[Operator, Decision]:
+        """Decide every operator, producers and enclosing operators first; ``rule`` decides what is not settled."""
+        for op in self.program.walk():
+            self.decisions[op] = self._settled(op) or rule(op)
+        return self.decisions
+
+    # -- the three ways to run an operator ---------------------------------------------------------
+    def half(self, op: Operator, reason: str) -> Decision:
+        """Run it in 16 bit; in fp32 where no place, no kernel or no schema lets it."""
+        gap = self._gap(op)
+        if gap:
+            return self.full(op, gap)
+        slots = narrowed(op, self.dtype)
+        if isinstance(slots, Obstacle):
+            return self.as_it_is(op, slots.reason, colour=None if slots.fixed else BLACK)
+        return Decision(self.dtype, f"{SHORT[self.dtype]}: {reason}", slots, WHITE)
+
+    def full(self, op: Operator, reason: str) -> Decision:
+        """Run it in fp32."""
+        slots = widened(op)
+        held = {t for t in (*slots.outputs, *slots.inputs) if t in FLOATS}
+        if "float32" not in held:  # float64, or a schema that knows 16 bit alone
+            return self.as_it_is(op, reason)
+        return Decision("float32", f"fp32: {reason}", slots, BLACK)
+
+    def as_it_is(self, op: Operator, reason: str, *, colour: str | None = None, inner: str = "") -> Decision:
+        """Leave its types as the program declares them."""
+        precision = _precision(op)
+        prefix = SHORT[precision] if colour == BLACK else "untouched"
+        return Decision(precision, f"{prefix}: {reason}", declared(op), colour, inner)
+
+    # -- rules ---------------------------------------------------------------------------------------
+    def _settled(self, op: Operator) -> Decision | None:
+        """The decision on operators whose types are not for the lists to choose."""
+        if op.role != FORWARD:
+            return self.as_it_is(op, f"an operator of role {op.role}", inner=f"inside an operator of role {op.role}")
+        forced = self.forced(op)
+        if op.attrs.programs:
+            inner = forced or ("black list" if operator_name(op) in self.lists.black_list else "")
+            inside = f"inside '{label(op)}', {inner}" if inner and not inner.startswith("inside") else inner
+            return self.as_it_is(op, "its nested graphs are rewritten inside", inner=inside)
+        name = operator_name(op)
+        if name in ("Cast", "CastLike"):
+            return self._cast(op)
+        if not has_float(op):
+            return self.as_it_is(op, "no floating-point tensor")
+        if any(v is not None and v.dtype is None for v in (*op.inputs, *op.outputs)):
+            return self.as_it_is(op, "it handles a sequence or an optional")
+        if name == "Constant":
+            decision = self.as_it_is(op, "")
+            decision.reason = constant_reason(decision.precision)
+            return decision
+        if name in _SHAPE_ONLY:
+            decision = self.as_it_is(op, "it reads only a shape")
+            decision.slots.inputs, decision.precision = [None] * len(op.inputs), "float32"
+            return decision
+        return self.full(op, forced) if forced else None
+
+    def _cast(self, op: Operator) -> Decision:
+        """A cast keeps its result type and reads what comes. It says in which precision to go on."""
+        source, target = op.inputs[0], op.outputs[0]
+        slots = declared(op)
+        slots.inputs[0] = None
+        assert source is not None and target is not None
+        colour = None
+        if source.dtype in HALF | {"float32"}:  # a mask made from integers says nothing about precision
+            colour = {"float32": BLACK, self.dtype: WHITE}.get(str(target.dtype))
+        reason = op.reason if inserted(op) else f"untouched: the program's own cast to {target.dtype}"
+        return Decision(target.dtype if target.dtype in FLOATS else "float32", reason, slots, colour)
+
+    def forced(self, op: Operator) -> str:
+        """Why an operator stays fp32 whatever the lists say; "" where nothing forces it."""
+        parent = op.program.parent
+        if parent is not None and self.decisions[parent].inner:
+            return self.decisions[parent].inner
+        if FULL in op.metadata:
+            return op.metadata[FULL]
+        for variable in (*op.inputs, *op.outputs):
+            if variable is None:
+                continue
+            name = source(variable).name
+            if name in self.lists.black_varnames or variable.name in self.lists.black_varnames:
+                return f"'{name}' is in custom_black_varnames"
+            if "learning_rate" in name:
+                return f"'{name}' is a learning rate"
+        return self._named.get(op, "")
+
+    def trainable_table(self, op: Operator) -> str:
+        """Why a Gather stays fp32: its gradient rows must not be rounded; "" for any other operator."""
+        if operator_name(op) != "Gather" or op.inputs[0] is None:
+            return ""
+        table = source(op.inputs[0])
+        return f"Gather on the trainable table '{table.name}'" if table.is_parameter else ""
+
+    def _gap(self, op: Operator) -> str | None:
+        """Why no lowering runs the operator in 16 bit; None where one does."""
+        name = operator_name(op)
+        if name not in self._gaps:
+            self._gaps[name] = unsupported_reason(name, self.dtype, self.kernel_opset, own_bodies=self.own_bodies)
+        found = lookup(op)
+        return None if self.own_bodies and found is not None and found.body is not None else self._gaps[name]
+
+    def data_inputs(self, op: Operator) -> list[Variable]:
+        """Floating-point inputs that carry data: those that no rule keeps fp32."""
+        kept, _ = kept_slots(op)
+        return [v for slot, v in enumerate(op.inputs) if v is not None and is_float(v) and slot not in kept]
+
+
+def _precision(op: Operator) -> str:
+    """The floating type that an operator computes in as it stands; "float32" where it handles none."""
+    return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and is_float(v)), "float32")
+
+
+def constant_reason(dtype: str) -> str:
+    """The reason of a constant, which takes the precision of its readers where they agree."""
+    return f"{SHORT.get(dtype, 'untouched')}: a constant"
+
+
+def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, names_must_exist: bool) -> None:
+    """Refuse what a precision pass cannot work on.
+
+    ArgumentTypeError for what is no program or no lists, GraphError for a variable without type, OrderError where
+    the backward pass was appended already, ArgumentError for ``custom_black_varnames`` that the program does not have.
+    """
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"{what} takes a Program, got {program!r}")
+    if not isinstance(lists, AutoMixedPrecisionLists):
+        raise ArgumentTypeError(f"{what}: amp_lists is {lists!r}; expected amp.AutoMixedPrecisionLists(...)")
+    require_typed(program)
+    late = next((op for op in program.operators if op.role == BACKWARD), None)
+    if late is not None:
+        raise OrderError(
+            f"{what}: program '{program.name}' already has backward operators ('{late.label}'); gradients take the "
+            "types of the forward pass, so call it before append_backward or minimize"
+        )
+    if names_must_exist:
+        check_variables(program, lists, what)
+
+
+def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str) -> None:
+    """ArgumentError where ``custom_black_varnames`` names a variable, or a pattern, that the program does not have."""
+    known = _variable_names(program)
+    missing = sorted(lists.black_varnames - known)
+    patterns = [name for name in missing if is_pattern(name)]
+    if len(patterns) < len(missing):
+        import difflib
+
+        name = next(each for each in missing if not is_pattern(each))
+        near = difflib.get_close_matches(name, sorted(known), 3)
+        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+        raise ArgumentError(f"{what}: program '{program.name}' has no variable '{name}', which "
+                            f"custom_black_varnames names{hint}")  # fmt: skip
+    matching(_written(program), patterns, f"{what}: custom_black_varnames", names=_called)
+
+
+def black_operators(program: Program, lists: AutoMixedPrecisionLists) -> dict[Operator, str]:
+    """Operators that a pattern of ``custom_black_varnames`` or of the preset keeps fp32, each with the reason."""
+    found: dict[Operator, str] = {}
+    chosen = sorted(filter(is_pattern, lists.black_varnames))
+    if not chosen and not lists.black_patterns:
+        return found
+    known, operators = _variable_names(program), _written(program)
+    chosen = [name for name in chosen if name not in known]
+    for patterns, where in ((chosen, "custom_black_varnames"), (lists.black_patterns, "the preset")):
+        for op, pattern in matching(operators, patterns, where, names=_called, required=False).items():
+            found.setdefault(op, f"'{pattern}' is in {where}")
+    return found
+
+
+def _variable_names(program: Program) -> set[str]:
+    return {v.name for each in programs(program) for v in each.variables}
+
+
+def _written(program: Program) -> list[Operator]:
+    """The operators of the program as it was written."""
+    return [op for op in program.walk() if not inserted(op)]
+
+
+def _called(op: Operator) -> list[str]:
+    """What an operator goes by: name, scope, what it makes, and the parameters that it reads."""
+    made = [written_name(v) for v in op.outputs if v is not None]
+    read = [source(v) for v in op.inputs if v is not None]
+    return [op.name, op.scope, *made, *(v.name for v in read if v.persistable)]

@@ -1,0 +1,1 @@
+"""The proof that a training step keeps its protocol."""

@@ -1,0 +1,169 @@
+"""Prove the gates of a training step on the ONNX model that a place runs (point 6 of ``check_step``).
+
+Give it the model that lowering makes, or the one that a session wrote as its optimised form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+from amp_transpiler.errors import StepError
+from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.program import OWN, Program, Variable
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.training.scaling import CHECK
+from amp_transpiler.passes.lowering.lowering import Lowered
+from amp_transpiler.passes.step_check.gated import GatedStates
+
+#: Operators that hand a value on as it is, or in another element type or shape.
+_MOVES = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+#: What lies between a gate's condition and the sums that the verdict looks at.
+_VERDICT = _MOVES | {"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"}
+_SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
+_DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
+
+
+def check_lowered(program: Program, lowered: Lowered) -> None:
+    """Check that every gated state of ``program`` is ``Where(ok, new, old)`` in ``lowered``, with a sound ``ok``.
+
+    StepError lists every state that is not carried from step to step, that is written without a gate, through one with
+    its branches swapped, through one whose condition goes through Not (which the runtime fuses by swapping branches);
+    every verdict that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
+    16-bit gradient that is looked at before it is rounded.
+    """
+    gates, states = _Gates(lowered), GatedStates()
+    for state, new in program.updates.items():
+        gates.carried(state.name)
+        kept = states.of(new)
+        if kept is not None and new.producer is not None and new.producer.input(0) is not None:
+            gates.check(state.name, kept.name)
+    gates.verdicts_agree()
+    for op in program.operators:
+        if op.domain == OWN and op.type == CHECK:
+            for raw, unscaled in zip(op.inputs[1:], op.outputs[1:], strict=True):
+                if raw is not None and unscaled is not None:
+                    gates.looked_at(op.label, unscaled.name)
+                    gates.rounded(op.label, raw)
+    if gates.found:
+        listed = "\n".join(f"  6: {violation}" for violation in dict.fromkeys(gates.found))
+        raise StepError(
+            f"the lowered step of program '{program.name}' ({lowered.place}) breaks the step protocol:\n{listed}"
+        )
+
+
+class _Gates:
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self.producers = {name: node for node in lowered.model.graph.node for name in node.output}
+        self.states = {port.variable: port.tensor for port in lowered.states}
+        self.updates = {port.variable: port.tensor for port in lowered.updates}
+        self.outputs = {info.name for info in lowered.model.graph.output}
+        self.found: list[str] = []
+        #: What each condition follows: the tests for NaN, and the tensors whose sums they look at.
+        self._verdicts: dict[str, frozenset[str]] = {}
+        self._sums: set[str] = set()
+
+    def carried(self, state: str) -> None:
+        """Record a state whose new value is no output of the model."""
+        tensor = self.updates.get(state)
+        if (
+            tensor is None
+            or tensor not in self.outputs
+            or (tensor not in self.producers and tensor != self._old(state))
+        ):
+            self.found.append(f"state '{state}' is not carried from step to step")
+
+    def _old(self, state: str) -> str | None:
+        return self.states.get(state)
+
+    def check(self, state: str, kept: str) -> None:
+        """Record what is wrong with the gate of ``state``, which on a bad step takes the value of ``kept``."""
+        if state not in self.updates:
+            return
+        old = self.states.get(kept)
+        gate = self.producers.get(self._behind(self.updates[state]))
+        if gate is None or gate.op_type != "Where":
+            by = "" if gate is None else f", by {_said(gate)}"
+            self.found.append(f"state '{state}' is written without a gate{by}")
+        elif self._behind(gate.input[2]) != old:
+            how = "has its branches swapped" if self._behind(gate.input[1]) == old else "does not keep the old value"
+            self.found.append(f"the gate of state '{state}', {_said(gate)}, {how}")
+        else:
+            self._condition(state, gate.input[0])
+
+    def _behind(self, tensor: str) -> str:
+        while tensor in self.producers and self.producers[tensor].op_type in _MOVES:
+            tensor = self.producers[tensor].input[0]
+        return tensor
+
+    def _condition(self, state: str, tensor: str) -> None:
+        if tensor in self._verdicts:
+            return
+        tests = set()
+        for node in self._ancestors(tensor):
+            if node.op_type == "Not":
+                self.found.append(f"the gate of state '{state}' goes through Not, {_said(node)}")
+            elif node.op_type in _DROPS_NAN:
+                self.found.append(
+                    f"the verdict looks for NaN with {node.op_type}, {_said(node)}, which drops NaN on CPU"
+                )
+            elif node.op_type in ("IsNaN", "IsInf"):
+                tests.add(node.output[0])
+            elif node.op_type in _SUMS:
+                self._sums |= {node.input[0], self._behind(node.input[0])}
+        if not tests:
+            self.found.append(f"the gate of state '{state}' follows no test for NaN")
+        self._verdicts[tensor] = frozenset(tests)
+
+    def _ancestors(self, tensor: str) -> Iterator[onnx.NodeProto]:
+        """Nodes behind a condition, down to the reductions."""
+        seen: set[str] = set()
+        stack = [tensor]
+        while stack:
+            name = stack.pop()
+            node = self.producers.get(name)
+            if node is None or name in seen:
+                continue
+            seen.add(name)
+            yield node
+            if node.op_type in _VERDICT or node.op_type == "Not":
+                stack.extend(node.input)
+
+    def verdicts_agree(self) -> None:
+        """Record gates that follow different tests."""
+        verdicts = {tests for tests in self._verdicts.values() if tests}
+        if len(verdicts) > 1:
+            listed = "; ".join(sorted(" and ".join(sorted(tests)) for tests in verdicts))
+            self.found.append(f"gates follow {len(verdicts)} verdicts: {listed}")
+
+    def looked_at(self, check: str, unscaled: str) -> None:
+        """Record an unscaled gradient that no test looks at. An optimised model may not have its tensor any more."""
+        value = self.lowered.tensors.get(unscaled)
+        if value is None or value.name not in self.producers or not self._sums:
+            return
+        if value.name not in self._sums and self._behind(value.name) not in self._sums:
+            self.found.append(f"the verdict of '{check}' does not look at gradient '{unscaled}'")
+
+    def rounded(self, check: str, raw: Variable) -> None:
+        """Record, on CPU, a 16-bit gradient whose fp32 carrier is not what was rounded to 16 bit."""
+        variable: Variable | None = raw
+        while variable is not None and variable.dtype not in HALF:
+            op = variable.producer
+            variable = op.input(0) if op is not None and not op.domain and op.type == "Cast" else None
+        if self.lowered.place != "cpu" or variable is None or variable.producer is None:
+            return
+        rule = lookup(variable.producer)
+        value = self.lowered.tensors.get(variable.name)
+        if (rule is not None and rule.exact) or value is None or value.name not in self.producers:
+            return
+        carrier = self.producers[value.name]
+        narrow = self.producers.get(carrier.input[0]) if carrier.op_type == "Cast" else None
+        if narrow is None or narrow.op_type != "Cast":
+            self.found.append(f"'{check}' looks at gradient '{raw.name}' before {_said(carrier)} is rounded to "
+                              f"{variable.dtype}, as an infinity that the rounding makes is not found")  # fmt: skip
+
+
+def _said(node: onnx.NodeProto) -> str:
+    return f"'{node.name or node.output[0]}' ({node.op_type})"

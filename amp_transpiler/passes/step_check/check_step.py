@@ -1,0 +1,298 @@
+"""Prove the step protocol on an emitted training program, before it is run.
+
+What must hold (numbers as in the messages):
+
+1. One verdict: the gradient of every updated parameter, dense or sparse, goes through a finite check; the ``found_inf``
+   of every check, joined with Or where there are several and cleared by nothing, reaches every update.
+2. A bad step changes the loss scale, its counters and the randomness counter, nothing else: every other
+   state is written by an operator that is gated by the verdict and that read this very state.
+3. Gradients are those of a loss that is multiplied by the scale. They are unscaled once, in fp32, by that scale, before
+   they are clipped.
+4. The scale and its counters are moved by one ``UpdateLossScaling`` alone, with ratios and thresholds in range.
+5. Masters: an updated 16-bit parameter and its fp32 master weight are written by one operator.
+6. In the lowered model every state is carried from step to step, a gate is ``Where(ok, new, old)`` with ``ok`` free of
+   Not, the verdict looks at every unscaled gradient, not with ReduceMax or ReduceMin, which drop NaN on CPU, and a
+   16-bit gradient is rounded before it is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp_transpiler.errors import StepError
+from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
+from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, UPDATE_SCALE, master_type
+from amp_transpiler.ops.training.update import LAYOUTS, Row
+from amp_transpiler.passes.step_check.check_lowered import check_lowered
+from amp_transpiler.passes.step_check.gated import GatedStates, gated_states
+from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow, is_own
+
+#: State that advances on a bad step too.
+UNGATED = frozenset({"@rng_step"})
+#: Operators that hand a verdict on, alone or joined with others.
+_JOINS = frozenset({"Or", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+#: Operators through which a scaled loss stays one.
+_LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "ReduceSum",
+                     "ReduceMean", "Neg"})  # fmt: skip
+
+
+def check_step(program: Program, place: Any = None, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+    """Check a program with loss scaling, as ``minimize`` of a decorated optimizer leaves it.
+
+    Points 1 to 5 are proved on the program. With ``place`` (CPUPlace() or CUDAPlace(0), neither needs a GPU) the
+    program is lowered for it, and point 6 is proved on the model that the place runs; ``feed_shapes`` gives the shapes
+    of feeds whose declared shape is not fixed.
+
+    StepError lists every violation with the operators and variables concerned.
+    """
+    found = _Step(program).violations()
+    if found:
+        listed = "\n".join(f"  {violation}" for violation in dict.fromkeys(found))
+        raise StepError(f"the training step of program '{program.name}' breaks the step protocol:\n{listed}")
+    if place is not None:
+        check_lowered(program, program.lower(place, feed_shapes))  # type: ignore[attr-defined]
+
+
+def _said(op: Operator | None) -> str:
+    return "nothing" if op is None else f"'{op.label}' ({op.type})"
+
+
+class _Step:
+    """The operators of a step, and what is wrong with them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        ops = [op for op in program.operators if op.domain == OWN]
+        self.checks = [op for op in ops if op.type == CHECK]
+        self.updates = [op for op in ops if op.type in LAYOUTS]
+        self.scalings = [op for op in ops if op.type == UPDATE_SCALE]
+        self.gated = [op for op in ops if gated_states(op)]
+        self.counters = [op for op in ops if op.type == COUNT_BAD]
+        self._kept = GatedStates()
+        self.found: list[str] = []
+
+    def violations(self) -> list[str]:
+        if not self.checks:
+            return [f"1: there must be a {CHECK} over the gradients, and there is none"]
+        scales = [scale for op in self.checks if (scale := op.input(0)) is not None]
+        self.flow = GradientFlow(
+            self.program, [*scales, *(moved for op in self.scalings if (moved := op.input(1)) is not None)]
+        )
+        self.scale = scales[0] if scales else None
+        if not self.updates:
+            self._add(1, "no operator updates a parameter")
+        for op in [*self.gated, *self.scalings, *self.counters]:
+            self._gated_by_the_verdict(op)
+        for check in self.checks:
+            self._unscaled(check)
+        self._scaled_losses()
+        for op, grad in self.flow.unscaled_outside:
+            self._add(3, f"{_said(op)} applies the loss scale to gradient '{grad.name}' in {grad.dtype}; only {CHECK} "
+                         "unscales, in fp32")  # fmt: skip
+        for update in self.updates:
+            self._update(update)
+        self._loss_scaling()
+        self._states()
+        return self.found
+
+    def _add(self, point: int, text: str) -> None:
+        self.found.append(f"{point}: {text}")
+
+    # -- 1 -------------------------------------------------------------------------------------------
+    def _gated_by_the_verdict(self, op: Operator) -> None:
+        given = op.input(0)
+        if given is None:
+            self._add(1, f"{_said(op)} is gated by nothing, not by the verdict of '{self.checks[0].label}'")
+            return
+        joined, others = _joined(given)
+        missing = [check.label for check in self.checks if check.key not in joined]
+        if len(missing) == len(self.checks):
+            made = f", made by {_said(given.producer)}" if given.producer else ""
+            self._add(1, f"{_said(op)} is gated by {given.name}{made}, not by the verdict of '{missing[0]}'")
+        elif missing:
+            self._add(1, f"{_said(op)} is gated by {given.name}, which leaves out the verdict of '{missing[0]}'")
+        elif others and is_own(op, UPDATE_SCALE, COUNT_BAD):
+            self._add(1, f"{_said(op)} takes '{others[0].name}' for a bad step; the scale follows the verdict alone")
+
+    # -- 3 -------------------------------------------------------------------------------------------
+    def _unscaled(self, check: Operator) -> None:
+        scale = check.input(0)
+        if scale is None or scale.dtype != "float32":
+            self._add(3, f"'{check.label}' divides by {scale}; the scale is fp32")
+        elif scale is not self.scale:
+            self._add(
+                3, f"'{check.label}' divides by '{scale.name}', '{self.checks[0].label}' by '{_name(self.scale)}'"
+            )
+        for raw, new in zip(check.inputs[1:], check.outputs[1:], strict=True):
+            if raw is None or new is None:
+                self._add(3, f"'{check.label}' has an empty slot")
+                continue
+            mask = self.flow.mask(raw)
+            if new.dtype != master_type(raw.dtype):
+                self._add(3, f"gradient '{raw.name}' is unscaled in {new.dtype} by '{check.label}', not in "
+                             f"{master_type(raw.dtype)}")  # fmt: skip
+            if mask & UNSCALED:
+                self._add(3, f"gradient '{raw.name}' is unscaled twice, the second time by '{check.label}'")
+            elif mask & CLIPPED:
+                self._add(3, f"gradient '{raw.name}' is clipped before it is unscaled, by {_said(self.flow.clip(raw))}")
+
+    def _scaled_losses(self) -> None:
+        """Every loss that gradients start from is multiplied by the scale."""
+        seeds = (v for v in self.program.variables if v.grad_of is not None and v.is_constant)
+        losses = dict.fromkeys(seed.grad_of for seed in seeds if seed.grad_of is not None)
+        for loss in losses:
+            if self.scale is not None and not _multiplied(loss, self.scale):
+                self._add(3, f"the loss '{loss.name}' is not multiplied by '{self.scale.name}', the scale that its "
+                             f"gradients are divided by; it comes from {_said(loss.producer)}")  # fmt: skip
+
+    # -- 1, 2, 5 for one update operator -------------------------------------------------------------
+    def _update(self, op: Operator) -> None:
+        layout = LAYOUTS[op.type]
+        for state, new in zip(layout.states(op.inputs), op.outputs, strict=False):
+            if state is not None and (new is None or self.program.updates.get(state) is not new):
+                self._add(2, f"{_said(op)} computes a new '{state.name}' that '{state.name}' does not take")
+        for row in layout.read(op.inputs):
+            self._row(op, row)
+
+    def _row(self, op: Operator, row: Row[Variable | None]) -> None:
+        parameter, grad, master = row.parameter, row.gradient, row.master
+        if parameter is None or grad is None:
+            self._add(1, f"{_said(op)} has a row without parameter or gradient")
+            return
+        mask = self.flow.mask(grad)
+        if mask & SCALED or not mask & UNSCALED:
+            alone = " alone" if mask & UNSCALED else ""
+            self._add(1, f"the gradient '{grad.name}' of parameter '{parameter.name}' in {_said(op)} does not come "
+                         f"from '{self.checks[0].label}'{alone}")  # fmt: skip
+        elif not self.flow.owned(grad, parameter):
+            self._add(1, f"parameter '{parameter.name}' is updated by {_said(op)} with '{grad.name}', the gradient of "
+                         "another variable")  # fmt: skip
+        if master is not None and (parameter.dtype not in HALF or master.dtype != "float32"):
+            self._add(5, f"the master weight '{master.name}' ({master.dtype}) of '{parameter.name}' "
+                         f"({parameter.dtype}) in {_said(op)} must be fp32, of a 16-bit parameter")  # fmt: skip
+
+    # -- 4 -------------------------------------------------------------------------------------------
+    def _loss_scaling(self) -> None:
+        if len(self.scalings) > 1:
+            labels = ", ".join(_said(op) for op in self.scalings)
+            self._add(4, f"{len(self.scalings)} operators update the loss scale: {labels}")
+        for op in self.scalings:
+            if op.input(1) is not self.scale:
+                self._add(4, f"{_said(op)} moves '{_name(op.input(1))}', but gradients are divided by "
+                             f"'{_name(self.scale)}'")  # fmt: skip
+            self._stored(op, op.inputs[1:4], op.outputs[:3])
+            attrs = op.attrs
+            if attrs["incr_ratio"] < 1 or not 0 < attrs["decr_ratio"] <= 1:
+                self._add(4, f"{_said(op)} has ratios {attrs['incr_ratio']:g} and {attrs['decr_ratio']:g}")
+            steps = attrs["incr_every_n_steps"], attrs["decr_every_n_nan_or_inf"]
+            if min(steps) < 1:
+                self._add(4, f"{_said(op)} has thresholds {steps[0]} and {steps[1]}")
+        for op in self.counters:
+            self._stored(op, op.inputs[3:6], op.outputs)
+        window = self.program.window
+        for state in self.program.variables:
+            counts = state.persistable and not state.trainable and state.dtype == "int32" and state.producer is None
+            moved = state in self.program.updates or (window is not None and state is window.counter)
+            if counts and not moved and not state.readers:
+                self._add(4, f"'{state.name}' counts for the loss scale, but nothing moves it: the operator that "
+                             "updates the scale is gone")  # fmt: skip
+
+    def _stored(self, op: Operator, states: Any, values: Any) -> None:
+        for state, new in zip(states, values, strict=True):
+            if (state is not None or new is not None) and (state is None or self.program.updates.get(state) is not new):
+                self._add(4, f"'{_name(state)}' does not take the value that {_said(op)} computes for it")
+
+    # -- 2 -------------------------------------------------------------------------------------------
+    def _states(self) -> None:
+        scaling = {state.key for op in self.scalings for state in op.inputs[1:4] if state is not None}
+        scaling |= {state.key for op in self.counters for state in op.inputs[3:6] if state is not None}
+        for state, new in self.program.updates.items():
+            if state.name in UNGATED or state.key in scaling or self._sum_of_window(state):
+                continue
+            gated = self._kept.of(new)
+            if gated is None:
+                self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no verdict "
+                             "gates")  # fmt: skip
+            elif gated is not state and not self._stands_for(gated, state, new):
+                self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, the next value of "
+                             f"'{gated.name}'")  # fmt: skip
+        self._window()
+
+    def _sum_of_window(self, state: Variable) -> bool:
+        """Whether this is a sum of gradients, which a window of micro-batches adds to and its end clears."""
+        window, cleared = self.program.window, self.program.updates.get(state)
+        added = None if window is None else window.updates.get(state)
+        if added is None or cleared is None or not is_own(added.producer, ACCUMULATE):
+            return False
+        assert added.producer is not None
+        before = added.producer.input(2 * added.producer_slot)
+        return before is state and is_own(cleared.producer, RESET) and _reset(cleared) is added
+
+    def _stands_for(self, before: Variable, state: Variable, new: Variable) -> bool:
+        """Whether ``before`` holds what ``state``, which micro-batches write, was when their window began."""
+        window = self.program.window
+        inside = {} if window is None else window.updates
+        return state in inside and before not in inside and self.program.updates.get(before) is new
+
+    def _window(self) -> None:
+        """What micro-batches write before their window ends must be taken back if it ends badly."""
+        window = self.program.window
+        for state, new in {} if window is None else window.updates.items():
+            if self._sum_of_window(state):
+                if state.dtype in HALF:
+                    self._add(3, f"{_said(new.producer)} adds up gradients in {state.dtype}, in '{state.name}'")
+                continue
+            kept = self.program.updates.get(state)
+            before = None if kept is None else self._kept.of(kept)
+            if state.name not in UNGATED and (before is None or before is state):
+                self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)} in every "
+                             "micro-batch, and a bad window does not take it back")  # fmt: skip
+
+
+def _reset(cleared: Variable) -> Variable | None:
+    """What the zeros ``cleared`` stand in the place of."""
+    return None if cleared.producer is None else cleared.producer.input(cleared.producer_slot)
+
+
+def _joined(verdict: Variable) -> tuple[set[int], list[Variable]]:
+    """The checks whose verdicts ``verdict`` is true for, and the other variables that it is true for."""
+    checks: set[int] = set()
+    others: list[Variable] = []
+    stack, seen = [verdict], {verdict.key}
+    while stack:
+        variable = stack.pop()
+        op = variable.producer
+        if op is not None and is_own(op, CHECK) and variable.producer_slot == 0:
+            checks.add(op.key)
+        elif op is not None and not op.domain and op.type in _JOINS:
+            sources = [v for v in (op.inputs if op.type == "Or" else op.inputs[:1]) if v is not None]
+            stack += [v for v in sources if v.key not in seen]
+            seen.update(v.key for v in sources)
+        else:
+            others.append(variable)
+    return checks, others
+
+
+def _multiplied(loss: Variable, scale: Variable) -> bool:
+    """Whether ``scale`` is a factor of ``loss``."""
+    stack, seen = [loss], {loss.key}
+    while stack:
+        op = stack.pop().producer
+        if op is None or op.domain or op.type not in _LINEAR:
+            continue
+        for v in op.inputs:
+            if v is scale:
+                return op.type == "Mul"
+            if v is not None and v.key not in seen:
+                seen.add(v.key)
+                stack.append(v)
+    return False
+
+
+def _name(variable: Variable | None) -> str:
+    return "nothing" if variable is None else variable.name
+
+
+__all__ = ["UNGATED", "check_step"]

@@ -1,0 +1,97 @@
+"""Where gradients flow in a training step: scaled ones, unscaled ones, and whose they are."""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.ops.training.clip import CLIPS
+from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, UPDATE_SCALE
+
+#: Bits of a mask; the bits above say whose gradient it is.
+SCALED, UNSCALED, CLIPPED = 1, 2, 4
+_OWNERS = 3
+_CLIPS = frozenset({"Clip"})
+
+
+def is_own(op: Operator | None, *types: str) -> bool:
+    """Whether this is one of this package's operators of these types."""
+    return op is not None and op.domain == OWN and op.type in types
+
+
+class GradientFlow:
+    """Masks by variable: which gradients a value is made of, and what has been done to them. One sweep over a program.
+
+    ``unscaled_outside`` lists (operator, gradient) where an operator other than the finite check combines a scaled
+    gradient with what is computed from one of ``scales`` alone.
+    """
+
+    def __init__(self, program: Program, scales: list[Variable]) -> None:
+        self._masks: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
+        self._clips: dict[int, Operator] = {}
+        self._from_scale = {scale.key for scale in scales}
+        self.unscaled_outside: list[tuple[Operator, Variable]] = []
+        for variable in program.variables:
+            if variable.producer is None and variable.grad_of is not None:
+                self._masks[variable.key] = self._gradient(variable)
+        for op in program.operators:
+            self._operator(op)
+
+    def mask(self, variable: Variable) -> int:
+        """The mask of a variable."""
+        return self._masks.get(variable.key, 0)
+
+    def owned(self, gradient: Variable, parameter: Variable) -> bool:
+        """Whether ``gradient`` is made of a gradient of ``parameter``."""
+        return bool(self.mask(gradient) & self._owners.get(parameter.key, 0))
+
+    def clip(self, variable: Variable) -> Operator | None:
+        """The operator that clips scaled gradients on the way to ``variable``."""
+        return self._clips.get(variable.key)
+
+    def _gradient(self, variable: Variable) -> int:
+        assert variable.grad_of is not None
+        bit = self._owners.setdefault(variable.grad_of.key, 1 << (len(self._owners) + _OWNERS))
+        return SCALED | bit
+
+    def _operator(self, op: Operator) -> None:
+        inputs = [v for v in op.inputs if v is not None]
+        self._scale(op, inputs)
+        if is_own(op, CHECK):
+            for raw, new in zip(op.inputs[1:], op.outputs[1:], strict=False):
+                if raw is not None and new is not None:
+                    self._masks[new.key] = self.mask(raw) & ~(SCALED | CLIPPED) | UNSCALED
+            return
+        together = 0
+        for read in inputs:
+            together |= self.mask(read)
+        by_slot = is_own(op, *CLIPS)
+        clips = by_slot or (op.type in _CLIPS and not op.domain)
+        for slot, made in enumerate(op.outputs):
+            if made is None:
+                continue
+            source = op.input(slot) if by_slot else None
+            mask = (self.mask(source) if source is not None else 0) if by_slot else together
+            if not mask & (SCALED | UNSCALED):
+                mask = 0
+            if made.grad_of is not None and not mask & UNSCALED:
+                mask = self._gradient(made) | (mask & CLIPPED)
+            if clips and mask & SCALED:
+                mask |= CLIPPED
+                self._clips.setdefault(made.key, op)
+            if not mask:
+                continue
+            self._masks[made.key] = mask
+            if mask & CLIPPED and made.key not in self._clips:
+                self._clips[made.key] = next(self._clips[v.key] for v in inputs if v.key in self._clips)
+
+    def _scale(self, op: Operator, inputs: list[Variable]) -> None:
+        """Follow what is computed from the scale alone, and find gradients that it is applied to."""
+        if is_own(op, CHECK, UPDATE_SCALE, COUNT_BAD) or not any(v.key in self._from_scale for v in inputs):
+            return
+        rest = [v for v in inputs if v.key not in self._from_scale and not v.is_constant]
+        if not rest:
+            self._from_scale.update(v.key for v in op.outputs if v is not None)
+        self.unscaled_outside += [(op, v) for v in rest if self.mask(v) & SCALED]
+
+
+__all__ = ["CLIPPED", "SCALED", "UNSCALED", "GradientFlow", "is_own"]

@@ -1,0 +1,108 @@
+"""Variables and their constant content in another precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx
+
+from amp_transpiler.errors import PrecisionError
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.tensors import CastTensor, annotated, as_array, chunks, tensor_type, to_proto
+from amp_transpiler.ir.types import FLOATS, LIMITS, numpy_dtype
+
+#: Elements from which on a converted constant is not kept.
+_LARGE = 1 << 16
+_ATTRIBUTES = ("value", "value_float", "value_floats")
+
+
+def content(variable: Variable) -> Any:
+    """The dense content of a variable or of the Constant operator that makes it, else None."""
+    if variable.is_input:  # an initializer that the caller may feed over
+        return None
+    if variable.data is not None:
+        return None if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
+    producer = variable.producer
+    if producer is None or producer.type != "Constant" or producer.domain not in ("", "ai.onnx"):
+        return None
+    for name in _ATTRIBUTES:
+        if name in producer.attrs:
+            value = producer.attrs[name]
+            return value if name == "value" else np.asarray(value, np.float32)
+    return None
+
+
+def is_constant(variable: Variable) -> bool:
+    """Whether the variable is a floating-point constant whose content is known and dense, and not a parameter."""
+    return variable.dtype in FLOATS and not variable.persistable and content(variable) is not None
+
+
+def has_content(variable: Variable) -> bool:
+    """Whether the content is known here: a constant, or a parameter that carries its first value."""
+    return content(variable) is not None
+
+
+def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastTensor:
+    """The content in ``dtype``, a large one when it is used; PrecisionError where a finite number leaves its range."""
+    data = content(variable)
+    if math.prod(tensor_type(data)[1]) >= _LARGE:
+        limit = LIMITS[dtype].largest
+        for piece in chunks(data):
+            if not (-limit <= piece.min() and piece.max() <= limit):  # NaN as well
+                _check_range(variable, piece, _cast(piece, dtype), dtype, reader)
+        return CastTensor(data, dtype)
+    array = as_array(data)
+    result = _cast(array, dtype)
+    _check_range(variable, array, result, dtype, reader)
+    return result
+
+
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(numpy_dtype(dtype))
+
+
+def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtype: str, reader: str) -> None:
+    lost = np.isfinite(array) & ~np.isfinite(result)
+    if lost.any():
+        worst, kind = float(np.abs(array[lost]).max()), "parameter" if variable.persistable else "constant"
+        raise PrecisionError(
+            f"{kind} '{variable.name}' of program '{variable.program.name}' holds {worst:g}, beyond the range of "
+            f"{dtype} (±{LIMITS[dtype].largest:.5g}), and '{reader}' reads it in {dtype}. Put '{variable.name}' on "
+            "custom_black_varnames to keep its readers fp32, or change its value"
+        )
+
+
+def replace(variable: Variable, array: np.ndarray | CastTensor) -> None:
+    """Let the variable carry ``array``. What a scope holds of it is left alone."""
+    producer = variable.producer
+    if isinstance(array, CastTensor) and producer is None:
+        variable.data = array
+        return
+    array = np.asarray(array)
+    if producer is None:
+        variable.data = annotated(to_proto(array, variable.name), variable.data)
+        return
+    for name in _ATTRIBUTES:
+        producer.attrs.pop(name, None)
+    producer.attrs["value"] = array
+
+
+def fill(op: Operator | None) -> np.ndarray | None:
+    """The element that a ConstantOfShape writes everywhere, as an array of one; None for any other operator."""
+    if op is None or op.type != "ConstantOfShape" or op.domain not in ("", "ai.onnx"):
+        return None
+    return as_array(op.attrs["value"]) if "value" in op.attrs else np.zeros(1, np.float32)
+
+
+def saturate(variable: Variable, limit: float) -> None:
+    """Let no finite element of the constant (or of what a ConstantOfShape writes) lie beyond ``limit`` (below it
+    where that is negative)."""
+    array = fill(variable.producer)
+    if array is None:
+        array = as_array(content(variable))
+    bound = np.asarray(limit, array.dtype)
+    beyond = np.isfinite(array) & (array < bound if limit < 0 else array > bound)
+    replace(variable, np.where(beyond, bound, array))

@@ -1,0 +1,132 @@
+"""Where tensors go in a program as it was written: past inserted casts, into nested graphs and out of them.
+
+Also the few facts about operators that every such question needs: which of them only move elements, and which
+numbers constants hold.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import is_float, operator_name, programs
+
+#: Operators whose output holds elements of an input and nothing else: the slots of those inputs, None for all.
+MOVES: dict[str, tuple[int, ...] | None] = dict.fromkeys(
+    (
+        "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile", "Slice", "Split",
+        "CenterCropPad", "Trilu", "Compress", "ReverseSequence", "DepthToSpace", "SpaceToDepth", "Gather",
+        "GatherElements", "GatherND", "Dropout", "Cast", "CastLike",
+    ), (0,),
+) | {
+    "Pad": (0, 2), "Where": (1, 2), "Concat": None, "TensorScatter": (0, 1),
+    "Scatter": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2),
+}  # fmt: skip
+
+
+#: How far a constant is followed back through operators that move it.
+_HOPS = 8
+
+
+def moves(op: Operator, slot: int) -> bool:
+    """Whether the output holds the elements of this input as they are."""
+    name = operator_name(op)
+    return name in MOVES and (MOVES[name] is None or slot in (MOVES[name] or ()))
+
+
+class Flow:
+    """Every floating-point operand of a program, nested graphs included, and who reads it.
+
+    ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``inputs``:
+    operands by slot as they were written (None for what is no floating-point tensor). ``uses``: their readers.
+    ``results``: what the result of a nested graph becomes outside; ``entries``: what an operand of a Loop or Scan
+    becomes inside; ``loops``: what a state becomes in the next turn. ``fetched``: outputs and state updates of the
+    whole program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.steps: list[tuple[Operator, str, list[Variable | None]]] = []
+        self.inputs: dict[Operator, list[Variable | None]] = {}
+        self.uses: dict[Variable, list[tuple[Operator, int]]] = {}
+        self.results: dict[Variable, list[Variable]] = {}
+        self.entries: dict[Variable, list[Variable]] = {}
+        self.loops: dict[Variable, list[Variable]] = {}
+        self.fetched = {source(v) for v in (*program.outputs, *program.updates.values())}
+        self._numbers: dict[Variable, float | None] = {}
+        for op in program.walk():
+            if inserted(op):
+                continue
+            self.inputs[op] = read = [source(v) if v is not None and v.dtype in FLOATS else None for v in op.inputs]
+            self.steps.append((op, operator_name(op), read))
+            for slot, variable in enumerate(read):
+                if variable is not None:
+                    self.uses.setdefault(variable, []).append((op, slot))
+            if op.attrs.programs:
+                self._enclose(op)
+
+    def _enclose(self, op: Operator) -> None:
+        """Join operands and results of a control flow operator to those of its nested graphs."""
+        name = operator_name(op)
+        if name == "If":
+            for nested in op.attrs.programs:
+                _join(self.results, nested.outputs, op.outputs)
+        elif name == "Loop":
+            body, states = op.attrs["body"], len(op.inputs) - 2
+            self._iterate(op, body, op.inputs[2:], body.inputs[2:], body.outputs[1:], states)
+        elif name == "Scan":
+            body = op.attrs["body"]
+            read = op.inputs[1:] if op.program.opset() < 9 else op.inputs
+            states = len(read) - op.attrs["num_scan_inputs"]
+            self._iterate(op, body, read, body.inputs, body.outputs, states)
+
+    def _iterate(self, op: Operator, body: Program, read: Any, inside: Any, made: Any, states: int) -> None:
+        _join(self.entries, read, inside)
+        _join(self.results, made, op.outputs)
+        _join(self.loops, made[:states], inside[:states])
+
+    def number(self, variable: Variable | None) -> float | None:
+        """The number that a constant of one element holds, moved about or not; None for anything else."""
+        if variable is None:
+            return None
+        variable = source(variable)
+        if variable not in self._numbers:
+            self._numbers[variable] = self._read(variable)
+        return self._numbers[variable]
+
+    def integers(self, variable: Variable | None) -> list[int] | None:
+        """The content of a constant of a few integers; None for anything else."""
+        data = constants.content(source(variable)) if variable is not None else None
+        if data is None:
+            return None
+        dtype, shape = tensor_type(data)
+        return as_array(data).reshape(-1).tolist() if dtype in ("int32", "int64") and math.prod(shape) < 64 else None
+
+    def _read(self, variable: Variable) -> float | None:
+        for _ in range(_HOPS):
+            data = constants.content(variable)
+            if data is not None:
+                dtype, shape = tensor_type(data)
+                return float(as_array(data).reshape(-1)[0]) if math.prod(shape) == 1 and dtype != "string" else None
+            op = variable.producer
+            if op is None or MOVES.get(operator_name(op)) != (0,) or op.inputs[0] is None:
+                return None
+            variable = source(op.inputs[0])
+        return None
+
+
+def _join(edges: dict[Variable, list[Variable]], ends: Any, starts: Any) -> None:
+    for end, start in zip(ends, starts, strict=False):
+        if end is not None and start is not None and is_float(start):
+            edges.setdefault(source(end), []).append(start)
+
+
+def every_variable(program: Program) -> list[Variable]:
+    """The floating-point variables of the program as it was written, nested graphs included."""
+    found = (v for each in programs(program) for v in each.variables if v.outer is None and is_float(v))
+    return [v for v in found if not inserted(v.producer)]

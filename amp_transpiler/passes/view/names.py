@@ -1,0 +1,33 @@
+"""Variables and operators as the program was written: behind the casts that passes put in, out of nested graphs."""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.passes.view.typing import origin
+
+
+def source(variable: Variable) -> Variable:
+    """The variable of the program as it was written: through inserted casts and out of nested graphs."""
+    while True:
+        variable = origin(variable)
+        producer = variable.producer
+        if producer is None or not inserted(producer) or producer.inputs[0] is None:
+            return variable
+        variable = producer.inputs[0]
+
+
+def written_name(variable: Variable) -> str:
+    """The name of the variable as the program was written: not of one that a pass put before or behind it."""
+    variable = source(variable)
+    for reader, _ in variable.readers:
+        made = reader.output(0)
+        if inserted(reader) and made is not None and variable.name.startswith(f"{made.name}."):
+            return made.name
+    return variable.name
+
+
+def label(op: Operator) -> str:
+    """The operator's label, by the variable that it was written to make: not by one that a cast was put behind."""
+    first = next((v for v in op.outputs if v is not None), None)
+    return op.label if op.name or first is None else f"{op.type} -> {written_name(first)}"

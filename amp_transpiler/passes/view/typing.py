@@ -1,0 +1,304 @@
+"""Which element types the slots of an operator may hold, from its ONNX schema.
+
+A schema names the type of each slot by a type variable (``T``) or pins it (``tensor(float)``). Slots of one
+variable hold one type, so precision is decided per variable and never per slot: LayerNormalization must read
+its scale in 16 bit because it shares ``T`` with the data, BatchNormalization need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import onnx
+import onnx.shape_inference
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.inference import ONNX_ERRORS
+from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.types import FLOATS, HALF, NAMES
+from amp_transpiler.lists import kept_fp32
+
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+#: Attributes that set the element type of an output.
+_TYPE_ATTRIBUTES = frozenset({"dtype", "to", "output_dtype", "output_datatype"})
+#: The type variable of every slot of an operator without a schema.
+_ANY = "T"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Type variable (or pinned type) of each formal slot, and the element types that each admits."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    optional_outputs: frozenset[int]
+    admits: Mapping[str, frozenset[str]]
+    typed_by_attribute: bool
+
+    def input(self, slot: int) -> str:
+        """The type variable of an input; slots beyond the last belong to the variadic one."""
+        return self.inputs[min(slot, len(self.inputs) - 1)]
+
+    def output(self, slot: int) -> str:
+        """The type variable of an output."""
+        return self.outputs[min(slot, len(self.outputs) - 1)]
+
+
+@dataclass
+class Slots:
+    """The element type that each slot of an operator has to hold; None: whatever comes, or no tensor."""
+
+    inputs: list[str | None]
+    outputs: list[str | None]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why an operator cannot run in 16 bit. ``fixed``: its type is no matter of precision at all."""
+
+    reason: str
+    fixed: bool = False
+
+
+def operator_name(op: Operator) -> str:
+    """The operator as operator lists name it."""
+    return op.type if op.domain in ("", "ai.onnx") else op.full_type
+
+
+@cache
+def signature(type_: str, opset: int, domain: str) -> Signature | None:
+    """The signature of an operator at an opset version, None where onnx knows no schema."""
+    try:
+        schema = onnx.defs.get_schema(type_, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+    admits = {c.type_param_str: _elements(c.allowed_type_strs) for c in schema.type_constraints}
+    for slot in (*schema.inputs, *schema.outputs):
+        admits.setdefault(slot.type_str, _elements([slot.type_str]))
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    return Signature(
+        tuple(slot.type_str for slot in schema.inputs),
+        tuple(slot.type_str for slot in schema.outputs),
+        frozenset(i for i, slot in enumerate(schema.outputs) if slot.option == optional),
+        admits,
+        bool(_TYPE_ATTRIBUTES & set(schema.attributes)),
+    )
+
+
+def _elements(type_strs: Sequence[str]) -> frozenset[str]:
+    inner = (text[len("tensor(") : -1].upper() for text in type_strs if text.startswith("tensor("))
+    return frozenset(NAMES[onnx.TensorProto.DataType.Value(name)] for name in inner)
+
+
+def signature_of(op: Operator) -> Signature | None:
+    """The signature of ``op`` at its program's opset."""
+    domain = "" if op.domain == "ai.onnx" else op.domain
+    return signature(op.type, op.program.opset(domain), domain)
+
+
+def kept_slots(op: Operator) -> tuple[frozenset[int], frozenset[int]]:
+    """Inputs and outputs of ``op`` that stay fp32 where its schema lets them."""
+    return kept_fp32(op.type, op.domain)
+
+
+def is_float(variable: Variable | None) -> bool:
+    """Whether the variable is a tensor of a floating type."""
+    return variable is not None and variable.dtype in FLOATS
+
+
+def has_float(op: Operator) -> bool:
+    """Whether the operator reads or writes a floating-point tensor."""
+    return any(is_float(v) for v in (*op.inputs, *op.outputs))
+
+
+def declared(op: Operator) -> Slots:
+    """The types as they stand in the program."""
+    return Slots([v.dtype if v else None for v in op.inputs], [v.dtype if v else None for v in op.outputs])
+
+
+@dataclass
+class _Group:
+    """The slots of one type variable."""
+
+    inputs: list[int]
+    outputs: list[int]
+    dtypes: set[str | None]
+    kept: bool = True  # every slot of it is kept fp32
+
+
+Dtypes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """An operator as its typing sees it: what it is and the element types that its slots hold."""
+
+    type: str
+    domain: str
+    opset: int  # of its domain
+    inputs: Dtypes
+    outputs: Dtypes
+
+    def signature(self) -> Signature | None:
+        return signature(self.type, self.opset, self.domain)
+
+    def groups(self) -> dict[str, _Group]:
+        """Type variables of the floating-point slots, the one of the first output (else input) first."""
+        kept_in, kept_out = kept_fp32(self.type, self.domain)
+        sig = self.signature()
+        groups: dict[str, _Group] = {}
+        for slot, dtype in enumerate(self.outputs):
+            if dtype in FLOATS:
+                group = groups.setdefault(sig.output(slot) if sig else _ANY, _Group([], [], set()))
+                group.outputs.append(slot)
+                group.dtypes.add(dtype)
+                group.kept &= slot in kept_out
+        for slot, dtype in enumerate(self.inputs):
+            if dtype in FLOATS:
+                group = groups.setdefault(sig.input(slot) if sig else _ANY, _Group([], [], set()))
+                group.inputs.append(slot)
+                group.dtypes.add(dtype)
+                group.kept &= slot in kept_in
+        return groups
+
+    def moved(self, groups: list[_Group], dtype: str, moves: Set[str | None]) -> tuple[Dtypes, Dtypes]:
+        """The element types with the slots of these groups, where they hold one of ``moves``, at ``dtype``."""
+        inputs, outputs = list(self.inputs), list(self.outputs)
+        for group in groups:
+            for slot in group.inputs:
+                inputs[slot] = dtype if inputs[slot] in moves else inputs[slot]
+            for slot in group.outputs:
+                outputs[slot] = dtype if outputs[slot] in moves else outputs[slot]
+        return tuple(inputs), tuple(outputs)
+
+
+def _typed(op: Operator) -> _Typed:
+    domain = "" if op.domain == "ai.onnx" else op.domain
+    return _Typed(op.type, domain, op.program.opset(domain), tuple([v.dtype if v else None for v in op.inputs]),
+                  tuple([v.dtype if v else None for v in op.outputs]))  # fmt: skip
+
+
+#: Element types of the inputs and of the outputs, and the outputs whose type variable no given input has.
+_Plan = tuple[Dtypes, Dtypes, tuple[int, ...]]
+
+
+@lru_cache(maxsize=65536)  # a program has few kinds of operators, and thousands of each
+def _narrow_plan(typed: _Typed, dtype: str) -> _Plan | Obstacle:
+    groups = typed.groups()
+    obstacles = {name: _obstacle(typed, name, group, dtype) for name, group in groups.items()}
+    main = obstacles[next(iter(groups))]
+    if main is not None:
+        return main
+    follows = [group for name, group in groups.items() if obstacles[name] is None]
+    return (*typed.moved(follows, dtype, {"float32", dtype}), _unbound_slots(groups))
+
+
+@lru_cache(maxsize=65536)
+def _wide_plan(typed: _Typed) -> _Plan:
+    sig = typed.signature()
+    if sig is None or sig.typed_by_attribute:
+        return typed.inputs, typed.outputs, ()
+    groups = typed.groups()
+    bound = [g for name, g in groups.items() if g.inputs and "float32" in sig.admits[name]]
+    return (*typed.moved(bound, "float32", HALF | {"float32"}), _unbound_slots(groups))
+
+
+def _unbound_slots(groups: dict[str, _Group]) -> tuple[int, ...]:
+    return tuple(slot for group in groups.values() if not group.inputs for slot in group.outputs)
+
+
+def narrowed(op: Operator, dtype: str) -> Slots | Obstacle:
+    """The types with which ``op`` runs in ``dtype``, or why it cannot.
+
+    Every type variable that its inputs bind follows, save those of slots that stay fp32 alone and those
+    that do not admit ``dtype``; the one of the data must follow.
+    """
+    opset = op.program.opset()
+    cast = signature("Cast", opset, "")
+    if cast is None or dtype not in cast.admits[cast.outputs[0]]:
+        return Obstacle(f"Cast does not know {dtype} at opset {opset}")
+    plan = _narrow_plan(_typed(op), dtype)
+    return plan if isinstance(plan, Obstacle) else _slots(op, plan)
+
+
+def _obstacle(typed: _Typed, name: str, group: _Group, dtype: str) -> Obstacle | None:
+    sig = typed.signature()
+    if sig is not None and sig.typed_by_attribute:
+        return Obstacle("an attribute sets its element type", fixed=True)
+    if not group.inputs:
+        return Obstacle("no input sets its element type", fixed=True)
+    other = sorted(str(d) for d in group.dtypes - {"float32", dtype})
+    if other:
+        return Obstacle(f"it computes in {other[0]}", fixed=True)
+    if sig is not None and dtype not in sig.admits[name]:
+        return Obstacle(f"{typed.type} does not take {dtype} at opset {typed.opset}")
+    return Obstacle("its slots stay fp32") if group.kept else None
+
+
+def widened(op: Operator) -> Slots:
+    """The types with which ``op`` runs in fp32: 16-bit slots go up where the schema binds them to an input."""
+    return _slots(op, _wide_plan(_typed(op)))
+
+
+def _slots(op: Operator, plan: _Plan) -> Slots:
+    inputs, outputs, unbound = plan
+    slots = Slots(list(inputs), list(outputs))
+    return _unbound(op, unbound, slots) if unbound else slots
+
+
+def _unbound(op: Operator, outputs: tuple[int, ...], slots: Slots) -> Slots:
+    """Let ONNX's inference say the type of outputs whose type variable no given input has (a state's first value)."""
+    if slots.inputs == declared(op).inputs:
+        return slots
+    domain = "" if op.domain == "ai.onnx" else op.domain
+    schema = onnx.defs.get_schema(op.type, op.program.opset(domain), domain)
+    node = onnx.NodeProto(op_type=op.type, domain=domain, attribute=op.attrs.protos())
+    node.input.extend(f"x{slot}" if kind else "" for slot, kind in enumerate(slots.inputs))
+    node.output.extend(f"y{slot}" if kind else "" for slot, kind in enumerate(slots.outputs))
+    types = {
+        f"x{slot}": type_proto(kind, v.shape)
+        for slot, (v, kind) in enumerate(zip(op.inputs, slots.inputs, strict=True))
+        if v is not None and kind
+    }
+    try:
+        opsets = [onnx.helper.make_opsetid(domain, op.program.opset(domain))]
+        inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=opsets)
+    except ONNX_ERRORS as error:
+        reason = str(error).strip()
+        raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
+    for slot in outputs:
+        found = inferred.get(f"y{slot}")
+        if found is not None and found.HasField("tensor_type"):
+            slots.outputs[slot] = NAMES.get(found.tensor_type.elem_type, slots.outputs[slot])
+    return slots
+
+
+def origin(variable: Variable) -> Variable:
+    """The variable itself, or the one of an enclosing program that it stands for."""
+    while variable.outer is not None:
+        variable = variable.outer
+    return variable
+
+
+def programs(program: Program) -> Iterator[Program]:
+    """The program and every nested one, each before those inside it."""
+    yield program
+    for op in program.nesting:
+        for nested in op.attrs.programs:
+            yield from programs(nested)
+
+
+def require_typed(program: Program) -> None:
+    """GraphError naming the first variable without a type; precision cannot be decided without."""
+    for each in programs(program):
+        for variable in each.variables:
+            if variable.dtype is None and variable.type_proto is None:
+                producer = variable.producer
+                made = f", made by '{producer.label}' ({producer.full_type})" if producer is not None else ""
+                raise GraphError(
+                    f"program '{each.name}': variable '{variable.name}'{made} has no element type, so that its "
+                    "precision cannot be decided; set its dtype"
+                )

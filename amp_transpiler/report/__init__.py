@@ -1,1 +1,0 @@
-"""What a conversion did and why, as data, as JSON and as a page."""

@@ -1,0 +1,1 @@
+"""State on disk: checkpoints and files of weights."""

@@ -1,0 +1,332 @@
+"""Checkpoints: the whole state of a program in a scope, to continue from bit for bit.
+
+A checkpoint is a folder: ``state.safetensors`` with every tensor in its own element type, and ``meta.json`` with the
+format version, the program's fingerprint, the role of each tensor, the step, the data position, what the caller adds,
+the settings of the loss scaling, versions of libraries, and checksums. There is no pickle in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+import safetensors
+
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ScopeError,
+)
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.binding import fits, type_message
+from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
+from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
+from amp_transpiler.runtime.checkpoint.restore import Stored, restore
+from amp_transpiler.runtime.checkpoint.state_slots import (
+    NAMED,
+    UNUSED,
+    Key,
+    Slot,
+    fingerprint,
+    scaler_settings,
+    state_slots,
+)
+from amp_transpiler.runtime.checkpoint.writing import (
+    FORMAT,
+    META,
+    VERSION,
+    remove_checkpoint,
+    step_folder,
+    step_folders,
+    write_checkpoint,
+)
+from amp_transpiler.runtime.scope import Scope, check_scope
+
+PathLike = str | os.PathLike[str]
+#: In place of the number of a checkpoint that cannot be read; they are the first to be removed.
+_DAMAGED = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded, and what came with it.
+
+    ``step``, ``data_position`` and ``extra`` are what :func:`save_checkpoint` was given. ``exact`` says that the
+    program is the one that was saved, so that training continues bit for bit. ``missing`` (with ``strict=False``) are
+    variables that nothing was stored for, ``unused`` stored tensors that went nowhere. ``versions`` are those of the
+    libraries that the checkpoint was written with.
+    """
+
+    path: Path
+    step: int | None
+    data_position: Any
+    extra: Any
+    exact: bool
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+    versions: Mapping[str, str]
+
+
+def save_checkpoint(path: PathLike, program: Program, scope: Scope | None = None, *, step: int | None = None,
+                    data_position: Any = None, extra: Any = None, keep_last: int | None = None) -> Path:  # fmt: skip
+    """Write all state of ``program`` in ``scope`` (default: the global one), whole or not at all; returns the folder.
+
+    All state is every persistable variable: parameters, master weights, moments, statistics, the loss scale and its
+    counters, learning rate and schedule, seed and step of the randomness. Each keeps its element type.
+
+    Args:
+        path: with ``step``, the folder that holds the checkpoints, each in ``step_<8 digits>``; without, the
+            checkpoint itself. One that is there already is replaced.
+        step: a number >= 0, kept in the checkpoint.
+        data_position, extra: anything of numbers, strings, lists and dicts; ``load_checkpoint`` gives it back (tuples
+            as lists). ``data_position`` is meant for the place in the data to go on from.
+        keep_last: keep the last so many checkpoints in ``path``, in the order they were written, and remove the
+            others once the new one is whole. Only with ``step``.
+
+    Raises:
+        ScopeError: a variable is not in the scope, or has another element type or shape than the program declares.
+        CheckpointWriteError: disk full, no permission, a folder that is something else. Nothing changed then.
+        ArgumentError, ArgumentTypeError: an argument that cannot be used.
+    """
+    call = "save_checkpoint"
+    _check_program(program, call)
+    scope = check_scope(scope)
+    _check_numbers(step, keep_last)
+    home = _path(path, call)
+    target = home if step is None else step_folder(home, step)
+    if step is not None and (home / META).is_file():
+        raise ArgumentError(f"{call}: '{home}' is a checkpoint itself; give the steps a folder of their own")
+    slots = state_slots(program)
+    with scope.reading():  # steps of other threads wait until it is written
+        values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
+        others = step_folders(home) if step is not None else []
+        written = _written(others)
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "number": 1 + max(written.values(), default=0),
+            "program": {"name": program.graph_name, "fingerprint": fingerprint(program)},
+            "step": step,
+            "data_position": _plain(data_position, f"{call}: data_position"),
+            "extra": _plain(extra, f"{call}: extra"),
+            "scaling": scaler_settings(program),
+            "versions": _versions(),
+            "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
+        }
+        write_checkpoint(target, values, meta)
+    if keep_last is not None:
+        _remove_older(target, written, keep_last)
+    return target
+
+
+def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None, *, strict: bool = True,
+                    rename: Renames | None = None) -> Checkpoint:  # fmt: skip
+    """Set the state of ``program`` in ``scope`` (default: the global one) to that of a checkpoint.
+
+    Neither the startup program nor ``amp_init`` need have run (``amp_init`` is still what rewrites a test program).
+    The scope changes when everything has been read, verified and found to fit; variables of other programs stay.
+
+    A checkpoint of the same program continues bit for bit. One of another precision is converted: an fp32 master
+    takes the stored master or fp32 parameter, a 16-bit parameter is that value rounded, a fp32 parameter is the
+    stored master; moments and statistics stay. The loss scale and its counters, where the checkpoint has none, keep
+    their values in the scope or take those of the startup program; a window of gradient accumulation begins anew. A
+    program that does not train takes parameters and statistics and leaves the rest.
+
+    Args:
+        path: a checkpoint, or the folder that holds those of steps: then the one that was written last.
+        strict: False loads what fits: tensors that go nowhere are left, variables that nothing is stored for keep
+            their values, or take those of the startup program. Wrong shapes are errors in any case.
+        rename: names in the checkpoint to names in the program; see :func:`~.renaming.renamed`. The state of a
+            parameter follows it.
+
+    Raises:
+        CheckpointNotFoundError: there is none. CheckpointError: it is damaged.
+        CheckpointMismatchError: it does not fit; lists every missing, extra and wrong tensor.
+        PrecisionError: a parameter does not fit the 16-bit type of the program.
+    """
+    call = "load_checkpoint"
+    _check_program(program, call)
+    scope = check_scope(scope)
+    folder = _chosen(_path(path, call))
+    meta = read_meta(folder)
+    file = TensorFile(folder, meta)
+    what = f"checkpoint '{folder}'"
+    found = restore(program, _stored(meta, file, rename, what), scope, what, strict=strict)
+    same = meta["program"]["fingerprint"] == fingerprint(program)
+    if not same and not found.converted and rename is None:
+        _warn_of_change(folder, meta, program)
+    loaded = Checkpoint(folder, meta["step"], meta["data_position"], meta["extra"], same and not found.converted,
+                        tuple(found.missing), tuple(found.extra), meta["versions"])  # fmt: skip
+    scope._take(found.values)
+    return loaded
+
+
+def latest_checkpoint(path: PathLike) -> Path | None:
+    """The checkpoint below ``path`` that was written last, or ``path`` itself where it is one; None if there is none.
+
+    What a killed save left behind does not count. Written last is not always the highest step: training may have gone
+    back to an earlier one. CheckpointError where a checkpoint of a higher step is damaged: it may be the last.
+    """
+    home = _path(path, "latest_checkpoint")
+    if os.path.isfile(home / META):
+        return home
+    written = _written(step_folders(home))
+    latest = max(written, key=lambda folder: written[folder], default=None)
+    for folder in reversed(written):
+        if folder == latest:
+            break
+        if written[folder] == _DAMAGED:
+            read_meta(folder)  # raises
+    return latest
+
+
+def _chosen(path: Path) -> Path:
+    latest = latest_checkpoint(path)
+    if latest is not None:
+        return latest
+    if os.path.isdir(path) and not any(path.glob("*.safetensors")):
+        raise CheckpointNotFoundError(f"there is no checkpoint in folder '{path}'")
+    return path  # reading it says what it is
+
+
+# -- saving ----------------------------------------------------------------------------------------------
+def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any:
+    """The value of a variable; None where it has none and nothing reads it."""
+    value = scope._values.get(variable.name)
+    if value is None:
+        if slot.role == UNUSED:
+            return None
+        raise ScopeError(f"variable '{variable.name}' of program '{program.name}' is not in the scope, so there is no "
+                         "whole state to save; run its startup program first, into this scope")  # fmt: skip
+    found = tensors.dtype_of(value)
+    if found != variable.dtype:
+        raise ScopeError(type_message(variable.name, program.name, found, str(variable.dtype)))
+    if variable.shape is not None and not fits(value.shape(), variable.shape):
+        raise ScopeError(f"variable '{variable.name}' has shape {list(value.shape())} in the scope; program "
+                         f"'{program.name}' declares {list(variable.shape)}")  # fmt: skip
+    return value
+
+
+def _described(name: str, value: Any, slot: Slot) -> dict[str, Any]:
+    said: dict[str, Any] = {"dtype": tensors.dtype_of(value), "shape": list(value.shape()), "role": slot.role}
+    if slot.of not in ("", name):
+        said["of"] = slot.of
+    if slot.number:
+        said["number"] = slot.number
+    return said
+
+
+def _written(folders: list[Path]) -> dict[Path, int]:
+    """Checkpoints, by step, with the number that says in what order they were written."""
+    found = {}
+    for folder in folders:
+        try:
+            found[folder] = int(read_meta(folder)["number"])
+        except CheckpointError:
+            found[folder] = _DAMAGED
+    return found
+
+
+def _remove_older(newest: Path, written: Mapping[Path, int], keep_last: int) -> None:
+    older = sorted((folder for folder in written if folder != newest), key=lambda folder: (written[folder], folder))
+    for folder in older[: max(0, len(older) - keep_last + 1)]:
+        try:
+            remove_checkpoint(folder)
+        except OSError as error:
+            raise CheckpointWriteError(f"checkpoint '{newest}' is written, but the older '{folder}' cannot be removed: "
+                                       f"{error.strerror or error}") from None  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    from amp_transpiler import __version__
+
+    return {"amp_transpiler": __version__, "python": platform.python_version(), "numpy": np.__version__,
+            "onnx": onnx.__version__, "onnxruntime": ort.__version__, "ml_dtypes": ml_dtypes.__version__,
+            "safetensors": safetensors.__version__}  # fmt: skip
+
+
+# -- loading ---------------------------------------------------------------------------------------------
+def _stored(meta: Mapping[str, Any], file: TensorFile, rename: Renames | None, what: str) -> dict[Key, Stored]:
+    said = meta["tensors"]
+    slots = {name: Slot(one["role"], one.get("of", ""), one.get("number", 0)) for name, one in said.items()}
+    owners = dict.fromkeys(slot.of or name for name, slot in slots.items() if slot.role in NAMED)
+    names = renamed(owners, rename, "load_checkpoint")
+    stored: dict[Key, Stored] = {}
+    for name, slot in slots.items():
+        of = names.get(slot.of or name, slot.of) if slot.role in NAMED or slot.of in owners else slot.of
+        if of is None:
+            continue
+        one, key = said[name], Slot(slot.role, of, slot.number).key(name)
+        if key in stored:
+            raise CheckpointError(f"{what}: the tensors {stored[key].name!r:.200} and {name!r:.200} are for the same "
+                                  f"state, {' '.join(map(str, key)).strip()!r:.200}")  # fmt: skip
+        stored[key] = Stored(
+            name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name)
+        )
+    return stored
+
+
+def _warn_of_change(folder: Path, meta: Mapping[str, Any], program: Program) -> None:
+    was, now = meta["scaling"], scaler_settings(program)
+    changed = f" (loss scaling was {was}, is {now})" if was != now else ""
+    warnings.warn(f"program '{program.name}' has the state of checkpoint '{folder}' but computes something else than "
+                  f"the program that was saved{changed}; training goes on, not bit for bit", stacklevel=3)  # fmt: skip
+
+
+# -- arguments -------------------------------------------------------------------------------------------
+def _check_program(program: Any, call: str) -> None:
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"{call} takes a program as second argument, got {program!r}")
+
+
+def _check_numbers(step: Any, keep_last: Any) -> None:
+    for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise ArgumentTypeError(f"save_checkpoint: {name} is {value!r}; expected an integer")
+        if value < least:
+            raise ArgumentError(f"save_checkpoint: {name} is {value}; expected at least {least}")
+    if keep_last is not None and step is None:
+        raise ArgumentError("save_checkpoint: keep_last counts the checkpoints of steps; pass step= too")
+
+
+def _path(path: Any, call: str) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ArgumentTypeError(f"{call} takes a path first, got {path!r}")
+    if "\0" in str(path):
+        raise ArgumentError(f"{call}: {str(path)!r:.200} is no path: it holds the character \\0")
+    return Path(path)
+
+
+def _plain(value: Any, what: str) -> Any:
+    """``value`` as JSON gives it back; ArgumentTypeError for what JSON does not hold."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ArgumentTypeError(f"{what} has the key {key!r}; keys are strings")
+        return {key: _plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        hint = "; an array goes in as array.tolist()" if isinstance(value, np.ndarray) else ""
+        raise ArgumentTypeError(f"{what} is {value!r:.80}; expected numbers, strings, lists and dicts{hint}") from None

@@ -1,0 +1,197 @@
+"""Stored tensors fitted to a program: which goes where, what is made of it in another precision, what does not fit.
+
+Between modes the master weight, or else the fp32 parameter, is the value: masters take it as it is, 16-bit
+parameters take it rounded. Moments and statistics are fp32 in every mode.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.errors import CheckpointMismatchError
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.binding import fits
+from amp_transpiler.runtime.checkpoint.state_slots import (
+    BEFORE,
+    INFERENCE,
+    MASTER,
+    OF_A_MODE,
+    OF_A_WINDOW,
+    PARAMETER,
+    UNUSED,
+    Key,
+    Slot,
+    state_slots,
+    trains,
+)
+from amp_transpiler.runtime.executor import Executor
+from amp_transpiler.runtime.scope import Scope
+
+_SHOWN = 200  # names of each kind in a message
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its name there, element type, shape, role, and how to read it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    read: Callable[[], np.ndarray]
+
+
+@dataclass
+class Restored:
+    """Values for variables of a program. ``converted``: some were made of others; it is not the same program."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
+    converted: bool = False
+
+
+def restore(program: Program, stored: Mapping[Key, Stored], scope: Scope, what: str, *, strict: bool,
+            weights_only: bool = False) -> Restored:  # fmt: skip
+    """Values for the state of ``program`` (with ``weights_only``, for its parameters, masters and buffers alone).
+
+    What belongs to one precision only (loss scale and its counters) and is not stored keeps its value in ``scope``,
+    or else takes that of the startup program; so does, without ``strict``, everything that is not stored. A window of
+    accumulation of which nothing is stored starts anew.
+
+    CheckpointMismatchError with every missing, extra and wrong tensor; PrecisionError where a value does not fit 16
+    bit. ``what`` names the source in messages. Nothing is written.
+    """
+    slots = {v: s for v, s in state_slots(program).items() if not weights_only or s.role in INFERENCE | {MASTER}}
+    found = Restored()
+    sources = {variable: _source(variable, slot, stored) for variable, slot in slots.items()}
+    for variable, source in sources.items():
+        if source is not None:
+            _check(variable, source, found.wrong)
+        elif slots[variable].role not in OF_A_MODE:
+            found.missing.append(variable.name)
+    taken = {slot.key(variable.name) for variable, slot in slots.items()}
+    roles = INFERENCE if weights_only or not trains(program) else None
+    found.extra = [s.name for key, s in stored.items() if key not in taken and _is_surplus(s, roles)]
+    found.converted = taken != set(stored) or any(v.dtype != source.dtype for v, source in sources.items() if source)
+    if found.wrong or (strict and (found.missing or found.extra)):
+        raise _mismatch(program, found, what)
+    for variable, source in sources.items():
+        if source is not None:
+            found.values[variable.name] = _value(variable, source)
+    if not weights_only:
+        absent = [v for v, source in sources.items() if source is None]
+        found.values |= _unstored(program, absent, scope, found, what, slots)
+    return found
+
+
+def _source(variable: Variable, slot: Slot, stored: Mapping[Key, Stored]) -> Stored | None:
+    """What the variable's value is read from or made of."""
+    exact = stored.get(slot.key(variable.name))
+    if slot.role == BEFORE:
+        return exact or stored.get(("value", slot.of, 0))
+    if slot.role not in (PARAMETER, MASTER):
+        return exact
+    plain, master = stored.get(("value", slot.of, 0)), stored.get((MASTER, slot.of, 0))
+    if exact is not None and exact.dtype == variable.dtype:
+        return exact
+    return master or plain
+
+
+def _check(variable: Variable, source: Stored, wrong: dict[str, str]) -> None:
+    shape = variable.shape
+    if shape is not None and not fits(source.shape, shape):
+        hint = ""
+        if len(shape) == 2 and fits(source.shape[::-1], shape):
+            hint = f"; if the file has it transposed, say so: transpose=['{source.name}']"
+        wrong[variable.name] = f"has shape {list(source.shape)} and not {list(shape)}{hint}"
+    elif source.dtype != variable.dtype and not {source.dtype, variable.dtype} <= FLOATS:
+        wrong[variable.name] = f"is {source.dtype} and not {variable.dtype}"
+
+
+def _is_surplus(stored: Stored, roles: frozenset[str] | None) -> bool:
+    """Whether a tensor that the program has nothing for is one too many, and not what only training has."""
+    return stored.role not in OF_A_MODE and (roles is None or stored.role in roles)
+
+
+def _value(variable: Variable, source: Stored) -> Any:
+    array = source.read()
+    if source.dtype != variable.dtype:
+        array = tensors.rounded(variable.name, array, str(variable.dtype))
+    return tensors.from_array(array)
+
+
+# -- what is not stored ----------------------------------------------------------------------------------
+def _unstored(program: Program, variables: list[Variable], scope: Scope, found: Restored, what: str,
+              slots: Mapping[Variable, Slot]) -> dict[str, Any]:  # fmt: skip
+    """Values for variables that nothing is stored for: none for those that keep theirs, else the initial ones."""
+    kept = {v.name for v in variables if slots[v].role not in OF_A_WINDOW and _kept(v, scope)}
+    for variable in variables:  # a parameter and its master keep their values together, or neither does
+        slot = slots[variable]
+        group = [v for v in variables if slots[v].of == slot.of and slots[v].role in (PARAMETER, MASTER)]
+        if slot.role in (PARAMETER, MASTER) and not all(v.name in kept for v in group):
+            kept.discard(variable.name)
+    wanted = [v for v in variables if v.name not in kept and slots[v].role != UNUSED]
+    values = _initial(program, wanted)
+    lacking = [v.name for v in wanted if v.name not in values]
+    if lacking:
+        found.missing = lacking
+        raise _mismatch(program, found, what)
+    return values
+
+
+def _kept(variable: Variable, scope: Scope) -> bool:
+    value = scope._values.get(variable.name)
+    if value is None or tensors.dtype_of(value) != variable.dtype:
+        return False
+    return variable.shape is None or fits(value.shape(), variable.shape)
+
+
+def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:
+    """The values that the startup program gives to those variables that it initialises."""
+    if not variables or program.startup is None:
+        return {}
+    startup = program.startup.clone()
+    targets = [startup.var(v.name) for v in variables if startup.has_var(v.name)]
+    keys = {op.key for op in needed(startup, targets)}
+    for op in reversed(startup.operators):
+        if op.key not in keys:
+            startup.remove_operator(op)
+    made = Scope()
+    Executor().run(startup, scope=made)
+    values = {}
+    for variable in variables:
+        if made.has_var(variable.name):
+            array = made.find_var(variable.name)
+            if array.dtype != numpy_dtype(str(variable.dtype)):
+                array = tensors.rounded(variable.name, array, str(variable.dtype))
+            values[variable.name] = tensors.from_array(array)
+    return values
+
+
+# -- messages --------------------------------------------------------------------------------------------
+def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatchError:
+    lines = [f"{what} does not fit program '{program.name}' ({len(found.missing)} missing, {len(found.extra)} extra, "
+             f"{len(found.wrong)} wrong); nothing was loaded"]  # fmt: skip
+    for name in found.missing[:_SHOWN]:
+        near = difflib.get_close_matches(name, found.extra, 1, 0.7) if len(found.extra) < _SHOWN else []
+        lines.append(f"  missing: {name}" + (f" (the file has '{near[0]}')" if near else ""))
+    lines += [f"  extra:   {name}" for name in found.extra[:_SHOWN]]
+    lines += [f"  wrong:   {name} {why}" for name, why in list(found.wrong.items())[:_SHOWN]]
+    if max(len(found.missing), len(found.extra), len(found.wrong)) > _SHOWN:
+        lines.append(f"  … (only the first {_SHOWN} of each; the error has all: .missing, .extra, .wrong)")
+    if found.missing and found.extra:
+        lines.append("  Where only names differ, map them with rename={'pattern': 'replacement'}; a program built "
+                     "under amp.unique_name.guard() has the same names each time")  # fmt: skip
+    if (found.missing or found.extra) and not found.wrong:
+        lines.append("  strict=False loads what fits")
+    return CheckpointMismatchError("\n".join(lines), tuple(found.missing), tuple(found.extra), found.wrong)

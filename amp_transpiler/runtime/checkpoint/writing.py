@@ -1,0 +1,172 @@
+"""A checkpoint on disk: one folder with ``state.safetensors`` and ``meta.json``, written whole or not at all.
+
+A save writes into a hidden temporary folder beside its target, syncs it, and renames it. Where the target is a
+checkpoint already, the tensors move in under a name of their own, and replacing ``meta.json``, which names them, is
+what makes the new checkpoint the valid one. So at every moment a folder with a ``meta.json`` is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, TensorSpec, serialize_file
+
+from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError
+from amp_transpiler.files import Workspace, check_space, sync_folder
+from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime.place import CPUPlace
+
+META, TENSORS = "meta.json", "state.safetensors"
+FORMAT, VERSION = "amp_transpiler.checkpoint", 1
+_STEP = re.compile(r"step_([0-9]{8,})")
+TENSOR_FILES = re.compile(r"state(_[0-9]+)?\.safetensors")
+#: The element types of safetensors files by the names that they have there; the elements of another are written as
+#: bytes.
+SAFETENSORS_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+                     "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16",
+                     "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+
+
+# -- names ---------------------------------------------------------------------------------------------
+def step_folder(path: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return path / f"step_{step:08d}"
+
+
+def step_folders(path: Path) -> list[Path]:
+    """The folders of steps below ``path`` that hold a checkpoint, by step."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"folder '{path}' cannot be read: {error.strerror or error}") from None
+    found = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+    return [path / name for _, name in sorted(found) if (path / name / META).is_file()]
+
+
+# -- writing -------------------------------------------------------------------------------------------
+def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, Any]) -> None:
+    """Write tensors (OrtValues by name) and what is said of them; CheckpointWriteError where that fails.
+
+    ``meta`` gets the name, size and checksum of the tensors file, and a checksum of its own.
+    """
+    try:
+        target = Path(os.path.realpath(target))  # the folder itself may be a link
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_space(target, sum(value.tensor_size_in_bytes() for value in values.values()))
+        workspace = Workspace(target.parent)
+        try:
+            made = workspace.new
+            _write_tensors(made / TENSORS, values)
+            size = (made / TENSORS).stat().st_size
+            meta["file"] = {"name": TENSORS, "bytes": size, "sha256": file_hash(made / TENSORS)}
+            if (target / META).is_file():
+                _replace(target, made, meta)
+            else:
+                _write_meta(made, meta)
+                _move(made, target)
+        finally:
+            workspace.remove()
+    except ModelFileWriteError as error:
+        raise CheckpointWriteError(f"checkpoint {error}") from None
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointWriteError(f"checkpoint '{target}' cannot be written: {reason}; the checkpoints that were "
+                                   "there are as they were") from None  # fmt: skip
+
+
+def _write_tensors(path: Path, values: Mapping[str, Any]) -> None:
+    held: list[Any] = []  # the file is written from memory as it lies
+    specs = {name: _spec(value, held) for name, value in values.items()}
+    serialize_file(specs, path, metadata={"format": FORMAT})
+    path.chmod(0o666 & ~_umask())
+    _sync(path)
+
+
+def _spec(value: Any, held: list[Any]) -> Any:
+    dtype = tensors.dtype_of(value)
+    if dtype not in SAFETENSORS_TYPES.values():
+        array = tensors.to_array(value).view("uint8")
+        value, dtype = tensors.from_array(array), "uint8"
+    elif value.device_name() != "cpu":
+        value = tensors.copy_to(value, CPUPlace())
+    held.append(value)
+    return TensorSpec(dtype=dtype, shape=list(value.shape()), data_ptr=value.data_ptr(),
+                      data_len=value.tensor_size_in_bytes())  # fmt: skip
+
+
+def _write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    content = {key: value for key, value in meta.items() if key != "checksum"}
+    content["checksum"] = checksum(content)
+    with open(folder / META, "w", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(folder)
+
+
+def _move(made: Path, target: Path) -> None:
+    """Give a whole checkpoint its name. OSError where the name is taken by something else than an empty folder."""
+    if target.is_dir() and os.listdir(target):
+        raise OSError(0, "the folder is there, is not empty, and is no checkpoint; name another, or a new one")
+    if target.is_dir() and os.name != "posix":
+        target.rmdir()  # only POSIX renames a folder to an empty one
+    made.rename(target)
+    sync_folder(target.parent)
+
+
+def _replace(target: Path, made: Path, meta: dict[str, Any]) -> None:
+    """Let the folder of a checkpoint hold a new one."""
+    before = [name for name in os.listdir(target) if TENSOR_FILES.fullmatch(name)]
+    free = (f"state_{number}.safetensors" for number in range(1, len(before) + 2))
+    name = TENSORS if TENSORS not in before else next(name for name in free if name not in before)
+    meta["file"]["name"] = name
+    _write_meta(made, meta)
+    (made / TENSORS).rename(target / name)
+    sync_folder(target)
+    os.replace(made / META, target / META)
+    sync_folder(target)
+    for old in before:
+        (target / old).unlink(missing_ok=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint: it stops being one at once, by losing its name, and then its files go."""
+    workspace = Workspace(folder.parent)
+    try:
+        folder.rename(workspace.new / folder.name)
+    finally:
+        workspace.remove()
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _sync(file: Path) -> None:
+    """Bring a file to the disk."""
+    handle = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_hash(path: Path) -> str:
+    """The checksum of a file."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """That of what a checkpoint says of itself."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,313 @@
+"""Gradients of LSTM, GRU and RNN: back-propagation through time.
+
+Notation of https://onnx.ai/onnx/operators/onnx__LSTM.html. What the forward operator does not give is computed again
+from its output Y: the previous hidden state of every step is Y shifted by one, so the gates of all steps are
+two matrix products. The recurrences that are left hold no more than they must: the cell states of an LSTM, and the
+gradients of the states, backwards. A step of these is a matrix product and a few elementwise operators, because
+each gate's gradient is the state's times a factor that is known for all steps. The gradients of weights and
+input are large matrix products again. Arithmetic is fp32; each result is rounded once.
+
+With sequence lengths, a state passes unchanged through the steps behind a sequence's end, in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.rnn.directions import Direction, Layer, assembled, pick, product, rows, split
+from amp_transpiler.ops.rnn.gates import Activation, activations, unknown
+from amp_transpiler.ops.rnn.recurrence import concat, recur, rows_of
+
+#: Gradients of one direction, by forward input slot.
+Found = dict[int, Value]
+#: ``back(states, slices) -> (gradients of the previous states, outputs)``; the first state is dh, dY included.
+Back = Callable[[list[Value], Sequence[Value]], tuple[list[Value], list[Value]]]
+
+
+def _backwards(d: Direction, back: Back, states: list[Value], sequences: list[Value],
+               dy: Value | None) -> tuple[list[Value], list[Value]]:  # fmt: skip
+    """Run ``back`` against the direction's time. Where a step is behind the sequence's end, states pass unchanged."""
+    e = d.e
+    dys, valid = d.sequence(dy), d.layer.valid()
+    extra = [v for v in (dys, valid) if v is not None]
+
+    def step(old: Sequence[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        own, rest = slices[: len(sequences)], list(slices[len(sequences) :])
+        arrived = list(old)
+        if dys is not None:
+            arrived[0] = e.Add(arrived[0], rest.pop(0))
+        new, outputs = back(arrived, own)
+        if valid is not None:
+            new = [e.Where(rest[0], n, o, shape=o.shape) for n, o in zip(new, old, strict=True)]
+        return new, outputs
+
+    return recur(e, d.layer.op, step, states, sequences + extra, reverse=not d.reverse)
+
+
+def _within(d: Direction, factors: Value) -> Value:
+    """Factors of gradients, 0 behind the end of a sequence."""
+    valid = d.layer.valid()
+    return factors if valid is None else d.e.Where(valid, factors, d.e.like(0, factors), shape=factors.shape)
+
+
+def _bias(d: Direction, of_input: Value, of_state: Value) -> Value:
+    """The gradient of [Wb, Rb] from the gradients [steps, batch, n] of what they are added to."""
+    size = (size_of(of_input)[2],)
+    first = d.e.reshape(d.e.reduce_sum(of_input, [0, 1]), size)
+    second = first if of_state is of_input else d.e.reshape(d.e.reduce_sum(of_state, [0, 1]), size)
+    return concat(d.e, [first, second], 0)
+
+
+def _of_weights(d: Direction, of_input: Value, of_state: Value, previous: Value | None) -> Found:
+    """Gradients of X, W, B and, from the previous states, R.
+
+    They come from those [steps, batch, gates * hidden] of the input's and the state's part of the gates.
+    """
+    e, found = d.e, Found()
+    flat = rows(e, of_input)
+    if e.wants(0):
+        w = d.w
+        found[0] = e.Gemm(flat, w, shape=(size_of(flat)[0], size_of(w)[1]))
+    if e.wants(1):
+        found[1] = product(e, flat, rows(e, d.layer.x), across=True)
+    if e.wants(2) and previous is not None:
+        found[2] = product(e, rows(e, of_state), rows(e, previous), across=True)
+    if e.wants(3):
+        found[3] = _bias(d, of_input, of_state)
+    return found
+
+
+def _parts(d: Direction, previous: Value) -> tuple[Value, Value]:
+    """The input's and the state's part of all gates, each [steps, batch, gates * hidden], biases included."""
+    e, layer = d.e, d.layer
+    of_input, of_state = d.biases()
+    shape = (layer.steps, layer.batch, size_of(layer.w)[1])
+    return (
+        e.reshape(product(e, rows(e, layer.x), d.w, of_input), shape),
+        e.reshape(product(e, rows(e, previous), d.r, of_state), shape),
+    )
+
+
+# -- RNN -------------------------------------------------------------------------------------------------------------
+@gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
+def rnn(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
+        h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Grads:  # fmt: skip
+    layer = Layer.of(e, op, x, w, r, b, lengths)
+    kinds = activations(op, layer.directions)
+    return assembled(layer, [_rnn(d, kinds[d.index][0], h0, y, dy, dlast) for d in layer.each()])
+
+
+def _rnn(d: Direction, f: Activation, h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Found:
+    e = d.e
+    previous = _previous(d, y, h0)
+    _, slope = f(e, e.Add(*_parts(d, previous)))
+    r = d.r
+
+    def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        dgate = e.Mul(states[0], slices[0])
+        return [e.MatMul(dgate, r)], [dgate]
+
+    (dh,), (dgates,) = _backwards(d, back, [d.last(dlast)], [_within(d, slope)], dy)
+    return _of_weights(d, dgates, dgates, previous) | {5: dh}
+
+
+def _previous(d: Direction, y: Value, h0: Value | None) -> Value:
+    sequence = d.sequence(y)
+    assert sequence is not None
+    return d.previous(sequence, d.state(h0), padded=True)
+
+
+# -- LSTM ------------------------------------------------------------------------------------------------------------
+@gradient("LSTM", reads="x0 x1 x2 x3 x4 x5 x6 x7 y0 dy0 dy1 dy2", inputs=[0, 1, 2, 3, 5, 6, 7], refuse=unknown)
+def lstm(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
+         h0: Value | None, c0: Value | None, p: Value | None, y: Value, dy: Value | None, dlast: Value | None,
+         dcell: Value | None) -> Grads:  # fmt: skip
+    layer = Layer.of(e, op, x, w, r, b, lengths)
+    kinds = activations(op, layer.directions)
+    return assembled(layer, [_lstm(_Cells.of(d, kinds[d.index], h0, c0, p, y), dy, dlast, dcell) for d in layer.each()])
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The gates before their activations, and the cell states, of one direction of an LSTM."""
+
+    d: Direction
+    kinds: Sequence[Activation]
+    coupled: bool  # the forget gate is 1 - input gate
+    previous: Value
+    gates: list[Value]  # input, output, forget, cell; each [steps, batch, hidden]
+    peepholes: list[Value] | None  # input, output, forget; each [hidden]
+    before: Value  # the cell state before each step
+    after: Value
+
+    @classmethod
+    def of(cls, d: Direction, kinds: Sequence[Activation], h0: Value | None, c0: Value | None, p: Value | None,
+           y: Value) -> _Cells:  # fmt: skip
+        e, coupled = d.e, bool(d.layer.op.attrs.get("input_forget", 0))
+        previous = _previous(d, y, h0)
+        i, o, f, c = split(e, e.Add(*_parts(d, previous)), 4)
+        peepholes = None if p is None else split(e, pick(e, p, d.index, 0), 3)
+        initial = d.state(c0)
+        after = _cells(d, kinds, coupled, [i, f, c], peepholes, initial)
+        before = d.previous(after, initial)
+        if peepholes is not None:
+            i, f = e.Add(i, e.Mul(before, peepholes[0])), e.Add(f, e.Mul(before, peepholes[2]))
+            o = e.Add(o, e.Mul(after, peepholes[1]))
+        return cls(d, kinds, coupled, previous, [i, o, f, c], peepholes, before, after)
+
+
+def _cells(d: Direction, kinds: Sequence[Activation], coupled: bool, gates: Sequence[Value],
+           peepholes: Sequence[Value] | None, initial: Value) -> Value:  # fmt: skip
+    """The cell state after every step. Without peepholes the gates are known before the recurrence."""
+    e, valid = d.e, d.layer.valid()
+    f, g, _ = kinds
+
+    def opened(i: Value, forget: Value) -> list[Value]:
+        i = f.value(e, i)
+        return [i, e.Sub(e.like(1, i), i) if coupled else f.value(e, forget)]
+
+    candidate = g.value(e, gates[2])
+    sequences = [*gates[:2], candidate]
+    if peepholes is None:
+        i, forget = opened(*gates[:2])
+        sequences = [e.Mul(i, candidate), forget]
+
+    def step(states: Sequence[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        old = states[0]
+        if peepholes is None:
+            added, forget = slices[:2]
+        else:
+            i, forget = opened(*(e.Add(v, e.Mul(old, p)) for v, p in zip(slices[:2], peepholes[::2], strict=True)))
+            added = e.Mul(i, slices[2])
+        new = e.Add(e.Mul(old, forget), added)
+        if valid is not None:
+            new = e.Where(slices[-1], new, old, shape=old.shape)
+        return [new], [new]
+
+    _, (cells,) = recur(e, d.layer.op, step, [initial], [*sequences, *([] if valid is None else [valid])], d.reverse)
+    return cells
+
+
+def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | None) -> Found:
+    d, e = cells.d, cells.d.e
+    f, g, h = cells.kinds
+    (i, i_slope), (o, o_slope), (forget, f_slope) = (f(e, gate) for gate in cells.gates[:3])
+    c, c_slope = g(e, cells.gates[3])
+    squashed, h_slope = h(e, cells.after)
+    to_cell = _within(d, e.Mul(o, h_slope))
+    of_input, of_forget = c, cells.before
+    if cells.coupled:
+        of_input, of_forget = e.Sub(c, cells.before), e.zeros(size_of(c), c.dtype)
+        forget = e.Sub(e.like(1, i), i)
+    factors = [e.Mul(of_input, i_slope), e.Mul(squashed, o_slope), e.Mul(of_forget, f_slope), e.Mul(i, c_slope)]
+    r, peepholes = d.r, cells.peepholes
+
+    def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        (dh, dc), (factor, to_c, keep) = states, slices
+        dc = e.Add(dc, e.Mul(dh, to_c))
+        if peepholes is not None:
+            dc = e.Add(dc, e.Mul(e.Mul(dh, split(e, factor, 4)[1]), peepholes[1]))
+        dgates = e.Mul(concat(e, [dc, dh, dc, dc], 1), factor)
+        dc = e.Mul(dc, keep)
+        if peepholes is not None:
+            di, _, df, _ = split(e, dgates, 4)
+            dc = e.Add(dc, e.Add(e.Mul(di, peepholes[0]), e.Mul(df, peepholes[2])))
+        return [e.MatMul(dgates, r), dc], [dgates]
+
+    states, sequences = [d.last(dlast), d.last(dcell)], [_within(d, concat(e, factors, 2)), to_cell, forget]
+    (dh0, dc0), (dgates,) = _backwards(d, back, states, sequences, dy)
+    found = _of_weights(d, dgates, dgates, cells.previous) | {5: dh0, 6: dc0}
+    if peepholes is not None and e.wants(7):
+        di, do, df, _ = split(e, dgates, 4)
+        seen = concat(e, [cells.before, cells.after, cells.before], 2)
+        total = e.reduce_sum(e.Mul(concat(e, [di, do, df], 2), seen), [0, 1])
+        found[7] = e.reshape(total, (3 * d.layer.hidden,))
+    return found
+
+
+# -- GRU -------------------------------------------------------------------------------------------------------------
+@gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
+def gru(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
+        h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Grads:  # fmt: skip
+    layer = Layer.of(e, op, x, w, r, b, lengths)
+    kinds = activations(op, layer.directions)
+    rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
+    return assembled(layer, [rule(d, kinds[d.index], h0, y, dy, dlast) for d in layer.each()])
+
+
+def thirds(e: Emitter, r: Value) -> list[Value]:
+    """The rows of a GRU's weights that belong to the update gate, the reset gate and the candidate."""
+    count, width = size_of(r)
+    return list(e.Split(r, e.ints(*[count // 3] * 3), axis=0, outputs=3, shape=(count // 3, width)))
+
+
+def _gru_after(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None,
+               dlast: Value | None) -> Found:  # fmt: skip
+    """The reset gate applied to the state's product: every gate's gradient is a multiple of dh."""
+    e, (f, g) = d.e, kinds
+    previous = _previous(d, y, h0)
+    of_input, of_state = _parts(d, previous)
+    (xz, xr, xh), (hz, hr, hh) = split(e, of_input, 3), split(e, of_state, 3)
+    z, z_slope = f(e, e.Add(xz, hz))
+    reset, reset_slope = f(e, e.Add(xr, hr))
+    candidate, slope = g(e, e.Add(xh, e.Mul(reset, hh)))
+    dz = e.Mul(e.Sub(previous, candidate), z_slope)
+    dcandidate = e.Mul(e.Sub(e.like(1, z), z), slope)
+    dreset = e.Mul(dcandidate, e.Mul(hh, reset_slope))
+    factors = _within(d, concat(e, [dz, dreset, e.Mul(dcandidate, reset)], 2))
+    r = d.r
+
+    def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        dh, (factor, keep) = states[0], slices
+        dgates = e.Mul(concat(e, [dh] * 3, 1), factor)
+        return [e.Add(e.MatMul(dgates, r), e.Mul(dh, keep))], [dh, dgates]
+
+    (dh0,), (dh, of_state) = _backwards(d, back, [d.last(dlast)], [factors, z], dy)
+    dz, dreset, _ = split(e, of_state, 3)
+    of_input = concat(e, [dz, dreset, e.Mul(dh, _within(d, dcandidate))], 2)
+    return _of_weights(d, of_input, of_state, previous) | {5: dh0}
+
+
+def _gru_before(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None,
+                dlast: Value | None) -> Found:  # fmt: skip
+    """The reset gate applied to the state itself, before the candidate's product."""
+    e, (f, g) = d.e, kinds
+    hidden = d.layer.hidden
+    previous = _previous(d, y, h0)
+    of_input, of_state = _parts(d, previous)
+    (xz, xr, xh), (hz, hr, _) = split(e, of_input, 3), split(e, of_state, 3)
+    r = d.r
+    *_, last = thirds(e, r)
+    gates = rows_of(e, r, 0, 2 * hidden)
+    z, z_slope = f(e, e.Add(xz, hz))
+    reset, reset_slope = f(e, e.Add(xr, hr))
+    kept = rows(e, e.Mul(reset, previous))
+    bias = d.biases()[1]
+    linear = product(e, kept, last, None if bias is None else split(e, bias, 3)[2])
+    candidate, slope = g(e, e.Add(xh, e.reshape(linear, size_of(xh))))
+    factor_z = e.Mul(e.Sub(previous, candidate), z_slope)
+    factor_h = e.Mul(e.Sub(e.like(1, z), z), slope)
+    factor_r = e.Mul(previous, reset_slope)
+    sequences = [*(_within(d, v) for v in (factor_z, factor_r, factor_h)), z, reset]
+
+    def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        dh, (kz, kr, kh, keep, opened) = states[0], slices
+        dcandidate = e.Mul(dh, kh)
+        dkept = e.MatMul(dcandidate, last)
+        dgates = concat(e, [e.Mul(dh, kz), e.Mul(dkept, kr)], 1)
+        through = e.Add(e.Mul(dkept, opened), e.Mul(dh, keep))
+        return [e.Add(e.MatMul(dgates, gates), through)], [dgates, dcandidate]
+
+    (dh0,), (dgates, dcandidate) = _backwards(d, back, [d.last(dlast)], sequences, dy)
+    each = [*split(e, dgates, 2), dcandidate]
+    dgates = concat(e, each, 2)
+    found = _of_weights(d, dgates, dgates, None) | {5: dh0}
+    if e.wants(2):
+        states = [rows(e, v) for v in (previous, previous)] + [kept]
+        found[2] = concat(e, [product(e, rows(e, g), s, across=True) for g, s in zip(each, states, strict=True)], 0)
+    return found

@@ -1,0 +1,1 @@
+"""Operators of the training step: update, scaling, schedules, randomness."""

@@ -1,0 +1,70 @@
+"""Moving averages of weights: ``ExponentialAverage(found_inf, step, a1, w1 … an, wn) -> (step, a1 … an)``.
+
+``a += (1 - d) * (w - a)`` in fp32, where ``w`` is the value that a parameter (its master weight, where it has one)
+takes in this step. ``d`` is the attribute ``decay``; where ``step`` (int32, good steps so far) is given, it is
+``min(decay, (1 + step) / (10 + step))``, so that an average follows closely at first. A bad step (``found_inf``,
+None: nothing is checked) changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, own
+from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ops.training.scaling import Types, gate
+from amp_transpiler.ops.training.update import LAYOUTS
+
+AVERAGE = "ExponentialAverage"
+
+T = TypeVar("T")
+
+
+def average_states(inputs: Sequence[T]) -> list[T]:
+    """The inputs that outputs replace, in the order of the outputs."""
+    return [inputs[1], *inputs[2::2]]
+
+
+def averaged_parameters(op: Operator) -> list[Variable]:
+    """The parameter that each average of the operator is of."""
+    found: list[Variable] = []
+    for value in op.inputs[3::2]:
+        update = None if value is None else value.producer
+        assert value is not None and update is not None
+        layout = LAYOUTS[update.type]
+        state = layout.states(update.inputs)[value.producer_slot]
+        rows = layout.read(update.inputs)
+        found += [row.parameter for row in rows if row.parameter and (row.parameter is state or row.master is state)]
+    return found
+
+
+def _types(op: Operator) -> Types:
+    return [None if state is None else (state.dtype, state.shape) for state in average_states(op.inputs)]
+
+
+@body(own(AVERAGE), infer=_types)
+def _average(e: Emitter, op: Operator, found_inf: Value | None, step: Value | None,
+             *rows: Value) -> list[Value | None]:  # fmt: skip
+    kept = gate(e, found_inf)
+    new_step = None if step is None else kept(e.Add(step, e.const(1, "int32"), shape=step.shape), step)
+    results: list[Value | None] = [new_step]
+    share = _share(e, op.attrs["decay"], step)
+    for average, value in zip(rows[::2], rows[1::2], strict=True):
+        way = e.Sub(e.cast(value, average.dtype), average, shape=average.shape)
+        new = e.Add(average, e.Mul(way, e.cast(share, average.dtype), shape=average.shape), shape=average.shape)
+        results.append(kept(new, average))
+    return results
+
+
+def _share(e: Emitter, decay: float, step: Value | None) -> Value:
+    """``1 - d``, a scalar."""
+    least = e.const(1 - decay, "float32")
+    if step is None:
+        return least
+    done = e.cast(e.reshape(step, ()), "float32")
+    return e.Max(least, e.Div(e.const(9, "float32"), e.Add(done, e.const(10, "float32"), shape=()), shape=()), shape=())
+
+
+__all__ = ["AVERAGE", "average_states", "averaged_parameters"]

@@ -1,0 +1,101 @@
+"""Operators of startup programs: each writes one persistable variable.
+
+``SeedInitializer() -> seed``; ``UniformInitializer(seed)`` with attributes ``low``, ``high``;
+``NormalInitializer(seed)`` and ``TruncatedNormalInitializer(seed)`` with ``mean``, ``std``;
+``ConstantInitializer()`` with a scalar tensor ``value``; ``ArrayInitializer()``, whose content lies on its output
+variable's ``data``. Random ones draw from the stream of their variable's name, so no other parameter and no order
+changes what they give.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, own
+from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
+from amp_transpiler.ops.training.random import normal, stream_of, uniform
+
+#: The step that initial values are drawn at; masks count from 0.
+_STEP = 0xFFFFFFFF
+
+#: Giles' polynomial, the highest power of w - 2.5 first.
+_ERFINV = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
+           -0.00417768164, 0.246640727, 1.50140941)  # fmt: skip
+
+
+def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
+    """Name, element type and fixed shape of the variable that is initialised."""
+    variable = op.outputs[0]
+    assert variable is not None and variable.dtype is not None
+    if variable.shape is None or not all(isinstance(d, int) for d in variable.shape):
+        raise GraphError(f"'{variable.name}' cannot be initialised: its shape {variable.shape} is not fixed")
+    return variable.name, variable.dtype, tuple(int(d) for d in variable.shape if d is not None)  # type: ignore[arg-type]
+
+
+@body(own("SeedInitializer"))
+def seed_initializer(e: Emitter, op: Operator) -> list[Value]:
+    """The program's seed, as a value that constant folding does not see."""
+    return [e.Add(e.const(op.program.seed % (1 << 32), "uint32"), e.cast(e.scalar("zero"), "uint32"))]
+
+
+@body(own("UniformInitializer"))
+def uniform_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
+    """low + (high - low) * u, u uniform in [0, 1)."""
+    name, _, shape = _target(op)
+    low, high = op.attrs["low"], op.attrs["high"]
+    u = uniform(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
+    return [e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u), shape=shape)]
+
+
+@body(own("NormalInitializer"))
+def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
+    """mean + std * z, z standard normal."""
+    name, _, shape = _target(op)
+    z = normal(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
+    return [e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=shape)]
+
+
+@body(own("TruncatedNormalInitializer"))
+def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
+    """mean + std * z, z standard normal within [-2, 2]: the inverse of its distribution, of a uniform number.
+
+    The inverse error function is a polynomial in w = -log(1 - x * x) < 5 (Giles, "Approximating the erfinv
+    function", 2010), which |x| <= erf(sqrt(2)) keeps below 2.5.
+    """
+    name, _, shape = _target(op)
+    u = uniform(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
+    reach = math.erf(math.sqrt(2))
+    x = e.Add(e.Mul(u, e.like(2 * reach, u)), e.like(-reach, u))
+    w = e.Add(e.Neg(e.Log(e.Sub(e.like(1, u), e.Mul(x, x)))), e.like(-2.5, u))
+    series = e.like(_ERFINV[0], u)
+    for coefficient in _ERFINV[1:]:
+        series = e.Add(e.Mul(series, w), e.like(coefficient, u))
+    z = e.Mul(e.Mul(series, x), e.like(math.sqrt(2) * op.attrs["std"], u))
+    return [e.Add(z, e.like(op.attrs["mean"], u), shape=shape)]
+
+
+@body(own("ConstantInitializer"))
+def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
+    """One value everywhere; no tensor of the full size is stored in the model."""
+    _, dtype, shape = _target(op)
+    value = onnx.numpy_helper.to_array(op.attrs["value"])
+    carrier = dtype if dtype in FLOATS - HALF or "int" in dtype else "float32"
+    scalar = e.const(value.astype(numpy_dtype(carrier)).reshape(()))
+    scalar = e.Add(scalar, e.cast(e.scalar("zero"), carrier), shape=())
+    scalar = e.cast(scalar, dtype) if dtype not in HALF else scalar
+    return [scalar if not shape else e.Expand(scalar, e.ints(*shape), shape=shape)]
+
+
+@body(own("ArrayInitializer"))
+def array_initializer(e: Emitter, op: Operator) -> list[Value]:
+    """The array on the output variable."""
+    name, _, _ = _target(op)
+    data = op.outputs[0].data if op.outputs[0] is not None else None
+    if data is None:
+        raise GraphError(f"'{name}' cannot be initialised: its ArrayInitializer has no data")
+    return [e.const(onnx.numpy_helper.to_array(data) if isinstance(data, onnx.TensorProto) else data)]

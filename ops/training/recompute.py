@@ -1,0 +1,60 @@
+"""Operators that keep a recomputed part of the forward pass apart from the first computation, and late.
+
+onnxruntime merges equal subexpressions, and would merge a recomputed activation with the original. So what a
+recomputed segment reads goes through ``RecomputeInput``, which adds a negative zero: no bit of any number changes
+(x + -0.0 is x for every x, +0.0, infinities and NaN included). The zero is made by ``RecomputeToken`` from the
+gradient that reaches the segment, whatever its value is, so that nothing of the segment runs before it is there.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import body, entry, own
+from amp_transpiler.ir.program import Operator, Shape
+from amp_transpiler.ops.training.random import masked
+
+TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
+
+_Types = list[tuple[str | None, Shape | None] | None]
+
+
+@body(own(TOKEN), native=True, infer=lambda op: [("float32", ())])
+def token(e: Emitter, op: Operator, gradient: Value) -> list[Value]:
+    """-0.0 as an fp32 scalar that depends on ``gradient``: no number, NaN included, is less than itself."""
+    first = e.f32(e.op("Slice", e.reshape(gradient, [-1]), e.ints(0), e.ints(1), shape=[1]))
+    never = e.cast(e.Less(first, first), "float32")
+    return [e.reshape(e.Mul(never, e.like(-1, never)), ())]
+
+
+def _like_input(op: Operator) -> _Types:
+    source = op.input(1)
+    assert source is not None
+    return [(source.dtype, source.shape)]
+
+
+@body(own(INPUT), native=True, infer=_like_input)
+def recompute_input(e: Emitter, op: Operator, zero: Value, x: Value) -> list[Value]:
+    """``x``, bit for bit."""
+    if x.dtype == "bool":
+        return [e.Or(x, e.cast(zero, "bool"), shape=x.shape)]
+    return [e.Add(x, e.cast(zero, x.dtype), shape=x.shape)]
+
+
+entry(own(INPUT)).exact = True
+
+
+def _dropout_types(op: Operator) -> _Types:
+    source = op.input(1)
+    assert source is not None
+    types: _Types = [(source.dtype, source.shape), ("bool", source.shape)]
+    return types[: len(op.outputs)]
+
+
+@body(own(DROPOUT), infer=_dropout_types)
+def recomputed_dropout(e: Emitter, op: Operator, zero: Value, x: Value, ratio: Value | None,
+                       mode: Value | None = None) -> list[Value]:  # fmt: skip
+    """Dropout with the same mask, drawn again from a step that only the token tells from the first one's."""
+    key = f"step {zero.name}"
+    if key not in e.shared:
+        e.shared[key] = (e.Add(e.scalar("step"), e.cast(zero, "uint32")),)
+    return masked(e, op, x, ratio, e.shared[key][0])
