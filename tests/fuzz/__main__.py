@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cases import KINDS, Case, Given, judged
-from .models import models
-from .workers import judge
+from tests.fuzz.cases import KINDS, Case, Given, judged
+from tests.fuzz.models import models
+from tests.fuzz.workers import judge
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from .models import models
+from tests.fuzz.models import models
 
 _NUMBERS = ["0", "-1", "1", "nan", "inf", "-inf", "1e308", "1e-320", "99999999999999999999", "", "x", "0x10", "1e", "½"]
 _NAMES = ["", "x", "nowhere", "h", "*", "re:(", "re:.*", "re:(a+)+$", "[", "\x1b[31m", "\udcff", "a" * 3000, "\0", "a\nb", "MatMul",

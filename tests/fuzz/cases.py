@@ -8,12 +8,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import checkpoints
-from .arguments import command_line, prepared
-from .bytes import damaged
-from .commands import COMMANDS, quiet, ran, violation
-from .models import models
-from .structure import mutated
+from tests.fuzz import checkpoints
+from tests.fuzz.arguments import command_line, prepared
+from tests.fuzz.bytes import damaged
+from tests.fuzz.commands import COMMANDS, quiet, ran, violation
+from tests.fuzz.models import models
+from tests.fuzz.structure import mutated
 
 KINDS = ("bytes", "structure", "options", "checkpoint")
 

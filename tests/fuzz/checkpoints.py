@@ -8,11 +8,10 @@ import warnings
 from pathlib import Path
 
 import amp_transpiler as amp
-
-from ..checkpoints import build, state
-from ..forgeries import forgeries
-from .bytes import damaged
-from .commands import raised
+from tests.checkpoints import build, state
+from tests.forgeries import forgeries
+from tests.fuzz.bytes import damaged
+from tests.fuzz.commands import raised
 
 
 def wrong(rng: random.Random, folder: Path) -> str:
