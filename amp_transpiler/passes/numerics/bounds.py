@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Ranges(Protocol):
         """The interval of a variable; None where nothing is known."""
         ...
 
-    def content(self, variable: Variable) -> np.ndarray | None:
+    def content(self, variable: Variable | None) -> Any:
         """What a constant holds; None where that is not known."""
         ...
 
