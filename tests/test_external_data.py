@@ -1,6 +1,7 @@
 """External data is mapped; files appear whole or not at all."""
 
 import os
+import re
 import stat
 
 import numpy as np
@@ -11,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_goldens import FUNCTIONS, external_model, run, same, text
 
 from amp_transpiler import files
-from amp_transpiler.errors import ArgumentError, GraphError, ModelFileNotFoundError, ModelFileWriteError
+from amp_transpiler.errors import ArgumentError, GraphError, ModelFileError, ModelFileNotFoundError, ModelFileWriteError
 from amp_transpiler.ir import external, serializing
 from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import ExternalTensor, tensor_array
@@ -48,6 +49,17 @@ def test_external_data_is_mapped_and_comes_out_equal(tmp_path):
     assert same(run(str(tmp_path / "beside.onnx"), x), expected)
     assert Program.from_onnx(model, external_data_dir=tmp_path).to_onnx() == model
     assert program.clone().to_onnx() == model
+
+
+@pytest.mark.parametrize("key", ["offset", "length"])
+@pytest.mark.parametrize("text_", ["{}_0", " {}0 ", "+{}0", "-{}0", "\u0660", "{}0\n", "0x{}0", "9" * 5000])
+def test_external_offsets_and_lengths_are_ascii_digits(text_, key, tmp_path):
+    path, model, _ = external_model(tmp_path)
+    entry = next(e for t in model.graph.initializer for e in t.external_data if e.key == key)
+    entry.value = text_.format(entry.value[:-1] or "0")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelFileError, match=f"external {key} is {re.escape(repr(entry.value[:40]))}"):
+        Program.from_onnx(path)
 
 
 def test_external_data_can_be_embedded_and_put_outside(tmp_path):

@@ -139,6 +139,16 @@ GOOD = [tensor(F, [], float_data=[1]), tensor(F, [0], raw_data=b""), tensor(F, [
         tensor(TensorProto.INT2, [5], raw_data=bytes(2)), tensor(TensorProto.BFLOAT16, [1], raw_data=bytes(2))]  # fmt: skip
 
 
+@pytest.mark.parametrize("where", ["input", "output", "value_info"])
+def test_a_tensor_of_too_many_dimensions_is_named(where: str) -> None:
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\n'
+                                    "net (float x) => (float y) <float m> { m = Relu(x)  y = Relu(m) }")  # fmt: skip
+    tensor = getattr(model.graph, where)[0]
+    tensor.type.tensor_type.CopyFrom(onnx.helper.make_tensor_type_proto(1, [1] * 65).tensor_type)
+    with pytest.raises(GraphError, match=f"'{tensor.name}' has 65 dimensions; numpy, .* knows 64"):
+        amp.Program.from_onnx(model)
+
+
 @pytest.mark.parametrize("proto", GOOD, ids=lambda proto: f"{proto.data_type}{list(proto.dims)}")
 def test_every_way_to_hold_content_is_accepted(proto: TensorProto) -> None:
     model = parsed(PLAIN)

@@ -47,7 +47,7 @@ def _assign(program: Program, graph: onnx.GraphProto) -> None:
 def _put(variable: Variable, proto: onnx.TypeProto) -> None:
     """Fill in what the variable does not say itself."""
     if proto.HasField("tensor_type"):
-        dtype, shape = from_type_proto(proto)
+        dtype, shape = from_type_proto(proto, variable.name)
         _fill(variable, dtype, shape)
     elif proto.WhichOneof("value") and variable.dtype is None and variable.type_proto is None:
         variable.type_proto = onnx.TypeProto()

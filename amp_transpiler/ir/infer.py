@@ -39,15 +39,18 @@ def type_proto(dtype: str | None, shape: Shape | None) -> onnx.TypeProto:
     return proto
 
 
-def from_type_proto(proto: onnx.TypeProto) -> tuple[str | None, Shape | None]:
-    """Element type name and shape of an ONNX tensor type."""
+def from_type_proto(proto: onnx.TypeProto, name: str) -> tuple[str | None, Shape | None]:
+    """Element type name and shape of an ONNX tensor type. GraphError: too many dimensions for an array.
+
+    ``name``: of the tensor, for the error.
+    """
     tensor = proto.tensor_type
     dtype = NAMES.get(tensor.elem_type)
     if not tensor.HasField("shape"):
         return dtype, None
     if len(tensor.shape.dim) > RANK:
         count = len(tensor.shape.dim)
-        raise GraphError(f"a tensor has {count} dimensions; numpy, through which arrays go, knows {RANK}")
+        raise GraphError(f"tensor '{name}' has {count} dimensions; numpy, through which arrays go, knows {RANK}")
     return dtype, tuple(_size(d) for d in tensor.shape.dim)
 
 
@@ -243,7 +246,7 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
                 v.type_proto = proto
             results.append((v.dtype, v.shape))
             continue
-        dtype, shape = from_type_proto(proto)
+        dtype, shape = from_type_proto(proto, v.name)
         results.append((dtype or v.dtype, shape if shape is not None else v.shape))
     return results
 

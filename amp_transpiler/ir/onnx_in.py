@@ -256,7 +256,7 @@ def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:
     """Remember an entry of the file, and put what it says on the variable."""
     if variable is not None:
         if info.type.HasField("tensor_type"):
-            dtype, shape = from_type_proto(info.type)
+            dtype, shape = from_type_proto(info.type, info.name)
             if variable.dtype is not None and dtype not in (None, variable.dtype):
                 raise GraphError(f"'{info.name}' is declared as {dtype}, but elsewhere it is {variable.dtype}")
             variable.dtype = variable.dtype or dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from amp_transpiler.ir.wellformed import check_model
 from amp_transpiler.ir.wire import nesting
 
 _LFS = b"version https://git-lfs"
+#: An offset or a length in an external file.
+_DIGITS = re.compile("[0-9]{1,19}")
 
 
 @dataclass
@@ -185,19 +188,22 @@ class DataFiles:
         needed = byte_size(dtype, shape)
         entries = {entry.key: entry.value for entry in tensor.external_data}
         file, mapped = self._file(entries.get("location", ""), tensor.name)
-        try:
-            offset = int(entries.get("offset") or 0)
-            length = int(entries.get("length") or needed)
-        except ValueError:
-            raise ModelFileError(f"tensor '{tensor.name}' of {self.label}: external offset or length is no "
-                                 "number") from None  # fmt: skip
-        if dtype == "string" or length != needed or offset < 0:
+        offset, length = (self._number(tensor.name, entries, key, default)
+                          for key, default in (("offset", 0), ("length", needed)))  # fmt: skip
+        if dtype == "string" or length != needed:
             raise ModelFileError(f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) "
                                  f"refers to {length} bytes at offset {offset} of '{file}'")  # fmt: skip
         if offset + length > mapped.size:
             raise ModelFileError(f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} "
                                  f"bytes, tensor '{tensor.name}' ends at byte {offset + length}")  # fmt: skip
         return ExternalTensor(tensor, file, mapped, offset, length)
+
+    def _number(self, tensor: str, entries: dict[str, str], key: str, default: int) -> int:
+        text = entries.get(key) or str(default)
+        if not _DIGITS.fullmatch(text):  # int() would take 0_0, spaces and the digits of every script
+            raise ModelFileError(f"tensor '{tensor}' of {self.label}: external {key} is {text[:40]!r}; expected a "
+                                 "number in digits from 0 to 9, of at most 19")  # fmt: skip
+        return int(text)
 
     def _file(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
         if location not in self._mapped:
