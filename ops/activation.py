@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import exact, gradient, own
+from amp_transpiler.ir.opdef import gradient, own, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, summed
 
@@ -145,4 +145,4 @@ def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [e.Sub(dy, e.Mul(e.Exp(y), total))]
 
 
-exact("Relu", "ThresholdedRelu", own("ReluGrad"), own("ThresholdedReluGrad"))
+traits("Relu", "ThresholdedRelu", own("ReluGrad"), own("ThresholdedReluGrad"), exact=True)

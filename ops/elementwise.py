@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import body, exact, gradient, no_gradient, own
+from amp_transpiler.ir.opdef import body, gradient, no_gradient, own, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, shape_of, summed
 
@@ -275,7 +275,9 @@ def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
     return [e.Mul(e.Sum(*values), e.like(1 / len(values), values[0]))]
 
 
-exact("Neg", "Abs", "Max", "Min", "Where", "Identity", own("NegGrad"), own("AbsGrad"), own("IdentityGrad"))
+traits("Identity", moves=(0,), view=True, exact=True)
+traits("Where", moves=(1, 2), exact=True)
+traits("Neg", "Abs", "Max", "Min", own("NegGrad"), own("AbsGrad"), own("IdentityGrad"), exact=True)
 
 no_gradient("Floor", "Ceil", "Round", "Sign", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And",
             "Or", "Xor", "IsNaN", "IsInf", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import exact, gradient, no_gradient, own
+from amp_transpiler.ir.opdef import gradient, no_gradient, own, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, integers, shape_of, size_of, summed
 
@@ -334,12 +334,20 @@ def space_to_depth(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [e.reshape(e.transpose(apart, [0, 3, 4, 1, 5, 2]), [n, c, h, w])]
 
 
-_MOVES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Trilu",
-          "DepthToSpace", "SpaceToDepth")  # fmt: skip
-# Not the scatters: with reduction="add" they add.
-exact(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "Pad", "ReverseSequence", "Compress", "TopK",
-      "Unique")  # fmt: skip
-exact(*(own(f"{_type}Grad") for _type in (*_MOVES, "TopK", "ScatterElements", "ScatterND")))
+_VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+_MOVES = ("Transpose", "Split", "Slice", "Trilu", "DepthToSpace", "SpaceToDepth")
+traits(*_VIEWS, moves=(0,), view=True, exact=True)
+traits(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "ReverseSequence", "Compress",
+       moves=(0,), exact=True)  # fmt: skip
+traits("Concat", moves=None, exact=True)
+traits("Pad", moves=(0, 2), exact=True)
+traits("CenterCropPad", "Cast", "CastLike", moves=(0,))
+# Not exact: with reduction="add" they add.
+traits("Scatter", "ScatterElements", "ScatterND", moves=(0, 2))
+traits("TensorScatter", moves=(0, 1))
+traits("TopK", "Unique", exact=True)
+traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Concat", "TopK", "ScatterElements", "ScatterND")),
+       exact=True)  # fmt: skip
 
 no_gradient("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",
             "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")  # fmt: skip

@@ -10,11 +10,11 @@ import numpy as np
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import body, exact, gradient, own
+from amp_transpiler.ir.opdef import body, gradient, own, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.window import Window, window_of
 
-exact("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"))
+traits("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"), exact=True)
 
 #: Tiles of more elements than this have their maximum found by MaxPool itself.
 _LARGEST_TILE = 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import body, exact, gradient, no_gradient, own
+from amp_transpiler.ir.opdef import body, gradient, no_gradient, own, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, integers, shape_of
 
@@ -111,6 +111,6 @@ def _in_fp32(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
 for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd"):
     body(_type)(_in_fp32)
 
-exact("ReduceMax", "ReduceMin", own("ReduceSumGrad"))
+traits("ReduceMax", "ReduceMin", own("ReduceSumGrad"), exact=True)
 
 no_gradient("ArgMax", "ArgMin", "NonZero", "Hardmax")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amp_transpiler.errors import AmpError, ArgumentError, GraphError
-from amp_transpiler.ir.program import OWN, Operator, Shape
+from amp_transpiler.ir.nodes import OWN, Operator, Shape
 
 if TYPE_CHECKING:
     from amp_transpiler.ir.emitter import Value
@@ -43,13 +43,28 @@ class Gradient:
     refuse: Callable[[Operator], str] | None = None
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What an operator does with the elements of its operands, as passes ask it.
+
+    ``moves``: the slots of the inputs whose elements the outputs hold, moved, repeated or left out, beside zeros; None
+    for every slot, () where it computes. A cast moves too, though it rounds.
+    ``view``: the output is the first input in another shape, element by element: a runtime moves nothing.
+    ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
+    """
+
+    moves: tuple[int, ...] | None = ()
+    view: bool = False
+    exact: bool = False
+
+
 @dataclass
 class OpDef:
     """One operator. ``body`` None: it is a standard operator that is emitted as it stands.
 
     ``native``: on CUDA the body takes 16-bit values as they are stored (GEMMs, convolutions, single
     elementwise operators); otherwise it gets them widened to fp32 and its results are rounded once.
-    ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
+    ``traits``: None where nobody has declared them.
     ``when``: the body is used only where this holds of the operator (BatchNormalization in training mode).
     ``for_test``: turns a cloned operator into its form for evaluation.
     """
@@ -60,11 +75,17 @@ class OpDef:
     when: Callable[[Operator], bool] | None = None
     infer: Infer | None = None
     native: bool = False
-    exact: bool = False
+    traits: Traits | None = None
     gradient: Gradient | None = None
     for_test: Callable[[Operator], None] | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether nothing has to be rounded after it on CPU."""
+        return self.traits is not None and self.traits.exact
 
+
+_NO_TRAITS = Traits()
 _TABLE: dict[tuple[str, str], OpDef] = {}
 _READS: dict[str, tuple[str, ...]] = {}
 
@@ -200,10 +221,23 @@ def no_gradient(*full_types: str) -> None:
         entry(full_type).gradient = Gradient((), frozenset(), zero=True)
 
 
-def exact(*full_types: str) -> None:
-    """Operators that only move or select values: no rounding is needed after them."""
+def traits(*full_types: str, moves: tuple[int, ...] | None = (), view: bool = False, exact: bool = False) -> None:
+    """Declare the :class:`Traits` of operators; with no keyword, that they have none of them."""
+    found = Traits(moves, view, exact)
     for full_type in full_types:
-        entry(full_type).exact = True
+        entry(full_type).traits = found
+
+
+def traits_of(type_: str, domain: str = "") -> Traits:
+    """The traits of an operator type; none of them where they are not declared."""
+    found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
+    return _NO_TRAITS if found is None or found.traits is None else found.traits
+
+
+def moves(op: Operator, slot: int | None = None) -> bool:
+    """Whether the outputs hold the elements of this input as they are; without ``slot``, of any input."""
+    slots = traits_of(op.type, op.domain).moves
+    return slots is None or (bool(slots) if slot is None else slot in slots)
 
 
 def for_test(full_type: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import constant_array
-from amp_transpiler.ir.opdef import body, gradient
+from amp_transpiler.ir.opdef import body, gradient, traits
 from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
 
 SEED, STEP = "@rng_seed", "@rng_step"
@@ -215,6 +215,10 @@ def masked(e: Emitter, op: Operator, x: Value, ratio: Value | None, step: Value)
     ratio = e.const(0.5, "float32") if ratio is None else ratio
     mask = keep_mask(e, x.shape, e.scalar("seed"), step, mask_stream(op), ratio)
     return [_scaled(e, x, mask, ratio), mask][: len(op.outputs)]
+
+
+# As it is evaluated; in training it scales the elements that it keeps, too.
+traits("Dropout", moves=(0,))
 
 
 @body("Dropout", when=_training)

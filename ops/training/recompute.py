@@ -9,7 +9,7 @@ gradient that reaches the segment, whatever its value is, so that nothing of the
 from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import body, entry, own
+from amp_transpiler.ir.opdef import body, own, traits
 from amp_transpiler.ir.program import Operator, Shape
 from amp_transpiler.ops.training.random import masked
 
@@ -40,7 +40,7 @@ def recompute_input(e: Emitter, op: Operator, zero: Value, x: Value) -> list[Val
     return [e.Add(x, e.cast(zero, x.dtype), shape=x.shape)]
 
 
-entry(own(INPUT)).exact = True
+traits(own(INPUT), exact=True)
 
 
 def _dropout_types(op: Operator) -> _Types:

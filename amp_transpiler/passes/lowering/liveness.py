@@ -22,10 +22,10 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import BYTES, NAMES
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
 
-_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 #: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
 _OVER_FIRST = frozenset(
     """Cast Clip Elu HardSigmoid LeakyRelu LogSoftmax Relu ScatterElements Selu Sigmoid Softmax Softplus Softsign Tanh
@@ -363,7 +363,7 @@ class _Buffers:
 
     def _reused_input(self, node: Node, slot: int, name: str) -> str | None:
         type_ = node.proto.op_type
-        if type_ in _VIEWS and slot == 0:
+        if slot == 0 and traits_of(type_, node.proto.domain).view:
             return self.owner[node.inputs[0]]
         if type_ == "BatchNormalization" and slot in _OWN_STATISTICS:
             return self.owner[node.inputs[_OWN_STATISTICS[slot]]]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import MOVES, Flow, moves
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float, operator_name
 
@@ -116,7 +117,7 @@ def binary_tensors(flow: Flow) -> frozenset[Variable]:
     """Tensors of zeros and ones, as masks are made of: cast from truth values or integers, ``1 - mask``."""
     found: set[Variable] = set()
     for op, name, operands in flow.steps:
-        if name not in MOVES and name not in ("Sub", "Mul"):
+        if not moves(op) and name not in ("Sub", "Mul"):
             continue
         read = [v for v in operands if v is not None]
         if name == "Cast":

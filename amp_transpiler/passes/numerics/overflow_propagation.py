@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
-from amp_transpiler.passes.view.flow import MOVES, Flow, moves
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.typing import operator_name
 
@@ -123,7 +124,7 @@ class Spread:
     # -- what an operator makes of what it reads ------------------------------------------------------
     def _carried(self, op: Operator, name: str, known: list[int]) -> int:
         bits = 0
-        if name in MOVES:
+        if moves(op):
             for slot, each in enumerate(known):
                 if moves(op, slot):
                     bits |= each & ~(LOW | HIGH)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -34,7 +35,7 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
 )
 from amp_transpiler.passes.numerics.weight_norms import LARGE, gain, weights
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import MOVES, Flow, moves
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
 from amp_transpiler.passes.view.typing import SHORT, operator_name
 
@@ -51,10 +52,10 @@ _GROWS = {
 }  # fmt: skip
 _SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
 
-#: What may lie between a sum and the square of the mean.
-_MEANS = frozenset(MOVES) | _SUMMING | {"Mul", "Div", "Pow"}
-#: What may lie between a signal and its spectrum.
-_LINEAR = frozenset(MOVES) | PRODUCTS | {"Add", "Sub", "Mul", "Div", "Neg"}
+#: What may lie between a sum and the square of the mean, beside what moves elements.
+_MEANS = _SUMMING | {"Mul", "Div", "Pow"}
+#: What may lie between a signal and its spectrum, beside what moves elements.
+_LINEAR = PRODUCTS | {"Add", "Sub", "Mul", "Div", "Neg"}
 
 
 class Bounds(Protocol):
@@ -126,7 +127,7 @@ class _Guards:
             for squared in read:
                 maker = squared.producer if squared is not None and squared in self.squares else None
                 why = f"the square that {label(op)} takes off a mean of squares"
-                while maker is not None and operator_name(maker) in _MEANS:
+                while maker is not None and (moves(maker) or operator_name(maker) in _MEANS):
                     evidence.keep(maker, why)
                     if operator_name(maker) in _SUMMING:
                         break
@@ -154,7 +155,7 @@ class _Guards:
                 evidence.keep_tensor(variable, why)
                 maker = variable.producer
                 name = operator_name(maker) if maker is not None else ""
-                if maker is None or name not in _LINEAR or (name in PRODUCTS and summed):
+                if maker is None or not (moves(maker) or name in _LINEAR) or (name in PRODUCTS and summed):
                     continue
                 pending += [(v, summed or name in PRODUCTS) for v in self.flow.inputs[maker] if v is not None]
 

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array, release
 from amp_transpiler.ir.types import LIMITS, numpy_dtype
@@ -21,7 +22,7 @@ from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, VANISHING, WIDE, Spread
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import Flow, every_variable, moves
+from amp_transpiler.passes.view.flow import Flow, every_variable
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import SHORT, Obstacle, narrowed, operator_name
 

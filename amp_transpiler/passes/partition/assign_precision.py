@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -28,8 +29,6 @@ MODES = ("pure-fp16", "mixed", "auto")
 NOMINAL = 64
 #: Bytes of an element.
 _WIDTH: dict[str | None, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-#: Operators that hand their input on: a runtime gives the buffer another shape and moves nothing.
-_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 #: Operators that read of their first input no more than they write.
 _SELECTS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 #: Integers that float16 takes over float32 as it would straight: float32 holds exactly what float16 can hold.
@@ -313,7 +312,7 @@ def count(shape: tuple[int | str | None, ...] | None) -> int:
 
 def _moved(op: Operator, decision: Decision) -> int:
     """Bytes of floating-point tensors that the operator reads and writes."""
-    if op.type in _VIEWS:
+    if traits_of(op.type, op.domain).view:
         return 0
     total = largest = 0
     for variable, dtype in zip(op.outputs, decision.slots.outputs, strict=True):

@@ -1,7 +1,6 @@
 """Where tensors go in a program as it was written: past inserted casts, into nested graphs and out of them.
 
-Also the few facts about operators that every such question needs: which of them only move elements, and which
-numbers constants hold.
+Also what every such question needs: which numbers constants hold.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import math
 from typing import Any
 
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
@@ -17,27 +17,8 @@ from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float, operator_name, programs
 
-#: Operators whose output holds elements of an input and nothing else: the slots of those inputs, None for all.
-MOVES: dict[str, tuple[int, ...] | None] = dict.fromkeys(
-    (
-        "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile", "Slice", "Split",
-        "CenterCropPad", "Trilu", "Compress", "ReverseSequence", "DepthToSpace", "SpaceToDepth", "Gather",
-        "GatherElements", "GatherND", "Dropout", "Cast", "CastLike",
-    ), (0,),
-) | {
-    "Pad": (0, 2), "Where": (1, 2), "Concat": None, "TensorScatter": (0, 1),
-    "Scatter": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2),
-}  # fmt: skip
-
-
 #: How far a constant is followed back through operators that move it.
 _HOPS = 8
-
-
-def moves(op: Operator, slot: int) -> bool:
-    """Whether the output holds the elements of this input as they are."""
-    name = operator_name(op)
-    return name in MOVES and (MOVES[name] is None or slot in (MOVES[name] or ()))
 
 
 class Flow:
@@ -114,7 +95,7 @@ class Flow:
                 dtype, shape = tensor_type(data)
                 return float(as_array(data).reshape(-1)[0]) if math.prod(shape) == 1 and dtype != "string" else None
             op = variable.producer
-            if op is None or MOVES.get(operator_name(op)) != (0,) or op.inputs[0] is None:
+            if op is None or traits_of(op.type, op.domain).moves != (0,) or op.inputs[0] is None:
                 return None
             variable = source(op.inputs[0])
         return None
