@@ -6,12 +6,16 @@ import sys
 import warnings
 
 
+class AmpWarning(UserWarning):
+    """A warning of this package, about what its caller asked for."""
+
+
 def warn_user(message: str) -> None:
-    """A UserWarning at the innermost line outside this package."""
+    """An AmpWarning at the innermost line outside this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("amp_transpiler"):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, AmpWarning, stacklevel=level)
 
 
-__all__ = ["warn_user"]
+__all__ = ["AmpWarning", "warn_user"]

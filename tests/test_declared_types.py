@@ -8,7 +8,7 @@ from programs import Net, build
 
 import amp_transpiler as amp
 from amp_transpiler.errors import PlaceError, PrecisionError
-from amp_transpiler.runtime.session import _cuda_missing
+from amp_transpiler.runtime.session import cuda_missing
 
 MODES = ["fp32", "amp", "pure-fp16"]
 PARAMETER, MASTER = "fc_0.w_0", "fc_0.w_0_fp32_master_0"
@@ -140,7 +140,7 @@ def test_f17_python_numbers_and_other_variables() -> None:
 
 # -- places ------------------------------------------------------------------------------------------------------
 def test_amp_init_for_a_device_that_is_not_there() -> None:
-    if _cuda_missing(0) is None:
+    if cuda_missing(0) is None:
         pytest.skip("there is a CUDA device")
     net = build("mlp", "pure-fp16")
     scope, test = amp.Scope(), net.main.clone(for_test=True)

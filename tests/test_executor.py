@@ -334,9 +334,9 @@ def test_bad_arguments(make: Callable[[], Any], kind: type[Exception], message: 
 
 
 def test_cuda_asked_for_and_not_there(scope: Scope) -> None:
-    from amp_transpiler.runtime.session import _cuda_missing
+    from amp_transpiler.runtime.session import cuda_missing
 
-    if _cuda_missing(0) is None:
+    if cuda_missing(0) is None:
         pytest.skip("there is a CUDA device")
     with pytest.raises(PlaceError, match=r"CUDAPlace\(0\) cannot be used: .*(driver|CUDA|device).*CPUPlace\(\)"):
         Executor(CUDAPlace(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.finetune.data import Samples, batch_sizes
 from amp_transpiler.finetune.metrics import Metric
+from amp_transpiler.runtime.session import cuda_missing
 
 FAST: dict[str, Any] = {"lr": 0.01, "mode": "fp32", "batch_size": 16}
 
@@ -130,7 +132,7 @@ def spoiled(what: str) -> dict[str, np.ndarray]:
     ("nan", "array 'x' holds nan at index [7, 2]"), ("inf", "array 'x' holds inf at index [7, 2]"),
     ("class", "label array 'label' holds 3 at index [11]; the loss cross_entropy on this output takes classes from 0 to 2"),
     ("negative", "holds -1 at index [11]"), ("rank", "array 'x' has the shape [40, 3]; the program is fed [n, 4]"),
-    ("count", "differ in the number of samples"), ("half", "'label' is float64, declared as int64"),
+    ("count", "differ in the number of samples"), ("half", "label array 'label' is float64 and holds "),
     ("empty", "holds no samples"),
 ])  # fmt: skip
 @pytest.mark.parametrize("where", ["data", "test"])
@@ -138,6 +140,57 @@ def test_data_that_does_not_fit_is_named_with_its_place(where: str, what: str, t
     with pytest.raises(amp.errors.FeedError, match=re.escape(told)):
         amp.fit(linear(), tmp_path / "out.onnx", **{"data": features(40), where: spoiled(what)})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags, way", [(True, "--loss mse"), (True, "--loss bce_with_logits"), (False, "loss=mse")])
+def test_labels_that_are_no_classes_name_the_losses_that_take_them(flags: bool, way: str, tmp_path: Path) -> None:
+    data = spoiled("half")
+    with pytest.raises(amp.errors.FeedTypeError, match="whole numbers.*" + way):
+        amp.fit(linear(), tmp_path / "out.onnx", data=data, flags=flags)
+    scores = {**data, "label": data["x"][:, :3]}  # [40, 3], as mse takes them
+    with pytest.raises(amp.errors.FeedTypeError, match="whole numbers.*" + way):
+        amp.fit(linear(), tmp_path / "out.onnx", data=scores, flags=flags)
+    amp.fit(linear(), tmp_path / "out.onnx", data=scores, loss="mse")
+
+
+@pytest.mark.parametrize("wrong", ["--test missing.npz", "--test short.npz", "--data short.npz", "--black-list Nope",
+                                   "--test classes.npz"])  # fmt: skip
+def test_what_is_refused_is_refused_before_anything_is_told(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    onnx.save(linear(), "model.onnx")
+    for name, data in (("data", features(40)), ("short", spoiled("count")), ("classes", spoiled("class"))):
+        np.savez(f"{name}.npz", **data)
+    assert main(["train", "model.onnx", "out.onnx", "--data", "data.npz", *wrong.split()]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("amp-transpile: ") and err.count("\n") == 1
+
+
+def test_without_a_gpu_the_command_line_names_its_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    if cuda_missing(0) is None:
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    onnx.save(linear(), "model.onnx")
+    np.savez("data.npz", **features(40))
+    assert main(["train", "model.onnx", "out.onnx", "--data", "data.npz", "--place", "cuda"]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith("Train on the processor instead: --place cpu\n") and "Executor" not in err and "CPUPlace" not in err
+
+
+def test_a_warning_on_the_command_line_is_one_plain_line(tmp_path: Path) -> None:
+    """A parameter that the loss does not depend on: in a process of its own, as pytest catches warnings."""
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\n'
+                                    "net (float[n, 4] x) => (float[n, 3] y, float[n, 3] z)"
+                                    "{ y = Gemm (x, w, b)\n z = MatMul (x, v) }")  # fmt: skip
+    model.graph.initializer.extend([*linear().graph.initializer, onnx.numpy_helper.from_array(np.ones((4, 3), np.float32), "v")])
+    onnx.save(model, tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", **features(40))
+    ran = subprocess.run([sys.executable, "-m", "amp_transpiler.cli", "train", "model.onnx", "out.onnx", "--data", "data.npz"],
+                         cwd=tmp_path, capture_output=True, text=True, check=True)  # fmt: skip
+    lines = [line for line in ran.stderr.splitlines() if "get no gradient" in line]
+    assert len(lines) == 1 and lines[0].startswith("amp-transpile: warning: trainable parameters get no gradient")
+    assert "'v'" in lines[0] and "--freeze" in lines[0] and ".py" not in ran.stderr and "warn" not in ran.stdout
 
 
 def test_one_file_serves_calibration_and_training(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from amp_transpiler import __version__
 from amp_transpiler.cli import convert, diff, explain, info, train
 from amp_transpiler.cli.output import patient_output
-from amp_transpiler.cli.terminal import complain, safe_streams
+from amp_transpiler.cli.terminal import complain, plain_warnings, safe_streams
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.passes.partition.assign_precision import MODES
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        with patient_output() as output:
+        with patient_output() as output, plain_warnings():
             status = _COMMANDS[options.command](options)
         if output.trouble is None or isinstance(output.trouble, BrokenPipeError):
             return status  # the reader of our output (head, less) may have gone

@@ -8,9 +8,12 @@ window, or turn the direction of a line. :func:`printable` is for one name in a 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from amp_transpiler.warn import AmpWarning
 
 #: Control characters, those that turn or join text unseen, other ends of lines, and halves of characters.
 _STEERING = frozenset([*range(0x20), *range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F),
@@ -82,3 +85,19 @@ def complain(message: object) -> None:
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     print(f"amp-transpile: {line}", file=sys.stderr)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Each warning of this package is one plain line on standard error, without a line of source; told once."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def line(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, AmpWarning):
+                complain(f"warning: {message}")
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = line
+        yield

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from amp_transpiler.errors import ArgumentTypeError, FeedError
+from amp_transpiler.errors import ArgumentTypeError, FeedError, FeedTypeError
 from amp_transpiler.finetune.metrics import IGNORED
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.ir.types import FLOATS, element_type
@@ -141,6 +141,18 @@ def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:
             place = _place(wrong, start)
             raise FeedError(f"{what} holds {array[place]} at index {list(place)}; the loss {loss} on this output takes "
                             f"{expected}")  # fmt: skip
+
+
+def check_classes(array: np.ndarray, what: str, ways: str) -> None:
+    """FeedTypeError where labels that are to be classes are fractions; ``ways``: what takes them."""
+    if element_type(array.dtype) not in FLOATS:
+        return
+    for start, piece in _pieces(array):
+        wrong = np.isfinite(piece) & (piece != np.floor(piece))
+        if wrong.any():
+            place = _place(wrong, start)
+            raise FeedTypeError(f"{what} is {array.dtype} and holds {array[place]} at index {list(place)}; the loss "
+                                f"cross_entropy takes classes, which are whole numbers. {ways}")  # fmt: skip
 
 
 def _fitted(array: np.ndarray, variable: Variable, what: str) -> np.ndarray:

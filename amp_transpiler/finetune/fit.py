@@ -13,27 +13,24 @@ import numpy as np
 import onnx
 
 from amp_transpiler.conversion.converting import convert
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, FeedError, ModelFileWriteError
-from amp_transpiler.files import check_outputs, check_space, remove_leftovers, same_file
+from amp_transpiler.errors import ArgumentError, FeedError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.batch import fixed_batch, freed
-from amp_transpiler.finetune.data import Samples, Source, batch_sizes, check_labels, read
-from amp_transpiler.finetune.log import EPOCHS, STEPS, Log
+from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place
+from amp_transpiler.finetune.data import Samples, Source, batch_sizes, check_classes, check_labels, read
+from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.loop import Loop
 from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.finetune.record import EpochRecord, FitResult
-from amp_transpiler.ir.external import check_unnamed
-from amp_transpiler.ir.locations import model_files, model_size
+from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.program import Program, Variable
-from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope
+from amp_transpiler.runtime import Executor, Scope
 from amp_transpiler.runtime.arrays import as_declared, as_ranked
 from amp_transpiler.runtime.place import Place
 
 _log = logging.getLogger(__name__)
 _BATCH = 32
-#: Bytes of a model from which on what is trained of it may get a data file beside it.
-_LARGE = 1 << 30
 Say = Callable[[str], None]
 
 
@@ -73,43 +70,59 @@ def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLi
         NonFiniteError: the loss is not finite, with what is at fault. ModelFileWriteError: ``output`` cannot be
         written. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
     """
-    told: list[str] = []
-
-    def tell(line: str) -> None:
-        told.append(line)
-        (say or _log.info)(line)
-
+    tell = _Told(say or _log.info)
     chosen = options_of(options)
     found = None
     if checkpoint is not None:
-        _check_folder(checkpoint, output, chosen.called("checkpoint"))
+        check_folder(checkpoint, output, chosen.called("checkpoint"))
         found = resume.find(checkpoint)
     if found is not None:
         chosen, overridden = resume.merged(found, options)
         tell(f"{found.path}: going on after epoch {found.epochs}")
         for line in overridden:
             tell(line)
-    _check_files(model, output, data, test, log, chosen)
+    check_files(model, output, data, test, log, chosen)
     program = Program.from_onnx(model)
-    run = _Run(program, chosen, _place(place, chosen), data, test, tell)
+    run = _Run(program, chosen, chosen_place(place, chosen), data, test, tell)
     start = found.epochs if found is not None else 0
     if log is None:
-        return run.train(Path(output), checkpoint, found, None, progress, told)
+        return run.train(Path(output), checkpoint, found, None, progress)
     with Log(log, chosen.measured, start, found.steps if found is not None else 0) as book:
         if book.note:
             tell(book.note)
-        return run.train(Path(output), checkpoint, found, book, progress, told)
+        return run.train(Path(output), checkpoint, found, book, progress)
+
+
+class _Told:
+    """The lines that there are to say. They wait until everything is checked, so that a refusal comes alone."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.checked = say, False
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        if self.checked:
+            self.say(line)
+
+    def begin(self) -> None:
+        """Everything is checked: say what waits, and from now on each line at once."""
+        for line in self.lines:
+            self.say(line)
+        self.checked = True
 
 
 class _Run:
     """One training: programs and data that fit each other."""
 
     def __init__(self, program: Program, options: FitOptions, place: Place, data: Source, test: Source | None,
-                 tell: Say) -> None:  # fmt: skip
+                 tell: _Told) -> None:  # fmt: skip
         self.options, self.place, self.tell = options, place, tell
         fed = [v for v in _fed(program) if v.name not in options.values]
         what = _named("data", data, options)
         arrays = read(data, [*(v.name for v in fed), options.label], what)
+        if not program.has_var(options.label):  # else that is what is wrong
+            self._check_kind(arrays, what)
         program, self.batch, self.whole = self._with_batch(program, fed, arrays, what)
         program.seed = options.seed
         if program.startup is not None:
@@ -122,8 +135,17 @@ class _Run:
         if test is not None:
             what = _named("test", test, options)
             arrays = read(test, list(self.train_data.arrays), what)
+            self._check_kind(arrays, what)
             self.test_data = self._with_labels(Samples.of(arrays, [program.var(v.name) for v in fed], what), arrays)
         self._check_counts()
+
+    def _check_kind(self, arrays: Mapping[str, np.ndarray], what: str) -> None:
+        options = self.options
+        if options.loss == "cross_entropy":
+            spelled = f"{options.called('loss')}{' ' if options.flags else '='}"
+            check_classes(arrays[options.label], f"{what}: label array '{options.label}'",
+                          f"For numbers to predict choose {spelled}mse, for probabilities from 0 to 1 "
+                          f"{spelled}bce_with_logits")  # fmt: skip
 
     def _with_batch(self, program: Program, fed: list[Variable], arrays: Mapping[str, np.ndarray],
                     what: str) -> tuple[Program, int, bool]:  # fmt: skip
@@ -179,7 +201,7 @@ class _Run:
                           f"fixed batch of {self.batch} and are left out")  # fmt: skip
 
     def train(self, output: Path, checkpoint: Any, found: resume.Resumed | None, log: Log | None,
-              progress: Callable[[int, int], None] | None, told: list[str]) -> FitResult:  # fmt: skip
+              progress: Callable[[int, int], None] | None) -> FitResult:  # fmt: skip
         """Compile, go on from ``found``, train, write."""
         options, programs = self.options, self.programs
         now = resume.identity(programs.program, self.train_data.identity()) if checkpoint is not None else {}
@@ -205,6 +227,7 @@ class _Run:
                 optimizer.set_loss_scale_state(replace(state, scale=float(options.loss_scale)), scope)
         loop = Loop(programs, optimizer, options, executor, scope, self.batch, self.whole, log, progress,
                     found.steps if found is not None else 0)  # fmt: skip
+        self.tell.begin()
         before, done = _stamp(output), found.epochs if found is not None else 0
         if found is not None and done >= options.epochs:
             self.tell(f"{done} epochs are done, and {options.said('epochs')} asks for no more; what they came to is "
@@ -221,7 +244,7 @@ class _Run:
         except KeyboardInterrupt:
             written = f"{output} is written" if _stamp(output) != before else f"{output} was not written"
             raise KeyboardInterrupt(f"{written}{_standing(checkpoint, done)}") from None
-        return FitResult(output, options, programs.preparation, history, tuple(told))
+        return FitResult(output, options, programs.preparation, history, tuple(self.tell.lines))
 
     def _first(self, loop: Loop, log: Log | None) -> EpochRecord:
         """The record of the model before training."""
@@ -283,65 +306,6 @@ def _named(option: str, source: Source, options: FitOptions) -> str:
     if isinstance(source, str | os.PathLike):
         return f"'{os.fspath(source)}'"
     return options.called(option)
-
-
-def _place(place: Place | str, options: FitOptions) -> Place:
-    if isinstance(place, str):
-        if place not in ("cpu", "cuda"):
-            raise ArgumentError(f"{options.called('place')} is {place!r}; expected 'cpu' or 'cuda'")
-        return CUDAPlace(0) if place == "cuda" else CPUPlace()
-    return place
-
-
-def _check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
-                 options: FitOptions) -> None:  # fmt: skip
-    """Refuse before the work what could not be written after it, or would overwrite what is read."""
-    if not isinstance(output, str | os.PathLike):
-        raise ArgumentTypeError(f"fit: output is {output!r}; expected the path of a file")
-    inputs: dict[str, list[Any]] = {
-        options.called(name): [source] for name, source in (("data", data), ("test", test))
-        if isinstance(source, str | os.PathLike)
-    }  # fmt: skip
-    outputs: dict[str, Any] = {"OUT.onnx" if options.flags else "output": output}
-    if isinstance(model, str | os.PathLike):
-        inputs["IN.onnx" if options.flags else "model"] = list(model_files(model))
-    if log is not None:
-        _check_folder(log, output, options.called("log"))
-        if os.path.isdir(log):
-            outputs |= {f"{options.called('log')} {name}": Path(log) / name for name in (STEPS, EPOCHS)}
-    check_outputs(outputs, inputs)
-    if isinstance(model, str | os.PathLike):
-        check_space(output, model_size(model) // 2)
-        if model_size(model) > _LARGE:
-            check_unnamed(Path(output), Path(f"{os.fspath(output)}.data"))
-
-
-def _check_folder(path: Any, output: Any, what: str) -> None:
-    """A folder that is there, or can be made where it is to be, and be written to; rid of what killed runs left.
-
-    It is not ``output``, which is a file.
-    """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
-        raise ArgumentTypeError(f"{what} is {path!r}; expected the path of a folder")
-    folder = Path(path)
-    kind = CheckpointWriteError if what.endswith("checkpoint") else ModelFileWriteError
-    try:
-        folder.lstat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise kind(f"{what} '{path}' cannot be written: {error.strerror or error}") from None
-    if folder.exists() and not folder.is_dir():
-        raise kind(f"{what} '{path}' is a file; give the name of a folder")
-    if isinstance(output, str | os.PathLike) and same_file(folder, output):
-        raise ArgumentError(f"{what} '{path}' is a folder, and the model that is written has the same name; choose "
-                            "another")  # fmt: skip
-    place = folder if folder.exists() else folder.absolute().parent
-    if not place.is_dir():
-        raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")
-    if not os.access(place, os.W_OK):
-        raise kind(f"{what} '{path}' cannot be written: no permission to write to '{place}'")
-    remove_leftovers(place)
 
 
 def _stamp(path: Path) -> Any:

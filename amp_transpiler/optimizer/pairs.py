@@ -85,5 +85,5 @@ def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_gra
         some = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         warn_user(
             f"trainable parameters get no gradient from this loss, and are not updated: {some}. Where that is meant, "
-            "create them with trainable=False, or name those to train in parameter_list"
+            "create them with trainable=False, name those to train in parameter_list, or freeze them (--freeze)"
         )

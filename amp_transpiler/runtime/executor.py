@@ -47,6 +47,7 @@ from amp_transpiler.runtime.plan import (
 from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.session import Settings, create_session, release_memory, require_cuda
+from amp_transpiler.warn import AmpWarning
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Executor:
         except PlaceError as error:
             if not self.settings.allow_cpu_fallback:
                 raise
-            warnings.warn(f"{error}. Running on CPUPlace()", stacklevel=3)
+            warnings.warn(f"{error}. Running on CPUPlace()", AmpWarning, stacklevel=3)
             self.place = CPUPlace()
 
     __getattr__ = paddle_attributes("amp_transpiler.Executor")
@@ -231,7 +232,8 @@ class Executor:
                 plan.sessions.popitem(last=False)
                 drops, plan.dropped = not plan.dropped, True
         if drops:
-            warnings.warn(thrashes(program, plan, self.max_sessions, shapes), stacklevel=6)  # the caller of run
+            told = thrashes(program, plan, self.max_sessions, shapes)
+            warnings.warn(told, AmpWarning, stacklevel=6)  # the caller of run
 
     def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}

@@ -24,6 +24,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionErr
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.warn import AmpWarning
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 _SILENT = 4  # onnxruntime's log level "fatal": what it would log as an error is raised here
@@ -193,6 +194,7 @@ def _warn_of_fallback(data: bytes, place: Place, settings: Settings, name: str) 
         warnings.warn(
             f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "
             "CPU, where stock onnxruntime does not round 16-bit results as CUDA does",
+            AmpWarning,
             stacklevel=5,
         )
 
@@ -207,7 +209,7 @@ def plain_message(error: Exception) -> str:
 # -- CUDA there or not ---------------------------------------------------------------------------------
 def require_cuda(place: CUDAPlace) -> None:
     """PlaceError that says what is missing, unless onnxruntime can use this device."""
-    missing = _cuda_missing(place.device_id)
+    missing = cuda_missing(place.device_id)
     if missing is not None:
         raise PlaceError(
             f"{place!r} cannot be used: {missing}. Run on CPUPlace(), or allow that with "
@@ -216,7 +218,8 @@ def require_cuda(place: CUDAPlace) -> None:
 
 
 @functools.cache
-def _cuda_missing(device_id: int) -> str | None:
+def cuda_missing(device_id: int) -> str | None:
+    """What keeps onnxruntime from using this device, in words; None where it can."""
     if _CUDA not in ort.get_available_providers():
         return (
             f"the installed onnxruntime {ort.__version__} was built without CUDA; install onnxruntime-gpu[cuda,cudnn]"

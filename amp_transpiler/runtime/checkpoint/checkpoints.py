@@ -56,6 +56,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.warn import AmpWarning
 
 PathLike = str | os.PathLike[str]
 #: In place of the number of a checkpoint that cannot be read; they are the first to be removed.
@@ -285,7 +286,8 @@ def _warn_of_change(folder: Path, meta: Mapping[str, Any], program: Program) -> 
     was, now = meta["scaling"], scaler_settings(program)
     changed = f" (loss scaling was {was}, is {now})" if was != now else ""
     warnings.warn(f"program '{program.name}' has the state of checkpoint '{folder}' but computes something else than "
-                  f"the program that was saved{changed}; training goes on, not bit for bit", stacklevel=3)  # fmt: skip
+                  f"the program that was saved{changed}; training goes on, not bit for bit", AmpWarning,
+                  stacklevel=3)  # fmt: skip
 
 
 # -- arguments -------------------------------------------------------------------------------------------

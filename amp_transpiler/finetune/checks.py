@@ -1,0 +1,91 @@
+"""What a training is to use and to write, refused before anything is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointWriteError,
+    ModelFileWriteError,
+    PlaceError,
+)
+from amp_transpiler.files import check_outputs, check_space, remove_leftovers, same_file
+from amp_transpiler.finetune.log import EPOCHS, STEPS
+from amp_transpiler.finetune.options import FitOptions
+from amp_transpiler.ir.external import check_unnamed
+from amp_transpiler.ir.locations import model_files, model_size
+from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.runtime.session import cuda_missing
+
+#: Bytes of a model from which on what is trained of it may get a data file beside it.
+_LARGE = 1 << 30
+
+
+def chosen_place(place: Place | str, options: FitOptions) -> Place:
+    """The place of a name, which is there. ArgumentError: another name; PlaceError: no such device."""
+    if isinstance(place, str):
+        if place not in ("cpu", "cuda"):
+            raise ArgumentError(f"{options.called('place')} is {place!r}; expected 'cpu' or 'cuda'")
+        if place == "cpu":
+            return CPUPlace()
+        missing = cuda_missing(0)
+        if missing is not None:
+            spelled = f"{options.called('place')}{' ' if options.flags else '='}"
+            raise PlaceError(f"{spelled}cuda: {missing}. Train on the processor instead: {spelled}cpu")
+        return CUDAPlace(0)
+    return place
+
+
+def check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
+                 options: FitOptions) -> None:  # fmt: skip
+    """Refuse before the work what could not be written after it, or would overwrite what is read."""
+    if not isinstance(output, str | os.PathLike):
+        raise ArgumentTypeError(f"fit: output is {output!r}; expected the path of a file")
+    inputs: dict[str, list[Any]] = {
+        options.called(name): [source] for name, source in (("data", data), ("test", test))
+        if isinstance(source, str | os.PathLike)
+    }  # fmt: skip
+    outputs: dict[str, Any] = {"OUT.onnx" if options.flags else "output": output}
+    if isinstance(model, str | os.PathLike):
+        inputs["IN.onnx" if options.flags else "model"] = list(model_files(model))
+    if log is not None:
+        check_folder(log, output, options.called("log"))
+        if os.path.isdir(log):
+            outputs |= {f"{options.called('log')} {name}": Path(log) / name for name in (STEPS, EPOCHS)}
+    check_outputs(outputs, inputs)
+    if isinstance(model, str | os.PathLike):
+        check_space(output, model_size(model) // 2)
+        if model_size(model) > _LARGE:
+            check_unnamed(Path(output), Path(f"{os.fspath(output)}.data"))
+
+
+def check_folder(path: Any, output: Any, what: str) -> None:
+    """A folder that is there, or can be made where it is to be, and be written to; rid of what killed runs left.
+
+    It is not ``output``, which is a file.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
+        raise ArgumentTypeError(f"{what} is {path!r}; expected the path of a folder")
+    folder = Path(path)
+    kind = CheckpointWriteError if what.endswith("checkpoint") else ModelFileWriteError
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise kind(f"{what} '{path}' cannot be written: {error.strerror or error}") from None
+    if folder.exists() and not folder.is_dir():
+        raise kind(f"{what} '{path}' is a file; give the name of a folder")
+    if isinstance(output, str | os.PathLike) and same_file(folder, output):
+        raise ArgumentError(f"{what} '{path}' is a folder, and the model that is written has the same name; choose "
+                            "another")  # fmt: skip
+    place = folder if folder.exists() else folder.absolute().parent
+    if not place.is_dir():
+        raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")
+    if not os.access(place, os.W_OK):
+        raise kind(f"{what} '{path}' cannot be written: no permission to write to '{place}'")
+    remove_leftovers(place)
