@@ -277,7 +277,8 @@ def _function_nodes(schema: defs.OpSchema, dtype: str) -> list[tuple[str, frozen
 
 def _function(schema: Any, dtype: str) -> onnx.FunctionProto | None:  # Any: the stubs of OpSchema lack has_function
     if schema.has_function:
-        return schema.function_body
+        body: onnx.FunctionProto = schema.function_body
+        return body
     if not schema.has_context_dependent_function:
         return None
     given = [slot for slot in schema.inputs if slot.option != defs.OpSchema.FormalParameterOption.Optional]
@@ -288,11 +289,12 @@ def _function(schema: Any, dtype: str) -> onnx.FunctionProto | None:  # Any: the
     for rank in (None, 4, 3):  # some bodies are built for a known shape alone
         types = [_value_type(schema, slot.type_str, dtype, rank).SerializeToString() for slot in given]
         try:
-            body = schema.get_context_dependent_function(node.SerializeToString(), types)
+            written = schema.get_context_dependent_function(node.SerializeToString(), types)
         except Exception:  # onnx builds the body in C++ and raises whatever comes; without a body there is no lowering
             continue
-        if body:
-            return onnx.FunctionProto.FromString(body)
+        if written:
+            body = onnx.FunctionProto.FromString(written)
+            return body
     return None
 
 

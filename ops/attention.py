@@ -100,16 +100,14 @@ def heads_apart(d: Parts, x: Variable, heads: int) -> Variable:
     """[B, S, heads * D] as [B, heads, S, D]."""
     width = d.size(x, 2)
     apart = d.Reshape(x, [0, 0, heads, -1 if width is None else width // heads])
-    result: Variable = d.Transpose(apart, perm=[0, 2, 1, 3])
-    return result
+    return d.Transpose(apart, perm=[0, 2, 1, 3])
 
 
 def heads_together(d: Parts, x: Variable) -> Variable:
     """[B, heads, S, D] as [B, S, heads * D]."""
     heads, size = d.size(x, 1), d.size(x, 3)
     width = -1 if heads is None or size is None else heads * size
-    result: Variable = d.Reshape(d.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, width])
-    return result
+    return d.Reshape(d.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, width])
 
 
 # -- attention -----------------------------------------------------------------------------------------
@@ -160,8 +158,7 @@ def _scale(d: Parts, q: Variable) -> float:
 def _scores(d: Parts, q: Variable, k: Variable, scale: float) -> Variable:
     """scale * Q K'. The factor goes to Q first: the product of large heads would leave fp16."""
     q = d.Mul(q, scale) if scale != 1 else q
-    result: Variable = d.MatMul(q, d.Transpose(_grouped(d, q, k), perm=[0, 1, 3, 2]))
-    return result
+    return d.MatMul(q, d.Transpose(_grouped(d, q, k), perm=[0, 1, 3, 2]))
 
 
 def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
@@ -175,8 +172,7 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
     size = d.size(k, 3)
     if size is None:
         raise d.error(f"the head size of '{k.name}' is not fixed")
-    result: Variable = d.Reshape(wide, [0, heads, -1, size])
-    return result
+    return d.Reshape(wide, [0, heads, -1, size])
 
 
 def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable]:
@@ -202,8 +198,7 @@ def _padded(d: Parts, mask: Variable, k: Variable) -> Variable:
     end = [0] * (2 * d.rank(mask) - 1) + [want - have]
     if mask.dtype == "bool":
         return d.cast(d.Pad(d.cast(mask, "float32"), end, 0.0), "bool")
-    result: Variable = d.Pad(mask, end, d.const(MASKED, mask.dtype))
-    return result
+    return d.Pad(mask, end, d.const(MASKED, mask.dtype))
 
 
 def _window(d: Parts, q: Variable, k: Variable, past: Maybe, nonpad: Maybe) -> Maybe:
@@ -236,8 +231,7 @@ def _window(d: Parts, q: Variable, k: Variable, past: Maybe, nonpad: Maybe) -> M
 def _length(d: Parts, x: Variable) -> Variable:
     """The size of axis 2 (int64)."""
     size = d.size(x, 2)
-    result: Variable = d.Shape(x, start=2, end=3) if size is None else d.const(np.array([size]))
-    return result
+    return d.Shape(x, start=2, end=3) if size is None else d.const(np.array([size]))
 
 
 def positions_of(d: Parts, x: Variable, axis: int) -> Variable:
@@ -246,5 +240,4 @@ def positions_of(d: Parts, x: Variable, axis: int) -> Variable:
     if size is not None:
         return d.const(np.arange(size))
     end = d.Squeeze(d.Shape(x, start=axis, end=axis + 1), [0])
-    result: Variable = d.Range(d.const(0, "int64"), end, d.const(1, "int64"))
-    return result
+    return d.Range(d.const(0, "int64"), end, d.const(1, "int64"))

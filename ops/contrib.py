@@ -35,8 +35,7 @@ def _transposed(d: Parts, x: Variable, which: str) -> Variable:
         perm = [*perm[1:-1], 0, perm[-1]]
     if rank > 1 and d.whole(f"trans{which}", 0):
         perm = [*perm[:-2], perm[-1], perm[-2]]
-    result: Variable = x if perm == list(range(rank)) else d.Transpose(x, perm=perm)
-    return result
+    return x if perm == list(range(rank)) else d.Transpose(x, perm=perm)
 
 
 @decomposition(_MS + "FusedGemm")
@@ -67,7 +66,7 @@ def _activated(d: Parts, y: Variable, parameters: list[float]) -> Variable:
     if not name:
         return y
     if name == "Clip":
-        result: Variable = d.Clip(y, *parameters)
+        result = d.Clip(y, *parameters)
     elif name in _ACTIVATIONS:
         attributes: dict[str, Any] = dict(zip(_ACTIVATIONS[name], parameters, strict=False))
         result = d.add(name, y, **attributes)
@@ -117,12 +116,12 @@ def skip_layer_normalization(d: Parts, op: Operator, x: Variable, skip: Variable
     """LayerNormalization of X + skip + bias; that sum is the last output."""
     total = _with_skip(d, x, skip, bias)
     wanted = 1 if op.output(1) is None and op.output(2) is None else 3
-    y = d.LayerNormalization(total, scale, shift, epsilon=d.number("epsilon", 1e-12), outputs=wanted)
-    return [y, None, None, total] if wanted == 1 else [*y, total]
+    found = d.LayerNormalization(total, scale, shift, epsilon=d.number("epsilon", 1e-12), outputs=wanted)
+    return [*found, *[None] * (3 - wanted), total]
 
 
 def _with_skip(d: Parts, x: Variable, skip: Variable, bias: Maybe) -> Variable:
-    total: Variable = d.Add(x, skip)
+    total = d.Add(x, skip)
     return total if bias is None else d.Add(total, bias)
 
 
@@ -220,8 +219,7 @@ def _additive(d: Parts, mask: Maybe, k: Variable) -> Maybe:
     else:
         raise d.error(f"its mask has {rank} axes")
     value = d.number("mask_filter_value", -10000.0)
-    result: Variable = d.Where(kept, d.const(0, k.dtype), d.const(value, k.dtype))
-    return result
+    return d.Where(kept, d.const(0, k.dtype), d.const(value, k.dtype))
 
 
 def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
@@ -229,8 +227,7 @@ def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
     if not d.whole("unidirectional", 0):
         return None
     kept = d.GreaterOrEqual(d.Unsqueeze(positions_of(d, q, 2), [1]), positions_of(d, k, 2))
-    result: Variable = d.Where(kept, d.const(0, q.dtype), d.const(-LIMITS["float32"].largest, q.dtype))
-    return result
+    return d.Where(kept, d.const(0, q.dtype), d.const(-LIMITS["float32"].largest, q.dtype))
 
 
 @decomposition(_MS + "RotaryEmbedding")

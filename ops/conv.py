@@ -65,8 +65,7 @@ def _without_tail(e: Emitter, y: Value, window: Window) -> Value:
     assert y.shape is not None
     ends = [n - t for n, t in zip(window.source, window.tail, strict=True)]
     axes = range(2, 2 + window.rank)
-    cut: Value = e.op("Slice", y, e.ints(*[0] * window.rank), e.ints(*ends), e.ints(*axes), shape=(*y.shape[:2], *ends))
-    return cut
+    return e.op("Slice", y, e.ints(*[0] * window.rank), e.ints(*ends), e.ints(*axes), shape=(*y.shape[:2], *ends))
 
 
 def _bias_gradient(e: Emitter, dy: Value) -> Value | None:

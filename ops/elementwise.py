@@ -127,8 +127,7 @@ def tan(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
 def _arc(e: Emitter, x: Value) -> Value:
     """The square root of 1 - x²."""
     one = e.like(1, x)
-    root: Value = e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
-    return root
+    return e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
 
 
 @gradient("Asin", reads="x0 dy0")
@@ -148,8 +147,7 @@ def atan(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
 
 def _cosh(e: Emitter, x: Value) -> Value:
     """CUDA has no kernel of Cosh."""
-    cosh: Value = e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), e.like(0.5, x))
-    return cosh
+    return e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), e.like(0.5, x))
 
 
 @gradient("Sinh", reads="x0 dy0")

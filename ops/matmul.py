@@ -136,8 +136,7 @@ def _einsum_grad(e: Emitter, labels: list[str], kept: str, values: list[Value], 
     if len(values) > 2 or alone or values[0].dtype == "bfloat16":
         # More than one product, or a sum over one operand, rounds in between; CUDA has no bfloat16 Einsum.
         values = [e.f32(v) for v in values]
-    value: Value = e.Einsum(*values, equation=f"{','.join(labels)}->{kept}", shape=[sizes[label] for label in kept])
-    return value
+    return e.Einsum(*values, equation=f"{','.join(labels)}->{kept}", shape=[sizes[label] for label in kept])
 
 
 def _spread(e: Emitter, value: Value, kept: str, term: str, sizes: dict[str, int], shape: tuple[int, ...]) -> Value:

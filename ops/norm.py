@@ -24,8 +24,7 @@ def _epsilon(e: Emitter, op: Operator, value: Value) -> Value:
 
 
 def _mean(e: Emitter, value: Value, axes: Sequence[int]) -> Value:
-    mean: Value = e.op("ReduceMean", value, e.ints(*axes), keepdims=1)
-    return mean
+    return e.op("ReduceMean", value, e.ints(*axes), keepdims=1)
 
 
 def _statistics(e: Emitter, op: Operator, x: Value, axes: Sequence[int]) -> tuple[Value, Value, Value]:
@@ -42,8 +41,7 @@ def _deviation_and_scale(e: Emitter, op: Operator, x: Value, axes: Sequence[int]
 
 
 def _inverse_root(e: Emitter, op: Operator, variance: Value) -> Value:
-    root: Value = e.Reciprocal(e.Sqrt(e.Add(variance, _epsilon(e, op, variance))))
-    return root
+    return e.Reciprocal(e.Sqrt(e.Add(variance, _epsilon(e, op, variance))))
 
 
 def _rank(value: Value) -> int:
@@ -92,8 +90,7 @@ def batch_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: 
 
     def running(old: Value, new: Value) -> Value:
         new = e.Mul(e.reshape(new, old.shape or ()), e.like(1 - momentum, new))
-        result: Value = e.Add(e.Mul(old, e.like(momentum, old)), new)
-        return result
+        return e.Add(e.Mul(old, e.like(momentum, old)), new)
 
     return [y, running(mean, batch_mean), running(var, batch_var)]
 
@@ -156,8 +153,6 @@ def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: 
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
     ys = e.op("LayerNormalization", x, *_as_stored(e, op, scale, bias), outputs=outputs, axis=op.attrs.get("axis", -1),
               epsilon=float(op.attrs.get("epsilon", _EPSILON)), stash_type=op.attrs.get("stash_type", 1))  # fmt: skip
-    if outputs == 1:
-        return [ys]
     return [ys[0], *(Value(v.name, "float32", v.shape) for v in ys[1:])]
 
 
@@ -189,8 +184,7 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
 def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, axes: Sequence[int]) -> Value:
     """d x of ``normal = (x - mean(x)) * r``: ``r * (d - mean(d) - normal * mean(d * normal))``."""
     along = e.Mul(normal, _mean(e, e.Mul(d_normal, normal), axes))
-    dx: Value = e.Mul(e.Sub(e.Sub(d_normal, _mean(e, d_normal, axes)), along), r)
-    return dx
+    return e.Mul(e.Sub(e.Sub(d_normal, _mean(e, d_normal, axes)), along), r)
 
 
 # -- InstanceNormalization and GroupNormalization ------------------------------------------------------

@@ -45,8 +45,7 @@ def _max_pool_on_cpu(e: Emitter, op: Operator, window: Window, x: Value, y: Valu
         return _scatter(e, dy, indices, x.shape, True)
     # With a window of one element MaxUnpool does nothing but scatter.
     ones = [1] * window.rank
-    dx: Value = e.op("MaxUnpool", dy, indices, e.ints(*x.shape), kernel_shape=ones, strides=ones, shape=x.shape)
-    return dx
+    return e.op("MaxUnpool", dy, indices, e.ints(*x.shape), kernel_shape=ones, strides=ones, shape=x.shape)
 
 
 def _max_pool_indices(e: Emitter, op: Operator, x: Value) -> Value:
@@ -73,8 +72,7 @@ def _tile_indices(e: Emitter, window: Window, x: Value, y: Value) -> Value:
     corners = every[tuple(slice(None, None, s) for s in window.strides)][None, None]
     first = np.arange(prod(x.shape[:2])).reshape(*x.shape[:2], *[1] * window.rank) * every.size
     within = e.cast(e.Add(offset, e.const(corners, "float32")), "int64")
-    indices: Value = e.Add(within, e.const(first, "int64"))
-    return indices
+    return e.Add(within, e.const(first, "int64"))
 
 
 def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], add: bool) -> Value:

@@ -18,7 +18,7 @@ from amp_transpiler.ir.opdef import gradient
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, integers, shape_of, size_of
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 @gradient("Resize", reads="x1 x2 x3 dy0", inputs=[0])
@@ -124,7 +124,8 @@ def _matrix(op: Operator, size: int, resized: int, scale: float, region: tuple[f
     at = _coordinates(op, size, resized, scale, region)
     mode = op.attrs.get("mode", "nearest")
     if mode == "nearest":
-        rows = np.eye(size)[np.clip(_rounded(at, op.attrs.get("nearest_mode", "round_prefer_floor")), 0, size - 1)]
+        nearest = _rounded(at, op.attrs.get("nearest_mode", "round_prefer_floor"))
+        rows: Array = np.eye(size)[np.clip(nearest, 0, size - 1)]
     else:
         cubic = mode == "cubic"
         narrow = min(scale, 1.0) if op.attrs.get("antialias", 0) else 1.0
@@ -150,8 +151,10 @@ def _coordinates(op: Operator, size: int, resized: int, scale: float, region: tu
     if region is not None:
         start, end = (kind(r) for r in region)
         if resized == 1:
-            return half * (start + end) * np.full(1, size - 1, kind)
-        return start * kind(size - 1) + x * (end - start) * kind(size - 1) / kind(resized - 1)
+            at: Array = half * (start + end) * np.full(1, size - 1, kind)
+        else:
+            at = start * kind(size - 1) + x * (end - start) * kind(size - 1) / kind(resized - 1)
+        return at
     if mode == "pytorch_half_pixel" and resized == 1:
         return np.zeros(1, kind)
     at = (x + half) / s - half

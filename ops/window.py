@@ -89,8 +89,7 @@ class Window:
         before[first_axis : first_axis + self.rank] = self.begin
         after[first_axis : first_axis + self.rank] = self.end
         shape = [n + b + a for n, b, a in zip(value.shape, before, after, strict=True)]
-        padded: Value = e.op("Pad", value, e.ints(*before, *after), shape=shape)
-        return padded
+        return e.op("Pad", value, e.ints(*before, *after), shape=shape)
 
     def read(self, e: Emitter, padded: Value, tap: Sequence[int], first_axis: int) -> Value:
         """What every window reads at one position of the kernel: ``padded`` sliced to the ``target`` sizes."""
@@ -104,8 +103,7 @@ class Window:
         shape = list(padded.shape)
         shape[axes] = self.target
         where = e.ints(*range(len(shape))[axes])
-        taken: Value = e.op("Slice", padded, e.ints(*starts), e.ints(*ends), where, *steps, shape=shape)
-        return taken
+        return e.op("Slice", padded, e.ints(*starts), e.ints(*ends), where, *steps, shape=shape)
 
     def scatter(self, e: Emitter, values: Value, weights: Value, group: int) -> Value:
         """Each window's value times the kernel, added up where the windows lie: ``[N, C, *source]``."""
@@ -124,8 +122,7 @@ class Window:
                     pads=[*common, *common])  # fmt: skip
         ends = [c + n for c, n in zip(cuts, self.source, strict=True)]
         axes = range(2, 2 + self.rank)
-        cut: Value = e.op("Slice", wide, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))
-        return cut
+        return e.op("Slice", wide, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))
 
 
 def window_of(op: Operator, kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:

@@ -72,7 +72,7 @@ class _Stream:
 def safe_streams() -> Iterator[None]:
     """Print through streams that cannot steer the terminal."""
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Stream(out), _Stream(err)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Stream(out), _Stream(err)
     try:
         yield
     finally:

@@ -8,11 +8,13 @@ import onnx
 
 
 def _graph(node: onnx.NodeProto, name: str) -> onnx.GraphProto:
-    return next(attribute.g for attribute in node.attribute if attribute.name == name)
+    found: onnx.GraphProto = next(attribute.g for attribute in node.attribute if attribute.name == name)
+    return found
 
 
 def _number(node: onnx.NodeProto, name: str) -> int:
-    return next(attribute.i for attribute in node.attribute if attribute.name == name)
+    found: int = next(attribute.i for attribute in node.attribute if attribute.name == name)
+    return found
 
 
 def _counts(graph: onnx.GraphProto, name: str, inputs: int, outputs: int) -> str:

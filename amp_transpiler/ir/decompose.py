@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.emitter import OperatorCall
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.opdef import lookup, rule_of
@@ -73,16 +75,22 @@ class Parts:
         finally:
             self._full = before
 
-    def __getattr__(self, type_: str) -> Callable[..., Any]:
+    def __getattr__(self, type_: str) -> OperatorCall[Any, Variable]:
         if not type_[:1].isupper():
             raise AttributeError(type_)
-        return lambda *inputs, **attrs: self.add(type_, *inputs, **attrs)
+        return partial(self.add, type_)  # type: ignore[return-value]  # of the overloads mypy keeps one
 
-    def add(self, type_: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Any:
+    @overload
+    def add(self, type_: str, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Variable, ...]: ...
+    @overload
+    def add(self, type_: str, *inputs: Any, outputs: None = None, **attrs: Any) -> Variable: ...
+    def add(
+        self, type_: str, *inputs: Any, outputs: int | None = None, **attrs: Any
+    ) -> Variable | tuple[Variable, ...]:
         """Add one operator; attributes that are None are left out."""
         kind = next((v.dtype for v in inputs if isinstance(v, Variable)), None)
         read = [self._variable(v, kind) for v in inputs]
-        written = [self.program.add_variable(self._name(type_)) for _ in range(outputs)]
+        written = [self.program.add_variable(self._name(type_)) for _ in range(1 if outputs is None else outputs)]
         op = self.program.add_operator(type_, read, written, attrs={k: v for k, v in attrs.items() if v is not None})
         self.made[op] = None
         self._mark(op)
@@ -91,14 +99,13 @@ class Parts:
         for variable in written:
             self.made[variable] = None
             variable.dtype, variable.shape = env.types.get(variable.key, (kind, None))
-        return written[0] if outputs == 1 else tuple(written)
+        return written[0] if outputs is None else tuple(written)
 
     def cast(self, value: Variable, dtype: str | None) -> Variable:
         """``value`` in another element type; itself where it has it."""
         if value.dtype == dtype or dtype is None:
             return value
-        result: Variable = self.add("Cast", value, to=ONNX_TYPES[dtype])
-        return result
+        return self.add("Cast", value, to=ONNX_TYPES[dtype])
 
     def const(self, array: Any, dtype: str | None = None) -> Variable:
         """A constant of the program."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 import onnx
@@ -29,6 +30,18 @@ _BROADCAST = frozenset(
 
 #: Elements from which on it matters how a kernel walks over them.
 _MANY = 64
+
+Given = TypeVar("Given", contravariant=True)
+Made = TypeVar("Made", covariant=True)
+
+
+class OperatorCall(Protocol[Given, Made]):
+    """An operator type of ai.onnx as a method: ``e.Mul(a, b)`` is one value, ``e.Split(a, outputs=2)`` a tuple."""
+
+    @overload
+    def __call__(self, *inputs: Given, outputs: int, **options: Any) -> tuple[Made, ...]: ...
+    @overload
+    def __call__(self, *inputs: Given, outputs: None = None, **options: Any) -> Made: ...
 
 
 @dataclass(frozen=True)
@@ -80,25 +93,31 @@ class Emitter:
                 return name
 
     # -- emitting --------------------------------------------------------------------------------
-    def __getattr__(self, type_: str) -> Callable[..., Any]:
+    def __getattr__(self, type_: str) -> OperatorCall[Value | None, Value]:
         if not type_[:1].isupper():
             raise AttributeError(type_)
-        return lambda *inputs, **kw: self.op(type_, *inputs, **kw)
+        return partial(self.op, type_)  # type: ignore[return-value]  # of the overloads mypy keeps one
 
+    @overload
+    def op(self, type_: str, *inputs: Value | None, outputs: int, domain: str = "", dtype: str | None = None,
+           shape: Sequence[int] | None = None, **attrs: Any) -> tuple[Value, ...]: ...  # fmt: skip
+    @overload
+    def op(self, type_: str, *inputs: Value | None, outputs: None = None, domain: str = "", dtype: str | None = None,
+           shape: Sequence[int] | None = None, **attrs: Any) -> Value: ...  # fmt: skip
     def op(
         self,
         type_: str,
         *inputs: Value | None,
-        outputs: int = 1,
+        outputs: int | None = None,
         domain: str = "",
         dtype: str | None = None,
         shape: Sequence[int] | None = None,
         **attrs: Any,
-    ) -> Any:
-        """Emit one node; a Value, or a tuple of them for ``outputs`` > 1. ``dtype`` overrides the usual rule."""
+    ) -> Value | tuple[Value, ...]:
+        """Emit one node; its value, or a tuple of as many as ``outputs`` says. ``dtype`` overrides the usual rule."""
         if type_ in _BROADCAST and len(inputs) > 1:
             inputs = tuple(self._levelled(inputs))
-        names = [self.name(type_) for _ in range(outputs)]
+        names = [self.name(type_) for _ in range(1 if outputs is None else outputs)]
         self.nodes.append(
             onnx.helper.make_node(
                 type_,
@@ -113,7 +132,7 @@ class Emitter:
         if shape is None:
             shape = _shape(type_, [v.shape for v in inputs if v is not None])
         values = tuple(Value(n, kind, None if shape is None else tuple(shape)) for n in names)
-        return values[0] if outputs == 1 else values
+        return values[0] if outputs is None else values
 
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in the rank of a tensor of which the last dimension is 1 (a filter of size 1, a column).

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, EncodeError
 
 #: What calls into onnx raise: its own classes, and what pybind makes of C++ exceptions.
 ONNX_ERRORS = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, TypeError,

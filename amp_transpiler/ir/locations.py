@@ -16,7 +16,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message
 
 from amp_transpiler.errors import ModelFileError, ModelFileNotFoundError
 
@@ -80,7 +80,8 @@ def external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
 
 def location_of(tensor: onnx.TensorProto) -> str:
     """What a tensor says of its external file, the last word where there are several; "" where it says nothing."""
-    return {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
+    said: dict[str, str] = {entry.key: entry.value for entry in tensor.external_data}
+    return said.get("location", "")
 
 
 def model_size(path: str | os.PathLike[str]) -> int:

@@ -9,11 +9,11 @@ import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
 from amp_transpiler.ir.functions import NESTED, too_deep
@@ -27,6 +27,7 @@ from amp_transpiler.ir.wire import nesting
 _LFS = b"version https://git-lfs"
 #: An offset or a length in an external file.
 _DIGITS = re.compile("[0-9]{1,19}")
+_Message = TypeVar("_Message", bound=Message)
 
 
 @dataclass
@@ -99,9 +100,9 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def copy_without(message: Any, fields: Collection[str]) -> Any:
+def copy_without(message: _Message, fields: Collection[str]) -> _Message:
     """A copy of a protobuf message less some of its fields, which are not touched."""
-    copy = type(message)()
+    copy: _Message = type(message)()
     for field, value in message.ListFields():
         if field.name in fields:
             continue

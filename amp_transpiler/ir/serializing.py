@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import onnx
-from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from google.protobuf.message import EncodeError
 
 from amp_transpiler.errors import ModelFileError
 from amp_transpiler.files import put, write_files
@@ -17,10 +17,11 @@ LIMIT = 2**31 - 2**24
 def serialized(model: onnx.ModelProto) -> bytes:
     """The model's bytes, the same for the same model; ModelFileError beyond protobuf's 2 GB."""
     try:
-        return model.SerializeToString(deterministic=True)
+        data: bytes = model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError):
         raise ModelFileError(f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it "
                              "with external_data=True") from None  # fmt: skip
+    return data
 
 
 def write_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:

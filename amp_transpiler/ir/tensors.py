@@ -248,7 +248,7 @@ def _proto(data: Any) -> Any:
     return data.proto if isinstance(data, ExternalTensor) else data
 
 
-def annotated(proto: Any, old: Any) -> Any:
+def annotated(proto: onnx.TensorProto, old: Any) -> onnx.TensorProto:
     """``proto`` with the doc string and metadata of the content ``old`` that it replaces."""
     source = _proto(old)
     if isinstance(source, onnx.TensorProto) and (source.doc_string or source.metadata_props):

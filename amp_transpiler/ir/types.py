@@ -94,5 +94,6 @@ def element_type(dtype: Any) -> str:
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype (ml_dtypes for bfloat16 and the small floats) of an element type name."""
     if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(ONNX_TYPES[name]))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
+from google.protobuf.descriptor import FieldDescriptor
 
 from amp_transpiler.errors import GraphError, ModelFileError
 from amp_transpiler.ir.control import CONTROL

@@ -173,7 +173,9 @@ class Optimizer:
         """
         self._mixed_precision = policy.decorated(self)
         if self._mixed_precision is not None:
-            return self._mixed_precision.minimize(loss, startup_program, parameter_list, no_grad_set)
+            done: tuple[list[Operator], list[tuple[Variable, Variable]]]
+            done = self._mixed_precision.minimize(loss, startup_program, parameter_list, no_grad_set)
+            return done
         program = checked_loss(loss).program
         with appending(program, startup_program, self):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)

@@ -152,7 +152,8 @@ def _gradients(owner: str, grads: Any) -> Program:
             raise ArgumentTypeError(
                 f"{owner}: gradient '{grad.name}' is {grad.dtype}; expected {', '.join(sorted(FLOATS))}"
             )
-    return grads[0].program
+    program: Program = grads[0].program
+    return program
 
 
 def _one_element(name: str, variable: Any, dtype: str) -> None:

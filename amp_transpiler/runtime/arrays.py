@@ -10,9 +10,9 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,8 @@ _MAPPED = 1 << 26
 _SUSPECT, RATIO = 1 << 28, 200
 #: Elements (of the larger type) of the pieces in which values are checked.
 _PIECE = 1 << 20
+
+_Read = TypeVar("_Read")
 
 
 def read_arrays(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, np.ndarray]:
@@ -108,7 +110,7 @@ def as_ranked(array: np.ndarray, shape: tuple[Any, ...] | None) -> np.ndarray:
 
 
 # -- files -------------------------------------------------------------------------------------------------
-def _guarded(path: Path, kind: str, read: Any) -> Any:
+def _guarded(path: Path, kind: str, read: Callable[[], _Read]) -> _Read:
     """What ``read`` gives; ArgumentError for whatever it raises."""
     if not os.path.exists(path):  # pathlib raises for names that cannot be
         raise ArgumentError(f"there is no file '{path}'")
@@ -277,7 +279,8 @@ def _changed(array: np.ndarray, typed: np.ndarray, found: str, dtype: str) -> np
     if found == "bool":
         return np.zeros(array.shape, bool)
     if dtype == "bool":
-        return (array != 0) & (array != 1)
+        changed: np.ndarray = (array != 0) & (array != 1)
+        return changed
     changed = typed.astype(array.dtype) != array
     if _is_integer(dtype):
         end, least = _limits(typed.dtype)

@@ -22,7 +22,8 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import Program, Variable, Window
+from amp_transpiler.ir.nodes import Window
+from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes

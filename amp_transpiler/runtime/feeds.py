@@ -165,7 +165,8 @@ class Feeds:
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape of a checked feed."""
     if isinstance(value, np.ndarray):
-        return value.shape
+        shape: tuple[int, ...] = value.shape
+        return shape
     return tuple(value.shape()) if hasattr(value, "data_ptr") else ()
 
 

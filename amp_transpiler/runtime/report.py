@@ -54,9 +54,9 @@ class StepReport:
     values: list[Any] = field(repr=False)
 
     def _host(self, index: int) -> np.ndarray:
-        value = self.values[index]
-        if not isinstance(value, np.ndarray):
-            value = self.values[index] = tensors.to_array(value)
+        if not isinstance(self.values[index], np.ndarray):
+            self.values[index] = tensors.to_array(self.values[index])
+        value: np.ndarray = self.values[index]
         return value
 
     @cached_property

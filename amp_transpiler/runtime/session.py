@@ -84,12 +84,13 @@ def create_session(model: onnx.ModelProto, place: Place, settings: Settings, nam
 
 def _serialized(model: onnx.ModelProto, name: str) -> bytes:
     try:
-        return model.SerializeToString()
+        data: bytes = model.SerializeToString()
     except Exception as error:  # protobuf's own, over 2 GB
         raise ExecutionError(
             f"the constants of program '{name}' do not fit the 2 GB of a model file ({error}); make the large ones "
             "persistable variables, which live in the scope"
         ) from None
+    return data
 
 
 def _session(data: bytes, place: Place, settings: Settings, saved: Path | None = None, *,

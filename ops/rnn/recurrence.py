@@ -112,7 +112,6 @@ def _scanned(e: Emitter, step: Step, states: Sequence[Value], sequences: Sequenc
         *states, *sequences, outputs=len(results), dtype="float32", body=graph, num_scan_inputs=len(sequences),
         scan_input_directions=[int(reverse)] * len(sequences), scan_output_directions=[int(reverse)] * outputs,
     )  # fmt: skip
-    found = found if isinstance(found, tuple) else (found,)
     steps = size_of(sequences[0])[0]
     typed = [
         Value(v.name, r.dtype, size_of(r) if i < count else (steps, *size_of(r)))

@@ -34,7 +34,7 @@ def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
     assert variable is not None and variable.dtype is not None
     if variable.shape is None or not all(isinstance(d, int) for d in variable.shape):
         raise GraphError(f"'{variable.name}' cannot be initialised: its shape {variable.shape} is not fixed")
-    return variable.name, variable.dtype, tuple(int(d) for d in variable.shape if d is not None)  # type: ignore[arg-type]
+    return variable.name, variable.dtype, tuple(int(d) for d in variable.shape if d is not None)
 
 
 @body(own("SeedInitializer"))

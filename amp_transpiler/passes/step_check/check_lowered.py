@@ -14,7 +14,7 @@ from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.program import OWN, Program, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.scaling import CHECK
-from amp_transpiler.passes.lowering.lowering import Lowered
+from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.step_check.gated import GatedStates
 
 #: Operators that hand a value on as it is, or in another element type or shape.

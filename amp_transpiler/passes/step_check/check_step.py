@@ -52,7 +52,7 @@ def check_step(program: Program, place: Any = None, feed_shapes: dict[str, tuple
         listed = "\n".join(f"  {violation}" for violation in dict.fromkeys(found))
         raise StepError(f"the training step of program '{program.name}' breaks the step protocol:\n{listed}")
     if place is not None:
-        check_lowered(program, program.lower(place, feed_shapes))  # type: ignore[attr-defined]
+        check_lowered(program, program.lower(place, feed_shapes))
 
 
 def _said(op: Operator | None) -> str:

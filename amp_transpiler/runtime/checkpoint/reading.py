@@ -186,6 +186,6 @@ class TensorFile:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, as the element type that its variable had."""
-        array = self._file.get_tensor(name)
+        array: np.ndarray = self._file.get_tensor(name)
         dtype = numpy_dtype(self._said[name]["dtype"])
         return array if array.dtype == dtype else array.view(dtype)
