@@ -337,8 +337,8 @@ def space_to_depth(e: Emitter, op: Operator, dy: Value) -> Grads:
 _VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _MOVES = ("Transpose", "Split", "Slice", "Trilu", "DepthToSpace", "SpaceToDepth")
 traits(*_VIEWS, moves=(0,), view=True, exact=True)
-traits(*_MOVES, "Gather", "GatherElements", "GatherND", "Expand", "Tile", "ReverseSequence", "Compress",
-       moves=(0,), exact=True)  # fmt: skip
+traits(*_MOVES, "Expand", "Tile", "ReverseSequence", "Compress", moves=(0,), exact=True)
+traits("Gather", "GatherElements", "GatherND", moves=(0,), lookup=True, exact=True)
 traits("Concat", moves=None, exact=True)
 traits("Pad", moves=(0, 2), exact=True)
 traits("CenterCropPad", "Cast", "CastLike", moves=(0,))

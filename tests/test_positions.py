@@ -68,6 +68,27 @@ CASES = {
 }  # fmt: skip
 
 
+MOVERS = {
+    "Compress": "moved = Compress(f, chosen)", "CenterCropPad": "moved = CenterCropPad<axes=[0]>(f, size)",
+    "Concat": "moved = Concat<axis=0>(f, f)", "Dropout": "moved = Dropout(f)", "Expand": "moved = Expand(f, shape)",
+    "GatherND": "moved = GatherND(f, index)", "Identity": "moved = Identity(f)",
+    "ReverseSequence": "moved = ReverseSequence<batch_axis=1, time_axis=0>(f, size)",
+    "ScatterND": "moved = ScatterND(zeros, index, f)", "Split": "moved, rest = Split<num_outputs=2>(f)",
+    "Trilu": "moved = Trilu(f)", "Unsqueeze": "moved = Unsqueeze(f, size)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cast", ["Cast<to=1>(p)", "CastLike(p, half)"])
+@pytest.mark.parametrize("mover", MOVERS)
+def test_positions_that_are_moved_stay_positions(mover: str, cast: str) -> None:
+    """As position ids that a model reverses, or writes into a buffer, before it computes with them."""
+    found = kept(f"""m (int64[4,1] p) => (float[N] y)
+      <float half = {{0.5}}, int64[1] size = {{1}}, int64[2] shape = {{4, 3}}, bool[1] chosen = {{1}},
+       int64[4,1] index = {{3, 2, 1, 0}}, float[4,1] zeros = {{0, 0, 0, 0}}>
+      {{ f = {cast}  {MOVERS[mover]}  m = Mul(moved, half)  y = Cos(m) }}""")
+    assert set(found) == {"moved", "m", "y"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_counts(name: str) -> None:
     text, expected = CASES[name]

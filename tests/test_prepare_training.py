@@ -125,6 +125,24 @@ def test_numbers_are_no_weights() -> None:
     assert {v.name for v in program.variables if v.persistable} == {"scale", "bias", "real", "mean", "var"}
 
 
+MOVED_NUMBERS = {
+    "a causal half": ("a mask", "[4,4]", ["0", "-3.4e38"] * 8, "t = Trilu(c)  y = Add(x, t)"),
+    "a part of a mask": ("a mask", "[4,4]", ["0", "-3.4e38"] * 8, "t, u = Split<axis=0, num_outputs=2>(c)  y = Add(x, t)"),
+    "two frequencies": ("the frequencies of an angle", "[4]", ["0.5"] * 4,
+                        "s, t = Split<num_outputs=2>(c)  u = Sin(s)  v = Cos(t)  y = Add(u, v)"),
+    "half frequencies": ("", "[4]", ["0.5"] * 4, "s, t = Split<num_outputs=2>(c)  u = Sin(s)  y = Add(u, t)"),
+    "a dropped weight": ("", "[4,4]", ["0.5"] * 16, "t = Dropout(c)  y = MatMul(x, t)"),
+    "a table": ("", "[4,4]", ["0.5"] * 16, "i = ArgMax(x)  t = Gather(c, i)  y = Sin(t)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVED_NUMBERS)
+def test_numbers_that_are_moved_first_are_no_weights(name: str) -> None:
+    reason, shape, numbers, nodes = MOVED_NUMBERS[name]
+    program = load(f"net (float[4,4] x) => (float[N] y) <float{shape} c = {{{', '.join(numbers)}}}> {{ {nodes} }}")
+    assert not_a_weight(program.var("c")) == reason
+
+
 def test_weights_in_constants_and_nested_graphs_become_parameters() -> None:
     values = ", ".join(["0.5", "-1.0", "2.0", "1.0"])
     program = load(f"""

@@ -50,11 +50,13 @@ class Traits:
     ``moves``: the slots of the inputs whose elements the outputs hold, moved, repeated or left out, beside zeros; None
     for every slot, () where it computes. A cast moves too, though it rounds.
     ``view``: the output is the first input in another shape, element by element: a runtime moves nothing.
+    ``lookup``: it takes entries of its first input, a table, that its second input names.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     """
 
     moves: tuple[int, ...] | None = ()
     view: bool = False
+    lookup: bool = False
     exact: bool = False
 
 
@@ -221,9 +223,15 @@ def no_gradient(*full_types: str) -> None:
         entry(full_type).gradient = Gradient((), frozenset(), zero=True)
 
 
-def traits(*full_types: str, moves: tuple[int, ...] | None = (), view: bool = False, exact: bool = False) -> None:
+def traits(
+    *full_types: str,
+    moves: tuple[int, ...] | None = (),
+    view: bool = False,
+    lookup: bool = False,
+    exact: bool = False,
+) -> None:
     """Declare the :class:`Traits` of operators; with no keyword, that they have none of them."""
-    found = Traits(moves, view, exact)
+    found = Traits(moves, view, lookup, exact)
     for full_type in full_types:
         entry(full_type).traits = found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.tensors import as_array
 
 #: Samples of a window from which on a Fourier transform is looked for.
@@ -21,8 +22,6 @@ _ZEROS = 0.75
 _LARGE = 1 << 24
 _HOPS = 4
 _PRODUCTS = {"MatMul": 2, "Gemm": 2}
-_MOVES = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Flatten", "Cast",
-                    "Gather", "Pad"})  # fmt: skip
 #: What powers and magnitudes are made with, once there are squares.
 _MAGNITUDES = frozenset({"Add", "Sum", "Sqrt", "ReduceSum", "Pow"})
 
@@ -92,7 +91,7 @@ def _meets_fourier(variable: Variable | None) -> bool:
     readers = variable.readers if variable is not None else []
     for op, slot in readers:
         made = op.output(0)
-        if op.type in _MOVES and slot == 0 and _meets_fourier(made):
+        if isinstance(slot, int) and moves(op, slot) and _meets_fourier(made):
             continue
         other = op.input(1 - slot) if isinstance(slot, int) and slot < 2 else None
         if other is None or other.data is None or len(other.shape or ()) < 2 or op.domain:
@@ -114,7 +113,7 @@ def _is_squared(variable: Variable | None, hops: int) -> bool:
     for op, slot in variable.readers if variable is not None else ():
         if op.type in ("ReduceSumSquare", "ReduceL2") or _squares(op):
             return True
-        if op.type in _MOVES and slot == 0 and hops and any(_is_squared(v, hops - 1) for v in op.outputs):
+        if isinstance(slot, int) and moves(op, slot) and hops and any(_is_squared(v, hops - 1) for v in op.outputs):
             return True
     return False
 
@@ -127,7 +126,7 @@ def _is_power(variable: Variable | None) -> bool:
             return False
         if op.type in ("Abs", "ReduceSumSquare", "ReduceL2") or _squares(op):
             return True
-        if op.type not in _MOVES and op.type not in _MAGNITUDES:
+        if not moves(op, 0) and op.type not in _MAGNITUDES:
             return False
         variable = op.input(0)
     return False

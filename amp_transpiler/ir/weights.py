@@ -11,6 +11,7 @@ import math
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import as_array, tensor_type
@@ -32,9 +33,6 @@ _LAYERS: dict[str, tuple[int, ...]] = {
     "InstanceNormalization": (1, 2), "GroupNormalization": (1, 2), "LayerNormalization": (1, 2),
 }  # fmt: skip
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"})
-#: What passes the elements of its first input on.
-_MOVES = frozenset({"Identity", "Reshape", "Transpose", "Cast", "CastLike", "Squeeze", "Unsqueeze", "Expand", "Tile",
-                    "Slice", "Flatten", "Concat"})  # fmt: skip
 _ANGLES = frozenset({"Sin", "Cos"})
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
@@ -90,13 +88,19 @@ def _uses(variable: Variable, hops: int) -> list[tuple[Operator, int]]:
         if isinstance(slot, str):
             found += [use for nested in op.attrs.programs for inner in nested.variables if inner.outer is variable
                       for use in _uses(inner, hops)]  # fmt: skip
-        elif op.type in _MOVES and (slot == 0 or op.type == "Concat") and hops and op.output(0) is not None:
-            out = op.output(0)
-            assert out is not None
-            found += _uses(out, hops - 1)
+        elif hops and _passes_on(op, slot) and (made := [v for v in op.outputs if v is not None]):
+            found += [use for out in made if out.dtype == made[0].dtype for use in _uses(out, hops - 1)]
         else:
             found.append((op, slot))
     return found
+
+
+def _passes_on(op: Operator, slot: int) -> bool:
+    """Whether it only moves the tensor. A lookup in a table is what a layer does with its weights, and Where what
+    attention does with a mask."""
+    if slot in _NUMBERS.get(op.type, ()) or op.type in _MASKED:
+        return False
+    return moves(op, slot) and not traits_of(op.type, op.domain).lookup
 
 
 def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:

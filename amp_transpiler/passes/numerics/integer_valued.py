@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -21,12 +22,6 @@ from amp_transpiler.passes.view.typing import is_float, operator_name
 _COUNTS = frozenset({"int16", "uint16", "int32", "uint32", "int64", "uint64"})
 #: What a float may become: an index, a size, or a number that is quantised by hand.
 _TARGETS = _COUNTS | {"int8", "uint8"}
-_MOVES = frozenset(
-    """
-    Concat Expand Flatten Gather GatherElements GatherND Identity Reshape Slice Split Squeeze Tile Transpose Unsqueeze
-    Pad Where
-    """.split()  # noqa: SIM905
-)
 _ARITHMETIC = frozenset(
     """
     Abs Add Ceil Clip Div Exp Floor Log Max Min Mod Mul Neg Pow Range Reciprocal Round Sign Sqrt Sub Sum CumSum
@@ -35,8 +30,8 @@ _ARITHMETIC = frozenset(
 )
 #: What turns a position into a number that 16 bit holds: it stays fp32 itself, and ends the chain.
 _ENDS = frozenset({"Sin", "Cos"})
-#: What lies between a float and the integer that it becomes.
-_ROUNDS = (_MOVES | _ARITHMETIC) - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
+#: What computes between a float and the integer that it becomes.
+_ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
 #: Elements of a constant that may still count: beyond, it is a weight.
 _SMALL = 1 << 16
 
@@ -55,22 +50,26 @@ def _forwards(ops: list[Operator], evidence: Evidence) -> None:
     counted: dict[Variable, str] = {}
     for op in ops:
         name = operator_name(op)
-        if name == "Cast":
+        if name in ("Cast", "CastLike"):
             read, made = op.input(0), op.output(0)
             if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
                 counted[made] = read.name
             continue
-        if name not in _ARITHMETIC and name not in _MOVES and name not in _ENDS and not _outer_product(op, name):
+        if not (name in _ARITHMETIC or name in _ENDS or moves(op) or _outer_product(op, name)):
             continue
-        read_floats = [source(v) for v in op.inputs if v is not None and is_float(v)]
+        read_floats = [source(v) for v in _operands(op)]
         origin = next((counted[v] for v in read_floats if v in counted), None)
         if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
-            continue
-        if name in _MOVES and not any(v in counted for v in read_floats[:1]) and name in ("Gather", "GatherND"):
             continue
         evidence.keep(op, f"counts: it computes with the integers of '{origin}'")
         if name not in _ENDS:
             counted.update((v, origin) for v in op.outputs if v is not None and is_float(v))
+
+
+def _operands(op: Operator) -> list[Variable]:
+    """The floats that it computes with, or moves."""
+    moved = moves(op)
+    return [v for slot, v in enumerate(op.inputs) if v is not None and is_float(v) and (not moved or moves(op, slot))]
 
 
 def _is_number(variable: Variable) -> bool:
@@ -92,15 +91,15 @@ def _backwards(ops: list[Operator], evidence: Evidence) -> None:
     becomes: dict[Variable, str] = {}
     for op in reversed(ops):
         name = operator_name(op)
-        if name == "Cast":
+        if name in ("Cast", "CastLike"):
             read, made = op.input(0), op.output(0)
             if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:
                 becomes.setdefault(source(read), made.name)
             continue
         target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
-        if target is None or name not in _ROUNDS:
+        if target is None or not (name in _ROUNDS or moves(op)):
             continue
         evidence.keep(op, f"becomes an integer in '{target}'")
-        for variable in op.inputs:
-            if variable is not None and is_float(variable) and not is_constant(source(variable)):
+        for variable in _operands(op):
+            if not is_constant(source(variable)):
                 becomes.setdefault(source(variable), target)

@@ -29,8 +29,6 @@ MODES = ("pure-fp16", "mixed", "auto")
 NOMINAL = 64
 #: Bytes of an element.
 _WIDTH: dict[str | None, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-#: Operators that read of their first input no more than they write.
-_SELECTS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 #: Integers that float16 takes over float32 as it would straight: float32 holds exactly what float16 can hold.
 _INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _NARROW_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
@@ -312,15 +310,17 @@ def count(shape: tuple[int | str | None, ...] | None) -> int:
 
 def _moved(op: Operator, decision: Decision) -> int:
     """Bytes of floating-point tensors that the operator reads and writes."""
-    if traits_of(op.type, op.domain).view:
+    traits = traits_of(op.type, op.domain)
+    if traits.view:
         return 0
     total = largest = 0
     for variable, dtype in zip(op.outputs, decision.slots.outputs, strict=True):
         if variable is not None and dtype in _WIDTH:
             size = count(variable.shape) * _WIDTH[dtype]
             largest, total = max(largest, size), total + size
+    selects = traits.lookup or op.type == "Slice"  # it reads of its first input no more than it writes
     for slot, (variable, dtype) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
         if variable is not None and dtype in _WIDTH:
             size = count(variable.shape) * _WIDTH[dtype]
-            total += min(size, largest) if slot == 0 and op.type in _SELECTS else size
+            total += min(size, largest) if slot == 0 and selects else size
     return total

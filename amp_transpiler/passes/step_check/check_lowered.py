@@ -10,17 +10,15 @@ from collections.abc import Iterator
 import onnx
 
 from amp_transpiler.errors import StepError
-from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.program import OWN, Program, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.step_check.gated import GatedStates
 
-#: Operators that hand a value on as it is, or in another element type or shape.
-_MOVES = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-#: What lies between a gate's condition and the sums that the verdict looks at.
-_VERDICT = _MOVES | {"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"}
+#: What computes between a gate's condition and the sums that the verdict looks at.
+_VERDICT = frozenset({"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"})
 _SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
 _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
 
@@ -94,7 +92,7 @@ class _Gates:
             self._condition(state, gate.input[0])
 
     def _behind(self, tensor: str) -> str:
-        while tensor in self.producers and self.producers[tensor].op_type in _MOVES:
+        while tensor in self.producers and _hands_on(self.producers[tensor]):
             tensor = self.producers[tensor].input[0]
         return tensor
 
@@ -128,7 +126,7 @@ class _Gates:
                 continue
             seen.add(name)
             yield node
-            if node.op_type in _VERDICT or node.op_type == "Not":
+            if node.op_type in _VERDICT or node.op_type == "Not" or _hands_on(node):
                 stack.extend(node.input)
 
     def verdicts_agree(self) -> None:
@@ -163,6 +161,11 @@ class _Gates:
         if narrow is None or narrow.op_type != "Cast":
             self.found.append(f"'{check}' looks at gradient '{raw.name}' before {_said(carrier)} is rounded to "
                               f"{variable.dtype}, as an infinity that the rounding makes is not found")  # fmt: skip
+
+
+def _hands_on(node: onnx.NodeProto) -> bool:
+    """Whether it hands a value on as it is, or in another element type or shape."""
+    return node.op_type == "Cast" or traits_of(node.op_type, node.domain).view
 
 
 def _said(node: onnx.NodeProto) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from amp_transpiler.errors import StepError
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.program import OWN, Operator, Program, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
@@ -31,11 +32,8 @@ from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSC
 
 #: State that advances on a bad step too.
 UNGATED = frozenset({"@rng_step"})
-#: Operators that hand a verdict on, alone or joined with others.
-_JOINS = frozenset({"Or", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-#: Operators through which a scaled loss stays one.
-_LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "ReduceSum",
-                     "ReduceMean", "Neg"})  # fmt: skip
+#: Operators through which a scaled loss stays one, beside views.
+_LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "ReduceSum", "ReduceMean", "Neg"})
 
 
 def check_step(program: Program, place: Any = None, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
@@ -266,7 +264,7 @@ def _joined(verdict: Variable) -> tuple[set[int], list[Variable]]:
         op = variable.producer
         if op is not None and is_own(op, CHECK) and variable.producer_slot == 0:
             checks.add(op.key)
-        elif op is not None and not op.domain and op.type in _JOINS:
+        elif op is not None and not op.domain and (op.type == "Or" or traits_of(op.type).view):
             sources = [v for v in (op.inputs if op.type == "Or" else op.inputs[:1]) if v is not None]
             stack += [v for v in sources if v.key not in seen]
             seen.update(v.key for v in sources)
@@ -280,7 +278,7 @@ def _multiplied(loss: Variable, scale: Variable) -> bool:
     stack, seen = [loss], {loss.key}
     while stack:
         op = stack.pop().producer
-        if op is None or op.domain or op.type not in _LINEAR:
+        if op is None or op.domain or not (op.type in _LINEAR or traits_of(op.type).view):
             continue
         for v in op.inputs:
             if v is scale:
