@@ -7,8 +7,9 @@ of ai.onnx is named by its type (``MatMul``), another one by domain and type (``
 
 from amp_transpiler.lists._data import OpLists, default_lists, kept_fp32, resolve
 from amp_transpiler.lists._kernels import (
-    LOWERED_OPSET,
     OWN_BODIES,
+    TARGET_IR_VERSION,
+    TARGET_OPSET,
     has_kernel,
     kernel_types,
     register_own_body,
@@ -18,8 +19,9 @@ from amp_transpiler.lists._kernels import (
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
-    "LOWERED_OPSET",
     "OWN_BODIES",
+    "TARGET_IR_VERSION",
+    "TARGET_OPSET",
     "AutoMixedPrecisionLists",
     "OpLists",
     "default_lists",

@@ -17,8 +17,14 @@ from onnx import TensorProto, TypeProto, defs, helper, shape_inference
 from amp_transpiler.errors import ListError
 from amp_transpiler.lists._data import near_matches, read_text, schemas, split_name
 
-LOWERED_OPSET = 21
-"""The opset that programs are lowered to; from 22 on CUDA loses MaxPool, Dropout and others."""
+TARGET_OPSET = 21
+"""The opset of ai.onnx that layers, gradients and bodies are written in, and programs are trained and lowered at.
+
+From 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
+"""
+
+TARGET_IR_VERSION = 10
+"""The ONNX format version that the target opset needs."""
 
 OWN_BODIES: dict[str, frozenset[str]] = {}
 """Operators that this package lowers by a body of its own, with the element types that the body serves."""
@@ -191,7 +197,7 @@ def register_own_body(op_type: str, *dtypes: str) -> None:
     _gap.cache_clear()
 
 
-def unsupported_reason(op_type: str, dtype: str, opset: int = LOWERED_OPSET, *, own_bodies: bool = True) -> str | None:
+def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET, *, own_bodies: bool = True) -> str | None:
     """Why an operator cannot run at a 16-bit element type on CUDA, or None if it can.
 
     It can with a body of ours, with a kernel at this opset, or with a function body in its onnx schema each part of
@@ -210,7 +216,7 @@ def unsupported_reason(op_type: str, dtype: str, opset: int = LOWERED_OPSET, *, 
     return _gap(name, domain, dtype, opset, own_bodies)
 
 
-def unsupported_operators(dtype: str, opset: int = LOWERED_OPSET) -> frozenset[str]:
+def unsupported_operators(dtype: str, opset: int = TARGET_OPSET) -> frozenset[str]:
     """The float operators of ai.onnx for which :func:`unsupported_reason` has a reason."""
     return frozenset(
         name

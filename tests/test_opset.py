@@ -13,7 +13,8 @@ from where import DATA, NO_DATA
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
-from amp_transpiler.passes.canonicalize.opset import _ADAPTERS, TARGET
+from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.passes.canonicalize.opset import _ADAPTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
@@ -81,7 +82,7 @@ def test_an_old_form_computes_the_same(name: str) -> None:
     model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape))
     program = amp.Program.from_onnx(model)
     assert program.convert_opset()
-    assert program.opset() == TARGET and not program.convert_opset()
+    assert program.opset() == TARGET_OPSET and not program.convert_opset()
     program.verify()
     after = program.to_onnx()
     onnx.checker.check_model(after, full_check=True)
@@ -94,13 +95,18 @@ def test_an_old_form_computes_the_same(name: str) -> None:
         same(model, after, {"x": X})
 
 
+def test_the_format_version_is_the_first_that_has_the_target_opset() -> None:
+    imports = [onnx.helper.make_opsetid("", TARGET_OPSET)]
+    assert onnx.helper.find_min_ir_version_for(imports) == TARGET_IR_VERSION
+
+
 def test_every_changed_operator_has_an_adapter_or_needs_none() -> None:
     """An operator of opset 7 … 20 whose attributes or inputs are not those of the target is adapted."""
     missing = []
     for schema in onnx.defs.get_all_schemas_with_history():
-        if schema.domain or schema.since_version >= TARGET:
+        if schema.domain or schema.since_version >= TARGET_OPSET:
             continue
-        new = onnx.defs.get_schema(schema.name, TARGET, "")
+        new = onnx.defs.get_schema(schema.name, TARGET_OPSET, "")
         try:
             newest_at_7 = onnx.defs.get_schema(schema.name, 7, "").since_version
         except onnx.defs.SchemaError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.program import Program
-from amp_transpiler.lists import has_kernel
-from amp_transpiler.passes.canonicalize.opset import TARGET, convert_opset
+from amp_transpiler.lists import TARGET_OPSET, has_kernel
+from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
 
 _CUDA = "CUDAExecutionProvider"
@@ -18,14 +18,14 @@ def raise_for(program: Program, dtype: str) -> str:
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
-    That is 21, or 22 where even more can and no operator loses its CUDA kernel. A program that cannot be expressed
-    there stays as it is.
+    That is the target opset, or 22 where even more can and no operator loses its CUDA kernel. A program that cannot be
+    expressed there stays as it is.
     """
     own = program.opset()
     if dtype != "bfloat16" or own >= _LATER:
         return ""
     best, count, trial, refused = own, _able(program, dtype), program, ""
-    for target in (TARGET, _LATER):
+    for target in (TARGET_OPSET, _LATER):
         if target <= own:
             continue
         copy = program.clone()
@@ -34,7 +34,7 @@ def raise_for(program: Program, dtype: str) -> str:
         except GraphError:
             continue
         found = _able(copy, dtype)
-        lost = _lost(program, trial, copy) if target > TARGET else []
+        lost = _lost(program, trial, copy) if target > TARGET_OPSET else []
         if found > count and not lost:
             best, count, trial = target, found, copy
         elif found > count:

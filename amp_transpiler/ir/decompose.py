@@ -7,7 +7,7 @@ An entry is one decorated function that writes operators and returns the values 
         return [d.Gelu(d.Add(x, bias))]
 
 ``d`` is a :class:`Parts`; the entry gets the operator's input variables by slot, None where one is left out. What it
-writes has the form of opset 21 and takes over name, scope, marks and reason of the operator. It raises
+writes has the form of the target opset and takes over name, scope, marks and reason of the operator. It raises
 :class:`~amp_transpiler.errors.GraphError` for what it cannot express, which names the operator.
 """
 

@@ -18,6 +18,7 @@ import onnx
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
+from amp_transpiler.lists import TARGET_OPSET
 
 _BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
 _INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
@@ -56,7 +57,7 @@ class Value:
 class Emitter:
     """Collects nodes and initializers of one graph. ``e.Mul(a, b)`` emits a Mul and gives its value."""
 
-    def __init__(self, place: str = "reference", opset: int = 21) -> None:
+    def __init__(self, place: str = "reference", opset: int = TARGET_OPSET) -> None:
         self.place = place
         self.opset = opset
         self.nodes: list[onnx.NodeProto] = []

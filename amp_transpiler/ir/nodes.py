@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_attributes
 
 if TYPE_CHECKING:
@@ -270,8 +271,8 @@ class Window:
 class ModelInfo:
     """What a model file says besides its graph; kept so that it leaves as it came."""
 
-    ir_version: int = 10
-    opsets: dict[str, int] = field(default_factory=lambda: {"": 21})
+    ir_version: int = TARGET_IR_VERSION
+    opsets: dict[str, int] = field(default_factory=lambda: {"": TARGET_OPSET})
     producer_name: str = "amp_transpiler"
     producer_version: str = ""
     domain: str = ""

@@ -35,6 +35,7 @@ from amp_transpiler.ir.nodes import (
 from amp_transpiler.ir.order import topological_order
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.types import element_type
+from amp_transpiler.lists import TARGET_OPSET
 
 if TYPE_CHECKING:
     import onnx
@@ -60,7 +61,7 @@ class Program(Blocks):
         def memory_estimate(self, feed_shapes: Any = None, place: Any = None, fetch_list: Sequence[Any] = ()) -> Any:
             """A forecast of the memory that running it takes; see report.memory."""
 
-        def convert_opset(self, target: int = 21) -> bool:
+        def convert_opset(self, target: int = TARGET_OPSET) -> bool:
             """Rewrite every ai.onnx operator to another opset, in place."""
 
     def __init__(self, name: str | None = None, startup: Program | None = None) -> None:

@@ -18,10 +18,10 @@ from amp_transpiler.ir.context import default_main_program
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.program import Program, Variable, other_program
 from amp_transpiler.ir.types import ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.lists import TARGET_OPSET
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
 Input = Variable | np.ndarray | None
-OPSET = 21  # what the layers are written in
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGER = ("int64", "int32")
 _INFERENCE = re.compile(r".*\[\w*InferenceError\]\s*(\(op_type:[^)]*\):\s*)?", re.DOTALL)
@@ -44,8 +44,8 @@ def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *,
     program = default_main_program()
     for item in inputs:
         check_program(call, item, program)
-    if program.opset() < OPSET:
-        program.convert_opset(OPSET)
+    if program.opset() < TARGET_OPSET:
+        program.convert_opset(TARGET_OPSET)
     schema = _schema(call, type_, program.opset())
     _check_types(call, schema, inputs)
     prefix = prefix or fresh(call)
@@ -95,7 +95,7 @@ def _schema(call: str, type_: str, opset: int) -> onnx.defs.OpSchema:
     except onnx.defs.SchemaError:
         raise ArgumentError(
             f"{call}: operator {type_} does not exist at opset {opset}, which the current program is written in; "
-            "convert the program to opset 21 first"
+            f"convert the program to opset {TARGET_OPSET} first"
         ) from None
 
 

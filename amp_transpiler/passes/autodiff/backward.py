@@ -55,7 +55,7 @@ def append_backward(
 def standardize(program: Program) -> None:
     """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
 
-    That is opset 21 of ai.onnx; later operators, and those that onnxruntime's optimisers write, are taken apart.
+    That is the target opset; later operators, and those that onnxruntime's optimisers write, are taken apart.
     GraphError names an operator that cannot be.
     """
     convert_opset(program)

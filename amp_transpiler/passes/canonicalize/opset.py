@@ -1,7 +1,7 @@
 """Move a program's ai.onnx operators to another opset, in place.
 
-Gradient rules and bodies are written once, for :data:`TARGET`. Imported programs keep the version they
-were written in until they are trained, or lowered for a place that needs the target version.
+Gradient rules and bodies are written once, for :data:`~amp_transpiler.lists.TARGET_OPSET`. Imported programs keep the
+version they were written in until they are trained, or lowered for a place that needs the target version.
 ``onnx.version_converter`` is not used: it drops model functions and node metadata.
 """
 
@@ -16,16 +16,14 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import has_decomposition, take_apart
 from amp_transpiler.ir.program import Operator, Program, Variable
-
-#: The operator set of training programs: from 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
-TARGET = 21
+from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 
 Adapter = Callable[[Operator], None]
 #: operator type -> (first version that needs no change, adapter), oldest change first.
 _ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
 
 
-def convert_opset(program: Program, target: int = TARGET) -> bool:
+def convert_opset(program: Program, target: int = TARGET_OPSET) -> bool:
     """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
 
     GraphError names an operator that is older than opset 7, that the target does not have, or whose
@@ -44,7 +42,7 @@ def convert_opset(program: Program, target: int = TARGET) -> bool:
     program.info.opsets[""] = target
     for op in missing:  # what they are made of has the target's form
         take_apart(op)
-    program.info.ir_version = max(program.info.ir_version, 10)
+    program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
     program._touch()
     return True
 
@@ -237,13 +235,14 @@ def _dft(op: Operator) -> None:
 
 @_adapter(9, "Scan")
 def _scan(op: Operator) -> None:
-    raise GraphError(f"operator '{op.label}' (Scan of opset 8, with a batch axis) has no form at opset {TARGET}")
+    raise GraphError(f"operator '{op.label}' (Scan of opset 8, with a batch axis) has no form at opset {TARGET_OPSET}")
 
 
 @_adapter(14, "BatchNormalization")
 def _batch_norm(op: Operator) -> None:
     if op.attrs.get("spatial", 1) != 1:
-        raise GraphError(f"operator '{op.label}' (BatchNormalization with spatial=0) has no form at opset {TARGET}")
+        what = f"operator '{op.label}' (BatchNormalization with spatial=0)"
+        raise GraphError(f"{what} has no form at opset {TARGET_OPSET}")
     op.attrs.pop("spatial", None)
     for slot in range(1, len(op.outputs)):
         if op.outputs[slot] is not None and list(_uses(op.outputs[slot])):

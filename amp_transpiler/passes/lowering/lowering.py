@@ -23,8 +23,9 @@ from amp_transpiler.ir.opdef import body_of, group_inputs, lookup, rule_of
 from amp_transpiler.ir.program import OWN, Operator, Program, Shape, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
-from amp_transpiler.passes.canonicalize.opset import TARGET, convert_opset
+from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.lowering.emulated_storage import Carriers
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
@@ -66,9 +67,9 @@ def lower(
     program = inline_functions(program)
     version = program.opset()
     # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
-    stays = version > TARGET and any(v.dtype == "bfloat16" for v in program.variables)
-    later = version > TARGET and place == "cuda"
-    if version != TARGET and not stays and (later or any(body_of(op) for op in program.walk())):
+    stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in program.variables)
+    later = version > TARGET_OPSET and place == "cuda"
+    if version != TARGET_OPSET and not stays and (later or any(body_of(op) for op in program.walk())):
         program = program.clone() if program is original else program
         convert_opset(program)
     if any(_bodied(op) for op in program.nesting):  # a branch that these shapes decide against need not fit them
@@ -152,7 +153,8 @@ class _Lowering(Carriers):
         graph.input.extend(self.inputs)
         graph.output.extend(outputs)
         model = self.result.model
-        model.ir_version = max(8, min(self.program.info.ir_version, 10)) if self.opset < 21 else 10
+        own = min(self.program.info.ir_version, TARGET_IR_VERSION)
+        model.ir_version = max(8, own) if self.opset < TARGET_OPSET else TARGET_IR_VERSION
         model.producer_name = "amp_transpiler"
         model.graph.CopyFrom(graph)
         for domain, version in sorted(self.domains.items()):

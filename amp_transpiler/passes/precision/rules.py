@@ -11,8 +11,7 @@ from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.patterns import is_pattern, matching
 from amp_transpiler.ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from amp_transpiler.ir.types import FLOATS, HALF
-from amp_transpiler.lists import AutoMixedPrecisionLists, unsupported_reason
-from amp_transpiler.passes.canonicalize.opset import TARGET
+from amp_transpiler.lists import TARGET_OPSET, AutoMixedPrecisionLists, unsupported_reason
 from amp_transpiler.passes.view.names import label, source, written_name
 from amp_transpiler.passes.view.typing import (
     SHORT,
@@ -59,7 +58,7 @@ class Rules:
         self.dtype = lists.dtype
         self.decisions: dict[Operator, Decision] = {}
         #: The opset whose kernels count: what a place is lowered to.
-        self.kernel_opset = TARGET
+        self.kernel_opset = TARGET_OPSET
         #: Whether an operator with a body of ours needs no kernel.
         self.own_bodies = True
         self._gaps: dict[str, str | None] = {}
