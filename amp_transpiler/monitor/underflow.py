@@ -57,6 +57,7 @@ class GradientUnderflow:
 
     @property
     def headroom(self) -> float | None:
+        """How many times the scale of the step ``largest`` is; None where either is missing."""
         if self.largest is None or not self.loss_scaling:
             return None
         return self.largest / self.loss_scaling
