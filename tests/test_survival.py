@@ -13,6 +13,7 @@ from golden import program, run
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from onnx.reference import ReferenceEvaluator
 
 from amp_transpiler.ir.program import Program
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
@@ -260,6 +261,39 @@ def test_an_eps_that_would_vanish_keeps_fp32_until_the_division(text: str, expec
     wanted = run(built(), feeds)[0]
     finite = np.isfinite(wanted) & (np.abs(wanted) < 6e4)
     assert np.allclose(run_faithful(convert(p, evidence), feeds)[0][finite], wanted[finite], rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "double"])
+@pytest.mark.parametrize(("text", "expected"), [
+    ("a = Add(h, eps)  s = Cast<to = 1>(a)  y = Log(s)", {"y"}),
+    ("a = Add(h, eps)  b = Reshape(a, shape)  s = Cast<to = 1>(b)  t = Transpose(s)  y = Div(x, t)", {"t", "y"}),
+    ("a = Add(h, eps)  d = Relu(a)  s = Cast<to = 1>(d)  y = Relu(s)", set()),
+    ("c = Cast<to = 1>(eps)  a = Add(x, c)  y = Log(a)", {"a", "y"}),
+    ("a = Add(h, large)  s = Cast<to = 1>(a)  y = Tanh(s)", {"y"}),
+])  # fmt: skip
+def test_a_constant_of_a_third_type_is_followed_to_where_16_bit_begins(text: str, expected: set[str], kind: str) -> None:
+    """What computes in bfloat16 or in double stays so; what it is cast to does not sink to zero on the way to float16."""
+    p = without_parameters(Program.from_onnx(third_type(text, kind)))
+    evidence = check(p)
+    converted = convert(p, evidence)
+    assert {op.outputs[0].name for op in converted.operators if op.reason.startswith("fp32: constant")} == expected
+    typed = {op.outputs[0].name: op.precision for op in converted.operators if op.type in ("Add", "Relu", "Reshape")}
+    wide = {"bfloat16": "bfloat16", "double": "float64"}[kind]
+    assert typed["a"] == (wide if "h" in text else "float32")
+    feeds = {"x": np.float32([[0, 1], [2, 3]])}
+    with np.errstate(divide="ignore"):
+        wanted = ReferenceEvaluator(third_type(text, kind)).run(None, feeds)[0]
+    assert np.allclose(run_faithful(converted, feeds)[0], wanted, rtol=2e-2, equal_nan=True)
+
+
+def third_type(text: str, kind: str) -> onnx.ModelProto:
+    """A model whose constants ``eps`` (1e-12) and ``large`` (1e6) are of this type, as is ``h``, its input cast."""
+    code, dtype = {"bfloat16": (16, ml_dtypes.bfloat16), "double": (11, np.float64)}[kind]
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+        main (float[2,2] x) => (float[2,2] y) <int64[2] shape = {{2, 2}}> {{ h = Cast<to = {code}>(x)  {text} }}""")
+    for name, value in (("eps", 1e-12), ("large", 1e6)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, dtype), name))
+    return model
 
 
 def factor(values: str, call: str = "y = MatMul(x, w)", shape: str = "2,2") -> Program:

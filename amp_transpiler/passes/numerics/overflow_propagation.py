@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Variable
-from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
 from amp_transpiler.passes.view.flow import Flow
@@ -118,7 +118,7 @@ class Spread:
         if not bits or cause is None or _cast_down(op, name, self.dtype):
             return
         for made in op.outputs:
-            if made is not None and made.dtype in ("float32", self.dtype):
+            if made is not None and made.dtype in FLOATS:
                 self.mark(made, bits, cause)
 
     # -- what an operator makes of what it reads ------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array, release
-from amp_transpiler.ir.types import LIMITS, numpy_dtype
+from amp_transpiler.ir.types import FLOATS, LIMITS, element_type, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, VANISHING, WIDE, Spread
@@ -137,8 +137,11 @@ class _Survival:
     def check(self) -> None:
         for variable in every_variable(self.program):
             read = variable in self.flow.uses or variable in self.flow.results
-            array = _content(variable) if read and variable.dtype == "float32" else None
+            array = _content(variable) if read and variable.dtype != self.dtype else None
             if array is None or not array.size:
+                continue
+            if array.dtype != np.float32:
+                self._elsewhere(variable, array)
                 continue
             found = losses(array, self.dtype)
             suspect = found.beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
@@ -152,6 +155,18 @@ class _Survival:
             for variable, (bits, why) in self.kept.items():
                 spread.mark(variable, bits, (None, why))
             spread.sweep(lambda op, name: None)
+
+    def _elsewhere(self, variable: Variable, array: np.ndarray) -> None:
+        """Mark a constant of another type, such as bfloat16, of which the operators that read it stay in theirs.
+
+        It keeps its values; what is made of it and cast from there may not.
+        """
+        with np.errstate(over="ignore", under="ignore"):
+            found = losses(array.astype(np.float32), self.dtype)
+        if found.beyond:
+            self._keep(variable, BEYOND | WIDE, f"holds {found.largest:g}, beyond {self.short}")
+        elif found.vanishing and found.largest <= LIMITS[self.dtype].vanish and self._roles(variable) != {BIAS}:
+            self._keep(variable, VANISHING, f"holds {found.smallest:g}, which is 0 in {self.short}")
 
     def _narrow(self, variable: Variable) -> bool:
         """Whether an operator reads it in 16 bit, or hands it to where one may."""
@@ -226,9 +241,9 @@ def _role(op: Operator, slot: int) -> str:
 
 
 def _content(variable: Variable) -> np.ndarray | None:
-    """The float32 content of a constant, or the element that a ConstantOfShape writes."""
+    """The floating-point content of a constant, or the element that a ConstantOfShape writes."""
     array = constants.fill(variable.producer)
     if array is None:
         content = constants.content(variable)
         array = as_array(content) if content is not None else None
-    return array if array is not None and array.dtype == np.float32 else None
+    return array if array is not None and element_type(array.dtype) in FLOATS else None

@@ -135,7 +135,7 @@ class _Choices(Rules):
             return self.as_it_is(op, "in no list", colour=BLACK)
         against = self.evidence.against(op, lists) if self.evidence else ""
         if against:
-            return self.full(op, against)
+            return self.guarded(op, against)
         if self.mode == "mixed" and black:
             return self.full(op, "black list")
         half = self.half(op, "white list" if white else self.because or "between 16-bit operators")

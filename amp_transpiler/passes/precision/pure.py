@@ -94,7 +94,7 @@ class _Pure(Rules):
             return self.as_it_is(op, "outside fp16_guard", colour=BLACK)
         against = self.evidence.against(op, lists)
         if against:
-            return self.full(op, against)
+            return self.guarded(op, against)
         cast = self._after_own_cast(op) if name not in lists.white_list else None
         if cast is not None:
             self.widened.add(op)

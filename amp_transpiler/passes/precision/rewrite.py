@@ -70,7 +70,7 @@ class _Colours(Rules):
             return self.full(op, table)
         against = self.evidence.against(op, self.lists)
         if against:
-            return self.full(op, against)
+            return self.guarded(op, against)
         if name in self.lists.white_list:
             return self.half(op, "white list")
         if name in self.lists.gray_list:

@@ -89,6 +89,13 @@ class Rules:
             return self.as_it_is(op, reason)
         return Decision("float32", f"fp32: {reason}", slots, BLACK)
 
+    def guarded(self, op: Operator, against: str) -> Decision:
+        """Run it in fp32, as this speaks against 16 bit; where it computes in a third type, it stays in that."""
+        made = op.output(0)
+        if made is not None and made.dtype in FLOATS - {"float32", self.dtype}:
+            return self.as_it_is(op, f"it computes in {made.dtype}")
+        return self.full(op, against)
+
     def as_it_is(self, op: Operator, reason: str, *, colour: str | None = None, inner: str = "") -> Decision:
         """Leave its types as the program declares them."""
         precision = _precision(op)
