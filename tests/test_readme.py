@@ -140,9 +140,3 @@ def test_gradient_example() -> None:
         assert [gradient.name for _, gradient in pairs] == ["w@GRAD"]
         (w_grad,) = [g for _, g in pairs]
         assert w_grad.producer.type == "my.domain.SquareGrad"
-
-
-@pytest.mark.parametrize(("file", "name"), [("activation.py", "softsign"), ("contrib.py", "gelu")])
-def test_examples_of_entries_are_those_of_the_package(file: str, name: str) -> None:
-    (block,) = (block for block in BLOCKS if f"def {name}(" in block)
-    assert block in (ROOT / "ops" / file).read_text(encoding="utf-8")
