@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.window import Window, window_of
@@ -180,3 +180,6 @@ def _stacked(e: Emitter, parts: Sequence[Value], shape: tuple[int, int], window:
 def _spatial(value: Value) -> tuple[int, ...]:
     assert value.shape is not None
     return value.shape[2:]
+
+
+traits("Conv", "ConvTranspose", biases=(2,))

@@ -276,6 +276,9 @@ def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
 traits("Identity", moves=(0,), view=True, exact=True)
 traits("Where", moves=(1, 2), exact=True)
 traits("Neg", "Abs", "Max", "Min", own("NegGrad"), own("AbsGrad"), own("IdentityGrad"), exact=True)
+traits("Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Clip", "Cos", "Cosh", "Div", "Equal", "Erf",
+       "Exp", "Floor", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Mean", "Mod",
+       "Mul", "Pow", "Reciprocal", "Round", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Sum", "Tan")  # fmt: skip
 
 no_gradient("Floor", "Ceil", "Round", "Sign", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And",
             "Or", "Xor", "IsNaN", "IsInf", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot",

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, size_of
 
@@ -203,3 +203,6 @@ def _inside(e: Emitter, at: Value, size: int) -> Value:
     """1 where a whole place is an element, else 0."""
     there = e.And(e.Greater(at, e.like(-0.5, at)), e.Less(at, e.like(size - 0.5, at)))
     return e.cast(there, at.dtype)
+
+
+traits("GridSample")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import body, gradient
+from amp_transpiler.ir.opdef import body, gradient, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, size_of
 
@@ -119,3 +119,6 @@ def negative_log_likelihood_grad(e: Emitter, op: Operator, labels: Value, weight
     assert shape is not None
     updates = e.Expand(scale, e.ints(*size_of(found.index)))
     return [e.ScatterElements(e.zeros(shape, dy.dtype), found.index, updates, axis=1)]
+
+
+traits("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
 
@@ -173,3 +173,7 @@ def _equation(op: Operator, ranks: list[int]) -> tuple[list[str], str]:
         return terms, result.replace("...", "".join(dots))
     letters = left.replace(".", "").replace(",", "")
     return terms, "".join([*dots, *sorted(label for label in set(letters) if letters.count(label) == 1)])
+
+
+traits("Gemm", biases=(2,))
+traits("Einsum", "MatMul")

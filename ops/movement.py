@@ -349,5 +349,7 @@ traits("TopK", "Unique", exact=True)
 traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Concat", "TopK", "ScatterElements", "ScatterND")),
        exact=True)  # fmt: skip
 
-no_gradient("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",
-            "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")  # fmt: skip
+_MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",
+          "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")  # fmt: skip
+traits(*_MAKES)
+no_gradient(*_MAKES)

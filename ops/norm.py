@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import body, gradient
+from amp_transpiler.ir.opdef import body, gradient, traits
 from amp_transpiler.ir.program import Operator, Shape
 
 _EPSILON = 1e-5
@@ -280,3 +280,8 @@ def _band(size: int, before: int, after: int) -> np.ndarray[Any, Any]:
     """[size, size]: 1 where the column is at most ``before`` below the row or ``after`` above it."""
     distance = np.arange(size)[None, :] - np.arange(size)[:, None]
     return ((distance >= -before) & (distance <= after)).astype(np.float64)
+
+
+traits("BatchNormalization", biases=(2, 3, 4))
+traits("GroupNormalization", "InstanceNormalization", "LayerNormalization", biases=(2,))
+traits("LpNormalization", "LRN")

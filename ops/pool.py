@@ -15,6 +15,7 @@ from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.window import Window, window_of
 
 traits("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"), exact=True)
+traits("AveragePool", "GlobalAveragePool")
 
 #: Tiles of more elements than this have their maximum found by MaxPool itself.
 _LARGEST_TILE = 9

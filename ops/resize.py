@@ -14,7 +14,7 @@ import numpy as np
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, integers, shape_of, size_of
 
@@ -197,3 +197,6 @@ def _cubic(distance: Array, a: float) -> Array:
     near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
     far = a * (((distance - 5) * distance + 8) * distance - 4)
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
+
+
+traits("Resize")

@@ -51,12 +51,14 @@ class Traits:
     for every slot, () where it computes. A cast moves too, though it rounds.
     ``view``: the output is the first input in another shape, element by element: a runtime moves nothing.
     ``lookup``: it takes entries of its first input, a table, that its second input names.
+    ``biases``: slots that are added to a sum of products, or to the variance of a norm.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     """
 
     moves: tuple[int, ...] | None = ()
     view: bool = False
     lookup: bool = False
+    biases: tuple[int, ...] = ()
     exact: bool = False
 
 
@@ -228,10 +230,11 @@ def traits(
     moves: tuple[int, ...] | None = (),
     view: bool = False,
     lookup: bool = False,
+    biases: tuple[int, ...] = (),
     exact: bool = False,
 ) -> None:
     """Declare the :class:`Traits` of operators; with no keyword, that they have none of them."""
-    found = Traits(moves, view, lookup, exact)
+    found = Traits(moves, view, lookup, biases, exact)
     for full_type in full_types:
         entry(full_type).traits = found
 

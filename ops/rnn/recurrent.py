@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.directions import Direction, Layer, assembled, pick, product, rows, split
@@ -311,3 +311,6 @@ def _gru_before(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: 
         states = [rows(e, v) for v in (previous, previous)] + [kept]
         found[2] = concat(e, [product(e, rows(e, g), s, across=True) for g, s in zip(each, states, strict=True)], 0)
     return found
+
+
+traits("GRU", "LSTM", "RNN", biases=(3,))

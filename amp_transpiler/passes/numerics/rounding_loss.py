@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from amp_transpiler.ir.opdef import moves
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array, release
 from amp_transpiler.ir.types import FLOATS, LIMITS, element_type, numpy_dtype
@@ -34,10 +34,6 @@ CHUNK = 1 << 17
 #: As what a constant is read. A bias is added to a sum of products (or a variance to the eps of its
 #: norm), beside which what vanishes is nothing.
 ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
-_BIASES: dict[str, tuple[int, ...]] = {
-    "Gemm": (2,), "Conv": (2,), "ConvTranspose": (2,), "LayerNormalization": (2,), "InstanceNormalization": (2,),
-    "GroupNormalization": (2,), "BatchNormalization": (2, 3, 4), "LSTM": (3,), "GRU": (3,), "RNN": (3,),
-}  # fmt: skip
 _ADDING = frozenset({"Add", "Sub", "Sum", "Mean", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less",
                      "LessOrEqual"})  # fmt: skip
 
@@ -237,7 +233,7 @@ def _role(op: Operator, slot: int) -> str:
     name = operator_name(op)
     if name in _ADDING or (name == "Clip" and slot):
         return ADDEND
-    return BIAS if slot in _BIASES.get(name, ()) else FACTOR
+    return BIAS if slot in traits_of(op.type, op.domain).biases else FACTOR
 
 
 def _content(variable: Variable) -> np.ndarray | None:

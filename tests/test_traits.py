@@ -1,0 +1,106 @@
+"""What the operator table says of operators, held to the lists and to the node tests of ONNX."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx.backend.test.case.node import collect_testcases
+
+from amp_transpiler.ir.opdef import entry, moves, traits_of
+from amp_transpiler.ir.program import Program
+from amp_transpiler.lists import AutoMixedPrecisionLists
+
+LISTS = AutoMixedPrecisionLists()
+#: What moves elements, and rounds them: its numbers are not only those of its inputs.
+BESIDES = {"Cast", "CastLike"}
+#: What the node tests show with numbers that happen to be among the inputs, and why it is declared as computing.
+COMPUTES = {
+    "Clip": "bounds may stand in attributes", "OneHot": "its two values are numbers that it writes, as a fill does",
+    "OptionalGetElement": "what it hands on may be a sequence", "Sign": "the test has 0 and 1 among its inputs",
+    "Upsample": "linear modes interpolate",
+}  # fmt: skip
+Array = np.ndarray[Any, Any]
+Case = tuple[onnx.NodeProto, list[Array], list[Array]]
+
+
+@cache
+def cases() -> list[Case]:
+    """Node, inputs and outputs of every node test of one standard operator on tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collected = collect_testcases(None)
+    found = []
+    for case in collected:
+        nodes = case.model.graph.node if case.model is not None and case.data_sets else ()
+        if len(nodes) != 1 or nodes[0].domain:
+            continue
+        assert case.data_sets
+        inputs, outputs = case.data_sets[0]
+        if all(isinstance(v, np.ndarray | np.generic) for v in (*inputs, *outputs)):
+            found.append((nodes[0], [np.asarray(v) for v in inputs], [np.asarray(v) for v in outputs]))
+    return found
+
+
+def given(node: onnx.NodeProto, inputs: list[Array]) -> dict[int, Array]:
+    """The inputs by slot."""
+    return dict(zip([slot for slot, name in enumerate(node.input) if name], inputs, strict=True))
+
+
+def adds(node: onnx.NodeProto) -> bool:
+    return any(a.name == "reduction" and a.s not in (b"", b"none") for a in node.attribute)
+
+
+@pytest.mark.parametrize("name", sorted(LISTS.white_list | LISTS.black_list | LISTS.gray_list))
+def test_every_operator_of_the_lists_says_what_it_does(name: str) -> None:
+    assert entry(name).traits is not None, f"traits({name!r}, ...) belongs in the file of ops/ that has its family"
+
+
+def test_what_moves_elements_makes_none() -> None:
+    checked = set()
+    for node, inputs, outputs in cases():
+        slots = traits_of(node.op_type).moves
+        if slots == () or node.op_type in BESIDES or adds(node) or (node.op_type == "Dropout" and len(inputs) > 2):
+            continue
+        read = [array for slot, array in given(node, inputs).items() if slots is None or slot in slots]
+        made = outputs[:1] if node.op_type == "Dropout" else outputs
+        for array in made:
+            known = np.concatenate([each.reshape(-1) for each in read] + [np.zeros(1, read[0].dtype)])
+            assert np.isin(array, known).all(), node
+        checked.add(node.op_type)
+    assert len(checked) >= 25 and {"Pad", "Where", "Concat", "ScatterND", "TensorScatter", "Trilu"} <= checked
+
+
+def test_a_view_keeps_every_element_in_its_place() -> None:
+    checked = set()
+    for node, inputs, outputs in cases():
+        if traits_of(node.op_type).view:
+            np.testing.assert_array_equal(outputs[0].reshape(-1), inputs[0].reshape(-1))
+            checked.add(node.op_type)
+    assert checked == {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+
+
+def test_whatever_only_holds_elements_of_its_inputs_is_declared() -> None:
+    """Found by the numbers: an operator none of whose node tests makes a number that it was not given."""
+    only: dict[str, bool] = {}
+    for node, inputs, outputs in cases():
+        floats = [array.reshape(-1) for array in inputs if array.dtype.kind == "f"]
+        if floats and outputs[0].dtype.kind == "f" and outputs[0].size > 1 and not adds(node):
+            known = np.concatenate([*floats, np.zeros(1, floats[0].dtype)])
+            only[node.op_type] = only.get(node.op_type, True) and bool(np.isin(outputs[0], known).all())
+    found = {name for name, holds in only.items() if holds}
+    assert len(found) >= 20
+    assert {name for name in found if traits_of(name).moves == () and not traits_of(name).exact} == set(COMPUTES)
+
+
+def test_slots_are_asked_one_by_one() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+      m (bool[2] c, float[2] x, float[2] z) => (float[2] y, float[2] s)
+      { y = Where(c, x, z)  s = Add(x, z) }"""
+    where, add = Program.from_onnx(onnx.parser.parse_model(text)).operators
+    assert [moves(where, slot) for slot in range(3)] == [False, True, True] and moves(where)
+    assert not moves(add) and not moves(add, 0)
