@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.cli.main import main as command
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -108,3 +109,20 @@ def test_named_attributes_are_there(page: Path) -> None:
         if found is None and name != ".GradScaler":
             missing.append(f"amp{name}")
     assert not missing
+
+
+#: Options in the pages that belong to other programs: the demos.
+OTHERS = {"--data", "--vocab"}
+
+
+def test_named_options_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ""
+    for name in ("convert", "train", "explain", "diff", "info"):
+        with pytest.raises(SystemExit):
+            command([name, "--help"])
+        told += capsys.readouterr().out
+    known = set(re.findall(r"--[a-z][a-z-]+", told))
+    for page in PAGES:
+        if page.name not in ("api.md", "CONTRIBUTING.md"):
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
+            assert named <= known | OTHERS, page.name
