@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,13 +36,30 @@ def test_every_public_name_has_a_docstring() -> None:
     assert not bare, f"write docstrings for {bare}"
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    text = (DOCS / "api.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", text, re.S | re.M))
-    names = [(module, name) for module, name, _, _ in api.entries()]
-    missing = [f"{m}.{n}" for m, n in names if not re.search(rf"^####? {re.escape(n)}$", sections.get(m, ""), re.M)]
-    assert not missing, f"run python docs/make_api.py: {missing}"
+def surface(page: str) -> set[str]:
+    """``amp.nn.fc: fc(x, size, …)``: every public name of the reference, with its arguments where it says them."""
+    found = set()
+    for module, section in re.findall(r"^## (amp\S*)\n(.*?)(?=^## amp|\Z)", page, re.S | re.M):
+        for name, called in re.findall(r"^####? ([\w.]+)\n\n(?:```text\n(.*?)\n\n)?", section, re.M):
+            found.add(f"{module}.{name}: {called}")
+    return found
+
+
+def test_public_names_and_arguments_are_those_of_the_reference() -> None:
+    """A name that comes, goes or takes other arguments is a change that users see, and shows in the page's diff."""
+    recorded, there = surface((DOCS / "api.md").read_text(encoding="utf-8")), surface(api.page())
+    told = "run python docs/make_api.py, and write a line in CHANGELOG.md"
+    assert not there - recorded, f"{told}: not in docs/api.md: {sorted(there - recorded)}"
+    assert not recorded - there, f"{told}: gone, but in docs/api.md: {sorted(recorded - there)}"
+    names = {f"{module}.{name}" for module, name, _, _ in api.entries()}
+    assert {line.partition(":")[0] for line in there} == names, "the page leaves out what the script lists"
     assert len(names) > 400, "the script has lost most of the package"
+
+
+@pytest.mark.parametrize("name", [name for name in api.MODULES if name != "amp"])
+def test_public_modules_have_their_names(name: str) -> None:
+    found = attrgetter(name.removeprefix("amp."))(amp)
+    assert found is importlib.import_module(api.MODULES[name])
 
 
 def test_a_name_without_a_docstring_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
