@@ -349,7 +349,8 @@ traits("TopK", "Unique", exact=True)
 traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Concat", "TopK", "ScatterElements", "ScatterND")),
        exact=True)  # fmt: skip
 
-_MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant", "RandomNormal",
-          "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")  # fmt: skip
+_MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant")
+_DRAWS = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 traits(*_MAKES)
-no_gradient(*_MAKES)
+traits(*_DRAWS, random=True)
+no_gradient(*_MAKES, *_DRAWS)

@@ -55,6 +55,14 @@ def test_peak_of_small_graphs(name: str) -> None:
     assert max(planned(body).totals()) == peak
 
 
+@pytest.mark.parametrize("draw", ["Multinomial <sample_size = 256>", "RandomNormalLike", "Bernoulli"])
+def test_two_draws_are_two_tensors(draw: str) -> None:
+    columns, kind = (4, "int32") if draw.startswith("Multinomial") else (256, "float")
+    live = planned(f"a = {draw} (x)  b = {draw} (x)  c = Mul(a, b)  y = ReduceSum <keepdims = 0> (c)",
+                   inputs=f"float[1,{columns}] x", outputs=f"{kind} y")  # fmt: skip
+    assert max(live.totals()) == 3 * KIB
+
+
 def test_the_order_is_the_runtimes() -> None:
     """Depth first, from the last node that nobody reads, the last producer first."""
     live = planned("a = Exp(x)  b = Log(x)  c = Mul(a, b)  y = ReduceSum(c)  d = Neg(x)  z = ReduceMax(d)",

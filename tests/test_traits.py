@@ -36,10 +36,11 @@ def cases() -> list[Case]:
         collected = collect_testcases(None)
     found = []
     for case in collected:
-        nodes = case.model.graph.node if case.model is not None and case.data_sets else ()
+        if case.model is None or not case.data_sets:
+            continue
+        nodes = case.model.graph.node
         if len(nodes) != 1 or nodes[0].domain:
             continue
-        assert case.data_sets
         inputs, outputs = case.data_sets[0]
         if all(isinstance(v, np.ndarray | np.generic) for v in (*inputs, *outputs)):
             found.append((nodes[0], [np.asarray(v) for v in inputs], [np.asarray(v) for v in outputs]))

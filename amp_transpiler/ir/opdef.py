@@ -52,6 +52,7 @@ class Traits:
     ``view``: the output is the first input in another shape, element by element: a runtime moves nothing.
     ``lookup``: it takes entries of its first input, a table, that its second input names.
     ``biases``: slots that are added to a sum of products, or to the variance of a norm.
+    ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     """
 
@@ -59,6 +60,7 @@ class Traits:
     view: bool = False
     lookup: bool = False
     biases: tuple[int, ...] = ()
+    random: bool = False
     exact: bool = False
 
 
@@ -231,10 +233,11 @@ def traits(
     view: bool = False,
     lookup: bool = False,
     biases: tuple[int, ...] = (),
+    random: bool = False,
     exact: bool = False,
 ) -> None:
     """Declare the :class:`Traits` of operators; with no keyword, that they have none of them."""
-    found = Traits(moves, view, lookup, biases, exact)
+    found = Traits(moves, view, lookup, biases, random, exact)
     for full_type in full_types:
         entry(full_type).traits = found
 

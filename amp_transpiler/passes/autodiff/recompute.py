@@ -13,16 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from amp_transpiler.ir.opdef import body_of
+from amp_transpiler.ir.opdef import body_of, traits_of
 from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Operator, Program, Variable
 from amp_transpiler.ops.training.random import MASK_ID, mask_stream
 from amp_transpiler.ops.training.recompute import DROPOUT, INPUT, TOKEN
 
 #: A gradient operator and the forward operator that it belongs to.
 Made = Sequence[tuple[Operator, Operator]]
-#: Operators that draw from the runtime's own generators: a copy would draw other numbers.
-_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
-                     "RandomUniformLike"})  # fmt: skip
 
 
 @dataclass
@@ -57,7 +54,7 @@ def insert(program: Program, loss: Variable, segments: Sequence[Segment], made: 
 
 
 def _repeatable(op: Operator) -> bool:
-    return op.role == FORWARD and op.type not in _RANDOM and not op.attrs.graphs
+    return op.role == FORWARD and not traits_of(op.type, op.domain).random and not op.attrs.graphs
 
 
 class _Copier:

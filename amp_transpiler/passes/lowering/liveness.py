@@ -33,7 +33,6 @@ _OVER_FIRST = frozenset(
 )
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
 _BLOCK = 8  # channels that the CPU's own layout keeps together
-_NEVER_FOLDED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"})
 
 
 @dataclass
@@ -145,7 +144,8 @@ class _Planner:
             outputs = list(proto.output)
             nested = any(a.HasField("g") or a.graphs for a in proto.attribute)
             kept = nested or any(name in self.outputs for name in outputs)
-            if not kept and proto.op_type not in _NEVER_FOLDED and all(not n or n in self.constants for n in inputs):
+            kept |= traits_of(proto.op_type, proto.domain).random
+            if not kept and all(not n or n in self.constants for n in inputs):
                 self.constants.update(name for name in outputs if name)
                 continue
             if proto.op_type == "Identity" and not kept:
@@ -153,7 +153,7 @@ class _Planner:
                 continue
             attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in proto.attribute))
             key = (proto.op_type, proto.domain, attributes, tuple(inputs), tuple(bool(o) for o in outputs))
-            if not kept and key in known and proto.op_type not in _NEVER_FOLDED:
+            if not kept and key in known:
                 self.merged.update(zip(outputs, known[key], strict=True))
                 continue
             known.setdefault(key, outputs)
