@@ -540,3 +540,30 @@ def test_what_leaves_the_range_on_the_data_trains_in_fp32(tmp_path: Path) -> Non
     data["x"] *= 1e5
     result = amp.fit(linear(), tmp_path / "out.onnx", data=data, mode="pure-fp16", lr=0.01, epochs=20)
     assert result.history[-1].metric > 0.7 and sum(epoch.skipped_steps or 0 for epoch in result.history) < 20
+
+
+@pytest.mark.parametrize("mode", ["mixed", "pure-fp16"])
+def test_f26_a_first_loss_that_is_large_loses_no_sample(mode: str, tmp_path: Path) -> None:
+    """mse of a target that was not normalised: the scale is lowered before the first update, and every batch counts."""
+    data = features(64)
+    data["label"] = (300 * data["x"][:, :3] + 200).astype(np.float32)
+    told: list[str] = []
+    options: dict[str, Any] = {"data": data, "loss": "mse", "lr": 1e-3, "batch_size": 16, "optimizer": "adam", "say": told.append}
+    result = amp.fit(linear(), tmp_path / "a.onnx", mode=mode, **options)
+    wanted = amp.fit(linear(), tmp_path / "b.onnx", mode="fp32", **options)
+    assert result.history[-1].skipped_steps == 0
+    (line,) = [line for line in told if "no sample is lost" in line]
+    scale = float(re.search(r"loss_scale=(\S+) begins", line)[1])  # type: ignore[index]
+    assert 1 <= scale < 32768 and result.history[-1].loss_scale == scale and "at the loss scale 32768," in line
+    assert result.history[-1].loss == pytest.approx(wanted.history[-1].loss, rel=1e-2)
+    told.clear()
+    again = amp.fit(linear(), tmp_path / "c.onnx", mode=mode, loss_scale=scale, **options)
+    assert not any("overflow" in line for line in told)
+    assert again.history[-1].loss == pytest.approx(result.history[-1].loss, rel=1e-4), "bad steps change nothing"
+
+
+def test_another_loss_scale_can_be_given_when_a_training_goes_on(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": features(40), "checkpoint": tmp_path / "state", "batch_size": 16}
+    amp.fit(linear(), tmp_path / "a.onnx", epochs=1, **options)
+    result = amp.fit(linear(), tmp_path / "a.onnx", epochs=2, loss_scale=64, **options)
+    assert [record.loss_scale for record in result.history] == [32768, 64]

@@ -224,9 +224,9 @@ class _Run:
             history = found.history
             if options.loss_scale is not None and options.loss_scale != found.options.get("loss_scale"):
                 state = optimizer.get_loss_scale_state(scope)
-                optimizer.set_loss_scale_state(replace(state, scale=float(options.loss_scale)), scope)
+                optimizer.set_loss_scale_state(state._replace(scale=float(options.loss_scale)), scope)
         loop = Loop(programs, optimizer, options, executor, scope, self.batch, self.whole, log, progress,
-                    found.steps if found is not None else 0)  # fmt: skip
+                    self.tell, found.steps if found is not None else 0)  # fmt: skip
         self.tell.begin()
         before, done = _stamp(output), found.epochs if found is not None else 0
         if found is not None and done >= options.epochs:

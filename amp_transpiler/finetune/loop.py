@@ -25,6 +25,8 @@ _TRIED = 4
 #: Losses in a row, within an epoch and at its end, that are not finite though each step was skipped: what the scale of
 #: the loss cannot mend.
 _LOST, _LOST_AT_END = 10, 3
+#: How far below the scale at which the first batch just fits a training goes on: other batches differ.
+_HEADROOM = 4
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Loop:
     whole: bool
     log: Log | None = None
     progress: Callable[[int, int], None] | None = None
+    say: Callable[[str], None] | None = None
     steps: int = 0
     _fetches: list[Any] = field(default_factory=list)
     _bad_in_a_row: int = 0
@@ -67,7 +70,8 @@ class Loop:
         total, seen, skipped, scale = 0.0, 0, 0, None
         rng = np.random.default_rng([options.seed, number])
         for step, (size, feed) in enumerate(train.batches(sizes, rng)):
-            loss, prediction, *rest = self._step(feed)
+            values = self._first_step(feed) if self.steps == 0 else self._step(feed)
+            loss, prediction, *rest = values
             found = float(np.ravel(loss)[0])
             scale = float(np.ravel(rest[0])[0]) if rest else None
             bad = bool(np.ravel(rest[1])[0]) if len(rest) > 1 else False
@@ -99,6 +103,34 @@ class Loop:
             if metric.name != "none":
                 metric.update(prediction, feed[self.options.label])
         return total / seen, metric.value() if metric.name != "none" else None
+
+    def _first_step(self, feed: Feed) -> list[Any]:
+        """The first step of a training: where only its gradients overflow, the loss scale is halved until they do not.
+
+        A bad step changes no parameter, so the batch is not lost. Where no scale helps, the first one stands.
+        """
+        values = self._step(feed)
+        # over several batches the verdict comes with the last of a window, which would have to be run anew whole
+        if len(values) < 4 or self.options.accumulate > 1 or not math.isfinite(float(np.ravel(values[0])[0])):
+            return values
+        start = state = self.optimizer.get_loss_scale_state(self.scope)
+        while np.ravel(values[3])[0] and state.scale > 1:
+            state = state._replace(scale=max(state.scale / 2, 1.0), good=0, bad=0)
+            self.optimizer.set_loss_scale_state(state, self.scope)
+            values = self._step(feed)
+        if np.ravel(values[3])[0]:
+            self.optimizer.set_loss_scale_state(start, self.scope)
+        elif state is not start:
+            lower = max(state.scale / _HEADROOM, 1.0)
+            self.optimizer.set_loss_scale_state(
+                self.optimizer.get_loss_scale_state(self.scope)._replace(scale=lower), self.scope)  # fmt: skip
+            values[2] = np.full_like(values[2], lower)
+            if self.say is not None:
+                scale = f"{self.options.called('loss_scale')}{' ' if self.options.flags else '='}{lower:g}"
+                self.say(f"the gradients of the first batch overflow at the loss scale {start.scale:g}, and no longer "
+                         f"at {state.scale:g}: the training goes on at {lower:g}, and no sample is lost ({scale} "
+                         "begins there)")  # fmt: skip
+        return values
 
     def _step(self, feed: Feed) -> list[Any]:
         """Run a step; its results without the report, which goes to the log."""
