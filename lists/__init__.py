@@ -7,6 +7,7 @@ of ai.onnx is named by its type (``MatMul``), another one by domain and type (``
 
 from amp_transpiler.lists._data import OpLists, default_lists, kept_fp32, resolve
 from amp_transpiler.lists._kernels import (
+    NO_KERNEL,
     OWN_BODIES,
     TARGET_IR_VERSION,
     TARGET_OPSET,
@@ -19,6 +20,7 @@ from amp_transpiler.lists._kernels import (
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
+    "NO_KERNEL",
     "OWN_BODIES",
     "TARGET_IR_VERSION",
     "TARGET_OPSET",

@@ -26,6 +26,8 @@ From 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 TARGET_IR_VERSION = 10
 """The ONNX format version that the target opset needs."""
 
+#: What the reason of an operator without kernel begins with.
+NO_KERNEL = "no CUDA kernel for "
 OWN_BODIES: dict[str, frozenset[str]] = {}
 """Operators that this package lowers by a body of its own, with the element types that the body serves."""
 
@@ -232,7 +234,7 @@ def _gap(op_type: str, domain: str, dtype: str, opset: int, own_bodies: bool) ->
         return None
     if (not domain and op_type in _NO_KERNEL_NEEDED) or has_kernel(_CUDA, op_type, dtype, opset, domain):
         return None
-    lacking = f"no CUDA kernel for {op_type} at {dtype} in opset {opset}"
+    lacking = f"{NO_KERNEL}{op_type} at {dtype} in opset {opset}"
     schema = _schema(op_type, opset, domain) or schemas().get((domain, op_type))
     if schema is None:
         return lacking

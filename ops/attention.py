@@ -12,6 +12,7 @@ import numpy as np
 
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.reasons import Kind
 
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
@@ -30,7 +31,7 @@ def rms_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> l
 
 def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variable, Variable]:
     """x over the root of its mean square, and the inverse of that root, in fp32."""
-    with d.fp32("statistics of a normalisation"):
+    with d.fp32(Kind.STATISTICS):
         wide = d.cast(x, "float32") if x.dtype != "float64" else x
         square = d.Add(d.ReduceMean(d.Mul(wide, wide), axes), epsilon)
         inverse = d.Reciprocal(d.Sqrt(square))
@@ -135,7 +136,7 @@ def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mas
     elif mask is not None:
         mask = d.cast(_padded(d, mask, k), scores.dtype)
         shown = d.Add(scores, mask) if op.output(3) is not None else scores
-        with d.fp32("softmax of an attention"):
+        with d.fp32(Kind.ATTENTION):
             scores = d.Add(scores, d.Clip(mask, MASKED))
     result, probabilities = weigh(d, scores, v, allowed)
     wanted = None
@@ -177,7 +178,7 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
 
 def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable]:
     """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0."""
-    with d.fp32("softmax of an attention"):
+    with d.fp32(Kind.ATTENTION):
         if allowed is not None:
             scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
         probabilities = d.Softmax(scores, axis=-1)

@@ -12,6 +12,7 @@ from typing import Any
 from amp_transpiler.ir.contrib import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
 
@@ -199,7 +200,7 @@ def _attend(d: Parts, q: Variable, k: Variable, v: Variable, masks: list[Maybe])
         raise d.error("its head size is not fixed")
     scale = d.number("scale", 0.0) or 1 / math.sqrt(size)
     scores = d.MatMul(d.Mul(q, scale), d.Transpose(k, perm=[0, 1, 3, 2]))
-    with d.fp32("softmax of an attention"):
+    with d.fp32(Kind.ATTENTION):
         for mask in masks:
             scores = scores if mask is None else d.Add(scores, mask)
     return weigh(d, scores, v, None)[0]

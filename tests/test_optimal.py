@@ -11,6 +11,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign, count
 from amp_transpiler.passes.view.constants import is_constant
@@ -90,7 +91,7 @@ def test_no_other_assignment_moves_fewer_bytes(seed: int) -> None:
         lists = amp.AutoMixedPrecisionLists(custom_black_list=["Exp"],
                                             custom_white_list=sorted({op.type for op in every} - {"Exp"}))  # fmt: skip
         assign(other, lists, "auto", Evidence(),
-               outside=lambda op, kept=kept: "kept" if op.outputs[0] and op.outputs[0].name in kept else "")  # fmt: skip
+               outside=lambda op, kept=kept: Reason(Kind.OUTSIDE_ONLY) if op.output(0).name in kept else None)  # fmt: skip
         totals.append(moved(other))
     assert moved(program) == min(totals), text
     assert assignment.cut.value <= min(assignment.all_half, assignment.all_full)
@@ -147,7 +148,7 @@ def test_evidence_binds_and_the_white_list_of_the_user_overrules_it() -> None:
     for white, expected in ((None, "float32"), (["ReduceSum"], "float16")):
         program = program_of(text)
         evidence = Evidence()
-        evidence.keep(program.operators[1], "sums much")
+        evidence.keep(program.operators[1], Reason(Kind.SUMS, detail=("512",)))
         assign(program, amp.AutoMixedPrecisionLists(custom_white_list=white), "pure-fp16", evidence)
         assert precisions(program)["ReduceSum"] == expected
     assert program.operators[1].type == "Relu"
@@ -156,7 +157,7 @@ def test_evidence_binds_and_the_white_list_of_the_user_overrules_it() -> None:
 def test_a_tensor_that_may_not_be_stored_binds_its_maker_and_its_readers() -> None:
     program = program_of("m (float[8,8] x) => (float[8,8] y) { a = Neg(x) b = Neg(a) c = Neg(b) y = Relu(c) }")
     evidence = Evidence()
-    evidence.keep_tensor(program.var("b"), "too wide")
+    evidence.keep_tensor(program.var("b"), Reason(Kind.TEXT, detail=("too wide",)))
     assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", evidence)
     kept = {
         op.outputs[0].name for op in program.operators if op.reason == "fp32: too wide" and op.outputs[0] is not None

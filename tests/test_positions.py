@@ -19,7 +19,7 @@ def kept(text: str) -> dict[str, str]:
         parameter.persistable = parameter.trainable = False
     evidence = Evidence()
     keep_positions(program, evidence)
-    return {str(op.outputs[0] and op.outputs[0].name): reason for op, reason in evidence.operators.items()}
+    return {str(op.outputs[0] and op.outputs[0].name): str(reason) for op, reason in evidence.operators.items()}
 
 
 CASES = {

@@ -186,7 +186,7 @@ def test_what_may_be_more_than_a_mask_keeps_its_readers(pattern: str) -> None:
         (name, "overflow", "what reads it stays fp32")
     ]
     first = next(op for op in p.operators if p.var(name) in op.inputs)
-    assert evidence.against(first) == f"constant '{name}' holds {evidence.constants[0].worst:g}, beyond fp16"
+    assert str(evidence.against(first)) == f"constant '{name}' holds {evidence.constants[0].worst:g}, beyond fp16"
     converted = convert(p, evidence)
     assert np.allclose(run_faithful(converted, FEEDS)[0], expected, rtol=2e-3, atol=2e-3, equal_nan=True)
 

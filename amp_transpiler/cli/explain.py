@@ -59,7 +59,7 @@ def _groups(program: Program) -> str:
         if inserted(op):
             casts += 1
         else:
-            groups.setdefault(printable(group(op.reason)) or "no reason recorded", []).append(op)
+            groups.setdefault(printable(group(op.why)) or "no reason recorded", []).append(op)
     lines = []
     for reason, ops in sorted(groups.items(), key=lambda item: -len(item[1])):
         some = ", ".join(label(op) for op in ops[:_EXAMPLES])

@@ -18,6 +18,7 @@ from amp_transpiler.conversion.calibration.measure import Measurement, measure, 
 from amp_transpiler.conversion.calibration.trials import Trials
 from amp_transpiler.conversion.report.record import RangeRecord
 from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.partition.assign_precision import Assignment
@@ -103,7 +104,7 @@ class _Search:
                  steps: Steps) -> None:  # fmt: skip
         self.program, self.batches, self.dtype = program, batches, dtype
         self.tolerance, self.steps = tolerance, steps
-        self.tensors: dict[str, str] = {}
+        self.tensors: dict[str, Reason] = {}
         self.rounds: list[str] = []
         self.runs, self.most = (
             0,
@@ -124,7 +125,7 @@ class _Search:
             self._note(first, "" if math.isinf(self.tolerance) else f", within {self.tolerance:g}")
             return first
         self._note(first, f", above {self.tolerance:g}: operators return to float32")
-        everything = {i: "measured: all operators together miss the tolerance in 16 bit"
+        everything = {i: Reason(Kind.TOGETHER)
                       for i, op in enumerate(first.operators) if op.precision == self.dtype}  # fmt: skip
         last = self._measured(self._converted(everything), tensors=False)
         if not self._keeps(last):
@@ -168,29 +169,29 @@ class _Search:
                          f"groups the one that adds least, {adds} ({trials.runs} runs)")  # fmt: skip
         return self._measured(last)
 
-    def _reasons(self, found: Found, trials: Trials, worst: Mapping[frozenset[int], str]) -> dict[int, str]:
+    def _reasons(self, found: Found, trials: Trials, worst: Mapping[frozenset[int], str]) -> dict[int, Reason]:
         """Why each operator that is chosen stays fp32, by its place."""
-        reasons: dict[int, str] = {}
+        reasons: dict[int, Reason] = {}
         for group in found.groups:
             name = worst.get(frozenset(trials.units) - set(group.members), worst[frozenset()])
-            added = f"adds {_percent(group.error)} to output '{name}'"
-            beside = f" with {_count(group.members[1:])} beside it" if len(group.members) > 1 else " by itself"
-            reasons.update((i, f"measured: {added}{beside}") for i in group.members if i in found.kept)
+            beside = f"with {_count(group.members[1:])} beside it" if len(group.members) > 1 else "by itself"
+            why = Reason(Kind.ADDS, name, (_percent(group.error), beside))
+            reasons.update((i, why) for i in group.members if i in found.kept)
         for i in trials.closed(found.kept) - found.kept:
-            reasons[i] = "measured: hands numbers on between operators that stay float32"
+            reasons[i] = Reason(Kind.HANDS_ON)
         return reasons
 
     # -- one conversion ----------------------------------------------------------------------------------
-    def _converted(self, kept: Mapping[int, str]) -> Outcome:
+    def _converted(self, kept: Mapping[int, Reason]) -> Outcome:
         """The conversion with these operators, by their place, in fp32."""
         copy = self.program.clone()
         operators = list(copy.walk())
         evidence = self.steps.evidence(copy)
         if evidence is not None:
-            for name, reason in self.tensors.items():
-                evidence.keep_tensor(copy.var(name), reason)
-            for i, reason in kept.items():
-                evidence.keep(operators[i], reason)
+            for name, why in self.tensors.items():
+                evidence.keep_tensor(copy.var(name), why)
+            for i, why in kept.items():
+                evidence.keep(operators[i], why)
         return Outcome(copy, evidence, self.steps.assign(copy, evidence), operators, self.rounds)
 
     def _measured(self, outcome: Outcome, *, tensors: bool = True) -> Outcome:
@@ -224,18 +225,19 @@ def _saturated(program: Program, steps: Steps) -> Program:
     return copy
 
 
-def unsafe(found: Measurement, dtype: str) -> dict[str, str]:
+def unsafe(found: Measurement, dtype: str) -> dict[str, Reason]:
     """Tensors that the data shows not to fit the format, with the reason."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Reason] = {}
     limits = LIMITS[dtype]
     for name, t in found.tensors.items():
         # saturated, and exactly there, but for the scores that are added to it
         mask = abs(t.largest - limits.largest) < limits.overflow - limits.largest
         if t.largest * MARGIN > limits.largest and math.isfinite(t.largest) and not mask:
-            reasons[name] = f"measured: '{name}' reaches {t.largest:.3g}, and {dtype} ends at {limits.largest:.5g}"
+            detail = (f"{t.largest:.3g}", dtype, f"{limits.largest:.5g}")
+            reasons[name] = Reason(Kind.REACHES, name, detail)
         elif t.rounding > SINKS * limits.epsilon:
-            reasons[name] = (f"measured: '{name}' sinks below {dtype}, which loses {t.rounding:.0%} of it "
-                             f"(largest {t.largest:.2g})")  # fmt: skip
+            detail = (dtype, f"{t.rounding:.0%}", f"{t.largest:.2g}")
+            reasons[name] = Reason(Kind.SINKS, name, detail)
     return reasons
 
 

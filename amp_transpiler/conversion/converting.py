@@ -22,6 +22,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.inline import inline_functions
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -39,7 +40,7 @@ from amp_transpiler.runtime.budget import calibration_budget, within
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
 
 #: In the reasons of operators that cannot run in 16 bit whatever the mode.
-_GAPS = ("no CUDA kernel", "does not take", "does not know")
+_GAPS = (Kind.NO_KERNEL, Kind.NOT_TAKEN, Kind.NO_CAST)
 
 
 def convert(
@@ -216,7 +217,7 @@ class _Job:
                                     f"it has {', '.join(map(repr, every))}")  # fmt: skip
         return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype == "float32")
 
-    def _outside(self, program: Program) -> Callable[[Operator], str]:
+    def _outside(self, program: Program) -> Callable[[Operator], Reason | None]:
         """Why patterns keep an operator as it is."""
         ops = list(program.walk())
         only = matching(ops, self.only, "only") if self.only else None
@@ -226,15 +227,15 @@ class _Job:
             raise ArgumentError(f"convert: every operator that {list(self.only or ())} selects is excepted by "
                                 f"{list(self.exclude or ())}; nothing is left to convert")  # fmt: skip
 
-        def outside(op: Operator) -> str:
+        def outside(op: Operator) -> Reason | None:
             inner: Operator | None = op
             chosen = only is None
             while inner is not None:
                 if inner in exclude:
-                    return f"matches --except {exclude[inner]!r}"
+                    return Reason(Kind.EXCEPTED, detail=(repr(exclude[inner]),))
                 chosen = chosen or (only is not None and inner in only)
                 inner = inner.program.parent
-            return "" if chosen else "outside --only"
+            return None if chosen else Reason(Kind.OUTSIDE_ONLY)
 
         return outside
 
@@ -258,7 +259,7 @@ class _Job:
             unproved = next((v for v in tensors if not ranges.within(v, limit)), None)
             if unproved is not None:
                 name = written_name(unproved)
-                evidence.keep(op, f"black list, and nothing proves that '{name}' fits {self.dtype}")
+                evidence.keep(op, Reason(Kind.UNPROVED, name, (self.dtype,)))
 
     def assign(self, program: Program, evidence: Evidence | None, narrow: frozenset[str]) -> Assignment:
         """Decide every operator and insert the casts."""
@@ -268,7 +269,7 @@ class _Job:
 
 def _gaps(program: Program, dtype: str) -> list[str]:
     """What stays fp32 for want of a kernel or a schema, in one line."""
-    types = Counter(op.full_type for op in program.walk() if any(gap in op.reason for gap in _GAPS))
+    types = Counter(op.full_type for op in program.walk() if op.why is not None and op.why.kind in _GAPS)
     listed = ", ".join(f"{name} ({count})" for name, count in sorted(types.items()))
     return (
         [f"without a {dtype} kernel on CUDA, or {dtype} in their schema at opset {program.opset()}: {listed}"]

@@ -185,11 +185,11 @@ def _keep_measured(program: Program, calibration: Any) -> list[str]:
     narrow = reference.clone()
     cast_model_to_fp16(narrow, use_fp16_guard=False, numeric_guards=True)
     found = unsafe(measure(reference, narrow, batches, "float16"), "float16")
-    for name, reason in found.items():
+    for name, why in found.items():
         variable = program.var(name)
         for op in (variable.producer, *(reader for reader, _ in variable.readers)):
             if op is not None:
-                op.metadata.setdefault(FULL, reason)
+                op.metadata.setdefault(FULL, str(why))
     if not found:
         return []
     tensors = "1 tensor does" if len(found) == 1 else f"{len(found)} tensors do"

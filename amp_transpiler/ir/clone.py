@@ -106,7 +106,8 @@ class _Cloner:
         attrs = old.attrs.copy_with(lambda nested: self.program(nested, copies))
         op = new.add_operator(old.type, _mapped(old.inputs, copies), _mapped(old.outputs, copies), attrs=attrs,
                               domain=old.domain, name=old.name, role=old.role)  # fmt: skip
-        op.guard, op.scope, op.precision, op.reason = old.guard, old.scope, old.precision, old.reason
+        op.guard, op.scope, op.precision = old.guard, old.scope, old.precision
+        op.why, op.inserted = old.why, old.inserted
         op.overload, op.doc, op.metadata, op.source = old.overload, old.doc, dict(old.metadata), old.source
         read = {v.outer for nested in op.attrs.programs for v in nested.variables}
         for variable in old.captures:

@@ -26,6 +26,7 @@ from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.opdef import lookup, rule_of
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 
 Entry = Callable[..., Sequence[Variable | None]]
@@ -67,9 +68,9 @@ class Parts:
         self._full = ""
 
     @contextmanager
-    def fp32(self, reason: str) -> Iterator[None]:
+    def fp32(self, why: Kind) -> Iterator[None]:
         """What is written inside runs in fp32 whatever the lists say: the operator computes this in fp32 inside."""
-        before, self._full = self._full, reason
+        before, self._full = self._full, str(Reason(why))
         try:
             yield
         finally:
@@ -165,7 +166,7 @@ class Parts:
 
     def _mark(self, new: Operator) -> None:
         op = self.op
-        new.scope, new.guard, new.role, new.precision, new.reason = op.scope, op.guard, op.role, op.precision, op.reason
+        new.scope, new.guard, new.role, new.precision, new.why = op.scope, op.guard, op.role, op.precision, op.why
         new.metadata.update(op.metadata)
         if self._full:
             new.metadata[FULL] = self._full

@@ -81,5 +81,5 @@ def _carry_marks(old: Program, new: Program, calls: set[tuple[str, str, str]]) -
 
 def _mark(op: Operator, call: Operator) -> None:
     for inner in [op, *(o for nested in op.attrs.programs for o in nested.walk())]:
-        inner.role, inner.guard, inner.precision, inner.reason = call.role, call.guard, call.precision, call.reason
+        inner.role, inner.guard, inner.precision, inner.why = call.role, call.guard, call.precision, call.why
         inner.scope = inner.scope or call.scope

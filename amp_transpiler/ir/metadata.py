@@ -9,22 +9,22 @@ import json
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.nodes import Window
 from amp_transpiler.ir.program import FORWARD, ROLES, Operator, Program
+from amp_transpiler.ir.reasons import Kind, pack, unpack
 from amp_transpiler.ir.weights import not_a_weight
 
 PREFIX = "amp_transpiler."
-#: The reason on casts that a pass inserted. Passes look through those casts, so that running twice changes nothing.
-INSERTED = "cast: "
 #: Metadata entry: why an operator runs in fp32 whatever the lists say. A part of an operator that does so inside.
 FULL = PREFIX + "fp32"
 #: Operator, of the own domain, that sets a variable to the content that it carries.
 INITIALIZER = "ArrayInitializer"
+_WHY = PREFIX + "why"
 _STATE = PREFIX + "state"
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def inserted(op: Operator | None) -> bool:
     """Whether a pass inserted this cast."""
-    return op is not None and op.type == "Cast" and op.reason.startswith(INSERTED)
+    return op is not None and op.inserted
 
 
 def read_marks(op: Operator, metadata: dict[str, str]) -> None:
@@ -35,7 +35,8 @@ def read_marks(op: Operator, metadata: dict[str, str]) -> None:
     if rest.get(PREFIX + "guard") == "1":
         op.guard = bool(rest.pop(PREFIX + "guard"))
     op.precision = rest.pop(PREFIX + "precision", "")
-    op.reason = rest.pop(PREFIX + "reason", "")
+    op.why = unpack(rest.pop(PREFIX + "reason", ""), rest.pop(_WHY, ""))
+    op.inserted = op.type == "Cast" and op.why is not None and op.why.kind is Kind.CAST
     scope = rest.pop(PREFIX + "scope", None)
     op.metadata = rest
     op.scope = derived_scope(op) if scope is None else scope
@@ -52,8 +53,11 @@ def written_marks(op: Operator) -> dict[str, str]:
         marks[PREFIX + "scope"] = op.scope
     if op.precision:
         marks[PREFIX + "precision"] = op.precision
-    if op.reason:
+    if op.why is not None:
         marks[PREFIX + "reason"] = op.reason
+        packed = pack(op.why)
+        if packed:
+            marks[_WHY] = packed
     return marks
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_attributes
 
@@ -112,10 +113,11 @@ class Variable:
 
 
 class Operator:
-    """One operator. ``reason`` says why it has its precision; ``guard`` whether it lies in an fp16 guard."""
+    """One operator. ``why`` says why it has its precision, ``guard`` whether it lies in an fp16 guard, ``inserted``
+    whether it is a cast that a pass put in: passes look through those, so that running twice changes nothing."""
 
-    __slots__ = ("_inputs", "_outputs", "attrs", "doc", "domain", "guard", "key", "metadata", "name", "overload",
-                 "precision", "program", "reason", "role", "scope", "source", "type")  # fmt: skip
+    __slots__ = ("_inputs", "_outputs", "attrs", "doc", "domain", "guard", "inserted", "key", "metadata", "name",
+                 "overload", "precision", "program", "role", "scope", "source", "type", "why")  # fmt: skip
 
     def __init__(self, program: Program, key: int, type: str, domain: str) -> None:
         self.program = program
@@ -130,13 +132,23 @@ class Operator:
         self.scope = ""
         #: "float16", "bfloat16" or "float32" once a precision pass has decided; "" before.
         self.precision = ""
-        self.reason = ""
+        self.why: Reason | None = None
+        self.inserted = False
         self.doc = ""
         self.metadata: dict[str, str] = {}
         #: Fields of the file's NodeProto that have no place here (None where there are none).
         self.source: Any = None
         self._inputs: list[Variable | None] = []
         self._outputs: list[Variable | None] = []
+
+    @property
+    def reason(self) -> str:
+        """The text of ``why``; "" where there is none."""
+        return "" if self.why is None else str(self.why)
+
+    @reason.setter
+    def reason(self, text: str) -> None:
+        self.why = parse(text) if text else None
 
     @property
     def inputs(self) -> Sequence[Variable | None]:

@@ -11,6 +11,7 @@ import numpy as np
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.opdef import gradient_type
 from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.monitor.steps import TrainingStep
@@ -115,7 +116,8 @@ def in_fp32(program: Program, black: Callable[[Operator], bool]) -> frozenset[st
     for op in forward:
         if inserted(op):
             continue
-        follows = ": follows " in op.reason and any(source(v).producer in chosen for v in op.inputs if v is not None)
+        gray = op.why is not None and op.why.kind in (Kind.FOLLOWS, Kind.FOLLOWS_WIDENING)
+        follows = gray and any(source(v).producer in chosen for v in op.inputs if v is not None)
         if black(op) or follows:
             chosen[op] = None
             wide |= _halves(op.outputs)

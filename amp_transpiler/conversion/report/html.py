@@ -103,7 +103,7 @@ def _program(program: ProgramRecord, strings: _Strings) -> dict[str, Any]:
         "graph": [strings(op.program) for op in operators],
         "precision": [strings(op.precision) for op in operators],
         "reason": [strings(op.reason) for op in operators],
-        "group": [strings(group(op.reason)) for op in operators],
+        "group": [strings(group(op.why)) for op in operators],
         "kind": [KINDS.index(kind(op)) for op in operators],
         "holder": [-1 if op.holder is None else op.holder for op in operators],
         "reads": [op.reads for op in operators],

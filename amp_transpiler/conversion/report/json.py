@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.report.record import Conversion, ProgramRecord
+from amp_transpiler.conversion.report.record import Conversion, OperatorRecord, ProgramRecord
 from amp_transpiler.conversion.report.summary import casts, kind, kinds, reasons
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.files import put, write_files
@@ -49,12 +49,17 @@ def _program(program: ProgramRecord) -> dict[str, Any]:
     """Operators and tensors hold plain values alone, and there are many: they go in as they are."""
     fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
     return fields | {
-        "operators": [vars(op) | {"kind": kind(op)} for op in program.operators],
+        "operators": [_operator(op) for op in program.operators],
         "tensors": [vars(tensor) for tensor in program.tensors],
         "kinds": kinds(program),
         "reasons": reasons(program),
         "cast_list": [vars(cast) for cast in casts(program)],
     }
+
+
+def _operator(op: OperatorRecord) -> dict[str, Any]:
+    shown = (("reason", op.reason) if name == "why" else (name, value) for name, value in vars(op).items())
+    return dict(shown) | {"kind": kind(op)}
 
 
 def plain(value: Any, where: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.tensors import byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import ConstantNote
@@ -42,13 +43,18 @@ class OperatorRecord:
     scope: str
     program: str
     precision: str
-    reason: str
+    why: Reason | None
     inserted: bool  # a cast that the conversion inserted
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     holder: int | None
+
+    @property
+    def reason(self) -> str:
+        """The text of ``why``; "" where there is none."""
+        return "" if self.why is None else str(self.why)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, i
         op.scope,
         op.program.name,
         precision,
-        op.reason,
+        op.why,
         inserted(op),
         tuple(v.name for v in inputs),
         tuple(v.name for v in outputs),

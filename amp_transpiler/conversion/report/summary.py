@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
 
 from amp_transpiler.conversion.report.record import Conversion, OperatorRecord, ProgramRecord, TensorRecord
 from amp_transpiler.errors import OrderError
+from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.tensors import byte_size
-from amp_transpiler.ir.types import HALF
+from amp_transpiler.ir.types import SHORT
 from amp_transpiler.passes.partition.assign_precision import NOMINAL
-from amp_transpiler.passes.view.typing import SHORT
 
 #: How an operator runs: in 16 bit, in fp32, as the model has it, or as a cast that the conversion inserted.
 HALF_KIND, FULL_KIND, UNTOUCHED_KIND, CAST_KIND = KINDS = ("16 bit", "fp32", "untouched", "cast")
@@ -34,12 +33,10 @@ def kind(op: OperatorRecord) -> str:
     """Which of :data:`KINDS` an operator is: by its reason, without one by its type."""
     if op.inserted:
         return CAST_KIND
-    prefix = op.reason.partition(": ")[0]
-    if prefix in (SHORT["float16"], SHORT["bfloat16"]) or (not op.reason and op.precision in HALF):
+    runs = SHORT.get(op.precision, "") if op.why is None else op.why.runs
+    if runs in (SHORT["float16"], SHORT["bfloat16"]):
         return HALF_KIND
-    if prefix == SHORT["float32"] or (not op.reason and op.precision == "float32"):
-        return FULL_KIND
-    return UNTOUCHED_KIND
+    return FULL_KIND if runs == SHORT["float32"] else UNTOUCHED_KIND
 
 
 def kinds(program: ProgramRecord) -> dict[str, int]:
@@ -65,23 +62,14 @@ def elements(tensor: TensorRecord) -> int:
     return math.prod(size if isinstance(size, int) else NOMINAL for size in shape)
 
 
-_AFTER = re.compile(r"\bafter .+?: ")
-_FOLLOWS = re.compile(r"\b(follows) .+$")
-_CASTS = re.compile(r"^(cast:) .+ (to \w+)$")
-_QUOTED = re.compile(r"'[^']*'")
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+|\d{3,})(?![\w.])")
-
-
-def group(reason: str) -> str:
-    """A reason without the names and the measured numbers in it, so that reasons of one sort are equal."""
-    text = _CASTS.sub(r"\1 … \2", reason)
-    text = _AFTER.sub("after …: ", _FOLLOWS.sub(r"\1 …", _QUOTED.sub("'…'", text)))
-    return _NUMBER.sub("…", text)
+def group(why: Reason | None) -> str:
+    """A reason without the names and the measured numbers in it; "" for none."""
+    return "" if why is None else why.group()
 
 
 def reasons(program: ProgramRecord) -> dict[str, int]:
     """Groups of reasons with the number of operators, the largest first; "" (no reason) left out."""
-    found = Counter(group(op.reason) for op in program.operators if op.reason)
+    found = Counter(group(op.why) for op in program.operators if op.why)
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 

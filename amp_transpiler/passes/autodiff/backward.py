@@ -14,6 +14,7 @@ from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.opdef import Gradient, body_of, gradient_type, lookup
 from amp_transpiler.ir.patterns import is_pattern, matching_names, names_of_parameter
 from amp_transpiler.ir.program import BACKWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -351,7 +352,7 @@ class _Sweep:
         grad = op.program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
         grad.metadata.update(op.metadata)
         _place_beside(grad, op)
-        grad.precision, grad.reason = op.precision, f"gradient of {op.label}"
+        grad.precision, grad.why = op.precision, Reason(Kind.GRADIENT, op.label)
         self.made.append((grad, op))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from amp_transpiler.ir.clone import clone_graph
 from amp_transpiler.ir.program import BACKWARD, Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def append_if_gradient(op: Operator, sweep: Sweep) -> None:
         for variable in branch.variables:
             if variable.outer is not None:
                 grad.add_capture(variable.outer)
-    grad.scope, grad.guard, grad.reason = op.scope, op.guard, f"gradient of {op.label}"
+    grad.scope, grad.guard, grad.why = op.scope, op.guard, Reason(Kind.GRADIENT, op.label)
 
 
 def _branch(branch: Program, known: list[tuple[int, Variable]], captured: list[Variable], sweep: Sweep) -> Program:

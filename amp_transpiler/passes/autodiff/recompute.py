@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from amp_transpiler.ir.opdef import body_of, traits_of
 from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ops.training.random import MASK_ID, mask_stream
 from amp_transpiler.ops.training.recompute import DROPOUT, INPUT, TOKEN
 
@@ -135,7 +136,7 @@ class _Copier:
                                          role=BACKWARD)  # fmt: skip
         copy.metadata.update(op.metadata)
         copy.guard, copy.scope, copy.precision = op.guard, op.scope, op.precision
-        copy.reason = f"recomputed for the gradients of {self.segment.name}"
+        copy.why = Reason(Kind.RECOMPUTED, self.segment.name)
         return copy
 
     def _input(self, variable: Variable, source: Variable) -> Variable:

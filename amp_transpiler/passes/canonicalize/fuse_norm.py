@@ -14,6 +14,7 @@ import numpy as np
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.view.constants import content
 
@@ -59,7 +60,7 @@ def keep_root_mean_squares(program: Program) -> list[str]:
         products = [op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers
                     if op.type == "Mul"]  # fmt: skip
         for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
-            op.metadata[FULL] = "statistics of a normalisation"
+            op.metadata[FULL] = str(Reason(Kind.STATISTICS))
         count += 1
     program._touch()
     return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import operator_name
@@ -39,29 +40,29 @@ class Evidence:
     (a mask saturated to the format's minimum). ``constants``: what befell constants, for the report.
     """
 
-    operators: dict[Operator, str] = field(default_factory=dict)
-    tensors: dict[Variable, str] = field(default_factory=dict)
+    operators: dict[Operator, Reason] = field(default_factory=dict)
+    tensors: dict[Variable, Reason] = field(default_factory=dict)
     replaced: dict[Variable, float] = field(default_factory=dict)
     constants: list[ConstantNote] = field(default_factory=list)
 
-    def keep(self, op: Operator, reason: str) -> None:
+    def keep(self, op: Operator, why: Reason) -> None:
         """Let the operator run in fp32; the first reason stands."""
-        self.operators.setdefault(op, reason)
+        self.operators.setdefault(op, why)
 
-    def keep_tensor(self, variable: Variable, reason: str) -> None:
+    def keep_tensor(self, variable: Variable, why: Reason) -> None:
         """Never store the tensor in 16 bit; the first reason stands."""
-        self.tensors.setdefault(source(variable), reason)
+        self.tensors.setdefault(source(variable), why)
 
-    def against(self, op: Operator, lists: AutoMixedPrecisionLists | None = None) -> str:
-        """Why the operator runs in fp32; "" where nothing speaks against 16 bit.
+    def against(self, op: Operator, lists: AutoMixedPrecisionLists | None = None) -> Reason | None:
+        """Why the operator runs in fp32; None where nothing speaks against 16 bit.
 
         ``lists``: what their custom white list names is the caller's business, and nothing speaks against it.
         """
         if lists is not None and operator_name(op) in lists.custom_white_list:
-            return ""
+            return None
         if op in self.operators:
             return self.operators[op]
         for variable in (*op.outputs, *op.inputs):
             if variable is not None and source(variable) in self.tensors:
                 return self.tensors[source(variable)]
-        return ""
+        return None

@@ -12,6 +12,7 @@ import math
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.view.constants import is_constant
@@ -61,7 +62,7 @@ def _forwards(ops: list[Operator], evidence: Evidence) -> None:
         origin = next((counted[v] for v in read_floats if v in counted), None)
         if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
             continue
-        evidence.keep(op, f"counts: it computes with the integers of '{origin}'")
+        evidence.keep(op, Reason(Kind.COUNTS, origin))
         if name not in _ENDS:
             counted.update((v, origin) for v in op.outputs if v is not None and is_float(v))
 
@@ -99,7 +100,7 @@ def _backwards(ops: list[Operator], evidence: Evidence) -> None:
         target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
         if target is None or not (name in _ROUNDS or moves(op)):
             continue
-        evidence.keep(op, f"becomes an integer in '{target}'")
+        evidence.keep(op, Reason(Kind.BECOMES_INTEGER, target))
         for variable in _operands(op):
             if not is_constant(source(variable)):
                 becomes.setdefault(source(variable), target)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from amp_transpiler.ir.metadata import FULL, inserted
 from amp_transpiler.ir.program import Operator, Program, Variable
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.integer_valued import keep_positions
@@ -21,9 +22,7 @@ from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import written_name
-from amp_transpiler.passes.view.typing import SHORT, operator_name
-
-_FULL = "fp32: "
+from amp_transpiler.passes.view.typing import operator_name
 
 
 def known_evidence(program: Program, dtype: str, ranges: Ranges,
@@ -50,7 +49,7 @@ def training_evidence(program: Program, dtype: str, like: Program | None = None)
     evidence = known_evidence(program, dtype, Ranges(program, trained=True))
     for variable in evidence.replaced:
         if variable.persistable:  # only constants are brought into the format
-            evidence.keep_tensor(variable, f"parameter '{variable.name}' holds a mask beyond {SHORT[dtype]}")
+            evidence.keep_tensor(variable, Reason(Kind.PARAMETER_MASK, variable.name, (SHORT[dtype],)))
     evidence.replaced.clear()
     return evidence if like is None else _as_in(like, program, evidence)
 
@@ -67,7 +66,7 @@ def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> N
         if op is None or op in seen or op.attrs.programs or operator_name(op) in lists.white_list:
             continue
         seen.add(op)
-        op.metadata.setdefault(FULL, "makes the loss")
+        op.metadata.setdefault(FULL, str(Reason(Kind.LOSS)))
         pending += [v.producer for v in op.inputs if v is not None and v not in ends and v.dtype in FLOATS]
 
 
@@ -80,8 +79,9 @@ def _as_in(other: Program, program: Program, evidence: Evidence) -> Evidence:
         if there is None:
             why = evidence.against(op)
         else:
-            why = there.reason.removeprefix(_FULL) if there.reason.startswith(_FULL) else ""
-        if why:
+            full = there.why is not None and there.why.runs == SHORT["float32"]
+            why = there.why.running("") if full and there.why is not None else None
+        if why is not None:
             found.keep(op, why)
     return found
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
@@ -28,7 +29,7 @@ WIDE, SQUARE, TINY, INVERSE = 4, 8, 16, 32
 VANISHING, BEYOND = 64, 128
 _KEPT = WIDE | SQUARE | TINY | INVERSE | VANISHING | BEYOND
 
-Cause = tuple[Operator | None, str]
+Cause = tuple[Operator | None, Reason]
 
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 #: Sums over axes.
@@ -61,10 +62,10 @@ class Spread:
         #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
         self.cause: dict[Variable, Cause] = {}
-        self._words: dict[Cause, str] = {}
+        self._words: dict[Cause, Reason] = {}
         self.divides = _before_division(flow)
 
-    def sweep(self, seed: Callable[[Operator, str], tuple[int, str] | None]) -> None:
+    def sweep(self, seed: Callable[[Operator, str], tuple[int, Reason] | None]) -> None:
         """Go over the program; ``seed`` says what an operator makes of ordinary operands, and why it is kept."""
         for _ in range(2 if self.flow.loops else 1):
             for op, name, read in self.flow.steps:
@@ -93,20 +94,20 @@ class Spread:
             for edges in (self.flow.results, self.flow.entries, self.flow.loops):
                 pending.extend(edges.get(variable, ()))
 
-    def _after(self, cause: Cause) -> str:
-        """The words for a tensor further on."""
+    def _after(self, cause: Cause) -> Reason:
+        """The reason for a tensor further on."""
         if cause not in self._words:
             maker, why = cause
-            self._words[cause] = f"after {label(maker)}: {why}" if maker is not None else why
+            self._words[cause] = Reason(Kind.AFTER, label(maker), cause=why) if maker is not None else why
         return self._words[cause]
 
-    def _visit(self, op: Operator, name: str, read: list[Variable | None], seed: tuple[int, str] | None) -> None:
+    def _visit(self, op: Operator, name: str, read: list[Variable | None], seed: tuple[int, Reason] | None) -> None:
         known = [self.state.get(v, 0) if v is not None else 0 for v in read]
         bits, cause = 0, None
         if any(known):
             masks, doubled = self._masks(op, name, known)
             if doubled and seed is None:
-                seed = WIDE, "adds two masks, each with the smallest number of the format"
+                seed = WIDE, Reason(Kind.TWO_MASKS)
             bits = masks | self._carried(op, name, known)
             cause = next(self.cause[v] for v, b in zip(read, known, strict=True) if b and v is not None)
         if seed is not None and not bits & SQUARE:  # the sum of squares is about the squares

@@ -20,7 +20,8 @@ from typing import Protocol
 
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.program import Operator, Program, Variable
-from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable, masking
 from amp_transpiler.passes.numerics.overflow_propagation import (
@@ -37,18 +38,15 @@ from amp_transpiler.passes.numerics.weight_norms import LARGE, gain, weights
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
-from amp_transpiler.passes.view.typing import SHORT, operator_name
+from amp_transpiler.passes.view.typing import operator_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
 FEW = 4
 #: How far the maximum is followed back through operators that move it.
 _HOPS = 4
-_NEGATIVE = "a negative power leaves fp16 near 0"
-
 _GROWS = {
-    "ReduceProd": "multiplies many elements", "CumProd": "multiplies many elements",
-    "Det": "multiplies many elements", "Cosh": "an exponential leaves fp16 from 12 on",
-    "Sinh": "an exponential leaves fp16 from 12 on",
+    "ReduceProd": Kind.MULTIPLIES, "CumProd": Kind.MULTIPLIES, "Det": Kind.MULTIPLIES,
+    "Cosh": Kind.HYPERBOLIC, "Sinh": Kind.HYPERBOLIC,
 }  # fmt: skip
 _SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
 
@@ -78,12 +76,12 @@ def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evide
     binary = binary_tensors(flow)
     spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items():
-        spread.mark(variable, bit, (None, f"'{variable.name}' is a mask"))
+        spread.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     guards = _Guards(spread, ranges)
     for variable in program.inputs:
         why = guards.beyond(variable)
         if why:
-            spread.mark(variable, WIDE, (None, f"'{variable.name}': {why}"))
+            spread.mark(variable, WIDE, (None, Reason(Kind.INPUT, variable.name, cause=why)))
     spread.sweep(guards.seed)
     guards.keep_subtracted_squares(evidence)
     guards.keep_spectra(evidence)
@@ -106,7 +104,7 @@ class _Guards:
         self.logged = self._before(lambda op, name: name == "Log")
         self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
 
-    def seed(self, op: Operator, name: str) -> tuple[int, str] | None:
+    def seed(self, op: Operator, name: str) -> tuple[int, Reason] | None:
         """What the operator makes (see :mod:`.spread`) and why it stays fp32; None where nothing speaks against it."""
         made = op.output(0)
         if made is None:
@@ -115,7 +113,7 @@ class _Guards:
         if found is None and self.float16:
             why = self._grows(op, name)
             if why and not self.ranges.within(made, self.limit):
-                found = INVERSE if why == _NEGATIVE else WIDE, why
+                found = INVERSE if why.kind is Kind.NEGATIVE_POWER else WIDE, why
         return found or self._proved(op, made)
 
     def keep_subtracted_squares(self, evidence: Evidence) -> None:
@@ -126,7 +124,7 @@ class _Guards:
                 continue
             for squared in read:
                 maker = squared.producer if squared is not None and squared in self.squares else None
-                why = f"the square that {label(op)} takes off a mean of squares"
+                why = Reason(Kind.SUBTRACTED_SQUARE, label(op))
                 while maker is not None and (moves(maker) or operator_name(maker) in _MEANS):
                     evidence.keep(maker, why)
                     if operator_name(maker) in _SUMMING:
@@ -145,7 +143,7 @@ class _Guards:
         for made, squared in found.items() if self.float16 else ():
             if made not in self.logged:
                 continue
-            why = f"the logarithm of its square '{written_name(made)}' shows the smallest numbers"
+            why = Reason(Kind.SPECTRUM, written_name(made))
             pending = [(squared, False)]
             while pending:
                 variable, summed = pending.pop()
@@ -159,19 +157,19 @@ class _Guards:
                     continue
                 pending += [(v, summed or name in PRODUCTS) for v in self.flow.inputs[maker] if v is not None]
 
-    def beyond(self, variable: Variable) -> str:
-        """Which sound interval puts the tensor wholly beyond the format; "" where none does."""
+    def beyond(self, variable: Variable) -> Reason | None:
+        """Which sound interval puts the tensor wholly beyond the format; None where none does."""
         interval = self.ranges.bound(variable)
         if interval is None or (-self.limit <= interval[1] and interval[0] <= self.limit):
-            return ""
-        return f"its values lie in [{interval[0]:g}, {interval[1]:g}], beyond {self.short}"
+            return None
+        return Reason(Kind.INTERVAL, detail=(f"{interval[0]:g}", f"{interval[1]:g}", self.short))
 
-    def _proved(self, op: Operator, variable: Variable) -> tuple[int, str] | None:
+    def _proved(self, op: Operator, variable: Variable) -> tuple[int, Reason] | None:
         if variable.dtype not in ("float32", self.spread.dtype) or constants.is_constant(variable):
             return None
         masked = any(v is not None and self.spread.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
         masked |= bool(self.spread.state.get(variable, 0) & (LOW | HIGH))
-        why = "" if masked else self.beyond(variable)  # a saturated mask lies within, whatever it was before
+        why = None if masked else self.beyond(variable)  # a saturated mask lies within, whatever it was before
         return (WIDE, why) if why else None
 
     # -- squares -----------------------------------------------------------------------------------------
@@ -181,18 +179,19 @@ class _Guards:
             return read[0]
         return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
 
-    def _squares(self, op: Operator, name: str, made: Variable) -> tuple[int, str] | None:
-        why = "leaves fp16 beyond 255 and vanishes near 0" if self.float16 else "keeps too few digits in bf16"
+    def _squares(self, op: Operator, name: str, made: Variable) -> tuple[int, Reason] | None:
+        square = Reason(Kind.SQUARE_RANGE if self.float16 else Kind.SQUARE_DIGITS)
         if (made in self.squares and made in self.summed) or name == "ReduceSumSquare":
-            return SQUARE, f"sums squares: x*x {why}"
+            return SQUARE, Reason(Kind.SUMS_SQUARES, cause=square)
         if made in self.squares and made in self.logged and self.float16:
-            return SQUARE, f"a square before a logarithm: x*x {why}"
+            return SQUARE, Reason(Kind.SQUARE_BEFORE_LOG, cause=square)
         if name == "ReduceL2":
-            return TINY if made in self.spread.divides else 0, f"sums squares inside: x*x {why}"
+            return TINY if made in self.spread.divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
         if name == "LpNormalization" and op.attrs.get("p", 2) == 2:
-            return 0, f"sums squares inside: x*x {why}"
+            return 0, Reason(Kind.SQUARES_INSIDE, cause=square)
         if name in ("LpPool", "GlobalLpPool"):
-            return 0, f"sums powers inside: x**p {why}"
+            power = Reason(Kind.POWER_RANGE if self.float16 else Kind.POWER_DIGITS)
+            return 0, Reason(Kind.POWERS_INSIDE, cause=power)
         return None
 
     def _before(self, ends: Callable[[Operator, str], bool]) -> frozenset[Variable]:
@@ -217,37 +216,42 @@ class _Guards:
         return frozenset(found)
 
     # -- range -------------------------------------------------------------------------------------------
-    def _grows(self, op: Operator, name: str) -> str:
+    def _grows(self, op: Operator, name: str) -> Reason | None:
         """Why the result may leave float16."""
         if name in SUMS:
             terms = summed_terms(op, self.flow)
             if terms is not None and terms <= self.limit and self._shifted(self._maker(op)):
-                return ""  # each term is 1 at most
-            return "" if terms is not None and terms <= FEW else f"sums {terms or 'an unknown number of'} elements"
+                return None  # each term is 1 at most
+            many = Reason(Kind.SUMS, detail=(str(terms or "an unknown number of"),))
+            return None if terms is not None and terms <= FEW else many
         if name in ("Mul", "Pow") and op.outputs[0] in self.squares and op.outputs[0] in self.cubed:
-            return "a square on the way to a higher power"
+            return Reason(Kind.HIGHER_POWER)
         if name == "Pow":
             exponent = self._exponent(op)
             if exponent is None:
-                return "raises to a power that is not constant"
-            return _NEGATIVE if exponent < 0 else f"raises to the power {exponent:g}" if exponent > 2 else ""
+                return Reason(Kind.ANY_POWER)
+            if exponent < 0:
+                return Reason(Kind.NEGATIVE_POWER)
+            return Reason(Kind.POWER, detail=(f"{exponent:g}",)) if exponent > 2 else None
         if name == "Mul" and self._cubes(self.flow.inputs[op]):
-            return "multiplies a number by its square"
+            return Reason(Kind.TIMES_SQUARE)
         if name in PRODUCTS:
             return self._gains(op, name)
         if name == "Exp":
-            return "" if self._shifted(op) else "an exponential leaves fp16 from 11.1 on"
-        return _GROWS.get(name, "")
+            return None if self._shifted(op) else Reason(Kind.EXPONENTIAL)
+        return Reason(_GROWS[name]) if name in _GROWS else None
 
-    def _gains(self, op: Operator, name: str) -> str:
+    def _gains(self, op: Operator, name: str) -> Reason | None:
         found = weights(op, name)
         variable = self.flow.inputs[op][found[0]] if found else None
         if found is None or variable is None:
-            return ""
+            return None
         if (variable, found[1]) not in self.gains:
             self.gains[variable, found[1]] = gain(variable, found[1])
         norm = self.gains[variable, found[1]]
-        return f"weights of norm {norm:.3g} take inputs of {self.limit / norm:.2g} out of fp16" if norm >= LARGE else ""
+        if norm < LARGE:
+            return None
+        return Reason(Kind.GAIN, detail=(f"{norm:.3g}", f"{self.limit / norm:.2g}"))
 
     def _exponent(self, op: Operator) -> float | None:
         return self.flow.number(op.input(1))

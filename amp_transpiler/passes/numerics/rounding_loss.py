@@ -16,15 +16,16 @@ import numpy as np
 
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, release
-from amp_transpiler.ir.types import FLOATS, LIMITS, element_type, numpy_dtype
+from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, VANISHING, WIDE, Spread
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow, every_variable
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import SHORT, Obstacle, narrowed, operator_name
+from amp_transpiler.passes.view.typing import Obstacle, narrowed, operator_name
 
 #: Relative error (L2) from which on a factor does not survive.
 TOLERANCE = 2.0**-7
@@ -120,7 +121,7 @@ class _Survival:
         self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
         self.flow = flow
         #: Constants that stay fp32, for :class:`.spread.Spread`.
-        self.kept: dict[Variable, tuple[int, str]] = {}
+        self.kept: dict[Variable, tuple[int, Reason]] = {}
 
     @cached_property
     def binary(self) -> frozenset[Variable]:
@@ -160,9 +161,9 @@ class _Survival:
         with np.errstate(over="ignore", under="ignore"):
             found = losses(array.astype(np.float32), self.dtype)
         if found.beyond:
-            self._keep(variable, BEYOND | WIDE, f"holds {found.largest:g}, beyond {self.short}")
+            self._keep(variable, BEYOND | WIDE, Kind.CONSTANT_BEYOND, f"{found.largest:g}")
         elif found.vanishing and found.largest <= LIMITS[self.dtype].vanish and self._roles(variable) != {BIAS}:
-            self._keep(variable, VANISHING, f"holds {found.smallest:g}, which is 0 in {self.short}")
+            self._keep(variable, VANISHING, Kind.CONSTANT_VANISHES, f"{found.smallest:g}")
 
     def _narrow(self, variable: Variable) -> bool:
         """Whether an operator reads it in 16 bit, or hands it to where one may."""
@@ -184,7 +185,7 @@ class _Survival:
             self.evidence.replaced[variable] = limit
             action = f"takes {limit:g} instead: it only masks"
         else:
-            action = self._keep(variable, BEYOND | WIDE, f"holds {worst:g}, beyond {self.short}")
+            action = self._keep(variable, BEYOND | WIDE, Kind.CONSTANT_BEYOND, f"{worst:g}")
         self._note(variable, "overflow", found.beyond, found.size, worst, action)
 
     def _underflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
@@ -195,9 +196,9 @@ class _Survival:
             off = relative_error(array, self.dtype)
         action = ""
         if entire and roles != {BIAS}:
-            action = self._keep(variable, VANISHING, f"holds {found.smallest:g}, which is 0 in {self.short}")
+            action = self._keep(variable, VANISHING, Kind.CONSTANT_VANISHES, f"{found.smallest:g}")
         elif off > TOLERANCE:
-            action = self._keep(variable, VANISHING, f"is {off:.2g} off in {self.short} (relative error)")
+            action = self._keep(variable, VANISHING, Kind.CONSTANT_OFF, f"{off:.2g}")
         elif found.vanishing:
             some = "its smallest elements become 0, the tensor as a whole keeps its values"
             action = "becomes 0 beside a sum" if entire else some
@@ -205,10 +206,10 @@ class _Survival:
             smallest = found.smallest if found.vanishing else found.largest
             self._note(variable, "underflow", found.vanishing, found.size, smallest, action)
 
-    def _keep(self, variable: Variable, bits: int, why: str) -> str:
-        reason = f"constant '{variable.name}' {why}"
-        self.evidence.keep_tensor(variable, reason)
-        self.kept.setdefault(variable, (bits, reason))
+    def _keep(self, variable: Variable, bits: int, kind: Kind, number: str) -> str:
+        why = Reason(kind, variable.name, (number, self.short))
+        self.evidence.keep_tensor(variable, why)
+        self.kept.setdefault(variable, (bits, why))
         return "what reads it stays fp32"
 
     def _note(self, variable: Variable, problem: str, count: int, size: int, worst: float, action: str) -> None:

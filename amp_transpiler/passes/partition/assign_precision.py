@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
 from amp_transpiler.passes.partition.cut import Cut, Tensor, solve, traffic
 from amp_transpiler.passes.precision.casts import apply
-from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
+from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program, own_cast
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import SHORT, declared, is_float, operator_name, programs
+from amp_transpiler.passes.view.typing import declared, is_float, operator_name, programs
 
 MODES = ("pure-fp16", "mixed", "auto")
 #: Size that an unknown dimension counts as in the traffic.
@@ -58,7 +60,7 @@ def assign(
     mode: str,
     evidence: Evidence | None,
     *,
-    outside: Callable[[Operator], str] = lambda op: "",
+    outside: Callable[[Operator], Reason | None] = lambda op: None,
     narrow_io: frozenset[str] = frozenset(),
 ) -> Assignment:
     """Decide every operator of ``program``, nested graphs included, and insert the casts, in place.
@@ -69,7 +71,7 @@ def assign(
         mode: "pure-fp16" and "auto" free whatever no list of the user's and no evidence binds; "mixed" binds
             the white list to 16 bit and the black list to fp32.
         evidence: reasons against 16 bit; None takes everything literally, and "pure-fp16" then frees nothing.
-        outside: why an operator is out of reach ("" where it is not).
+        outside: why an operator is out of reach (None where it is not).
         narrow_io: names of inputs and outputs that will be 16 bit.
 
     Raises: what :func:`.rewrite.rewrite_program` raises.
@@ -100,13 +102,13 @@ class _Choices(Rules):
     """A decision, or two, for every operator."""
 
     def __init__(self, program: Program, lists: AutoMixedPrecisionLists, mode: str, evidence: Evidence | None,
-                 outside: Callable[[Operator], str]) -> None:  # fmt: skip
+                 outside: Callable[[Operator], Reason | None]) -> None:  # fmt: skip
         super().__init__(program, lists)
         self.mode, self.evidence, self.outside = mode, evidence, outside
         self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
-        self.because = {"pure-fp16": "pure 16 bit", "auto": "nothing measured or known speaks against it"}.get(mode, "")
+        self.because = {"pure-fp16": Kind.PURE, "auto": Kind.FREE}.get(mode, Kind.BETWEEN)
 
     def collect(self) -> dict[Operator, Decision | Free]:
         """The choices of every operator, in program order."""
@@ -129,19 +131,19 @@ class _Choices(Rules):
         if outside:
             return self.full(op, outside)
         if name in lists.custom_black_list:
-            return self.full(op, "custom black list")
+            return self.full(op, Reason(Kind.CUSTOM_BLACK_LIST))
         white, black = name in lists.white_list, name in lists.black_list
         if not (white or black or name in lists.gray_list):
-            return self.as_it_is(op, "in no list", colour=BLACK)
-        against = self.evidence.against(op, lists) if self.evidence else ""
+            return self.as_it_is(op, Reason(Kind.NO_LIST), colour=BLACK)
+        against = self.evidence.against(op, lists) if self.evidence else None
         if against:
             return self.guarded(op, against)
         if self.mode == "mixed" and black:
-            return self.full(op, "black list")
-        half = self.half(op, "white list" if white else self.because or "between 16-bit operators")
+            return self.full(op, Reason(Kind.BLACK_LIST))
+        half = self.half(op, Reason(Kind.WHITE_LIST if white else self.because))
         if half.precision != self.dtype or white or self._literal:
             return half
-        full = self.full(op, "moves fewer bytes than casting to 16 bit and back")
+        full = self.full(op, Reason(Kind.CHEAPER))
         return Free(half, full) if full.precision == "float32" else half
 
     @property
@@ -159,9 +161,9 @@ class _Choices(Rules):
         read, made = op.input(0), op.output(0)
         if operator_name(op) != "Cast" or inserted(op) or read is None or made is None:
             return None
-        half = f"{SHORT[self.dtype]}: casts integers to what their readers take"
+        half = Reason(Kind.INTEGER_CAST, runs=SHORT[self.dtype])
         integers = _INTEGERS if self.dtype == "float16" else _NARROW_INTEGERS
-        ours = made.dtype == self.dtype and op.reason == half
+        ours = made.dtype == self.dtype and op.why == half
         if read.dtype not in integers or not (made.dtype == "float32" or ours):
             return None
         if self.forced(op) or self.outside(op) or (self.evidence and self.evidence.against(op)):
@@ -169,7 +171,7 @@ class _Choices(Rules):
         slots = declared(op)
         return Free(
             Decision(self.dtype, half, replace(slots, outputs=[self.dtype])),
-            Decision("float32", "untouched: the program's own cast to float32", replace(slots, outputs=["float32"])),
+            Decision("float32", own_cast("float32"), replace(slots, outputs=["float32"])),
         )
 
     def _bind_lonely(self, found: dict[Operator, Decision | Free]) -> None:
@@ -185,7 +187,7 @@ class _Choices(Rules):
                     stack.append(near)
         for op, choice in found.items():
             if isinstance(choice, Free) and op not in joined:
-                found[op] = self.full(op, "no 16-bit neighbour") if operator_name(op) != "Cast" else choice.full
+                found[op] = self.full(op, Reason(Kind.NO_NEIGHBOUR)) if operator_name(op) != "Cast" else choice.full
 
 
 def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[Operator]]:

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from amp_transpiler.ir.metadata import INSERTED
 from amp_transpiler.ir.program import FORWARD, Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import CastTensor
-from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ir.types import HALF, ONNX_TYPES, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import SHORT, is_float, kept_slots, operator_name, origin, programs, signature_of
+from amp_transpiler.passes.view.typing import is_float, kept_slots, operator_name, origin, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 
@@ -62,7 +62,7 @@ def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists
 def _retype(program: Program, decisions: Decisions, inserter: _Inserter, protected: set[Variable]) -> None:
     """Put precision, reason and types on operators and what they write, then cast what they read."""
     for op, decision in decisions.items():
-        op.precision, op.reason = decision.precision, decision.reason
+        op.precision, op.why = decision.precision, decision.why
         _write_outputs(op, decision, inserter, protected)
     for each in programs(program):
         for variable in each.variables:
@@ -149,14 +149,14 @@ def _move_rows(decisions: Decisions, narrow: Container[Variable], dtype: str) ->
             continue
         decision.slots.inputs[0] = decision.slots.outputs[0] = dtype
         decision.precision = dtype
-        decision.reason = f"{SHORT[dtype]}: moves rows of the 16-bit table '{table.name}'"
+        decision.why = Reason(Kind.MOVES_ROWS, table.name, runs=SHORT[dtype])
 
 
 def _constant_decision(variable: Variable, decisions: Decisions, dtype: str) -> None:
     if variable.producer is not None:
         decision = decisions[variable.producer]
         decision.slots.outputs[0], decision.precision = dtype, dtype
-        decision.reason = constant_reason(dtype)
+        decision.why = constant_reason(dtype)
 
 
 def _protected(program: Program, lists: AutoMixedPrecisionLists) -> set[Variable]:
@@ -320,7 +320,8 @@ def add_cast(source: Variable, target: Variable) -> None:
     to = cast_target(program, dtype)
     cast = program.add_operator("Cast", [source], [target], attrs={"to": to}, role=FORWARD)
     cast.guard, cast.scope = False, source.producer.scope if source.producer is not None else ""
-    cast.precision, cast.reason = dtype, f"{INSERTED}{source.name} to {dtype}"
+    cast.precision, cast.inserted = dtype, True
+    cast.why = Reason(Kind.CAST, source.name, (dtype,))
 
 
 def cast_target(program: Program, dtype: str) -> int | str:

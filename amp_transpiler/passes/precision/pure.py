@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.program import FORWARD, Operator, Program
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -84,22 +85,22 @@ class _Pure(Rules):
     def decide(self, op: Operator) -> Decision:
         name, lists = operator_name(op), self.lists
         if name in lists.custom_black_list:
-            return self.full(op, "custom black list")
+            return self.full(op, Reason(Kind.CUSTOM_BLACK_LIST))
         table = self.trainable_table(op)
         if table:
             return self.full(op, table)
         if name not in lists.white_list | lists.black_list | lists.gray_list:
-            return self.as_it_is(op, "in no list", colour=BLACK)
+            return self.as_it_is(op, Reason(Kind.NO_LIST), colour=BLACK)
         if self.use_fp16_guard and not _marked(op):
-            return self.as_it_is(op, "outside fp16_guard", colour=BLACK)
+            return self.as_it_is(op, Reason(Kind.OUTSIDE_GUARD), colour=BLACK)
         against = self.evidence.against(op, lists)
         if against:
             return self.guarded(op, against)
         cast = self._after_own_cast(op) if name not in lists.white_list else None
         if cast is not None:
             self.widened.add(op)
-            return self.full(op, f"follows {label(cast)}, where the program itself goes to float32")
-        return self.half(op, "inside fp16_guard" if self.use_fp16_guard else "pure 16 bit")
+            return self.full(op, Reason(Kind.FOLLOWS_WIDENING, label(cast)))
+        return self.half(op, Reason(Kind.IN_GUARD if self.use_fp16_guard else Kind.PURE))
 
 
     def _after_own_cast(self, op: Operator) -> Operator | None:

@@ -10,6 +10,7 @@ softmax) are brought into the range of the type. With numeric guards, what is kn
 from __future__ import annotations
 
 from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -64,7 +65,7 @@ class _Colours(Rules):
     def decide(self, op: Operator) -> Decision:
         name = operator_name(op)
         if name in self.lists.black_list:
-            return self.full(op, "black list")
+            return self.full(op, Reason(Kind.BLACK_LIST))
         table = self.trainable_table(op)
         if table:
             return self.full(op, table)
@@ -72,23 +73,23 @@ class _Colours(Rules):
         if against:
             return self.guarded(op, against)
         if name in self.lists.white_list:
-            return self.half(op, "white list")
+            return self.half(op, Reason(Kind.WHITE_LIST))
         if name in self.lists.gray_list:
             return self._gray(op)
-        unlisted = self.as_it_is(op, "in no list", colour=BLACK)
+        unlisted = self.as_it_is(op, Reason(Kind.NO_LIST), colour=BLACK)
         if unlisted.precision in HALF:  # its author chose 16 bit, and nobody knows whether it takes fp32
             unlisted.colour = WHITE
         return unlisted
 
     def _gray(self, op: Operator) -> Decision:
-        followed: dict[str, str] = {}
+        followed: dict[str, Reason] = {}
         for variable in self.data_inputs(op):
             producer = source(variable).producer
             colour = self.decisions[producer].colour if producer is not None else None
             if producer is not None and colour is not None:
-                followed.setdefault(colour, f"follows {label(producer)}")
+                followed.setdefault(colour, Reason(Kind.FOLLOWS, label(producer)))
         if BLACK in followed:
             return self.full(op, followed[BLACK])
         if WHITE in followed:
             return self.half(op, followed[WHITE])
-        return self.as_it_is(op, "no 16-bit producer")
+        return self.as_it_is(op, Reason(Kind.NO_PRODUCER))

@@ -10,11 +10,11 @@ from amp_transpiler.ir.metadata import FULL, inserted
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.patterns import is_pattern, matching
 from amp_transpiler.ir.program import BACKWARD, FORWARD, Operator, Program, Variable
-from amp_transpiler.ir.types import FLOATS, HALF
-from amp_transpiler.lists import TARGET_OPSET, AutoMixedPrecisionLists, unsupported_reason
+from amp_transpiler.ir.reasons import UNTOUCHED, Kind, Reason, parse
+from amp_transpiler.ir.types import FLOATS, HALF, SHORT
+from amp_transpiler.lists import NO_KERNEL, TARGET_OPSET, AutoMixedPrecisionLists, unsupported_reason
 from amp_transpiler.passes.view.names import label, source, written_name
 from amp_transpiler.passes.view.typing import (
-    SHORT,
     Obstacle,
     Slots,
     declared,
@@ -38,15 +38,15 @@ class Decision:
     """The precision of one operator.
 
     ``slots``: the element type that each input must have and each output gets. ``colour``: what gray
-    readers follow. ``inner``: why every operator in the nested graphs stays fp32 ("" where they are
+    readers follow. ``inner``: why every operator in the nested graphs stays fp32 (None where they are
     decided one by one).
     """
 
     precision: str
-    reason: str
+    why: Reason
     slots: Slots
     colour: str | None = None
-    inner: str = ""
+    inner: Reason | None = None
 
 
 class Rules:
@@ -61,7 +61,7 @@ class Rules:
         self.kernel_opset = TARGET_OPSET
         #: Whether an operator with a body of ours needs no kernel.
         self.own_bodies = True
-        self._gaps: dict[str, str | None] = {}
+        self._gaps: dict[str, Reason | None] = {}
         self._named = black_operators(program, lists)
 
     def decide_all(self, rule: Callable[[Operator], Decision]) -> dict[Operator, Decision]:
@@ -71,60 +71,63 @@ class Rules:
         return self.decisions
 
     # -- the three ways to run an operator ---------------------------------------------------------
-    def half(self, op: Operator, reason: str) -> Decision:
+    def half(self, op: Operator, why: Reason) -> Decision:
         """Run it in 16 bit; in fp32 where no place, no kernel or no schema lets it."""
         gap = self._gap(op)
         if gap:
             return self.full(op, gap)
         slots = narrowed(op, self.dtype)
         if isinstance(slots, Obstacle):
-            return self.as_it_is(op, slots.reason, colour=None if slots.fixed else BLACK)
-        return Decision(self.dtype, f"{SHORT[self.dtype]}: {reason}", slots, WHITE)
+            return self.as_it_is(op, slots.why, colour=None if slots.fixed else BLACK)
+        return Decision(self.dtype, why.running(SHORT[self.dtype]), slots, WHITE)
 
-    def full(self, op: Operator, reason: str) -> Decision:
+    def full(self, op: Operator, why: Reason) -> Decision:
         """Run it in fp32."""
         slots = widened(op)
         held = {t for t in (*slots.outputs, *slots.inputs) if t in FLOATS}
         if "float32" not in held:  # float64, or a schema that knows 16 bit alone
-            return self.as_it_is(op, reason)
-        return Decision("float32", f"fp32: {reason}", slots, BLACK)
+            return self.as_it_is(op, why)
+        return Decision("float32", why.running(SHORT["float32"]), slots, BLACK)
 
-    def guarded(self, op: Operator, against: str) -> Decision:
+    def guarded(self, op: Operator, against: Reason) -> Decision:
         """Run it in fp32, as this speaks against 16 bit; where it computes in a third type, it stays in that."""
         made = op.output(0)
         if made is not None and made.dtype in FLOATS - {"float32", self.dtype}:
-            return self.as_it_is(op, f"it computes in {made.dtype}")
+            return self.as_it_is(op, Reason(Kind.OTHER_TYPE, detail=(str(made.dtype),)))
         return self.full(op, against)
 
-    def as_it_is(self, op: Operator, reason: str, *, colour: str | None = None, inner: str = "") -> Decision:
+    def as_it_is(self, op: Operator, why: Reason, *, colour: str | None = None,
+                 inner: Reason | None = None) -> Decision:  # fmt: skip
         """Leave its types as the program declares them."""
         precision = _precision(op)
-        prefix = SHORT[precision] if colour == BLACK else "untouched"
-        return Decision(precision, f"{prefix}: {reason}", declared(op), colour, inner)
+        runs = SHORT[precision] if colour == BLACK else UNTOUCHED
+        return Decision(precision, why.running(runs), declared(op), colour, inner)
 
     # -- rules ---------------------------------------------------------------------------------------
     def _settled(self, op: Operator) -> Decision | None:
         """The decision on operators whose types are not for the lists to choose."""
         if op.role != FORWARD:
-            return self.as_it_is(op, f"an operator of role {op.role}", inner=f"inside an operator of role {op.role}")
+            role = (op.role,)
+            return self.as_it_is(op, Reason(Kind.ROLE, detail=role), inner=Reason(Kind.INSIDE_ROLE, detail=role))
         forced = self.forced(op)
         if op.attrs.programs:
-            inner = forced or ("black list" if operator_name(op) in self.lists.black_list else "")
-            inside = f"inside '{label(op)}', {inner}" if inner and not inner.startswith("inside") else inner
-            return self.as_it_is(op, "its nested graphs are rewritten inside", inner=inside)
+            inner = forced or (Reason(Kind.BLACK_LIST) if operator_name(op) in self.lists.black_list else None)
+            if inner is not None and inner.kind not in (Kind.INSIDE, Kind.INSIDE_ROLE):
+                inner = Reason(Kind.INSIDE, label(op), cause=inner)
+            return self.as_it_is(op, Reason(Kind.NESTED), inner=inner)
         name = operator_name(op)
         if name in ("Cast", "CastLike"):
             return self._cast(op)
         if not has_float(op):
-            return self.as_it_is(op, "no floating-point tensor")
+            return self.as_it_is(op, Reason(Kind.NO_FLOAT))
         if any(v is not None and v.dtype is None for v in (*op.inputs, *op.outputs)):
-            return self.as_it_is(op, "it handles a sequence or an optional")
+            return self.as_it_is(op, Reason(Kind.NO_TENSOR))
         if name == "Constant":
-            decision = self.as_it_is(op, "")
-            decision.reason = constant_reason(decision.precision)
+            decision = self.as_it_is(op, Reason(Kind.CONSTANT))
+            decision.why = constant_reason(decision.precision)
             return decision
         if name in _SHAPE_ONLY:
-            decision = self.as_it_is(op, "it reads only a shape")
+            decision = self.as_it_is(op, Reason(Kind.SHAPE_ONLY))
             decision.slots.inputs, decision.precision = [None] * len(op.inputs), "float32"
             return decision
         return self.full(op, forced) if forced else None
@@ -138,38 +141,39 @@ class Rules:
         colour = None
         if source.dtype in HALF | {"float32"}:  # a mask made from integers says nothing about precision
             colour = {"float32": BLACK, self.dtype: WHITE}.get(str(target.dtype))
-        reason = op.reason if inserted(op) else f"untouched: the program's own cast to {target.dtype}"
-        return Decision(target.dtype if target.dtype in FLOATS else "float32", reason, slots, colour)
+        why = op.why if inserted(op) and op.why is not None else own_cast(str(target.dtype))
+        return Decision(target.dtype if target.dtype in FLOATS else "float32", why, slots, colour)
 
-    def forced(self, op: Operator) -> str:
-        """Why an operator stays fp32 whatever the lists say; "" where nothing forces it."""
+    def forced(self, op: Operator) -> Reason | None:
+        """Why an operator stays fp32 whatever the lists say; None where nothing forces it."""
         parent = op.program.parent
-        if parent is not None and self.decisions[parent].inner:
+        if parent is not None and self.decisions[parent].inner is not None:
             return self.decisions[parent].inner
         if FULL in op.metadata:
-            return op.metadata[FULL]
+            return parse(op.metadata[FULL])
         for variable in (*op.inputs, *op.outputs):
             if variable is None:
                 continue
             name = source(variable).name
             if name in self.lists.black_varnames or variable.name in self.lists.black_varnames:
-                return f"'{name}' is in custom_black_varnames"
+                return Reason(Kind.BLACK_NAME, name)
             if "learning_rate" in name:
-                return f"'{name}' is a learning rate"
-        return self._named.get(op, "")
+                return Reason(Kind.LEARNING_RATE, name)
+        return self._named.get(op)
 
-    def trainable_table(self, op: Operator) -> str:
-        """Why a Gather stays fp32: its gradient rows must not be rounded; "" for any other operator."""
+    def trainable_table(self, op: Operator) -> Reason | None:
+        """Why a Gather stays fp32: its gradient rows must not be rounded; None for any other operator."""
         if operator_name(op) != "Gather" or op.inputs[0] is None:
-            return ""
+            return None
         table = source(op.inputs[0])
-        return f"Gather on the trainable table '{table.name}'" if table.is_parameter else ""
+        return Reason(Kind.TRAINABLE_TABLE, table.name) if table.is_parameter else None
 
-    def _gap(self, op: Operator) -> str | None:
+    def _gap(self, op: Operator) -> Reason | None:
         """Why no lowering runs the operator in 16 bit; None where one does."""
         name = operator_name(op)
         if name not in self._gaps:
-            self._gaps[name] = unsupported_reason(name, self.dtype, self.kernel_opset, own_bodies=self.own_bodies)
+            gap = unsupported_reason(name, self.dtype, self.kernel_opset, own_bodies=self.own_bodies)
+            self._gaps[name] = Reason(Kind.NO_KERNEL, detail=(gap.removeprefix(NO_KERNEL),)) if gap else None
         found = lookup(op)
         return None if self.own_bodies and found is not None and found.body is not None else self._gaps[name]
 
@@ -184,9 +188,14 @@ def _precision(op: Operator) -> str:
     return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and is_float(v)), "float32")
 
 
-def constant_reason(dtype: str) -> str:
+def constant_reason(dtype: str) -> Reason:
     """The reason of a constant, which takes the precision of its readers where they agree."""
-    return f"{SHORT.get(dtype, 'untouched')}: a constant"
+    return Reason(Kind.CONSTANT, runs=SHORT.get(dtype, UNTOUCHED))
+
+
+def own_cast(dtype: str) -> Reason:
+    """The reason of a cast that the program itself makes."""
+    return Reason(Kind.OWN_CAST, detail=(dtype,), runs=UNTOUCHED)
 
 
 def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, names_must_exist: bool) -> None:
@@ -226,17 +235,18 @@ def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str)
     matching(_written(program), patterns, f"{what}: custom_black_varnames", names=_called)
 
 
-def black_operators(program: Program, lists: AutoMixedPrecisionLists) -> dict[Operator, str]:
+def black_operators(program: Program, lists: AutoMixedPrecisionLists) -> dict[Operator, Reason]:
     """Operators that a pattern of ``custom_black_varnames`` or of the preset keeps fp32, each with the reason."""
-    found: dict[Operator, str] = {}
+    found: dict[Operator, Reason] = {}
     chosen = sorted(filter(is_pattern, lists.black_varnames))
     if not chosen and not lists.black_patterns:
         return found
     known, operators = _variable_names(program), _written(program)
     chosen = [name for name in chosen if name not in known]
-    for patterns, where in ((chosen, "custom_black_varnames"), (lists.black_patterns, "the preset")):
+    named = (chosen, "custom_black_varnames", Kind.BLACK_NAME), (lists.black_patterns, "the preset", Kind.PRESET)
+    for patterns, where, kind in named:
         for op, pattern in matching(operators, patterns, where, names=_called, required=False).items():
-            found.setdefault(op, f"'{pattern}' is in {where}")
+            found.setdefault(op, Reason(kind, pattern))
     return found
 
 

@@ -15,10 +15,10 @@ import onnx
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.program import OWN, Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES, numpy_dtype
+from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.passes.precision.casts import add_cast, cast_target
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.typing import SHORT, operator_name, programs, signature_of
+from amp_transpiler.passes.view.typing import operator_name, programs, signature_of
 
 #: Attributes that hold an element type.
 _TYPED = ("dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision", "precision")

@@ -18,10 +18,10 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.inference import ONNX_ERRORS
 from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES
 from amp_transpiler.lists import kept_fp32
 
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 #: Attributes that set the element type of an output.
 _TYPE_ATTRIBUTES = frozenset({"dtype", "to", "output_dtype", "output_datatype"})
 #: The type variable of every slot of an operator without a schema.
@@ -59,7 +59,7 @@ class Slots:
 class Obstacle:
     """Why an operator cannot run in 16 bit. ``fixed``: its type is no matter of precision at all."""
 
-    reason: str
+    why: Reason
     fixed: bool = False
 
 
@@ -219,7 +219,7 @@ def narrowed(op: Operator, dtype: str) -> Slots | Obstacle:
     opset = op.program.opset()
     cast = signature("Cast", opset, "")
     if cast is None or dtype not in cast.admits[cast.outputs[0]]:
-        return Obstacle(f"Cast does not know {dtype} at opset {opset}")
+        return Obstacle(Reason(Kind.NO_CAST, detail=(dtype, str(opset))))
     plan = _narrow_plan(_typed(op), dtype)
     return plan if isinstance(plan, Obstacle) else _slots(op, plan)
 
@@ -227,15 +227,15 @@ def narrowed(op: Operator, dtype: str) -> Slots | Obstacle:
 def _obstacle(typed: _Typed, name: str, group: _Group, dtype: str) -> Obstacle | None:
     sig = typed.signature()
     if sig is not None and sig.typed_by_attribute:
-        return Obstacle("an attribute sets its element type", fixed=True)
+        return Obstacle(Reason(Kind.BY_ATTRIBUTE), fixed=True)
     if not group.inputs:
-        return Obstacle("no input sets its element type", fixed=True)
+        return Obstacle(Reason(Kind.NO_INPUT), fixed=True)
     other = sorted(str(d) for d in group.dtypes - {"float32", dtype})
     if other:
-        return Obstacle(f"it computes in {other[0]}", fixed=True)
+        return Obstacle(Reason(Kind.OTHER_TYPE, detail=(other[0],)), fixed=True)
     if sig is not None and dtype not in sig.admits[name]:
-        return Obstacle(f"{typed.type} does not take {dtype} at opset {typed.opset}")
-    return Obstacle("its slots stay fp32") if group.kept else None
+        return Obstacle(Reason(Kind.NOT_TAKEN, detail=(typed.type, dtype, str(typed.opset))))
+    return Obstacle(Reason(Kind.KEPT_SLOTS)) if group.kept else None
 
 
 def widened(op: Operator) -> Slots:
