@@ -12,6 +12,7 @@ import pytest
 from onnx.backend.test.case.node import collect_testcases
 
 from amp_transpiler.ir.opdef import entry, moves, traits_of
+from amp_transpiler.ir.patterns import names_of_parameter
 from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
 
@@ -105,3 +106,14 @@ def test_slots_are_asked_one_by_one() -> None:
     where, add = Program.from_onnx(onnx.parser.parse_model(text)).operators
     assert [moves(where, slot) for slot in range(3)] == [False, True, True] and moves(where)
     assert not moves(add) and not moves(add, 0)
+
+
+@pytest.mark.parametrize("view", ["Reshape(w, shape)", "Squeeze(w, one)", "Unsqueeze(w, one)", "Flatten(w)", "Transpose(w)"])
+def test_a_parameter_has_the_name_of_the_layer_that_reads_it_as_a_view(view: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+      m (float[4] x) => (float[N] y) <float[4,1] w = {{1, 2, 3, 4}}, int64[1] shape = {{4}}, int64[1] one = {{1}}>
+      {{ v = {view}  y = Mul(v, x) }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.node[1].name = "encoder.scale"
+    program = Program.from_onnx(model)
+    assert "encoder.scale" in names_of_parameter(program.var("w"))

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 
 Item = TypeVar("Item")
 
@@ -98,7 +99,8 @@ def names_of_parameter(variable: Variable) -> list[str]:
     readers = _forward_readers(variable)
     for op in list(readers):
         out = op.output(0)
-        if op.type in ("Identity", "Transpose", "Reshape", "Cast") and out is not None:
+        # What hands the whole parameter on; what takes parts of it, or joins it to others, is an operator of the layer.
+        if out is not None and (op.type in ("Transpose", "Cast") or traits_of(op.type, op.domain).view):
             readers += _forward_readers(out)
     return [variable.name, *(name for op in readers for name in (op.name, op.scope) if name)]
 
