@@ -176,7 +176,8 @@ def measured(*arguments: str) -> tuple[float, float]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
-    "arguments", [("mlp", "fp32"), ("cnn", "pure-fp16"), ("bert", "amp"), ("ctc", "amp")], ids=" ".join
+    "arguments", [("mlp", "fp32"), ("pooled", "pure-fp16"), ("bert", "amp"),
+                  ("lstm", "fp32"), ("ctc", "amp"), ("residual", "amp")], ids=" ".join
 )
 def test_f10_against_a_real_step(arguments: tuple[str, ...]) -> None:
     """Matrix products, convolutions, attention, recurrence with CTC: within 10 % of what the process takes."""
@@ -190,6 +191,29 @@ def test_a_product_takes_on_its_bias_and_a_transposition() -> None:
     live = planned(body, "float[16, 16] x, float[16] b")
     assert [node.proto.op_type for node in live.order] == ["Exp", "MatMul", "ReduceSum"]
     assert max(live.totals()) == 2 * KIB
+
+
+def test_f10_pooling_runs_in_blocks_of_channels() -> None:
+    """One copy into blocks serves all that pool a tensor; what they make is copied back, with axes turned on the way."""
+    body = """a = Exp(x)  p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (a)
+              q = AveragePool <kernel_shape = [4, 4]> (a)  t = Transpose <perm = [0, 2, 3, 1]> (p)
+              u = Exp(t)  v = Exp(q)  r = ReduceSum(u)  y = ReduceSum(v)"""
+    live = planned(body, "float[1, 8, 4, 4] x", "float[1, 1, 1, 1] r, float[1, 1, 1, 1] y")
+    kinds = [node.proto.op_type for node in live.order]
+    assert sorted(kinds) == sorted(["Exp", "ReorderInput", "MaxPool", "AveragePool", "ReorderOutput", "Transpose",
+                                    "Exp", "Exp", "ReduceSum", "ReduceSum"])  # fmt: skip
+    odd = planned("a = Exp(x)  b = MaxPool <kernel_shape = [2, 2]> (a)  y = ReduceSum(b)", "float[1, 7, 4, 4] x")
+    assert [node.proto.op_type for node in odd.order] == ["Exp", "MaxPool", "ReduceSum"]
+
+
+@pytest.mark.parametrize("type_, gates", [("LSTM", 4), ("GRU", 3)])
+def test_f10_recurrent_kernels_hold_the_gates_of_all_steps(type_: str, gates: int) -> None:
+    wide = gates * 16
+    for direction, count in (("forward", 1), ("bidirectional", 2)):
+        body = f'a, b = {type_} <hidden_size = 16, direction = "{direction}"> (x, w, r)  c = Exp(a)  y = ReduceSum(c)'
+        live = planned(body, f"float[5, 2, 8] x, float[{count}, {wide}, 8] w, float[{count}, {wide}, 16] r")
+        turned = (5 * 2 * 8 * 4, 5 * 2 * 16 * 4) if count == 2 else ()
+        assert live.workspace[0] == (*turned, *(5 * 2 * wide * 4,) * count)
 
 
 # -- the arena ------------------------------------------------------------------------------------------------
@@ -215,8 +239,9 @@ def test_an_arena_grows_by_regions_of_which_pages_count_once_they_are_used() -> 
     arena = Arena()
     arena.take(100)
     assert arena.resident == 4096
+    small = arena.table
     arena.take(REGION)
-    assert arena.resident == 4096 + REGION
+    assert arena.resident == 4096 + REGION and arena.table == small + REGION // 32  # 8 bytes for each 256
 
 
 def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:

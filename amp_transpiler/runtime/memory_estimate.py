@@ -14,9 +14,10 @@ from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import LAYOUTS
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
-from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan, tensor_bytes
+from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered, static
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.workspace import tensor_bytes
 from amp_transpiler.runtime.in_place import refusals
 from amp_transpiler.runtime.place import CPUPlace, Place, check_place
 
@@ -45,7 +46,7 @@ class MemoryEstimate:
     activations: tensors computed before the backward pass starts that it still reads. On CPU a 16-bit tensor is
         carried as fp32, a 16-bit weight's fp32 copy included.
     gradients: the most that gradients of parameters (raw, unscaled and clipped ones) take at one time.
-    gaps: on CPU, what the runtime's arena holds beside the tensors that live at the peak.
+    gaps: on CPU, what the runtime's arena holds beside the tensors that live at the peak, its own table included.
     session: the runtime's copy of the program.
     peak: the most that all of it and every temporary take at one time, gaps included; at ``peak_node`` (a node of the
         lowered model), which belongs to the operator ``peak_operator`` of the program. ``largest`` are the five
@@ -103,9 +104,11 @@ def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | No
     ``feed_shapes`` maps the names of feeds whose declared shape is not fixed to their shapes; sizes under one symbolic
     name need to be given once. ``fetch_list`` is the run's. Liveness follows onnxruntime: its order of nodes, kernels
     that write over an input, products that take on a bias or a transposition, views, tensors that take a dead one's
-    buffer, updates in place, and on CPU the arena. Most steps that were measured on CPU are within 10 % of this; where
-    recurrent layers leave gaps of their own, or the runtime fuses other operators, up to 25 % off. Its code and thread
-    pools (tens of MiB), and what CUDA libraries take, are not counted.
+    buffer, updates in place, and on CPU the arena and the copies in which pooling and recurrent kernels run. Steps that
+    were measured on CPU are within 10 % of this, but for a GRU in mixed precision (15 % above it). Not counted: the
+    runtime's code and thread pools (tens of MiB), the temporaries inside of loops (a few MiB) and of convolutions that
+    unfold their input, what CUDA libraries take, and that regions of the arena which an earlier program of the process
+    took serve this one too.
 
     ArgumentError names a feed whose shape is missing or does not fit, GraphError a fetch that is unknown or a tensor
     whose shape depends on data.

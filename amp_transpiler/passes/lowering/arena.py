@@ -4,6 +4,7 @@ Sizes are rounded up to 256 bytes. A request takes the smallest free chunk that 
 lowest, and leaves what it does not need where that is as much again, or more than ``WASTE``. Freed neighbours become
 one chunk. Where nothing fits, the arena grows by a region of ``REGION`` bytes, or as many times two as it takes. A page
 counts from the moment in which it is first written, and never less again: what is resident is what was ever touched.
+Beside its regions the arena keeps a table, with a number for every unit of them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness
+from amp_transpiler.passes.lowering.workspace import EARLY
 
 #: How the arena is set up: bytes of the region that it always keeps, of the next one, and by which a chunk may be
 #: larger than what is in it.
 FIRST_REGION, REGION, WASTE = 2**16, 2**28, 2**16
-_UNIT, _PAGE = 256, 4096
+_UNIT, _PAGE, _NUMBER = 256, 4096, 8
 
 
 @dataclass(eq=False)
@@ -37,6 +39,7 @@ class Arena:
         self._free: list[tuple[int, int]] = []  # size and start of free chunks
         self._at: dict[int, Chunk] = {}
         self._region = REGION
+        self._units = FIRST_REGION // _UNIT
         self._end = FIRST_REGION + _PAGE
         self._touched: list[list[int]] = []  # first and last page, apart and in order
         self._offer(Chunk(0, FIRST_REGION))
@@ -77,11 +80,17 @@ class Arena:
         """Bytes of the pages that were ever written to."""
         return sum(last - first + 1 for first, last in self._touched) * _PAGE
 
+    @property
+    def table(self) -> int:
+        """Bytes of the table of units."""
+        return self._units * _NUMBER
+
     # -- pieces ----------------------------------------------------------------------------------------
     def _grow(self, size: int) -> None:
         while self._region < size:
             self._region *= 2
         chunk = Chunk(self._end, self._region)
+        self._units += self._region // _UNIT
         self._end += self._region + _PAGE
         self._offer(chunk)
 
@@ -120,10 +129,12 @@ def resident(live: Liveness) -> int:
         dead.setdefault(buffer.last, []).append(buffer)
     held: dict[int, Chunk] = {}
     for step, extra in enumerate(live.workspace):
+        first = live.order[step].proto.op_type in EARLY
+        taken = [arena.take(size) for size in extra if first]
         for buffer in born.get(step, ()):
             held[id(buffer)] = arena.take(buffer.size)
-        if extra:
-            arena.give(arena.take(extra))
+        for chunk in taken or [arena.take(size) for size in extra]:
+            arena.give(chunk)
         for buffer in dead.get(step, ()):
             arena.give(held.pop(id(buffer)))
-    return arena.resident
+    return arena.resident + arena.table

@@ -25,6 +25,7 @@ from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import BYTES, NAMES
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
+from amp_transpiler.passes.lowering.workspace import tensor_bytes, workspace
 
 #: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
 _OVER_FIRST = frozenset(
@@ -33,6 +34,7 @@ _OVER_FIRST = frozenset(
 )
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
 _BLOCK = 8  # channels that the CPU's own layout keeps together
+_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Liveness:
 
     ``tensors`` gives element type and shape of every tensor, ``spans`` the steps from which and to which one that a
     node makes is needed, ``constants`` those known before the run (folded ones included), ``workspace`` the bytes that
-    a step takes beside its tensors.
+    a step takes beside its tensors, piece by piece.
     """
 
     order: list[Node]
@@ -69,7 +71,7 @@ class Liveness:
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     spans: dict[str, tuple[int, int]]
     constants: set[str]
-    workspace: list[int]
+    workspace: list[tuple[int, ...]]
     #: Names that stand for another tensor: of Identity, and of equal subexpressions.
     merged: dict[str, str] = field(default_factory=dict)
 
@@ -82,18 +84,13 @@ class Liveness:
         live, totals = 0, []
         for step, extra in enumerate(self.workspace):
             live += change[step]
-            totals.append(live + extra)
+            totals.append(live + sum(extra))
         return totals
 
     def live_at(self, step: int) -> list[Buffer]:
         """The buffers allocated while a step runs, the largest first."""
         found = [b for b in self.buffers if b.first <= step <= b.last]
         return sorted(found, key=lambda b: -b.size)
-
-
-def tensor_bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
-    """Bytes of a tensor of this element type and shape."""
-    return math.prod(tensor[1]) * BYTES.get(tensor[0], 1)
 
 
 def plan(lowered: Lowered) -> Liveness:
@@ -117,12 +114,12 @@ class _Planner:
 
     def run(self) -> Liveness:
         nodes = self._simplified()
-        order = _order(self._fused(nodes))
+        order = _order(self._blocked(self._fused(nodes)))
         buffers = _Buffers(self, order).run()
         names = {n for b in buffers for n in b.tensors} | self.constants | self.inputs | self.outputs
         tensors = {name: self.tensor(name) for name in sorted(names) if name in self.types}
-        workspace = [self._workspace(node) for node in order]
-        return Liveness(order, buffers, tensors, _spans(order, self.outputs), self.constants, workspace, self.merged)
+        taken = [workspace(node.proto, node.inputs, node.outputs, self.tensor) if self.cpu else () for node in order]
+        return Liveness(order, buffers, tensors, _spans(order, self.outputs), self.constants, taken, self.merged)
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Element type and shape; GraphError where the shape is not fixed."""
@@ -198,8 +195,7 @@ class _Planner:
         if node.proto.op_type != "Transpose" or self.types[node.inputs[0]][0] != "float32":
             return False
         rank = len(self._shape(node.inputs[0]))
-        axes = next((list(a.ints) for a in node.proto.attribute if a.name == "perm"), list(range(rank))[::-1])
-        return rank > 1 and axes == [*range(rank - 2), rank - 1, rank - 2]
+        return rank > 1 and (_axes(node) or list(range(rank))[::-1]) == [*range(rank - 2), rank - 1, rank - 2]
 
     def _biased(self, product: Node, add: Node) -> bool:
         """Whether a matrix product and the sum of it with a row run as one."""
@@ -209,32 +205,40 @@ class _Planner:
         width = self._shape(product.outputs[0])[-1:]
         return all(len(self._shape(name)) == 2 for name in product.inputs) and self._shape(row) == width
 
-    # -- what kernels take beside their tensors --------------------------------------------------------
-    def _workspace(self, node: Node) -> int:
-        """Bytes of the large temporaries of CPU kernels, measured with onnxruntime 1.31."""
-        if not self.cpu:
-            return 0
-        out = self._bytes(node.outputs[0])
-        type_ = node.proto.op_type
-        if type_ == "Where":  # both selections, before they are merged
-            condition = self._shape(node.inputs[0])
-            return sum(self._selected(condition, name) for name in node.inputs[1:3])
-        if type_ == "Sum" and len(node.inputs) > 2:
-            return out
-        if type_ == "MaxPool" and len(node.outputs) == 1:  # it runs in blocks of channels, from and to a copy
-            shape = self._shape(node.inputs[0])
-            return self._bytes(node.inputs[0]) + out if len(shape) == 4 and shape[1] % _BLOCK == 0 else 0
-        if type_ in ("Softmax", "LogSoftmax"):
-            axis = next((a.i for a in node.proto.attribute if a.name == "axis"), -1)
-            rank = len(self._shape(node.inputs[0]))
-            return 0 if axis in (-1, rank - 1) else 2 * out
-        return 2 * out if type_ == "Einsum" else 0
+    def _blocked(self, nodes: list[Node]) -> list[Node]:
+        """The nodes with the copies from and to blocks of channels, in which pooling runs on CPU.
 
-    def _selected(self, condition: tuple[int, ...], name: str) -> int:
-        type_, shape = self.tensor(name)
-        rank = max(len(condition), len(shape))
-        sides = zip(_aligned(condition, rank), _aligned(shape, rank), strict=True)
-        return tensor_bytes((type_, tuple(max(pair) for pair in sides)))
+        The blocked input serves every pooling of one tensor, those of the backward pass too. New nodes come last.
+        """
+        ins: dict[str, str] = {}
+        pooled: set[str] = set()
+        outs: list[Node] = []
+        pools: list[Node] = []
+        for node in nodes if self.cpu else ():
+            if node.proto.op_type == "Transpose" and node.inputs[0] in pooled and _axes(node) == [0, 2, 3, 1]:
+                node.inputs = [ins[node.inputs[0]]]  # the copy from blocks makes this order of axes too
+                outs.append(node)
+            if node.proto.op_type not in _POOLS or len(node.outputs) > 1 or node.outputs[0] in self.outputs:
+                continue
+            plain, result = node.inputs[0], node.outputs[0]
+            if len(shape := self._shape(plain)) != 4 or shape[1] % _BLOCK:
+                continue
+            if plain not in ins:
+                ins[plain] = self._copy(plain)
+                copy = onnx.NodeProto(op_type="ReorderInput", name=ins[plain])
+                pools.append(Node(node.index, copy, [plain], [ins[plain]]))
+            pooled.add(result)
+            ins[result] = self._copy(result)  # a pooling of a pooled tensor stays in blocks
+            outs.append(Node(node.index, onnx.NodeProto(op_type="ReorderOutput", name=result), [ins[result]], [result]))
+            pools.append(Node(node.index, node.proto, [ins[plain]], [ins[result]]))
+        gone = {node.index for node in outs}
+        kept = [node for node in nodes if node.index not in gone]
+        read = {name for node in (*kept, *pools) for name in node.inputs} | self.outputs
+        return [*kept, *pools, *(node for node in outs if node.outputs[0] in read)]
+
+    def _copy(self, name: str) -> str:
+        self.types[f"{name}/blocked"] = self.types[name]
+        return f"{name}/blocked"
 
     def _bytes(self, name: str) -> int:
         return tensor_bytes(self.tensor(name)) if name and name in self.types else 0
@@ -243,8 +247,8 @@ class _Planner:
         return self.tensor(name)[1]
 
 
-def _aligned(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return (1,) * (rank - len(shape)) + shape
+def _axes(node: Node) -> list[int] | None:
+    return next((list(a.ints) for a in node.proto.attribute if a.name == "perm"), None)
 
 
 def _types(model: onnx.ModelProto, known: Iterable[Value]) -> dict[str, tuple[str, tuple[int, ...] | None]]:
