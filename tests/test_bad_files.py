@@ -122,8 +122,8 @@ def test_damaged_external_data(tmp_path, damage, expected, kind):
 
 @pytest.mark.parametrize("key, value, expected", [
     ("location", "../m.data", "does not lie in"), ("location", "/etc/passwd", "does not lie in"),
-    ("location", "", "does not lie in"), ("length", "7", "refers to 7 bytes"), ("offset", "-4", "offset -4"),
-    ("offset", "many", "no number"),
+    ("location", "", "does not lie in"), ("length", "7", "refers to 7 bytes"), ("offset", "-4", "offset is '-4'; expected a number"),
+    ("offset", "many", "offset is 'many'; expected a number"),
 ])  # fmt: skip
 def test_external_references_that_cannot_be(tmp_path, key, value, expected):
     path, model, _ = external_model(tmp_path)

@@ -13,6 +13,7 @@ from detectors import detector
 import amp_transpiler as amp
 from amp_transpiler.conversion.calibration.measure import measure, outputs_of
 from amp_transpiler.conversion.calibration.trials import Trials
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -82,7 +83,7 @@ class Case:
         copy = self.program.clone()
         operators, evidence = list(copy.walk()), Evidence()
         for i in kept:
-            evidence.keep(operators[i], "asked for")
+            evidence.keep(operators[i], Reason(Kind.EXCEPTED, detail=("asked for",)))
         assign(copy, AutoMixedPrecisionLists(dtype=self.dtype), "auto", evidence)
         return copy, operators
 

@@ -105,7 +105,7 @@ def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | No
     name need to be given once. ``fetch_list`` is the run's. Liveness follows onnxruntime: its order of nodes, kernels
     that write over an input, products that take on a bias or a transposition, views, tensors that take a dead one's
     buffer, updates in place, and on CPU the arena and the copies in which pooling and recurrent kernels run. Steps that
-    were measured on CPU are within 10 % of this, but for a GRU in mixed precision (15 % above it). Not counted: the
+    were measured on CPU are within 10 % of this, but for a GRU in mixed precision (17 % above it). Not counted: the
     runtime's code and thread pools (tens of MiB), the temporaries inside of loops (a few MiB) and of convolutions that
     unfold their input, what CUDA libraries take, and that regions of the arena which an earlier program of the process
     took serve this one too.
