@@ -13,6 +13,7 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
 	@# The installed package is what a user's type checker sees, so mypy runs outside the checkout.
 	@echo "mypy -p amp_transpiler, installed"
 	@here="$$PWD"; tmp="$$(mktemp -d)"; cd "$$tmp" && "$$here/$(PY)" -m mypy -p amp_transpiler --config-file "$$here/pyproject.toml"; \

@@ -65,8 +65,13 @@ class CheckpointMismatchError(CheckpointError):
     wrong with its shape or element type.
     """
 
-    def __init__(self, message: str, missing: tuple[str, ...] = (), extra: tuple[str, ...] = (),
-                 wrong: dict[str, str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[str, ...] = (),
+        extra: tuple[str, ...] = (),
+        wrong: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.missing, self.extra, self.wrong = missing, extra, wrong or {}
 

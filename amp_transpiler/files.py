@@ -41,8 +41,13 @@ Write = Callable[[BinaryIO], None]
 #: What workspaces are called: nobody else's files, for they are removed.
 PREFIX, SUFFIX = ".amp_write.", ".tmp"
 _LOCK, _JOURNAL, _NEW, _OLD = "amp_transpiler.lock", "journal.json", "new", "old"
-_KINDS = {stat.S_IFDIR: "a folder, not the name of a file in it", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-          stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}  # fmt: skip
+_KINDS = {
+    stat.S_IFDIR: "a folder, not the name of a file in it",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 # -- which paths may be written --------------------------------------------------------------------------
@@ -70,8 +75,10 @@ def check_target(path: PathLike, what: str = "") -> Path:
     except OSError as error:
         raise ModelFileWriteError(f"{told}: {error.strerror or error}") from None
     if stat.S_ISLNK(mode):
-        raise ModelFileWriteError(f"{told}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
-                                  "is written; name the file itself, or remove the link")  # fmt: skip
+        raise ModelFileWriteError(
+            f"{told}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
+            "is written; name the file itself, or remove the link"
+        )
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
         raise ModelFileWriteError(f"{told}: it is {kind}; only ordinary files are written and replaced")
@@ -130,8 +137,9 @@ def _probe(folder: Path, told: str) -> None:
         with suppress(FileNotFoundError):  # another process may take it for left behind
             os.rmdir(made)
     except OSError as error:
-        raise ModelFileWriteError(f"{told} cannot be written: folder '{folder}' takes no files: "
-                                  f"{error.strerror or error}") from None  # fmt: skip
+        raise ModelFileWriteError(
+            f"{told} cannot be written: folder '{folder}' takes no files: {error.strerror or error}"
+        ) from None
 
 
 def check_space(path: PathLike, needed: int) -> None:
@@ -140,11 +148,13 @@ def check_space(path: PathLike, needed: int) -> None:
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise ModelFileWriteError(f"'{os.fspath(path)}' cannot be written: folder '{folder}': {error.strerror or error}"
-                                  ) from None  # fmt: skip
+        raise ModelFileWriteError(
+            f"'{os.fspath(path)}' cannot be written: folder '{folder}': {error.strerror or error}"
+        ) from None
     if free < needed:
-        raise ModelFileWriteError(f"'{os.fspath(path)}' cannot be written: it needs {needed:,} bytes, and {free:,} are "
-                                  f"free in '{folder}'")  # fmt: skip
+        raise ModelFileWriteError(
+            f"'{os.fspath(path)}' cannot be written: it needs {needed:,} bytes, and {free:,} are free in '{folder}'"
+        )
 
 
 # -- workspaces ------------------------------------------------------------------------------------------
@@ -330,8 +340,10 @@ class Group:
             names = [target.name for target in self._staged if target.parent == folder]
             if len(self._staged) > 1:
                 with open(workspace.journal, "x", encoding="utf-8") as stream:
-                    said = {"workspace": workspace.path.stat().st_ino,
-                            "files": [(name, _stamp(folder / name)) for name in names]}  # fmt: skip
+                    said = {
+                        "workspace": workspace.path.stat().st_ino,
+                        "files": [(name, _stamp(folder / name)) for name in names],
+                    }
                     json.dump(said, stream)
                     stream.flush()
                     os.fsync(stream.fileno())
@@ -360,8 +372,9 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._moving:  # taking back failed: the journal, and what was moved aside, are needed
             return
         for workspace in self._workspaces.values():

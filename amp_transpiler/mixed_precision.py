@@ -1,7 +1,7 @@
 """Keras's ``mixed_precision`` by its own names::
 
-    amp.mixed_precision.set_global_policy("mixed_float16")
-    optimizer = amp.mixed_precision.LossScaleOptimizer(amp.optimizer.Adam(), initial_scale=2.0**10)
+amp.mixed_precision.set_global_policy("mixed_float16")
+optimizer = amp.mixed_precision.LossScaleOptimizer(amp.optimizer.Adam(), initial_scale=2.0**10)
 """
 
 from amp_transpiler.optimizer.loss_scale_optimizer import LossScaleOptimizer

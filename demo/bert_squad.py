@@ -52,12 +52,14 @@ def prepare(mode: str, options: argparse.Namespace, pieces: squad.Pieces) -> Run
     model = encoder.imported(options) if options.model else encoder.built(options, pieces.size)
     model.main.seed = model.startup.seed = options.seed
     with amp.program_guard(model.main, model.startup):
-        optimizer: Any = amp.optimizer.AdamW(options.lr, weight_decay=0.01, multi_precision=pure,
-                                             grad_clip=amp.optimizer.ClipGradByGlobalNorm(1.0))  # fmt: skip
+        optimizer: Any = amp.optimizer.AdamW(
+            options.lr, weight_decay=0.01, multi_precision=pure, grad_clip=amp.optimizer.ClipGradByGlobalNorm(1.0)
+        )
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(preset="bert_pure" if pure else "bert", dtype=options.dtype)
-            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype,
-                                     **training.scaling(options))  # fmt: skip
+            optimizer = amp.decorate(
+                optimizer, lists, use_pure_fp16=pure, dtype=options.dtype, **training.scaling(options)
+            )
         optimizer.minimize(model.loss, model.startup)
     executor, scope = amp.Executor(training.place_of(options.place), threads=options.threads), amp.Scope()
     executor.run(model.startup, scope=scope)
@@ -119,8 +121,9 @@ def overfit(run: Run, data: squad.Windows, questions: list[squad.Question], opti
     """Train on the first windows until 90 % of their answers are right; the steps that it took, 0 where it failed."""
     data = data.pick(slice(0, options.overfit))
     if len(data) < options.overfit:
-        raise SystemExit(f"error: --overfit {options.overfit} needs as many windows with an answer; "
-                         f"there are {len(data)}")  # fmt: skip
+        raise SystemExit(
+            f"error: --overfit {options.overfit} needs as many windows with an answer; there are {len(data)}"
+        )
     asked = [questions[q] for q in data.question]
     data.question = np.arange(len(data))  # each window is a question of its own
     rng, limit = np.random.default_rng(options.seed), options.steps or 2000
@@ -148,26 +151,39 @@ def kept_fp32(program: amp.Program) -> str:
 
 def table(runs: list[Run], batch: int) -> str:
     """One row a mode."""
-    rows = [f"{'mode':<10} {'exact match':>11} {'F1':>7} {'final loss':>11} {'loss scale':>11} {'skipped':>8} "
-            f"{'steps':>6} {'examples/s':>11}"]  # fmt: skip
+    rows = [
+        f"{'mode':<10} {'exact match':>11} {'F1':>7} {'final loss':>11} {'loss scale':>11} {'skipped':>8} "
+        f"{'steps':>6} {'examples/s':>11}"
+    ]
     for run in runs:
         speed = (len(run.loss) - 1) * batch / run.seconds if run.seconds else float("nan")
-        rows.append(f"{run.mode:<10} {run.scores[0]:>11.2f} {run.scores[1]:>7.2f} {np.mean(run.loss[-20:]):>11.4f} "
-                    f"{run.scale[-1]:>11g} {run.skipped:>8d} {len(run.loss):>6d} {speed:>11.1f}")  # fmt: skip
+        rows.append(
+            f"{run.mode:<10} {run.scores[0]:>11.2f} {run.scores[1]:>7.2f} {np.mean(run.loss[-20:]):>11.4f} "
+            f"{run.scale[-1]:>11g} {run.skipped:>8d} {len(run.loss):>6d} {speed:>11.1f}"
+        )
     return "\n".join(rows)
 
 
 def arguments() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else "", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("data/squad"), help="folder with SQuAD v1.1")
     parser.add_argument("--vocab", type=Path, default=Path("data/bert_vocab"), help="folder with BERT's vocab.txt")
     parser.add_argument("--synthetic", action="store_true", help="made-up text instead of SQuAD")
     parser.add_argument("--model", type=Path, help="exported encoder that gives last_hidden_state, to fine-tune")
     training.add_precision_options(parser, MODES)
-    for name, value in (("layers", 2), ("hidden", 64), ("heads", 2), ("seq-len", 128), ("doc-stride", 64),
-                        ("batch", 32), ("epochs", 3), ("seed", 0)):  # fmt: skip
+    for name, value in (
+        ("layers", 2),
+        ("hidden", 64),
+        ("heads", 2),
+        ("seq-len", 128),
+        ("doc-stride", 64),
+        ("batch", 32),
+        ("epochs", 3),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the rate rises")

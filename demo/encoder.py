@@ -46,22 +46,28 @@ def built(options: argparse.Namespace, vocabulary: int) -> Model:
     return Model(main, startup, test, loss, logits, feed)
 
 
-def _bert(ids: amp.Variable, segments: amp.Variable, mask: amp.Variable, options: argparse.Namespace,
-          vocabulary: int) -> amp.Variable:  # fmt: skip
+def _bert(
+    ids: amp.Variable, segments: amp.Variable, mask: amp.Variable, options: argparse.Namespace, vocabulary: int
+) -> amp.Variable:
     """The encoder: [batch, length] numbers to [batch, length, hidden]."""
     width, small = options.hidden, initializer.Normal(0.0, 0.02)
     with amp.name_scope("embeddings"):
         x = amp.nn.embedding(ids, [vocabulary, width], param_attr=small, name="embeddings.word")
         x = x + amp.nn.embedding(segments, [3, width], param_attr=small, name="embeddings.segment")
-        x = x + amp.create_parameter([options.seq_len, width], "float32", "embeddings.position",
-                                     initializer.Assign(_waves(options.seq_len, width)))  # fmt: skip
+        x = x + amp.create_parameter(
+            [options.seq_len, width],
+            "float32",
+            "embeddings.position",
+            initializer.Assign(_waves(options.seq_len, width)),
+        )
         x = F.dropout(amp.nn.layer_norm(x, epsilon=1e-12, name="embeddings.norm"), options.dropout)
     seen = F.unsqueeze(F.cast(mask, "bool"), [1, 2])
     for number in range(options.layers):
         name = f"layer_{number}"
         with amp.name_scope(name):
-            mixed = amp.nn.multi_head_attention(x, num_heads=options.heads, attn_mask=seen, dropout=options.dropout,
-                                                name=f"{name}.attention")  # fmt: skip
+            mixed = amp.nn.multi_head_attention(
+                x, num_heads=options.heads, attn_mask=seen, dropout=options.dropout, name=f"{name}.attention"
+            )
             x = amp.nn.layer_norm(x + F.dropout(mixed, options.dropout), epsilon=1e-12, name=f"{name}.attention_norm")
             wide = amp.nn.fc(x, 4 * width, act="gelu", num_flatten_dims=2, name=f"{name}.intermediate")
             back = amp.nn.fc(wide, width, num_flatten_dims=2, name=f"{name}.output")
@@ -92,8 +98,10 @@ def imported(options: argparse.Namespace) -> Model:
     main = amp.Program.from_onnx(str(options.model))
     hidden = main.outputs[0]
     if hidden.shape is None or len(hidden.shape) != 3:
-        raise SystemExit(f"error: the first output of {options.model}, '{hidden.name}', is {hidden.shape}; expected "
-                         "last_hidden_state, [batch, length, hidden]")  # fmt: skip
+        raise SystemExit(
+            f"error: the first output of {options.model}, '{hidden.name}', is {hidden.shape}; expected "
+            "last_hidden_state, [batch, length, hidden]"
+        )
     names = {_part(v.name, str(options.model)): v.name for v in main.inputs}
     main.mark_fp16("*")
     with amp.program_guard(main, main.startup), amp.unique_name.guard():

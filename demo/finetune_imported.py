@@ -30,8 +30,9 @@ def digits(options: argparse.Namespace) -> tuple[tuple[np.ndarray, np.ndarray], 
     if options.data is not None:
         train, test = mnist.mnist(options.data)
     else:
-        train, test = ((np.kron(images, np.ones((1, 1, 3, 3), np.float32)), labels)
-                       for images, labels in quickstart.digits())  # fmt: skip
+        train, test = (
+            (np.kron(images, np.ones((1, 1, 3, 3), np.float32)), labels) for images, labels in quickstart.digits()
+        )
     limit = options.limit or len(train[0])
     return (train[0][:limit], train[1][:limit]), test
 
@@ -63,8 +64,9 @@ def export_stand_in(path: Path, train: tuple[np.ndarray, np.ndarray], options: a
     program = done.test_program
     path.parent.mkdir(parents=True, exist_ok=True)
     with amp.scope_guard(done.scope):
-        amp.save_inference_model(str(path), [program.var(done.image)], [program.var(done.prediction)], done.executor,
-                                 program)  # fmt: skip
+        amp.save_inference_model(
+            str(path), [program.var(done.image)], [program.var(done.prediction)], done.executor, program
+        )
     print(f"{path}: a CNN that knows the digits 0 to {SEEN - 1}")
 
 
@@ -76,8 +78,12 @@ def features(scores: amp.Variable) -> amp.Variable:
     return layer.inputs[0] if layer is not None else scores
 
 
-def tune(path: Path, mode: str, data: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
-         options: argparse.Namespace) -> training.Trained:  # fmt: skip
+def tune(
+    path: Path,
+    mode: str,
+    data: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    options: argparse.Namespace,
+) -> training.Trained:
     """Import the model, train it in one mode, and evaluate it."""
     program = amp.Program.from_onnx(path)
     if len(program.inputs) != 1 or len(program.inputs[0].shape or ()) != 4:
@@ -100,8 +106,9 @@ def tune(path: Path, mode: str, data: tuple[tuple[np.ndarray, np.ndarray], tuple
         test_program = program.clone(for_test=True)
         optimizer = amp.optimizer.Adam(options.lr, multi_precision=mode == "pure-fp16")
         if mode != "fp32":
-            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure-fp16", use_fp16_guard=False,
-                                     dtype=options.dtype)  # fmt: skip
+            optimizer = amp.decorate(
+                optimizer, use_pure_fp16=mode == "pure-fp16", use_fp16_guard=False, dtype=options.dtype
+            )
         optimizer.minimize(loss)
     place, scope = training.place_of(options.place), amp.Scope()
     executor = amp.Executor(place)
@@ -111,8 +118,9 @@ def tune(path: Path, mode: str, data: tuple[tuple[np.ndarray, np.ndarray], tuple
         optimizer.amp_init(place, scope=scope, test_program=test_program, use_fp16_test=True)
         verdict = optimizer.get_found_inf()
         fetches += [v.name for v in (optimizer.get_loss_scaling(), verdict) if v is not None]
-    task = training.Task(lambda: (image, label, scores, loss), _shaped(train, image), _shaped(test, image),
-                         learning_rate=options.lr)  # fmt: skip
+    task = training.Task(
+        lambda: (image, label, scores, loss), _shaped(train, image), _shaped(test, image), learning_rate=options.lr
+    )
     trained = training.Trained(training.History(mode), executor, scope, test_program, image.name, scores.name)
     training.run(task, trained, program, optimizer, fetches, label.name, options, training.bar())
     return trained
@@ -143,8 +151,13 @@ def main() -> int:
     last = runs[-1]
     with amp.scope_guard(last.scope):
         program = last.test_program
-        amp.save_inference_model(str(options.out / "finetuned.onnx"), [program.var(last.image)],
-                                 [program.var(last.prediction)], last.executor, program)  # fmt: skip
+        amp.save_inference_model(
+            str(options.out / "finetuned.onnx"),
+            [program.var(last.image)],
+            [program.var(last.prediction)],
+            last.executor,
+            program,
+        )
     print(f"{options.out / 'finetuned.onnx'}: all ten digits ({last.history.mode})")
     return 0
 

@@ -78,12 +78,14 @@ def prepare(mode: str, options: argparse.Namespace) -> Run:
     with amp.program_guard(main, startup), amp.unique_name.guard():
         logits, loss = network(options)
         test = main.clone(for_test=True)
-        optimizer: Any = amp.optimizer.Adam(options.lr, multi_precision=pure,
-                                            grad_clip=amp.optimizer.ClipGradByGlobalNorm(5.0))  # fmt: skip
+        optimizer: Any = amp.optimizer.Adam(
+            options.lr, multi_precision=pure, grad_clip=amp.optimizer.ClipGradByGlobalNorm(5.0)
+        )
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(custom_black_varnames=["logits.w_0"], dtype=options.dtype)
-            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=pure, dtype=options.dtype,
-                                     **training.scaling(options))  # fmt: skip
+            optimizer = amp.decorate(
+                optimizer, lists, use_pure_fp16=pure, dtype=options.dtype, **training.scaling(options)
+            )
         optimizer.minimize(loss, startup)
     executor, scope = amp.Executor(place, threads=options.threads), amp.Scope()
     executor.run(startup, scope=scope)
@@ -101,8 +103,12 @@ def sizes_of(options: argparse.Namespace) -> spoken.Sizes:
 
 def step(run: Run, batch: spoken.Batch, rate: float) -> None:
     """One training step at learning rate ``rate``."""
-    feed = {"features": batch.features, "steps": steps_of(batch.frames), "labels": batch.labels,
-            "symbols": batch.symbols.astype(np.int32)}  # fmt: skip
+    feed = {
+        "features": batch.features,
+        "steps": steps_of(batch.frames),
+        "labels": batch.labels,
+        "symbols": batch.symbols.astype(np.int32),
+    }
     begin = time.perf_counter()
     run.optimizer.set_lr(rate, run.scope)
     values = run.executor.run(run.main, feed=feed, fetch_list=run.fetches, scope=run.scope)
@@ -118,8 +124,9 @@ def rates(options: argparse.Namespace, steps: int) -> np.ndarray:
     return options.lr * np.minimum(place / 0.1, (1 + np.cos(np.pi * place)) / 2)
 
 
-def epoch_of(data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace,
-             number: int) -> list[spoken.Batch]:  # fmt: skip
+def epoch_of(
+    data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace, number: int
+) -> list[spoken.Batch]:
     """The training takes, strung together anew for each epoch."""
     rng, sizes = np.random.default_rng([options.seed, number]), sizes_of(options)
     strings = spoken.utterances(
@@ -128,8 +135,9 @@ def epoch_of(data: spoken.Recordings, features: spoken.Features, options: argpar
     return spoken.batches(strings, sizes, features, rng)
 
 
-def train(run: Run, data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace,
-          progress: Any) -> None:  # fmt: skip
+def train(
+    run: Run, data: spoken.Recordings, features: spoken.Features, options: argparse.Namespace, progress: Any
+) -> None:
     """Epochs until ``--steps`` are done, or as many as ``--epochs`` of the first one's size take."""
     parts = epoch_of(data, features, options, 0)
     plan, epoch = rates(options, options.steps or options.epochs * len(parts)), 0
@@ -141,8 +149,9 @@ def train(run: Run, data: spoken.Recordings, features: spoken.Features, options:
         progress(run.mode, number, len(plan), run.loss[-1])
 
 
-def transcribe(run: Run, strings: list[spoken.Utterance], features: spoken.Features,
-               options: argparse.Namespace) -> list[list[int]]:  # fmt: skip
+def transcribe(
+    run: Run, strings: list[spoken.Utterance], features: spoken.Features, options: argparse.Namespace
+) -> list[list[int]]:
     """What the test program hears in each string."""
     heard: list[list[int]] = [[] for _ in strings]
     for batch in spoken.batches(strings, sizes_of(options), features, np.random.default_rng(0)):
@@ -171,18 +180,23 @@ def serve(path: Path, string: spoken.Utterance) -> list[int]:
 
 def table(runs: list[Run]) -> str:
     """One row a mode."""
-    rows = [f"{'mode':<10} {'error rate':>10} {'final loss':>11} {'loss scale':>11} {'skipped':>8} {'steps':>6} "
-            f"{'utterances/s':>13}"]  # fmt: skip
+    rows = [
+        f"{'mode':<10} {'error rate':>10} {'final loss':>11} {'loss scale':>11} {'skipped':>8} {'steps':>6} "
+        f"{'utterances/s':>13}"
+    ]
     for run in runs:
-        rows.append(f"{run.mode:<10} {run.error:>10.2%} {np.mean(run.loss[-20:]):>11.4f} {run.scale[-1]:>11g} "
-                    f"{run.skipped:>8d} {len(run.loss):>6d} {np.median(run.speeds):>13.1f}")  # fmt: skip
+        rows.append(
+            f"{run.mode:<10} {run.error:>10.2%} {np.mean(run.loss[-20:]):>11.4f} {run.scale[-1]:>11g} "
+            f"{run.skipped:>8d} {len(run.loss):>6d} {np.median(run.speeds):>13.1f}"
+        )
     return "\n".join(rows)
 
 
 def arguments() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else "", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("data/fsdd"), help="folder with the recordings")
     parser.add_argument("--synthetic", action="store_true", help="telephone tones instead of recordings")
     training.add_precision_options(parser)
@@ -197,9 +211,10 @@ def arguments() -> argparse.ArgumentParser:
         ("batch-size", 16, "strings in a step"),
         ("seed", 0, "of all that is random"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=value, help=what)  # fmt: skip
-    parser.add_argument("--buckets", type=int, nargs="+", default=[96, 160, 224, 320],
-                        help="frames of 10 ms that batches are padded to")  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value, help=what)
+    parser.add_argument(
+        "--buckets", type=int, nargs="+", default=[96, 160, 224, 320], help="frames of 10 ms that batches are padded to"
+    )
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--dropout", type=float, default=0.2, help="before and behind the recurrent layers")
     parser.add_argument("--plain", action="store_true", help="train on the recordings as they are, not varied")
@@ -223,8 +238,11 @@ def main() -> int:
     rng, sizes = np.random.default_rng(1), sizes_of(options)  # one test for every seed: each take is heard twice
     strings = [u for _ in range(2) for u in spoken.utterances(data, data.held_out, sizes, features, rng)]
     digits = [u.digits for u in strings]
-    print(f"takes: {(~data.held_out).sum()} to train on, {data.held_out.sum()} held out, in {len(strings)} strings "
-          f"of {sum(map(len, digits))} digits", flush=True)  # fmt: skip
+    print(
+        f"takes: {(~data.held_out).sum()} to train on, {data.held_out.sum()} held out, in {len(strings)} strings "
+        f"of {sum(map(len, digits))} digits",
+        flush=True,
+    )
     progress, runs = training.bar(), []
     for mode in training.MODES if options.mode == "all" else (options.mode,):
         run = prepare(mode, options)

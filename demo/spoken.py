@@ -42,9 +42,11 @@ def read(folder: Path) -> Recordings:
     else:
         files = sorted(file for sub in (folder, folder / "recordings") for file in sub.glob("?_*_*.wav"))
         if not files:
-            raise SystemExit(f"error: {folder} has no {{digit}}_{{speaker}}_{{index}}.wav. Clone the Free Spoken Digit "
-                             "Dataset, github.com/Jakobovski/free-spoken-digit-dataset, and pass its folder "
-                             "'recordings' as --data. Or pass --synthetic")  # fmt: skip
+            raise SystemExit(
+                f"error: {folder} has no {{digit}}_{{speaker}}_{{index}}.wav. Clone the Free Spoken Digit "
+                "Dataset, github.com/Jakobovski/free-spoken-digit-dataset, and pass its folder "
+                "'recordings' as --data. Or pass --synthetic"
+            )
         parts = np.array([file.stem.split("_") for file in files])
         label, speaker, index = parts[:, 0].astype(int), parts[:, 1], parts[:, 2].astype(int)
         waves = [_wav(file) for file in files]
@@ -147,8 +149,9 @@ class Utterance:
     digits: list[int]
 
 
-def utterances(data: Recordings, chosen: np.ndarray, sizes: Sizes, features: Features, rng: np.random.Generator,
-               vary: bool = False) -> list[Utterance]:  # fmt: skip
+def utterances(
+    data: Recordings, chosen: np.ndarray, sizes: Sizes, features: Features, rng: np.random.Generator, vary: bool = False
+) -> list[Utterance]:
     """Strings of 1 to ``sizes.longest`` digits of one speaker, with short silences; each chosen recording occurs once.
 
     A string that would not fit the largest bucket ends early; a single recording that does not is cut.
@@ -204,8 +207,10 @@ def batches(data: list[Utterance], sizes: Sizes, features: Features, rng: np.ran
     """
     rows = np.concatenate([np.arange(len(data)), rng.integers(0, len(data), -len(data) % sizes.batch)])
     rows = rows[np.argsort([len(data[r].features) for r in rows], kind="stable")]
-    return [_batch([data[r] for r in part], part, sizes, features)
-            for part in rng.permutation(rows.reshape(-1, sizes.batch))]  # fmt: skip
+    return [
+        _batch([data[r] for r in part], part, sizes, features)
+        for part in rng.permutation(rows.reshape(-1, sizes.batch))
+    ]
 
 
 def _batch(data: list[Utterance], rows: np.ndarray, sizes: Sizes, features: Features) -> Batch:

@@ -61,11 +61,18 @@ def read_questions(folder: Path, part: str) -> list[Question]:
         articles = json.loads(official.read_text(encoding="utf8"))["data"]
         found = [(p["context"], qa) for article in articles for p in article["paragraphs"] for qa in p["qas"]]
         return [_official(context, qa) for context, qa in found]
-    lines = _text(folder / f"squad11_{part}.jsonl", "Put SQuAD's train-v1.1.json and dev-v1.1.json into a folder and "
-                  "pass it as --data.").splitlines()  # fmt: skip
+    lines = _text(
+        folder / f"squad11_{part}.jsonl",
+        "Put SQuAD's train-v1.1.json and dev-v1.1.json into a folder and pass it as --data.",
+    ).splitlines()
     paragraphs = [json.loads(line) for line in lines if line]
-    return [Question(qa["q"], p["context"], qa["a"], qa["start"] if part != "train" or qa["exact"] else -1,
-                     qa["start_text"]) for p in paragraphs for qa in p["qas"]]  # fmt: skip
+    return [
+        Question(
+            qa["q"], p["context"], qa["a"], qa["start"] if part != "train" or qa["exact"] else -1, qa["start_text"]
+        )
+        for p in paragraphs
+        for qa in p["qas"]
+    ]
 
 
 def _official(context: str, qa: dict[str, Any]) -> Question:
@@ -188,8 +195,9 @@ def _filled(rows: list[tuple], pieces: Pieces, length: int) -> Windows:
 
 
 # -- answers -----------------------------------------------------------------------------------------
-def best_spans(data: Windows, start: np.ndarray, end: np.ndarray, questions: list[Question],
-               longest: int = 30) -> dict[int, str]:  # fmt: skip
+def best_spans(
+    data: Windows, start: np.ndarray, end: np.ndarray, questions: list[Question], longest: int = 30
+) -> dict[int, str]:
     """The answer to each question: the span of at most ``longest`` pieces with the largest start + end logit, over
     all windows of the question. ``start``, ``end``: logits [n, length]."""
     inside = data.spans[:, :, 0] >= 0
@@ -204,8 +212,10 @@ def best_spans(data: Windows, start: np.ndarray, end: np.ndarray, questions: lis
         question = int(data.question[row])
         if question not in best or found[0] > best[question][0]:
             best[question] = found
-    return {q: questions[q].context[data.spans[row, first, 0] : data.spans[row, last, 1]]
-            for q, (_, row, first, last) in best.items()}  # fmt: skip
+    return {
+        q: questions[q].context[data.spans[row, first, 0] : data.spans[row, last, 1]]
+        for q, (_, row, first, last) in best.items()
+    }
 
 
 def normalised(text: str) -> str:

@@ -28,8 +28,10 @@ def parse_names(text: str) -> Mapping[str, Mapping[str, Mapping[str, Entry]]]:
             for name, entry in entries.items():
                 form = isinstance(entry, str) or (isinstance(entry, dict) and set(entry) in _KEYS)
                 if kind not in ("arguments", "names") or not form:
-                    raise ListError(f"{FILE}, {kind}.{section}: '{name}' is {entry!r}; expected our name, or a table "
-                                    "with unused, or with otherwise and perhaps takes")  # fmt: skip
+                    raise ListError(
+                        f"{FILE}, {kind}.{section}: '{name}' is {entry!r}; expected our name, or a table "
+                        "with unused, or with otherwise and perhaps takes"
+                    )
     return MappingProxyType(tables)
 
 
@@ -58,8 +60,10 @@ def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
         carried.update(tables)
         wrong = [e for name, e in entries.items() if name in parameters or (isinstance(e, str) and e not in parameters)]
         if wrong:
-            raise ListError(f"{FILE}, arguments.{tables}: {called.__qualname__} does not have argument {wrong[0]!r}, "
-                            "or has Paddle's itself")  # fmt: skip
+            raise ListError(
+                f"{FILE}, arguments.{tables}: {called.__qualname__} does not have argument {wrong[0]!r}, "
+                "or has Paddle's itself"
+            )
 
         takes = _keywords(function) | entries.keys()
 
@@ -68,8 +72,10 @@ def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
             if takes and not takes.issuperset(kwargs):
                 owner = type(args[0]).__name__ if function.__name__ == "__init__" else called.__name__
                 wrong = next(name for name in kwargs if name not in takes)
-                raise ArgumentTypeError(f"{owner}: there is no argument '{wrong}'; the arguments are "
-                                        f"{', '.join(name for name in parameters if name != 'self')}")  # fmt: skip
+                raise ArgumentTypeError(
+                    f"{owner}: there is no argument '{wrong}'; the arguments are "
+                    f"{', '.join(name for name in parameters if name != 'self')}"
+                )
             if not entries.keys().isdisjoint(kwargs):
                 kwargs = _ours(called.__name__, entries, parameters[: len(args)], kwargs)
             return function(*args, **kwargs)

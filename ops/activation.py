@@ -146,5 +146,21 @@ def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
 
 
 traits("Relu", "ThresholdedRelu", own("ReluGrad"), own("ThresholdedReluGrad"), exact=True)
-traits("Celu", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "LogSoftmax", "Mish", "PRelu", "Selu", "Shrink",
-       "Sigmoid", "Softmax", "Softplus", "Softsign", "Tanh")  # fmt: skip
+traits(
+    "Celu",
+    "Elu",
+    "Gelu",
+    "HardSigmoid",
+    "HardSwish",
+    "LeakyRelu",
+    "LogSoftmax",
+    "Mish",
+    "PRelu",
+    "Selu",
+    "Shrink",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Softsign",
+    "Tanh",
+)

@@ -60,8 +60,9 @@ def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Var
 
 # -- rotary positions ----------------------------------------------------------------------------------
 @decomposition("RotaryEmbedding")
-def rotary_embedding(d: Parts, op: Operator, x: Variable, cos: Variable, sin: Variable,
-                     positions: Maybe = None) -> list[Variable]:  # fmt: skip
+def rotary_embedding(
+    d: Parts, op: Operator, x: Variable, cos: Variable, sin: Variable, positions: Maybe = None
+) -> list[Variable]:
     """X is [B, heads, S, D], or [B, S, heads * D] with ``num_heads``; the caches are [B, S, D/2] or looked up."""
     if positions is not None:
         cos, sin = d.Gather(cos, positions), d.Gather(sin, positions)
@@ -113,9 +114,17 @@ def heads_together(d: Parts, x: Variable) -> Variable:
 
 # -- attention -----------------------------------------------------------------------------------------
 @decomposition("Attention")
-def attention(d: Parts, op: Operator, q: Variable, k: Variable, v: Variable, mask: Maybe = None,
-              past_key: Maybe = None, past_value: Maybe = None,
-              nonpad: Maybe = None) -> list[Maybe]:  # fmt: skip
+def attention(
+    d: Parts,
+    op: Operator,
+    q: Variable,
+    k: Variable,
+    v: Variable,
+    mask: Maybe = None,
+    past_key: Maybe = None,
+    past_value: Maybe = None,
+    nonpad: Maybe = None,
+) -> list[Maybe]:
     """Q [B, heads, S, D] (or [B, S, heads * D]), K and V with as many heads or a divisor of them."""
     flat = d.rank(q) == 3
     if flat:

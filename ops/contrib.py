@@ -47,8 +47,7 @@ def fused_gemm(d: Parts, op: Operator, a: Variable, b: Variable, c: Maybe = None
 
 
 @decomposition(_MS + "FusedConv")
-def fused_conv(d: Parts, op: Operator, x: Variable, w: Variable, b: Maybe = None,
-               z: Maybe = None) -> list[Variable]:  # fmt: skip
+def fused_conv(d: Parts, op: Operator, x: Variable, w: Variable, b: Maybe = None, z: Maybe = None) -> list[Variable]:
     """activation(conv(X) + Z)."""
     names = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     y = d.Conv(x, w, b, **{k: op.attrs[k] for k in names if k in op.attrs})
@@ -57,9 +56,14 @@ def fused_conv(d: Parts, op: Operator, x: Variable, w: Variable, b: Maybe = None
 
 #: Attributes of the activations that onnxruntime fuses, in the order of their parameters.
 _ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "Relu": (), "Tanh": (), "Sigmoid": (), "Softplus": (), "LeakyRelu": ("alpha",), "Elu": ("alpha",),
+    "Relu": (),
+    "Tanh": (),
+    "Sigmoid": (),
+    "Softplus": (),
+    "LeakyRelu": ("alpha",),
+    "Elu": ("alpha",),
     "HardSigmoid": ("alpha", "beta"),
-}  # fmt: skip
+}
 
 
 def _activated(d: Parts, y: Variable, parameters: list[float]) -> Variable:
@@ -104,16 +108,18 @@ def simplified_layer_normalization(d: Parts, op: Operator, x: Variable, scale: V
 
 
 @decomposition(_MS + "SkipSimplifiedLayerNormalization")
-def skip_simplified_layer_normalization(d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable,
-                                        bias: Maybe = None) -> list[Maybe]:  # fmt: skip
+def skip_simplified_layer_normalization(
+    d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable, bias: Maybe = None
+) -> list[Maybe]:
     total = _with_skip(d, x, skip, bias)
     normal, inverse = rms(d, total, [-1], d.number("epsilon", 1e-12))
     return [d.Mul(d.cast(normal, x.dtype), scale), None, inverse, total]
 
 
 @decomposition(_MS + "SkipLayerNormalization")
-def skip_layer_normalization(d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable,
-                             shift: Maybe = None, bias: Maybe = None) -> list[Maybe]:  # fmt: skip
+def skip_layer_normalization(
+    d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable, shift: Maybe = None, bias: Maybe = None
+) -> list[Maybe]:
     """LayerNormalization of X + skip + bias; that sum is the last output."""
     total = _with_skip(d, x, skip, bias)
     wanted = 1 if op.output(1) is None and op.output(2) is None else 3
@@ -127,9 +133,19 @@ def _with_skip(d: Parts, x: Variable, skip: Variable, bias: Maybe) -> Variable:
 
 
 @decomposition(_MS + "EmbedLayerNormalization")
-def embed_layer_normalization(d: Parts, op: Operator, ids: Variable, segments: Maybe, words: Variable,
-                              places: Variable, segment_table: Maybe, scale: Variable, shift: Variable,
-                              mask: Maybe = None, positions: Maybe = None) -> list[Variable]:  # fmt: skip
+def embed_layer_normalization(
+    d: Parts,
+    op: Operator,
+    ids: Variable,
+    segments: Maybe,
+    words: Variable,
+    places: Variable,
+    segment_table: Maybe,
+    scale: Variable,
+    shift: Variable,
+    mask: Maybe = None,
+    positions: Maybe = None,
+) -> list[Variable]:
     """LayerNormalization of the sum of word, position and segment embeddings; the lengths of the mask; the sum."""
     place = d.Gather(places, positions_of(d, ids, 1) if positions is None else positions)
     total = d.Add(d.Gather(words, ids), place)
@@ -145,9 +161,17 @@ def embed_layer_normalization(d: Parts, op: Operator, ids: Variable, segments: M
 
 # -- attention -------------------------------------------------------------------------------------------
 @decomposition(_MS + "Attention")
-def attention(d: Parts, op: Operator, x: Variable, weights: Variable, bias: Maybe = None, mask: Maybe = None,
-              past: Maybe = None, attention_bias: Maybe = None,
-              past_length: Maybe = None) -> list[Variable]:  # fmt: skip
+def attention(
+    d: Parts,
+    op: Operator,
+    x: Variable,
+    weights: Variable,
+    bias: Maybe = None,
+    mask: Maybe = None,
+    past: Maybe = None,
+    attention_bias: Maybe = None,
+    past_length: Maybe = None,
+) -> list[Variable]:
     """Q, K and V are one product of X [B, S, D] with packed weights."""
     if past is not None or past_length is not None or op.output(1) is not None or d.whole("do_rotary", 0):
         raise d.error("it keeps past keys and values, or turns by positions")
@@ -164,9 +188,17 @@ def attention(d: Parts, op: Operator, x: Variable, weights: Variable, bias: Mayb
 
 
 @decomposition(_MS + "MultiHeadAttention")
-def multi_head_attention(d: Parts, op: Operator, q: Variable, k: Maybe = None, v: Maybe = None,
-                         bias: Maybe = None, mask: Maybe = None, attention_bias: Maybe = None,
-                         *past: Maybe) -> list[Variable]:  # fmt: skip
+def multi_head_attention(
+    d: Parts,
+    op: Operator,
+    q: Variable,
+    k: Maybe = None,
+    v: Maybe = None,
+    bias: Maybe = None,
+    mask: Maybe = None,
+    attention_bias: Maybe = None,
+    *past: Maybe,
+) -> list[Variable]:
     """Q [B, S, heads * D] with K and V alike or as [B, heads, L, D]; or Q, K, V packed in [B, S, heads, 3, D]."""
     if any(p is not None for p in past) or any(op.output(i) is not None for i in (1, 2, 3)):
         raise d.error("it keeps past keys and values, or gives its scores")
@@ -232,8 +264,9 @@ def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
 
 
 @decomposition(_MS + "RotaryEmbedding")
-def rotary_embedding(d: Parts, op: Operator, x: Variable, positions: Variable, cos: Variable,
-                     sin: Variable) -> list[Variable]:  # fmt: skip
+def rotary_embedding(
+    d: Parts, op: Operator, x: Variable, positions: Variable, cos: Variable, sin: Variable
+) -> list[Variable]:
     """X [B, S, heads * D] or [B, heads, S, D]; ``positions`` [B, S], or [1]: the first of consecutive ones."""
     if d.whole("is_packed_batching", 0) or d.number("scale", 1.0) != 1:
         raise d.error("it scales, or packs sequences")

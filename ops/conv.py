@@ -50,9 +50,7 @@ def _transposed_window(op: Operator, x: Value, w: Value, y: Value) -> Window:
     if not automatic and "output_shape" not in op.attrs:
         return window
     extra = op.attrs.get("output_padding") or [0] * window.rank
-    full = (
-        (n - 1) * s + p + k for n, s, p, k in zip(window.target, window.strides, extra, window.extent, strict=True)
-    )
+    full = ((n - 1) * s + p + k for n, s, p, k in zip(window.target, window.strides, extra, window.extent, strict=True))
     total = [max(size - n, 0) for size, n in zip(full, window.source, strict=True)]
     upper = op.attrs.get("auto_pad", "NOTSET") == "SAME_UPPER"
     begin = tuple(p // 2 if upper else p - p // 2 for p in total)
@@ -108,12 +106,26 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
         (n - (t - 1) * s - 1) // d + 1
         for n, t, s, d in zip(padded, window.target, window.strides, window.dilations, strict=True)
     ]
-    dw = e.op("Conv", x, e.transpose(dy, swapped), group=group, strides=list(window.dilations),
-              dilations=list(window.strides), pads=window.pads, shape=(channels, dy.shape[1], *sizes))  # fmt: skip
+    dw = e.op(
+        "Conv",
+        x,
+        e.transpose(dy, swapped),
+        group=group,
+        strides=list(window.dilations),
+        dilations=list(window.strides),
+        pads=window.pads,
+        shape=(channels, dy.shape[1], *sizes),
+    )
     if tuple(sizes) != window.kernel:  # an unread tail of X looks like further kernel positions
         axes = e.ints(*range(2, 2 + window.rank))
-        dw = e.op("Slice", dw, e.ints(*[0] * window.rank), e.ints(*window.kernel), axes,
-                  shape=(channels, dy.shape[1], *window.kernel))  # fmt: skip
+        dw = e.op(
+            "Slice",
+            dw,
+            e.ints(*[0] * window.rank),
+            e.ints(*window.kernel),
+            axes,
+            shape=(channels, dy.shape[1], *window.kernel),
+        )
     return e.transpose(dw, swapped)
 
 
@@ -158,8 +170,9 @@ def by_unfolding(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
         x, dy = e.transpose(x, swapped), e.transpose(dy, swapped)
     padded = window.pad(e, x, 2)
     shape = (channels, batch * positions) if whole else (batch, channels, positions)
-    unfolded = e.op("Concat", *(e.reshape(window.read(e, padded, tap, 2), shape) for tap in window.taps),
-                    axis=0 if whole else 1)  # fmt: skip
+    unfolded = e.op(
+        "Concat", *(e.reshape(window.read(e, padded, tap, 2), shape) for tap in window.taps), axis=0 if whole else 1
+    )
     if whole:
         dw = e.op("Gemm", e.reshape(dy, (outputs, batch * positions)), unfolded, transB=1)
     else:

@@ -250,8 +250,9 @@ def ctc_loss(e: Emitter, op: Operator, logits: Value, labels: Value, steps_of: V
 
 
 @gradient(own("CTCLoss"), reads="x0 x1 x2 x3 dy0", inputs=[0])
-def ctc_loss_grad(e: Emitter, op: Operator, logits: Value, labels: Value, steps_of: Value, symbols_of: Value,
-                  dy: Value) -> Grads:  # fmt: skip
+def ctc_loss_grad(
+    e: Emitter, op: Operator, logits: Value, labels: Value, steps_of: Value, symbols_of: Value, dy: Value
+) -> Grads:
     """softmax - (probability that the path is at a state of this class, given the label), up to a sequence's end.
 
     NaN for a label that no path gives, unless ``zero_infinity``.

@@ -47,8 +47,9 @@ def grid_sample(e: Emitter, op: Operator, x: Value, grid: Value, dy: Value) -> G
     return [dx, _to_grid(e, x, rows, taps, flat, size_of(grid)) if e.wants(1) else None]
 
 
-def _to_elements(e: Emitter, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value],
-                 shape: tuple[int, ...]) -> Value:  # fmt: skip
+def _to_elements(
+    e: Emitter, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value], shape: tuple[int, ...]
+) -> Value:
     """The gradient of what is sampled: every share of ``rows``, [points, channels], added where it came from."""
     batch, channels, *sizes = shape
     points, elements = size_of(rows)[0], math.prod(sizes)
@@ -60,8 +61,9 @@ def _to_elements(e: Emitter, rows: Value, taps: list[tuple[_Tap, ...]], flat: li
     return e.reshape(e.transpose(e.reshape(total, (batch, elements, channels)), (0, 2, 1)), shape)
 
 
-def _to_grid(e: Emitter, x: Value, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value],
-             shape: tuple[int, ...]) -> Value:  # fmt: skip
+def _to_grid(
+    e: Emitter, x: Value, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value], shape: tuple[int, ...]
+) -> Value:
     """The gradient of the grid, coordinates in its order: the last axis first."""
     batch, channels, *sizes = size_of(x)
     elements, points = math.prod(sizes), size_of(rows)[0]

@@ -80,15 +80,23 @@ def _row_scale(e: Emitter, op: Operator, found: _Labels, dy: Value) -> Value:
 
 
 @body("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy(e: Emitter, op: Operator, scores: Value, labels: Value,
-                          weights: Value | None = None) -> Grads:  # fmt: skip
+def softmax_cross_entropy(
+    e: Emitter, op: Operator, scores: Value, labels: Value, weights: Value | None = None
+) -> Grads:
     log_prob = e.LogSoftmax(scores, axis=1)
     return [_loss(e, op, log_prob, labels, weights), log_prob]
 
 
 @gradient("SoftmaxCrossEntropyLoss", reads="x0 x1 x2 dy0 dy1", inputs=[0])
-def softmax_cross_entropy_grad(e: Emitter, op: Operator, scores: Value, labels: Value, weights: Value | None,
-                               dy: Value | None, dlog_prob: Value | None) -> Grads:  # fmt: skip
+def softmax_cross_entropy_grad(
+    e: Emitter,
+    op: Operator,
+    scores: Value,
+    labels: Value,
+    weights: Value | None,
+    dy: Value | None,
+    dlog_prob: Value | None,
+) -> Grads:
     """(softmax - one-hot) * scale, and for the log probabilities dy - softmax * sum(dy)."""
     prob = e.Softmax(scores, axis=1)
     parts = []
@@ -106,8 +114,9 @@ def softmax_cross_entropy_grad(e: Emitter, op: Operator, scores: Value, labels: 
 
 
 @body("NegativeLogLikelihoodLoss")
-def negative_log_likelihood(e: Emitter, op: Operator, log_prob: Value, labels: Value,
-                            weights: Value | None = None) -> Grads:  # fmt: skip
+def negative_log_likelihood(
+    e: Emitter, op: Operator, log_prob: Value, labels: Value, weights: Value | None = None
+) -> Grads:
     return [_loss(e, op, log_prob, labels, weights)]
 
 

@@ -91,8 +91,9 @@ def split(e: Emitter, op: Operator, sizes: Value | None, dys: list[Value | None]
 
 
 @gradient("Slice", reads="x1 x2 x3 x4 dy0", native=True)
-def slice_(e: Emitter, op: Operator, starts: Value, ends: Value, axes: Value | None, steps: Value | None,
-           dy: Value) -> Grads:  # fmt: skip
+def slice_(
+    e: Emitter, op: Operator, starts: Value, ends: Value, axes: Value | None, steps: Value | None, dy: Value
+) -> Grads:
     shape = shape_of(e, 0)
     begin, end = integers(e, op, 0, "starts of Slice") or [], integers(e, op, 1, "ends of Slice") or []
     along = integers(e, op, 2, "axes of Slice") or list(range(len(begin)))
@@ -264,8 +265,10 @@ def _other_reduction(op: Operator) -> str:
     reduction = op.attrs.get("reduction", "none")
     if reduction in ("none", "add"):
         return ""
-    return (f"its gradient exists for reduction 'none' and 'add', not for '{reduction}'. Gather the elements, combine "
-            "them with Mul, Max or Min, and scatter the result with 'none'")  # fmt: skip
+    return (
+        f"its gradient exists for reduction 'none' and 'add', not for '{reduction}'. Gather the elements, combine "
+        "them with Mul, Max or Min, and scatter the result with 'none'"
+    )
 
 
 @gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
@@ -346,8 +349,9 @@ traits("CenterCropPad", "Cast", "CastLike", moves=(0,))
 traits("Scatter", "ScatterElements", "ScatterND", moves=(0, 2))
 traits("TensorScatter", moves=(0, 1))
 traits("TopK", "Unique", exact=True)
-traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Concat", "TopK", "ScatterElements", "ScatterND")),
-       exact=True)  # fmt: skip
+traits(
+    *(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Concat", "TopK", "ScatterElements", "ScatterND")), exact=True
+)
 
 _MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant")
 _DRAWS = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")

@@ -65,8 +65,9 @@ def _per_channel(e: Emitter, value: Value, rank: int) -> Value:
 
 
 @body("BatchNormalization", when=lambda op: _trains(op) or _mixes_types(op))
-def batch_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value, mean: Value,
-                        var: Value) -> Sequence[Any]:  # fmt: skip
+def batch_normalization(
+    e: Emitter, op: Operator, x: Value, scale: Value, bias: Value, mean: Value, var: Value
+) -> Sequence[Any]:
     """In training mode, from the batch statistics: CUDA has no kernel for it. Otherwise in fp32 for 16-bit data with
     fp32 statistics: CUDA's kernel wants one type.
 
@@ -80,8 +81,18 @@ def batch_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: 
         # It writes the new statistics over its inputs, even over those that the caller owns: it gets copies, which the
         # optimiser cannot take away.
         zero = e.cast(e.scalar("zero"), mean.dtype)
-        ys = e.op("BatchNormalization", x, scale, bias, e.Add(mean, zero), e.Add(var, zero), outputs=3, epsilon=epsilon,
-                  momentum=momentum, training_mode=1)  # fmt: skip
+        ys = e.op(
+            "BatchNormalization",
+            x,
+            scale,
+            bias,
+            e.Add(mean, zero),
+            e.Add(var, zero),
+            outputs=3,
+            epsilon=epsilon,
+            momentum=momentum,
+            training_mode=1,
+        )
         return list(ys)
     rank = _rank(x)
     batch_mean, deviation, batch_var = _statistics(e, op, x, [0, *range(2, rank)])
@@ -96,8 +107,9 @@ def batch_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: 
 
 
 @gradient("BatchNormalization", "x0 x1 x3 x4 dy0", inputs=(0, 1, 2))
-def batch_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value,
-                                 dy: Value) -> Sequence[Any]:  # fmt: skip
+def batch_normalization_gradient(
+    e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
+) -> Sequence[Any]:
     """Through the batch statistics in training mode; with constant statistics otherwise.
 
     With xhat = (x - mean) * r and r = 1 / sqrt(var + epsilon): dB = sum(dy), dscale = sum(dy * xhat), and in training
@@ -151,8 +163,15 @@ def _layer_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
 def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value | None = None) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
-    ys = e.op("LayerNormalization", x, *_as_stored(e, op, scale, bias), outputs=outputs, axis=op.attrs.get("axis", -1),
-              epsilon=float(op.attrs.get("epsilon", _EPSILON)), stash_type=op.attrs.get("stash_type", 1))  # fmt: skip
+    ys = e.op(
+        "LayerNormalization",
+        x,
+        *_as_stored(e, op, scale, bias),
+        outputs=outputs,
+        axis=op.attrs.get("axis", -1),
+        epsilon=float(op.attrs.get("epsilon", _EPSILON)),
+        stash_type=op.attrs.get("stash_type", 1),
+    )
     return [ys[0], *(Value(v.name, "float32", v.shape) for v in ys[1:])]
 
 

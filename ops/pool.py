@@ -83,8 +83,14 @@ def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], ad
     flat = e.zeros([prod(shape)], values.dtype)
     reduction = "add" if add else "none"
     minus_one = e.ints(-1)
-    result = e.op("ScatterElements", flat, e.Reshape(indices, minus_one), e.Reshape(values, minus_one), axis=0,
-                  reduction=reduction)  # fmt: skip
+    result = e.op(
+        "ScatterElements",
+        flat,
+        e.Reshape(indices, minus_one),
+        e.Reshape(values, minus_one),
+        axis=0,
+        reduction=reduction,
+    )
     return e.reshape(result, shape)
 
 

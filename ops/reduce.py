@@ -112,7 +112,20 @@ for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "Reduce
     body(_type)(_in_fp32)
 
 traits("ReduceMax", "ReduceMin", own("ReduceSumGrad"), exact=True)
-traits("ArgMax", "ArgMin", "CumSum", "Hardmax", "NonZero", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp",
-       "ReduceMean", "ReduceProd", "ReduceSum", "ReduceSumSquare")  # fmt: skip
+traits(
+    "ArgMax",
+    "ArgMin",
+    "CumSum",
+    "Hardmax",
+    "NonZero",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceMean",
+    "ReduceProd",
+    "ReduceSum",
+    "ReduceSumSquare",
+)
 
 no_gradient("ArgMax", "ArgMin", "NonZero", "Hardmax")

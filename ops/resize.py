@@ -101,8 +101,10 @@ def _floats(e: Emitter, op: Operator, slot: int, what: str) -> Array | None:
         return None
     known = e.known(variable)
     if known is None:
-        raise GradientError(f"'{op.label}' needs the {what} ('{variable.name}') before the run, but they are computed "
-                            "in it. Make them constant, or give sizes")  # fmt: skip
+        raise GradientError(
+            f"'{op.label}' needs the {what} ('{variable.name}') before the run, but they are computed "
+            "in it. Make them constant, or give sizes"
+        )
     return known.reshape(-1)
 
 

@@ -111,15 +111,30 @@ class Window:
         lead = (values.shape[0], weights.shape[1] * group)
         common = [min(b, a) for b, a in zip(self.begin, self.end, strict=True)]
         if e.place == "cpu" or (list(self.begin) == common and list(self.end) == common):
-            whole: Value = e.op("ConvTranspose", values, weights, group=group, output_padding=list(self.tail),
-                                shape=(*lead, *self.source), **self.attributes())  # fmt: skip
+            whole: Value = e.op(
+                "ConvTranspose",
+                values,
+                weights,
+                group=group,
+                output_padding=list(self.tail),
+                shape=(*lead, *self.source),
+                **self.attributes(),
+            )
             return whole
         # CUDA has no ConvTranspose with asymmetric pads: take the padding that both sides share, cut the rest off.
         cuts = [b - m for b, m in zip(self.begin, common, strict=True)]
         sizes = [c + n + a - m for c, n, a, m in zip(cuts, self.source, self.end, common, strict=True)]
-        wide = e.op("ConvTranspose", values, weights, group=group, output_padding=list(self.tail),
-                    shape=(*lead, *sizes), strides=list(self.strides), dilations=list(self.dilations),
-                    pads=[*common, *common])  # fmt: skip
+        wide = e.op(
+            "ConvTranspose",
+            values,
+            weights,
+            group=group,
+            output_padding=list(self.tail),
+            shape=(*lead, *sizes),
+            strides=list(self.strides),
+            dilations=list(self.dilations),
+            pads=[*common, *common],
+        )
         ends = [c + n for c, n in zip(cuts, self.source, strict=True)]
         axes = range(2, 2 + self.rank)
         return e.op("Slice", wide, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))

@@ -33,8 +33,9 @@ def as_model(graph: onnx.GraphProto) -> onnx.ModelProto:
     return onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", OPSET)])
 
 
-def emit(op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]],
-         constants: dict[str, Array]) -> onnx.ModelProto:  # fmt: skip
+def emit(
+    op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]], constants: dict[str, Array]
+) -> onnx.ModelProto:
     """One operator's body as a model; graph inputs are the operator's inputs, outputs its wanted outputs."""
     e = Emitter(place, OPSET)
     e.wanted = [v is not None for v in op.outputs]

@@ -41,8 +41,7 @@ def _array(value: ort.OrtValue, dtype: str) -> Array:
     return np.frombuffer(ctypes.string_at(value.data_ptr(), size), numpy_dtype(dtype)).reshape(value.shape())
 
 
-def run(program: Program, scope: dict[str, Array], feeds: dict[str, Array],
-        fetches: Sequence[Variable]) -> list[Array]:  # fmt: skip
+def run(program: Program, scope: dict[str, Array], feeds: dict[str, Array], fetches: Sequence[Variable]) -> list[Array]:
     """Fetched arrays of one run on CPU; the program's updates go into ``scope``."""
     lowered = lower(program, "cpu", {name: array.shape for name, array in feeds.items()}, list(fetches))
     if not lowered.fetches and not lowered.updates:

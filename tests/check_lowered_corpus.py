@@ -97,8 +97,11 @@ LOWERED = [
     Case(condition_through_not, r"the gate of state 'fc_0.w_0' goes through Not, 'negation' \(Not\)"),
     Case(without_gate("fc_0.w_0"), r"state 'fc_0.w_0' is written without a gate, by '.*' \(Sub\)"),
     Case(without_gate("adam_beta1_pow_acc_0"), "state 'adam_beta1_pow_acc_0' is written without a gate"),
-    Case(without_gate("fc_0.w_0_fp32_master_0"), "state 'fc_0.w_0_fp32_master_0' is written without a gate",
-         {"pure": True}),
+    Case(
+        without_gate("fc_0.w_0_fp32_master_0"),
+        "state 'fc_0.w_0_fp32_master_0' is written without a gate",
+        {"pure": True},
+    ),
     Case(without_gate("batch_norm_0.w_1"), "state 'batch_norm_0.w_1' is written without a gate"),
     Case(without_gate("lr_step_0"), "state 'lr_step_0' is written without a gate"),
     Case(without_gate("fc_0.w_0_ema_0"), "state 'fc_0.w_0_ema_0' is written without a gate", {"average": True}),
@@ -110,7 +113,7 @@ LOWERED = [
     Case(dead_update("loss_scaling_0"), "state 'loss_scaling_0' is not carried"),
     Case(dead_update("num_good_steps_0"), "state 'num_good_steps_0' is not carried"),
     Case(dead_update("fc_0.w_0_moment1_0"), "state 'fc_0.w_0_moment1_0' is not carried"),
-]  # fmt: skip
+]
 #: On CPU alone: CUDA has no carriers.
 ON_CPU = [
     Case(

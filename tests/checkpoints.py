@@ -28,8 +28,12 @@ MODES = ("fp32", "amp", "pure-fp16", "pure-bf16")
 SCALINGS = ("dynamic", "static", "none")
 OPTIMIZERS = ("SGD", "Momentum", "Adam", "AdamW", "Lamb")
 #: What the processes of the test train: optimizer, mode, scaling, learning-rate schedule.
-CASES = (("Adam", "pure-fp16", "dynamic", False), ("Momentum", "amp", "dynamic", True),
-         ("Lamb", "pure-bf16", "static", False), ("AdamW", "fp32", "none", True))  # fmt: skip
+CASES = (
+    ("Adam", "pure-fp16", "dynamic", False),
+    ("Momentum", "amp", "dynamic", True),
+    ("Lamb", "pure-bf16", "static", False),
+    ("AdamW", "fp32", "none", True),
+)
 STEPS, HALF, BATCH = 8, 4, 6
 #: Steps whose gradients overflow, on both sides of the save; the scale changes on others.
 BAD = (2, 5)
@@ -66,13 +70,24 @@ class Small:
 
     def train(self, scope: amp.Scope, first: int, last: int) -> list[bytes]:
         """Steps first … last - 1; the bits of their losses."""
-        return [self.exe.run(self.main, self.feed(s), [self.loss], scope=scope)[0].tobytes()
-                for s in range(first, last)]  # fmt: skip
+        return [
+            self.exe.run(self.main, self.feed(s), [self.loss], scope=scope)[0].tobytes() for s in range(first, last)
+        ]
 
 
-def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: Any = "dynamic", schedule: bool = False, *,
-          hidden: int = 8, multi_precision: bool = True, window: int = 1, average: bool = False,
-          place: amp.CPUPlace | amp.CUDAPlace | None = None, **arguments: Any) -> Small:  # fmt: skip
+def build(
+    optimizer: str = "Adam",
+    mode: str = "pure-fp16",
+    scaling: Any = "dynamic",
+    schedule: bool = False,
+    *,
+    hidden: int = 8,
+    multi_precision: bool = True,
+    window: int = 1,
+    average: bool = False,
+    place: amp.CPUPlace | amp.CUDAPlace | None = None,
+    **arguments: Any,
+) -> Small:
     """fc, batch norm, dropout, fc under a guard; ``minimize`` in a mode of ``MODES``.
 
     ``scaling`` is one of ``SCALINGS``, or a scaler. ``window`` accumulates the gradients of so many runs; ``average`` keeps moving averages of the parameters.
@@ -99,8 +114,7 @@ def build(optimizer: str = "Adam", mode: str = "pure-fp16", scaling: Any = "dyna
                     "none": {"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False},
                 }[scaling]
             )
-            opt = amp.decorate(opt, use_pure_fp16="pure" in mode, dtype=dtype, accumulate_steps=window,
-                               **options)  # fmt: skip
+            opt = amp.decorate(opt, use_pure_fp16="pure" in mode, dtype=dtype, accumulate_steps=window, **options)
         opt.minimize(loss, startup)
         if average:
             amp.optimizer.ExponentialMovingAverage(0.9, warmup=True).update(main, startup)

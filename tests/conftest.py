@@ -18,8 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", metavar="FOLDER", help="exported models to convert: NAME.onnx beside NAME.npz")
     parser.addoption("--torch-python", metavar="PYTHON", help="interpreter of another environment that has torch")
     parser.addoption("--examples", type=int, default=200, metavar="N", help="random models to convert (default: 200)")
-    parser.addoption("--every-chain", action="store_true", help="chains of train and convert from both exporters in "
-                     "every combination of modes (default: from one in each)")  # fmt: skip
+    parser.addoption(
+        "--every-chain",
+        action="store_true",
+        help="chains of train and convert from both exporters in "
+        "every combination of modes (default: from one in each)",
+    )
 
 
 @pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)

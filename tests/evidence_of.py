@@ -49,7 +49,9 @@ def gather(p: Program, dtype: str = "float16", /, *, guards: bool = True, **inte
 def kept(p: Program, evidence: Evidence) -> dict[str, str]:
     """Why operators stay fp32, by what they make."""
     return {
-        op.outputs[0].name: str(evidence.against(op)) for op in p.walk() if evidence.against(op) and op.type != "Constant"
+        op.outputs[0].name: str(evidence.against(op))
+        for op in p.walk()
+        if evidence.against(op) and op.type != "Constant"
     }
 
 

@@ -16,8 +16,29 @@ from safetensors.numpy import load_file, save_file
 
 TENSORS, META = "state.safetensors", "meta.json"
 #: Values that no field of a checkpoint may have: wrong types, wrong ranges, ways out of the folder.
-ODD: tuple[Any, ...] = (True, -1, 1.5, float("nan"), "", "../../x", "a\0b", "state.safetensors/..", "\ud800", [], [[1]], [-1],
-                        [True], {}, {"a": {}}, 2**63, 10**4000, [2**70], "float99", "string", "x" * 100_000)  # fmt: skip
+ODD: tuple[Any, ...] = (
+    True,
+    -1,
+    1.5,
+    float("nan"),
+    "",
+    "../../x",
+    "a\0b",
+    "state.safetensors/..",
+    "\ud800",
+    [],
+    [[1]],
+    [-1],
+    [True],
+    {},
+    {"a": {}},
+    2**63,
+    10**4000,
+    [2**70],
+    "float99",
+    "string",
+    "x" * 100_000,
+)
 #: Fields that hold what the caller gave: anything is right there.
 FREE = frozenset({"data_position", "extra"})
 
@@ -73,7 +94,9 @@ def _fits(path: tuple[str, ...], value: Any) -> bool:
         return True
     if path[0] == "versions":
         return text if len(path) == 2 else value == {}
-    if path in (("program", "name"), ("program", "fingerprint")) or (path[0] == "tensors" and path[-1] in ("role", "of")):
+    if path in (("program", "name"), ("program", "fingerprint")) or (
+        path[0] == "tensors" and path[-1] in ("role", "of")
+    ):
         return text and (path[-1] != "role" or value != "")
     return path == ("scaling",) and value == []
 
@@ -117,14 +140,23 @@ def in_tensors(folder: Path, seed: int) -> Iterator[Forgery]:
     for name in chance.sample(names, 4):
         old = arrays[name]
         yield Forgery(f"{name} missing", rewritten(lambda held, n=name: held.pop(n)), True)  # type: ignore[misc]
-        for what, new in (("int8", np.zeros(old.shape, np.int8)), ("longer", np.zeros((*old.shape, 2), old.dtype)),
-                          ("complex", np.zeros(old.shape, np.float64)), ("empty", np.zeros(0, old.dtype))):  # fmt: skip
+        for what, new in (
+            ("int8", np.zeros(old.shape, np.int8)),
+            ("longer", np.zeros((*old.shape, 2), old.dtype)),
+            ("complex", np.zeros(old.shape, np.float64)),
+            ("empty", np.zeros(0, old.dtype)),
+        ):
             yield Forgery(f"{name} {what}", rewritten(lambda held, n=name, a=new: held.update({n: a})), True)  # type: ignore[misc]
     yield Forgery("a tensor more", rewritten(lambda held: held.update(more=np.zeros(2, np.float32))), True)
     yield Forgery("no tensors", rewritten(lambda held: held.clear()), True)
-    for what, content in (("cut", lambda old: old[:-5]), ("empty", lambda old: b""), ("text", lambda old: b"no tensors"),
-                          ("head", lambda old: b"\xff" * 8 + old[8:]), ("json", lambda old: old[:8] + b"}" * 50 + old[58:]),
-                          ("longer", lambda old: old + b"more")):  # fmt: skip
+    for what, content in (
+        ("cut", lambda old: old[:-5]),
+        ("empty", lambda old: b""),
+        ("text", lambda old: b"no tensors"),
+        ("head", lambda old: b"\xff" * 8 + old[8:]),
+        ("json", lambda old: old[:8] + b"}" * 50 + old[58:]),
+        ("longer", lambda old: old + b"more"),
+    ):
         yield Forgery(f"file {what}", raw(content), True)
 
 
@@ -137,8 +169,11 @@ def in_meaning(folder: Path, seed: int) -> Iterator[Forgery]:
         one, other = chance.sample(names, 2)
         key = chance.choice(("dtype", "shape", "role", "of"))
         if key in meta["tensors"][other]:
-            yield Forgery(f"{one}.{key} is that of {other}", _altered(("tensors", one, key), meta["tensors"][other][key]),
-                          key in ("dtype", "shape") and meta["tensors"][one].get(key) != meta["tensors"][other][key])  # fmt: skip
+            yield Forgery(
+                f"{one}.{key} is that of {other}",
+                _altered(("tensors", one, key), meta["tensors"][other][key]),
+                key in ("dtype", "shape") and meta["tensors"][one].get(key) != meta["tensors"][other][key],
+            )
         yield Forgery(f"{one} is {other}", _altered(("tensors", one), meta["tensors"][other]), False)
 
 
@@ -152,8 +187,16 @@ def written_out(folder: Path) -> Iterator[Forgery]:
         (target / TENSORS).rename(target / "elsewhere")
         (target / TENSORS).mkdir()
 
-    for what, content in (("deep", "[" * 100_000), ("number", "3"), ("null", "null"), ("list", "[]"), ("string", '"a"'),
-                          ("digits", '{"step": ' + "9" * 5000 + "}"), ("none", ""), ("open", '{"format": ')):  # fmt: skip
+    for what, content in (
+        ("deep", "[" * 100_000),
+        ("number", "3"),
+        ("null", "null"),
+        ("list", "[]"),
+        ("string", '"a"'),
+        ("digits", '{"step": ' + "9" * 5000 + "}"),
+        ("none", ""),
+        ("open", '{"format": '),
+    ):
         yield Forgery(f"meta.json {what}", text(content), True)
     yield Forgery("tensors are a folder", linked, True)
 

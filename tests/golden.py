@@ -25,8 +25,11 @@ def program(text: str, opset: int = 21, domains: str = "") -> Program:
 
 def lines(graph: onnx.GraphProto, indent: str = "") -> list[str]:
     """A graph line by line: inputs, outputs and initializers with their types, and the nodes in order."""
-    found = [f"{indent}{kind} {_type(v.type)} {v.name}" for kind, values in (("in", graph.input), ("out", graph.output))
-             for v in values]  # fmt: skip
+    found = [
+        f"{indent}{kind} {_type(v.type)} {v.name}"
+        for kind, values in (("in", graph.input), ("out", graph.output))
+        for v in values
+    ]
     for tensor in graph.initializer:
         values = onnx.numpy_helper.to_array(tensor).astype("float64").ravel().tolist()
         found.append(f"{indent}{onnx.TensorProto.DataType.Name(tensor.data_type)} {tensor.name} = {values}")
@@ -104,8 +107,9 @@ def shuffled(p: Program, seed: int) -> Program:
     for v in rng.sample(rest, len(rest)):
         new.add_variable(v.name, v.dtype, v.shape, persistable=v.persistable, trainable=v.trainable, data=v.data)
     for op in rng.sample(p.operators, len(p.operators)):
-        new.add_operator(op.type, [new.var(v.name) for v in op.inputs], [new.var(v.name) for v in op.outputs],
-                         attrs=op.attrs.copy())  # fmt: skip
+        new.add_operator(
+            op.type, [new.var(v.name) for v in op.inputs], [new.var(v.name) for v in op.outputs], attrs=op.attrs.copy()
+        )
     new.outputs = [new.var(v.name) for v in p.outputs]
     return new
 

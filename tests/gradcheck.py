@@ -188,12 +188,24 @@ def _central_differences(case: Case, slot: int, dys: Outputs, directions: Array,
     return np.array([(loss(x + step * v) - loss(x - step * v)) / (2 * step) for v in directions])
 
 
-def check_gradient(type_: str, inputs: Sequence[Any], *, attrs: dict[str, Any] | None = None, outputs: int = 1,
-                   through: Sequence[int] = (0,), wrt: Sequence[int] | None = None, feeds: Sequence[int] = (),
-                   keep_fp32: Sequence[int] = (), domain: str = "", half: Sequence[str] = ("float16", "bfloat16"),
-                   tolerance: dict[str, float] | None = None, step: float = 1e-5, seed: int = 0,
-                   forward: Callable[..., Sequence[Array]] | None = None,
-                   fixed: Sequence[int] = ()) -> None:  # fmt: skip
+def check_gradient(
+    type_: str,
+    inputs: Sequence[Any],
+    *,
+    attrs: dict[str, Any] | None = None,
+    outputs: int = 1,
+    through: Sequence[int] = (0,),
+    wrt: Sequence[int] | None = None,
+    feeds: Sequence[int] = (),
+    keep_fp32: Sequence[int] = (),
+    domain: str = "",
+    half: Sequence[str] = ("float16", "bfloat16"),
+    tolerance: dict[str, float] | None = None,
+    step: float = 1e-5,
+    seed: int = 0,
+    forward: Callable[..., Sequence[Array]] | None = None,
+    fixed: Sequence[int] = (),
+) -> None:
     """Prove the gradient rule of one operator on these inputs (see the module's text).
 
     ``inputs``: float arrays (any float type; taken as float64), integer and bool arrays, None where left
@@ -222,8 +234,9 @@ def check_gradient(type_: str, inputs: Sequence[Any], *, attrs: dict[str, Any] |
             _check_half(case, dtype, rng, limits)
 
 
-def _check_float64(case: Case, values: dict[str, Array], dys: Outputs, limit: float, step: float,
-                   rng: np.random.Generator) -> list[Array]:  # fmt: skip
+def _check_float64(
+    case: Case, values: dict[str, Array], dys: Outputs, limit: float, step: float, rng: np.random.Generator
+) -> list[Array]:
     gradient = Gradient(case, "float64", values, case.wrt)
     model = gradient.model("reference")
     found = run_reference(model, gradient.feeds(model))
@@ -305,15 +318,24 @@ def gradient_values(type_: str, inputs: Sequence[Any], **attrs: Any) -> list[Arr
     return run_reference(model, gradient.feeds(model))
 
 
-def gradient_model(type_: str, inputs: Sequence[Any], dtype: str, place: str, wrt: Sequence[int] | None = None,
-                   **attrs: Any) -> onnx.ModelProto:  # fmt: skip
+def gradient_model(
+    type_: str, inputs: Sequence[Any], dtype: str, place: str, wrt: Sequence[int] | None = None, **attrs: Any
+) -> onnx.ModelProto:
     """The gradient body of one operator as it is emitted for a place."""
     return _one(type_, inputs, dtype, attrs, wrt).model(place)
 
 
-def check_forward(type_: str, inputs: Sequence[Any], *, attrs: dict[str, Any] | None = None, outputs: int = 1,
-                  feeds: Sequence[int] = (), domain: str = "", half: Sequence[str] = ("float16", "bfloat16"),
-                  forward: Callable[..., Sequence[Array]] | None = None) -> None:  # fmt: skip
+def check_forward(
+    type_: str,
+    inputs: Sequence[Any],
+    *,
+    attrs: dict[str, Any] | None = None,
+    outputs: int = 1,
+    feeds: Sequence[int] = (),
+    domain: str = "",
+    half: Sequence[str] = ("float16", "bfloat16"),
+    forward: Callable[..., Sequence[Array]] | None = None,
+) -> None:
     """Prove the forward body of one operator: float64 against the operator itself, then fp32 and 16 bit."""
     arrays = [None if a is None else np.asarray(a) for a in inputs]
     arrays = [a.astype(np.float32).astype(np.float64) if a is not None and a.dtype.kind == "f" else a for a in arrays]

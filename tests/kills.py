@@ -136,8 +136,21 @@ def training(home: Path, count: int, killer: Killer) -> None:
     rng = np.random.default_rng(1)
     np.savez(home / "data.npz", x=rng.standard_normal((48, WIDTH)).astype(np.float32), label=rng.integers(0, 4, 48))
     out = home / "out"
-    command = ["train", home / "net.onnx", out / "m.onnx", "--data", home / "data.npz", "--epochs", 3, "--batch-size", 16,
-               "--optimizer", "adam", "--checkpoint", out / "saved"]  # fmt: skip
+    command = [
+        "train",
+        home / "net.onnx",
+        out / "m.onnx",
+        "--data",
+        home / "data.npz",
+        "--epochs",
+        3,
+        "--batch-size",
+        16,
+        "--optimizer",
+        "adam",
+        "--checkpoint",
+        out / "saved",
+    ]
     out.mkdir()
     seconds = finish(command)
     wanted = hashlib.sha256((out / "m.onnx").read_bytes()).hexdigest()
@@ -160,9 +173,16 @@ def all_of_them(home: Path, count: int, seed: int) -> None:
     scenes = {
         "embedded": [],
         "external": ["--external-data"],
-        "reports": ["--external-data", "w.bin", "--report", home / "reports" / "out" / "reports" / "r.html", "--json",
-                    home / "reports" / "out" / "r.json", "--check"],
-    }  # fmt: skip
+        "reports": [
+            "--external-data",
+            "w.bin",
+            "--report",
+            home / "reports" / "out" / "reports" / "r.html",
+            "--json",
+            home / "reports" / "out" / "r.json",
+            "--check",
+        ],
+    }
     share = -(-count // (len(scenes) + 2))
     for name, options in scenes.items():
         (home / name).mkdir()

@@ -121,7 +121,13 @@ def residual() -> tuple[object, Feeds]:
 
 
 PROGRAMS: dict[str, Callable[[], tuple[object, Feeds]]] = {
-    "mlp": mlp, "cnn": cnn, "pooled": pooled, "bert": bert, "lstm": lstm, "ctc": ctc, "gru": gru,
+    "mlp": mlp,
+    "cnn": cnn,
+    "pooled": pooled,
+    "bert": bert,
+    "lstm": lstm,
+    "ctc": ctc,
+    "gru": gru,
     "residual": residual,
 }
 

@@ -156,8 +156,11 @@ inner (p, q) => (r) { s = Add(p, q)
 def external_model(folder, name="m.onnx", data="weights/m.data"):
     """A model with two external weights, one of them bfloat16, and an external int4 constant."""
     rng = np.random.default_rng(0)
-    arrays = {"w": rng.random((64, 32)).astype(np.float32), "b": rng.random(64).astype(ml_dtypes.bfloat16),
-              "q": np.arange(16).astype(ml_dtypes.uint4)}  # fmt: skip
+    arrays = {
+        "w": rng.random((64, 32)).astype(np.float32),
+        "b": rng.random(64).astype(ml_dtypes.bfloat16),
+        "q": np.arange(16).astype(ml_dtypes.uint4),
+    }
     (folder / data).parent.mkdir(parents=True, exist_ok=True)
     tensors, content = [], b""
     for key, array in arrays.items():

@@ -86,9 +86,13 @@ def random_net(seed: int, mode: str) -> object:
 def candidates(program: amp.Program, found_inf: str) -> list[str]:
     """Names of outputs: one for each operator of the step that makes a floating-point tensor of another."""
     order = needed(program, [program.var(found_inf)])
-    return [made.name for op in order if op.type not in ("CheckFiniteAndUnscale", "Identity")
-            for made in list(op.outputs)
-            if made is not None and made.dtype in LIMITS and any(v is not None and v.dtype in LIMITS for v in op.inputs)]  # fmt: skip
+    return [
+        made.name
+        for op in order
+        if op.type not in ("CheckFiniteAndUnscale", "Identity")
+        for made in list(op.outputs)
+        if made is not None and made.dtype in LIMITS and any(v is not None and v.dtype in LIMITS for v in op.inputs)
+    ]
 
 
 def planted(step: Ready, output: str) -> amp.Program | None:
@@ -108,10 +112,19 @@ def planted(step: Ready, output: str) -> amp.Program | None:
 
 
 def _tops(step: Ready, variables: list[object]) -> list[float]:
-    return [float(np.abs(np.asarray(v, np.float64)).max(initial=0)) for v in
-            (step.scope.find_var(v.name) if v.persistable else as_array(v.data) if v.is_constant
-             else step.values(step.main, [v.name])[0] if v.producer is not None else step.feeds[v.name]
-             for v in variables)]  # fmt: skip
+    return [
+        float(np.abs(np.asarray(v, np.float64)).max(initial=0))
+        for v in (
+            step.scope.find_var(v.name)
+            if v.persistable
+            else as_array(v.data)
+            if v.is_constant
+            else step.values(step.main, [v.name])[0]
+            if v.producer is not None
+            else step.feeds[v.name]
+            for v in variables
+        )
+    ]
 
 
 def _scaled(step: Ready, output: str, tops: dict[int, float]) -> amp.Program | None:

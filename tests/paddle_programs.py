@@ -38,8 +38,12 @@ _SHAPE = np.array([-1], np.int64)
 _SLICE = (np.array([0]), np.array([1]), np.array([1]))
 #: Slots that are left out have no counterpart in ONNX: XShape, SavedMean, SavedVariance, ReserveSpace.
 OPERATORS: dict[str, Translation] = {
-    "batch_norm": Translation("BatchNormalization", ("X", "Scale", "Bias", "Mean", "Variance"),
-                              ("Y", "MeanOut", "VarianceOut"), attrs={"training_mode": 1}),
+    "batch_norm": Translation(
+        "BatchNormalization",
+        ("X", "Scale", "Bias", "Mean", "Variance"),
+        ("Y", "MeanOut", "VarianceOut"),
+        attrs={"training_mode": 1},
+    ),
     "concat": Translation("Concat", ("X",), ("Out",), attrs={"axis": 0}),
     "conv2d": Translation("Conv", ("Input", "Filter"), ("Output",)),
     "dropout": Translation("Dropout", ("X",), ("Out", "Mask"), constants=(np.array(0.1, np.float32),)),
@@ -59,11 +63,12 @@ OPERATORS: dict[str, Translation] = {
     "scale": Translation("Mul", ("X",), ("Out",), constants=(np.array(0.5, np.float32),)),
     "slice": Translation("Slice", ("Input",), ("Out",), constants=_SLICE),
     "softmax": _unary("Softmax"),
-    "softmax_with_cross_entropy": Translation("SoftmaxCrossEntropyLoss", ("Logits", "Label"), ("Loss", "Softmax"),
-                                              attrs={"reduction": "none"}),
+    "softmax_with_cross_entropy": Translation(
+        "SoftmaxCrossEntropyLoss", ("Logits", "Label"), ("Loss", "Softmax"), attrs={"reduction": "none"}
+    ),
     "tanh": _unary("Tanh"),
     "transpose2": _unary("Transpose"),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -92,8 +97,12 @@ class Recorded:
             ops.append((op["type"], slots[0], slots[1], op["attrs"].get("in_fp16_guard", False)))
         parameters = data.get("params") or {name: info[1] for name, info in data.get("parameters", {}).items()}
         dtypes |= parameters
-        return cls(ops, {n: DTYPES[d] for n, d in dtypes.items()}, {n: DTYPES[d] for n, d in parameters.items()},
-                   None if returned is None else set(returned))  # fmt: skip
+        return cls(
+            ops,
+            {n: DTYPES[d] for n, d in dtypes.items()},
+            {n: DTYPES[d] for n, d in parameters.items()},
+            None if returned is None else set(returned),
+        )
 
 
 def load(file: str) -> dict[str, Any]:
@@ -106,8 +115,13 @@ def translate(recorded: Recorded) -> Program:
     """Our program for a recorded one that no pass has touched. Statistics written in place become state updates."""
     program = Program()
     made = {name for _, _, outs, _ in recorded.ops for names in outs.values() for name in names}
-    statistics = {name for _, ins, outs, _ in recorded.ops for slot in ("Mean", "Variance")
-                  for name in ins.get(slot, []) if name in outs.get(f"{slot}Out", [])}  # fmt: skip
+    statistics = {
+        name
+        for _, ins, outs, _ in recorded.ops
+        for slot in ("Mean", "Variance")
+        for name in ins.get(slot, [])
+        if name in outs.get(f"{slot}Out", [])
+    }
     for name, dtype in recorded.dtypes.items():
         if name in recorded.parameters:
             program.add_variable(name, dtype, None, persistable=True, trainable=name not in statistics)

@@ -67,8 +67,9 @@ def resnet_layers() -> tuple[object, object, object]:
     return logits, loss, x
 
 
-def transformer_layers(layers: int = 1, hidden: int = 32, heads: int = 4, seq: int = 16,
-                       vocab: int = 50) -> tuple[object, object, object]:  # fmt: skip
+def transformer_layers(
+    layers: int = 1, hidden: int = 32, heads: int = 4, seq: int = 16, vocab: int = 50
+) -> tuple[object, object, object]:
     """Token and position embeddings, post-norm encoder layers, token classification."""
     ids = amp.data("ids", [2, seq], "int64")
     label = amp.data("label", [2 * seq, 1], "int64")
@@ -87,8 +88,11 @@ def transformer_layers(layers: int = 1, hidden: int = 32, heads: int = 4, seq: i
 
 
 LAYERS: dict[str, Callable[..., tuple[object, object, object]]] = {
-    "use_case": use_case_layers, "mlp": mlp_layers, "resnet": resnet_layers, "transformer": transformer_layers,
-}  # fmt: skip
+    "use_case": use_case_layers,
+    "mlp": mlp_layers,
+    "resnet": resnet_layers,
+    "transformer": transformer_layers,
+}
 
 
 def feeds_of(name: str, batch: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
@@ -100,8 +104,17 @@ def feeds_of(name: str, batch: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
     return {"image": rng.standard_normal(shape).astype(np.float32), "label": rng.integers(0, 10, (batch, 1))}
 
 
-def build(name: str, mode: str = "fp32", *, optimizer: object = None, dtype: str = "float16", seed: int = 7,
-          batch: int = 4, black: list[str] | None = None, **options: object) -> Net:  # fmt: skip
+def build(
+    name: str,
+    mode: str = "fp32",
+    *,
+    optimizer: object = None,
+    dtype: str = "float16",
+    seed: int = 7,
+    batch: int = 4,
+    black: list[str] | None = None,
+    **options: object,
+) -> Net:
     """Build and minimise a program in mode "fp32", "amp" or "pure-fp16"."""
     main, startup = amp.Program(), amp.Program("startup")
     startup.seed = main.seed = seed

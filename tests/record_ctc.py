@@ -30,8 +30,11 @@ def case(rng: np.random.Generator, index: int) -> dict[str, Any]:
         symbols = np.minimum(symbols, steps // 2)
     return {
         "logits": (rng.normal(size=(steps, batch, classes)) * rng.choice([0.5, 3.0])).astype(np.float32),
-        "labels": labels.astype(np.int64), "input_lengths": inputs, "label_lengths": symbols, "blank": np.int64(blank),
-    }  # fmt: skip
+        "labels": labels.astype(np.int64),
+        "input_lengths": inputs,
+        "label_lengths": symbols,
+        "blank": np.int64(blank),
+    }
 
 
 def results(given: dict[str, Any]) -> dict[str, Any]:

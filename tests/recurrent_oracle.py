@@ -43,9 +43,18 @@ def _activations(attrs: dict[str, Any], default: Sequence[str], directions: int)
     return found
 
 
-def run(type_: str, attrs: dict[str, Any], x: Array, w: Array, r: Array, b: Array | None = None,
-        lengths: Array | None = None, h0: Array | None = None, c0: Array | None = None,
-        p: Array | None = None) -> list[Array]:  # fmt: skip
+def run(
+    type_: str,
+    attrs: dict[str, Any],
+    x: Array,
+    w: Array,
+    r: Array,
+    b: Array | None = None,
+    lengths: Array | None = None,
+    h0: Array | None = None,
+    c0: Array | None = None,
+    p: Array | None = None,
+) -> list[Array]:
     """[Y, Y_h] or, of an LSTM, [Y, Y_h, Y_c]."""
     first = attrs.get("layout", 0)
     if first:
@@ -83,8 +92,16 @@ def _clipped(attrs: dict[str, Any], value: Array) -> Array:
     return np.clip(value, -clip, clip) if clip else value
 
 
-def _lstm(attrs: dict[str, Any], functions: Sequence[Function], x: Array, states: list[Array], w: Array, r: Array,
-          bias: Array, hole: Array) -> list[Array]:  # fmt: skip
+def _lstm(
+    attrs: dict[str, Any],
+    functions: Sequence[Function],
+    x: Array,
+    states: list[Array],
+    w: Array,
+    r: Array,
+    bias: Array,
+    hole: Array,
+) -> list[Array]:
     f, g, h = functions
     old, cell = states
     i, o, forget, c = np.split(w @ x + r @ old + bias.sum(0), 4)
@@ -95,8 +112,16 @@ def _lstm(attrs: dict[str, Any], functions: Sequence[Function], x: Array, states
     return [f(_clipped(attrs, o + po * cell)) * h(cell), cell]
 
 
-def _gru(attrs: dict[str, Any], functions: Sequence[Function], x: Array, states: list[Array], w: Array, r: Array,
-         bias: Array, hole: Array) -> list[Array]:  # fmt: skip
+def _gru(
+    attrs: dict[str, Any],
+    functions: Sequence[Function],
+    x: Array,
+    states: list[Array],
+    w: Array,
+    r: Array,
+    bias: Array,
+    hole: Array,
+) -> list[Array]:
     f, g = functions
     old = states[0]
     xz, xr, xh = np.split(w @ x + bias[0], 3)
@@ -108,6 +133,14 @@ def _gru(attrs: dict[str, Any], functions: Sequence[Function], x: Array, states:
     return [(1 - z) * candidate + z * old, states[1]]
 
 
-def _rnn(attrs: dict[str, Any], functions: Sequence[Function], x: Array, states: list[Array], w: Array, r: Array,
-         bias: Array, hole: Array) -> list[Array]:  # fmt: skip
+def _rnn(
+    attrs: dict[str, Any],
+    functions: Sequence[Function],
+    x: Array,
+    states: list[Array],
+    w: Array,
+    r: Array,
+    bias: Array,
+    hole: Array,
+) -> list[Array]:
     return [functions[0](_clipped(attrs, w @ x + r @ states[0] + bias.sum(0))), states[1]]

@@ -112,8 +112,10 @@ class ConvTranspose(_Windowed):
         strides, dilations = self.numbers("strides", rank, 1), self.numbers("dilations", rank, 1)
         extra = self.numbers("output_padding", rank, 0)
         outs, begins = self._target(rank, ins, kernel, strides, dilations, extra)
-        high = [max(n, (i - 1) * s + (k - 1) * d + 1 - b0) for n, i, s, k, d, b0 in
-                zip(outs, ins, strides, kernel, dilations, begins, strict=True)]  # fmt: skip
+        high = [
+            max(n, (i - 1) * s + (k - 1) * d + 1 - b0)
+            for n, i, s, k, d, b0 in zip(outs, ins, strides, kernel, dilations, begins, strict=True)
+        ]
         full = np.zeros((x.shape[0], group * w.shape[1], *[h + b0 for h, b0 in zip(high, begins, strict=True)]))
         xg = x.astype(np.float64).reshape(x.shape[0], group, x.shape[1] // group, *ins)
         wg = w.astype(np.float64).reshape(group, w.shape[0] // group, w.shape[1], *kernel)
@@ -125,8 +127,9 @@ class ConvTranspose(_Windowed):
             y = y + b.astype(np.float64).reshape(1, -1, *[1] * rank)
         return (y.astype(x.dtype),)
 
-    def _target(self, rank: int, ins: list[int], kernel: list[int], strides: list[int], dilations: list[int],
-                extra: list[int]) -> tuple[list[int], list[int]]:  # fmt: skip
+    def _target(
+        self, rank: int, ins: list[int], kernel: list[int], strides: list[int], dilations: list[int], extra: list[int]
+    ) -> tuple[list[int], list[int]]:
         pads, asked = self.numbers("pads", 2 * rank, 0), getattr(self, "output_shape", None)
         auto_pad = getattr(self, "auto_pad", None) or "NOTSET"
         reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
@@ -143,7 +146,9 @@ class GridSample(_GridSample):
     op_domain = ""
 
     def _gs_denormalize_coordinates(self, n: Array, dims: Array, align_corners: bool) -> Array:
-        return np.array([self._gs_denormalize(v, dim, align_corners) for v, dim in zip(n, dims, strict=False)], np.float64)
+        return np.array(
+            [self._gs_denormalize(v, dim, align_corners) for v, dim in zip(n, dims, strict=False)], np.float64
+        )
 
 
 CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose, GridSample]

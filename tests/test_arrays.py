@@ -17,8 +17,14 @@ from amp_transpiler.runtime import arrays
 from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
 
 RNG = np.random.default_rng(0)
-HELD = {"x": RNG.standard_normal((5, 3)), "y": RNG.integers(0, 9, 5), "z": np.asfortranarray(RNG.random((4, 6))),
-        "one": np.array(3.5), "none": np.zeros((0, 4), np.float32), "words": np.array(["a", "bc"])}  # fmt: skip
+HELD = {
+    "x": RNG.standard_normal((5, 3)),
+    "y": RNG.integers(0, 9, 5),
+    "z": np.asfortranarray(RNG.random((4, 6))),
+    "one": np.array(3.5),
+    "none": np.zeros((0, 4), np.float32),
+    "words": np.array(["a", "bc"]),
+}
 
 
 def written(folder: Path, form: str) -> Path:
@@ -117,7 +123,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a bomb": (bomb, "'x' unpacks from [0-9,]+ to 6,000,000 bytes, more than 200 times"),
     "two of one name": (twice, "two arrays called 'x'"),
     "no array": (lambda f: zipped(f, b"text"), "is no array file at all"),
-    "an array cut short": (lambda f: zipped(f, header("(7,)") + bytes(27)), "'x' is cut short: .* takes 28 bytes, and 27"),
+    "an array cut short": (
+        lambda f: zipped(f, header("(7,)") + bytes(27)),
+        "'x' is cut short: .* takes 28 bytes, and 27",
+    ),
     "terabytes": (lambda f: zipped(f, header("(10000000000000,)")), "takes 40,000,000,000,000 bytes"),
     "a negative size": (lambda f: zipped(f, header("(-4,)")), r"shape \[-4\]"),
     "fields": (lambda f: zipped(f, header("(1,)", "[('a', '<f4')]") + bytes(4)), "element type"),
@@ -127,7 +136,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "npy: terabytes": (lambda f: npy(f, header("(10000000000000,)")), "takes 40,000,000,000,000 bytes"),
     "npy: empty": (lambda f: npy(f, b""), "is no array file at all"),
     "npy: objects": (lambda f: npy(f, header("(1,)", "'|O'") + bytes(8)), "Python objects"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -160,12 +169,20 @@ def test_any_cut_is_an_error_of_the_family(form: str, tmp_path: Path) -> None:
 
 # -- values ----------------------------------------------------------------------------------------------------
 KEPT = [
-    (np.array([0, 7, 255], np.uint8), "float32"), (np.array([1.5, -2.25, np.inf]), "float32"),
-    (np.array([0.0, 3.0, -8.0]), "int64"), (np.array([1, 2], np.int32), "int64"), (np.array([1, 2]), "int32"),
-    (np.array([0, 1]), "bool"), (np.array([True, False]), "float32"), (np.array([2048]), "float16"),
-    (np.array([-(2**63)]), "float32"), (np.array([2**31 - 1]), "int32"), (np.array([5.0], np.float16), "uint8"),
-    (np.zeros(0), "int64"), (np.array([2**24]), "float32"),
-]  # fmt: skip
+    (np.array([0, 7, 255], np.uint8), "float32"),
+    (np.array([1.5, -2.25, np.inf]), "float32"),
+    (np.array([0.0, 3.0, -8.0]), "int64"),
+    (np.array([1, 2], np.int32), "int64"),
+    (np.array([1, 2]), "int32"),
+    (np.array([0, 1]), "bool"),
+    (np.array([True, False]), "float32"),
+    (np.array([2048]), "float16"),
+    (np.array([-(2**63)]), "float32"),
+    (np.array([2**31 - 1]), "int32"),
+    (np.array([5.0], np.float16), "uint8"),
+    (np.zeros(0), "int64"),
+    (np.array([2**24]), "float32"),
+]
 
 
 @pytest.mark.parametrize("array, dtype", KEPT, ids=lambda value: str(getattr(value, "dtype", value)))
@@ -180,15 +197,22 @@ def test_floats_round_to_the_declared_float() -> None:
 
 
 LOST: list[tuple[np.ndarray, str, type[Exception], str]] = [
-    (np.array([1.0, 1.5]), "int64", FeedTypeError, "its value 1.5"), (np.array([300]), "uint8", FeedTypeError, "300"),
-    (np.array([-1]), "uint8", FeedTypeError, "-1"), (np.array([np.nan]), "int32", FeedTypeError, "nan"),
-    (np.array([2.0**63]), "int64", FeedTypeError, "9.2"), (np.array([2**63 - 1]), "float32", FeedTypeError, "92233"),
-    (np.array([2**63 - 1]), "float64", FeedTypeError, "92233"), (np.array([2**64 - 1], np.uint64), "int64", FeedTypeError, "184"),
-    (np.array([2**24 + 1]), "float32", FeedTypeError, "16777217"), (np.array([2]), "bool", FeedTypeError, "its value 2"),
+    (np.array([1.0, 1.5]), "int64", FeedTypeError, "its value 1.5"),
+    (np.array([300]), "uint8", FeedTypeError, "300"),
+    (np.array([-1]), "uint8", FeedTypeError, "-1"),
+    (np.array([np.nan]), "int32", FeedTypeError, "nan"),
+    (np.array([2.0**63]), "int64", FeedTypeError, "9.2"),
+    (np.array([2**63 - 1]), "float32", FeedTypeError, "92233"),
+    (np.array([2**63 - 1]), "float64", FeedTypeError, "92233"),
+    (np.array([2**64 - 1], np.uint64), "int64", FeedTypeError, "184"),
+    (np.array([2**24 + 1]), "float32", FeedTypeError, "16777217"),
+    (np.array([2]), "bool", FeedTypeError, "its value 2"),
     (np.array([1e300]), "float32", FeedError, "holds 1e\\+300, beyond the range of float32"),
-    (np.array([70000]), "float16", FeedTypeError, "70000"), (np.array(["a"]), "float32", FeedTypeError, "is string"),
-    (np.array([1j]), "float32", FeedTypeError, "complex"), (np.array(["2020"], "M8"), "float32", FeedTypeError, "datetime64"),
-]  # fmt: skip
+    (np.array([70000]), "float16", FeedTypeError, "70000"),
+    (np.array(["a"]), "float32", FeedTypeError, "is string"),
+    (np.array([1j]), "float32", FeedTypeError, "complex"),
+    (np.array(["2020"], "M8"), "float32", FeedTypeError, "datetime64"),
+]
 
 
 @pytest.mark.parametrize("array, dtype, kind, message", LOST, ids=lambda value: str(value)[:20])

@@ -63,8 +63,10 @@ def test_what_overflows_on_the_data_stays_fp32_and_the_rest_does_not() -> None:
     model = onnx.parser.parse_model(NET)
     hot = X * 20  # b reaches 1e5
     literal = amp.convert(model, numeric_guards=False)
-    assert not np.isfinite(outputs_of(literal, [{"x": hot}])[0][0]).all() or measure(
-        program_of(NET), literal, [{"x": hot}], "float16").outputs["y"] > 0.1  # fmt: skip
+    assert (
+        not np.isfinite(outputs_of(literal, [{"x": hot}])[0][0]).all()
+        or measure(program_of(NET), literal, [{"x": hot}], "float16").outputs["y"] > 0.1
+    )
     program = amp.convert(model, mode="auto", calibration={"x": hot})
     assert program.conversion.outputs["y"] <= 0.01
     assert kept(program) == ["Mul", "Mul"], "what makes and what reads the tensor"
@@ -140,7 +142,9 @@ def relative(value: np.ndarray, exact: np.ndarray) -> float:
 
 def test_f15_what_stays_fp32_says_what_it_adds(sharp: tuple[amp.Program, dict[str, np.ndarray], list[str]]) -> None:
     program, _, _ = sharp
-    reasons = [op.reason for op in program.walk() if op.reason.startswith("fp32: measured") and "reaches" not in op.reason]
+    reasons = [
+        op.reason for op in program.walk() if op.reason.startswith("fp32: measured") and "reaches" not in op.reason
+    ]
     assert reasons
     told = re.compile(
         r"fp32: measured: (adds [\d.e-]+ % to output 'sigmoid_\d+' (by itself|with \d+ operators? beside it)"
@@ -193,8 +197,14 @@ def test_samples_of_many_shapes_and_more_than_the_search_takes() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("masking", ["m = Where(c, a, low)", "k = Where(c, zero, low) m = Add(a, k)",
-                                     "f = Cast<to=1>(c) i = Sub(one, f) k = Mul(i, low) m = Add(k, a)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "masking",
+    [
+        "m = Where(c, a, low)",
+        "k = Where(c, zero, low) m = Add(a, k)",
+        "f = Cast<to=1>(c) i = Sub(one, f) k = Mul(i, low) m = Add(k, a)",
+    ],
+)
 def test_f9_a_saturated_mask_is_no_overflow(masking: str, dtype: str) -> None:
     text = (
         HEAD
@@ -257,25 +267,34 @@ def test_every_form_of_calibration_data(tmp_path: Path) -> None:
         np.savez(tmp_path / "many" / f"{number}.npz", x=X[number : number + 1])
         np.save(tmp_path / "arrays" / f"x_{number}.npy", X[number : number + 1])
     np.save(tmp_path / "x.npy", X.astype(np.float64))
-    for source, count in [({"x": X}, 1), ([{"x": X}, {"x": X[:1]}], 2), (tmp_path / "one.npz", 1), (str(tmp_path / "many"), 3),
-                          ([tmp_path / "one.npz", tmp_path / "many"], 4), (tmp_path / "arrays", 3)]:  # fmt: skip
+    for source, count in [
+        ({"x": X}, 1),
+        ([{"x": X}, {"x": X[:1]}], 2),
+        (tmp_path / "one.npz", 1),
+        (str(tmp_path / "many"), 3),
+        ([tmp_path / "one.npz", tmp_path / "many"], 4),
+        (tmp_path / "arrays", 3),
+    ]:
         samples = load_calibration(source, program)
         assert len(samples) == count and all(s["x"].dtype == np.float32 for s in samples)
     np.testing.assert_array_equal(load_calibration(tmp_path / "arrays", program)[2]["x"], X[2:3])
 
 
-@pytest.mark.parametrize(("source", "error", "complaint"), [
-    ({"y": X}, FeedError, "'y' is no input and 'x' is missing"),
-    ({"x": X, "extra": X}, FeedError, "extra"),
-    ({}, FeedError, "needs the input 'x'"),
-    ({"x": X[:, :4]}, FeedError, r"dimension 1 is declared as 8"),
-    ({"x": X[0]}, FeedError, "2 dimensions"),
-    ({"x": np.full((2, 8), 2**24 + 1)}, FeedTypeError, "int64"),
-    ([], ArgumentError, "empty"),
-    (3, ArgumentTypeError, "got int"),
-    ([3], ArgumentTypeError, "got int"),
-    ("nowhere.npz", ArgumentError, "no file or folder 'nowhere.npz'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "error", "complaint"),
+    [
+        ({"y": X}, FeedError, "'y' is no input and 'x' is missing"),
+        ({"x": X, "extra": X}, FeedError, "extra"),
+        ({}, FeedError, "needs the input 'x'"),
+        ({"x": X[:, :4]}, FeedError, r"dimension 1 is declared as 8"),
+        ({"x": X[0]}, FeedError, "2 dimensions"),
+        ({"x": np.full((2, 8), 2**24 + 1)}, FeedTypeError, "int64"),
+        ([], ArgumentError, "empty"),
+        (3, ArgumentTypeError, "got int"),
+        ([3], ArgumentTypeError, "got int"),
+        ("nowhere.npz", ArgumentError, "no file or folder 'nowhere.npz'"),
+    ],
+)
 def test_wrong_calibration_data_is_named(source: Any, error: type[AmpError], complaint: str) -> None:
     with pytest.raises(error, match=complaint) as caught:
         amp.convert(onnx.parser.parse_model(NET), mode="auto", calibration=source)

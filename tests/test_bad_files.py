@@ -120,11 +120,17 @@ def test_damaged_external_data(tmp_path, damage, expected, kind):
     assert "'w'" in str(caught.value) and "m.onnx" in str(caught.value) and "m.data" in str(caught.value)
 
 
-@pytest.mark.parametrize("key, value, expected", [
-    ("location", "../m.data", "does not lie in"), ("location", "/etc/passwd", "does not lie in"),
-    ("location", "", "does not lie in"), ("length", "7", "refers to 7 bytes"), ("offset", "-4", "offset is '-4'; expected a number"),
-    ("offset", "many", "offset is 'many'; expected a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("location", "../m.data", "does not lie in"),
+        ("location", "/etc/passwd", "does not lie in"),
+        ("location", "", "does not lie in"),
+        ("length", "7", "refers to 7 bytes"),
+        ("offset", "-4", "offset is '-4'; expected a number"),
+        ("offset", "many", "offset is 'many'; expected a number"),
+    ],
+)
 def test_external_references_that_cannot_be(tmp_path, key, value, expected):
     path, model, _ = external_model(tmp_path)
     for entry in model.graph.initializer[0].external_data:

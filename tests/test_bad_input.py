@@ -62,11 +62,16 @@ class Net:
 def snapshot(program: amp.Program) -> tuple[Any, ...]:
     """Everything of a program that a pass may change."""
     return (
-        program.version, program.to_onnx().SerializeToString(), program.startup, list(program.updates.items()),
+        program.version,
+        program.to_onnx().SerializeToString(),
+        program.startup,
+        list(program.updates.items()),
         [(v, v.dtype, v.shape, v.producer, v.readers) for v in program.variables],
-        [(op, op.type, list(op.inputs), list(op.outputs), op.captures, op.role, op.precision, op.reason, op.guard)
-         for op in program.walk()],
-    )  # fmt: skip
+        [
+            (op, op.type, list(op.inputs), list(op.outputs), op.captures, op.role, op.precision, op.reason, op.guard)
+            for op in program.walk()
+        ],
+    )
 
 
 def values(scope: amp.Scope) -> dict[str, tuple[str, bytes]]:
@@ -74,8 +79,9 @@ def values(scope: amp.Scope) -> dict[str, tuple[str, bytes]]:
 
 
 @contextmanager
-def refused(kind: type[Exception], *words: str, programs: tuple[amp.Program, ...] = (),
-            scope: amp.Scope | None = None) -> Iterator[None]:  # fmt: skip
+def refused(
+    kind: type[Exception], *words: str, programs: tuple[amp.Program, ...] = (), scope: amp.Scope | None = None
+) -> Iterator[None]:
     """The block raises exactly ``kind``, its message holds ``words``, and programs and scope are as before."""
     before, held = [snapshot(p) for p in programs], values(scope or amp.Scope())
     with pytest.raises(kind) as caught:
@@ -95,8 +101,10 @@ KINDS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if e is not a
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_is_ours_and_a_built_in_one(kind: type[Exception]) -> None:
     assert issubclass(kind, amp.AmpError)
-    assert any(vars(builtins).get(base.__name__) is base and base not in (Exception, BaseException, object)
-               for base in kind.__mro__)  # fmt: skip
+    assert any(
+        vars(builtins).get(base.__name__) is base and base not in (Exception, BaseException, object)
+        for base in kind.__mro__
+    )
 
 
 # -- minimize that fails ---------------------------------------------------------------------------------------
@@ -120,8 +128,14 @@ def test_an_operator_without_gradient_is_named_and_the_program_can_still_be_trai
     net, clean = Net(dead_end=True), Net(dead_end=True)
     optimizer = mode(amp.optimizer.Adam(multi_precision=True))
     with amp.unique_name.guard():
-        with refused(GradientError, "'Shrink -> shrunk", "fc_0.tmp_2", "no_grad_set", "register_gradient",
-                     programs=(net.main, net.startup)):  # fmt: skip
+        with refused(
+            GradientError,
+            "'Shrink -> shrunk",
+            "fc_0.tmp_2",
+            "no_grad_set",
+            "register_gradient",
+            programs=(net.main, net.startup),
+        ):
             optimizer.minimize(net.loss)
         optimizer.minimize(net.loss, no_grad_set=["shrunk"])  # the way out, with the same optimizer
     with amp.unique_name.guard():
@@ -173,18 +187,21 @@ def test_a_program_is_minimised_once(mode: Callable[..., Any]) -> None:
         mode(amp.optimizer.SGD(multi_precision=True)).minimize(net.loss)
 
 
-@pytest.mark.parametrize("arguments, kind, words", [
-    ({"parameter_list": "fc_0.w_0"}, ArgumentTypeError, "parameter_list"),
-    ({"parameter_list": 3}, ArgumentTypeError, "parameter_list"),
-    ({"parameter_list": [3]}, ArgumentTypeError, "holds 3"),
-    ({"parameter_list": ["fc_0.w_1"]}, GraphError, "did you mean 'fc_0.w_0'"),
-    ({"parameter_list": []}, GradientError, "does not depend on any parameter"),
-    ({"parameter_list": ["fc_0.w_0", "label"]}, GradientError, "'label' of parameter_list"),
-    ({"parameter_list": [Net(name="other").main.var("fc_0.w_0")]}, GraphError, "belongs to program 'other'"),
-    ({"no_grad_set": "fc_0.w_0"}, ArgumentTypeError, "no_grad_set"),
-    ({"no_grad_set": [None]}, ArgumentTypeError, "holds None"),
-    ({"no_grad_set": ["fc_1.tmp_1", "fc_1.tmp_0"]}, GradientError, "does not depend on any parameter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, kind, words",
+    [
+        ({"parameter_list": "fc_0.w_0"}, ArgumentTypeError, "parameter_list"),
+        ({"parameter_list": 3}, ArgumentTypeError, "parameter_list"),
+        ({"parameter_list": [3]}, ArgumentTypeError, "holds 3"),
+        ({"parameter_list": ["fc_0.w_1"]}, GraphError, "did you mean 'fc_0.w_0'"),
+        ({"parameter_list": []}, GradientError, "does not depend on any parameter"),
+        ({"parameter_list": ["fc_0.w_0", "label"]}, GradientError, "'label' of parameter_list"),
+        ({"parameter_list": [Net(name="other").main.var("fc_0.w_0")]}, GraphError, "belongs to program 'other'"),
+        ({"no_grad_set": "fc_0.w_0"}, ArgumentTypeError, "no_grad_set"),
+        ({"no_grad_set": [None]}, ArgumentTypeError, "holds None"),
+        ({"no_grad_set": ["fc_1.tmp_1", "fc_1.tmp_0"]}, GradientError, "does not depend on any parameter"),
+    ],
+)
 def test_parameters_that_cannot_be_differentiated_for(arguments: Any, kind: Any, words: str) -> None:
     net = Net()
     with refused(kind, words, programs=(net.main, net.startup)):
@@ -206,8 +223,10 @@ g (float[2,3] x, int64 n, bool c) => (float[1,1] loss) <float[3,3] w = {1,2,3,4,
 
 def test_an_imported_program_comes_back_from_its_opset_and_its_nested_graphs() -> None:
     program = amp.Program.from_onnx(onnx.parser.parse_model(BRANCHES))
-    for attempt in (lambda: amp.append_backward(program.var("loss")),
-                    lambda: mixed(amp.optimizer.SGD()).minimize(program.var("loss"))):  # fmt: skip
+    for attempt in (
+        lambda: amp.append_backward(program.var("loss")),
+        lambda: mixed(amp.optimizer.SGD()).minimize(program.var("loss")),
+    ):
         with refused(GradientError, "trip count 'n'", programs=(program, program.startup)):
             attempt()
     assert program.opset() == 11
@@ -230,8 +249,16 @@ def trained(mode: Callable[..., Any] = pure, **options: Any) -> tuple[Net, Any, 
 def test_a_parameter_beyond_fp16_stops_amp_init_before_anything_is_cast() -> None:
     net, optimizer, test, scope, executor = trained()
     scope.set_var("fc_1.w_0", np.full((16, 4), 7e4, np.float32))
-    with refused(PrecisionError, "'fc_1.w_0'", "float16", "70000", "custom_black_varnames", "bfloat16",
-                 programs=(net.main, test), scope=scope):  # fmt: skip
+    with refused(
+        PrecisionError,
+        "'fc_1.w_0'",
+        "float16",
+        "70000",
+        "custom_black_varnames",
+        "bfloat16",
+        programs=(net.main, test),
+        scope=scope,
+    ):
         optimizer.amp_init(CPU, scope, test)
     with refused(ScopeError, "'fc_0.w_0'", "float32", "amp_init", programs=(net.main,), scope=scope):
         executor.run(net.main, FEED, [net.loss], scope)
@@ -246,8 +273,9 @@ def test_a_test_program_that_cannot_be_rewritten_leaves_the_scope_alone() -> Non
         op.guard = False
     with refused(PrecisionError, "fp16_guard", "mark_fp16", programs=(test,), scope=scope):
         optimizer.amp_init(CPU, scope, test)
-    with refused(ArgumentError, "training program 'main' itself", "clone(for_test=True)", programs=(net.main,),
-                 scope=scope):  # fmt: skip
+    with refused(
+        ArgumentError, "training program 'main' itself", "clone(for_test=True)", programs=(net.main,), scope=scope
+    ):
         optimizer.amp_init(CPU, scope, net.main)
     with refused(ArgumentTypeError, "amp_init", "CPUPlace()", programs=(net.main,), scope=scope):
         optimizer.amp_init(amp.CPUPlace, scope)
@@ -278,10 +306,15 @@ def test_precision_passes_take_a_program_and_lists(call: Callable[..., Any]) -> 
         call(net.main, [])
 
 
-@pytest.mark.parametrize("patterns, kind, words", [
-    ((), ArgumentError, "at least one pattern"), (("decoder/*",), ArgumentError, "'decoder/*'"),
-    (("encoder/*", "decoder/*"), ArgumentError, "'encoder/layer'"), ((["encoder/*"],), ArgumentTypeError, "['encoder/*']"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "patterns, kind, words",
+    [
+        ((), ArgumentError, "at least one pattern"),
+        (("decoder/*",), ArgumentError, "'decoder/*'"),
+        (("encoder/*", "decoder/*"), ArgumentError, "'encoder/layer'"),
+        ((["encoder/*"],), ArgumentTypeError, "['encoder/*']"),
+    ],
+)
 def test_mark_fp16_marks_all_or_nothing(patterns: Any, kind: Any, words: str) -> None:
     main = amp.Program("net")
     with amp.program_guard(main):
@@ -342,8 +375,12 @@ def test_training_goes_on_after_every_mistake_as_if_it_had_not_been(mode: Callab
         with refused(kind, words, programs=(net.main,), scope=scope):
             executor.run(net.main, feed, [net.loss], scope)
     assert list(values(scope).values()) == list(values(clean[3]).values())
-    np.testing.assert_array_equal(*(executor.run(t, {"image": IMAGES}, [n.scores.name], s)[0]
-                                    for t, n, s in ((test, net, scope), (clean[2], clean[0], clean[3]))))  # fmt: skip
+    np.testing.assert_array_equal(
+        *(
+            executor.run(t, {"image": IMAGES}, [n.scores.name], s)[0]
+            for t, n, s in ((test, net, scope), (clean[2], clean[0], clean[3]))
+        )
+    )
 
 
 @pytest.mark.parametrize("shift", [4, -4])

@@ -14,12 +14,22 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import lr
 
 #: What may change, by the beginning of its name.
-FREE = ("loss_scaling", "num_good_steps", "num_bad_steps", "bad_in_a_row", "loss_bad_in_a_row", "bad_at_floor", "@rng_step")
+FREE = (
+    "loss_scaling",
+    "num_good_steps",
+    "num_bad_steps",
+    "bad_in_a_row",
+    "loss_bad_in_a_row",
+    "bad_at_floor",
+    "@rng_step",
+)
 LAYERS = ("fc", "norm", "batch_norm", "dropout", "residual")
 SCHEDULES: dict[str, Any] = {
-    "number": lambda: 0.01, "cosine": lambda: lr.CosineAnnealingDecay(0.01, 10),
-    "warm-up": lambda: lr.LinearWarmup(lr.NoamDecay(16, 4), 3, 0.001, 0.01), "one cycle": lambda: lr.OneCycleLR(0.01, 20),
-}  # fmt: skip
+    "number": lambda: 0.01,
+    "cosine": lambda: lr.CosineAnnealingDecay(0.01, 10),
+    "warm-up": lambda: lr.LinearWarmup(lr.NoamDecay(16, 4), 3, 0.001, 0.01),
+    "one cycle": lambda: lr.OneCycleLR(0.01, 20),
+}
 OPTIMIZERS = ("SGD", "Momentum", "Adam", "AdamW", "Lamb")
 SCALERS = ("paddle", "torch", "exponential", "deepspeed", "megatron", "jmp", "fixed")
 
@@ -39,8 +49,16 @@ def layer(kind: str, x: amp.Variable) -> amp.Variable:
 class Step:
     """A random program with its training step."""
 
-    def __init__(self, layers: list[str], schedule: str, optimizers: list[str], scaler: str, mode: str, accumulate: int,
-                 clip: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        layers: list[str],
+        schedule: str,
+        optimizers: list[str],
+        scaler: str,
+        mode: str,
+        accumulate: int,
+        clip: bool,
+    ) -> None:
         self.main, startup = amp.Program(), amp.Program("startup")
         startup.seed = 5
         with amp.program_guard(self.main, startup), amp.unique_name.guard():
@@ -54,13 +72,21 @@ class Step:
             lists = [["table"], None][-len(optimizers) :]
             grad_clip = amp.optimizer.ClipGradByGlobalNorm(1.0) if clip else None
             made = [
-                getattr(amp.optimizer, name)(SCHEDULES[schedule](), parameter_list=names, multi_precision=True,
-                                             grad_clip=grad_clip)
+                getattr(amp.optimizer, name)(
+                    SCHEDULES[schedule](), parameter_list=names, multi_precision=True, grad_clip=grad_clip
+                )
                 for name, names in zip(optimizers, lists, strict=True)
-            ]  # fmt: skip
-            rule = amp.LossScaler.fixed(256.0) if scaler == "fixed" else getattr(amp.LossScaler, scaler)(init_scale=256.0)
-            self.optimizer = amp.decorate(made, use_pure_fp16=mode != "mixed", accumulate_steps=accumulate, scaler=rule,
-                                          dtype="bfloat16" if mode == "bfloat16" else "float16")  # fmt: skip
+            ]
+            rule = (
+                amp.LossScaler.fixed(256.0) if scaler == "fixed" else getattr(amp.LossScaler, scaler)(init_scale=256.0)
+            )
+            self.optimizer = amp.decorate(
+                made,
+                use_pure_fp16=mode != "mixed",
+                accumulate_steps=accumulate,
+                scaler=rule,
+                dtype="bfloat16" if mode == "bfloat16" else "float16",
+            )
             self.optimizer.minimize(self.loss, startup)
             amp.optimizer.ExponentialMovingAverage(0.9).update(self.main)
         self.accumulate = accumulate
@@ -73,11 +99,16 @@ class Step:
         """One step, whether it was found bad; ``poison`` fills its last micro-batch."""
         found = False
         for turn in range(self.accumulate):
-            feed = {"x": self.rng.normal(size=(4, 8)).astype(np.float32), "ids": self.rng.integers(0, 6, (4, 2)),
-                    "label": self.rng.integers(0, 3, (4, 1))}  # fmt: skip
+            feed = {
+                "x": self.rng.normal(size=(4, 8)).astype(np.float32),
+                "ids": self.rng.integers(0, 6, (4, 2)),
+                "label": self.rng.integers(0, 3, (4, 1)),
+            }
             if poison is not None and turn == self.accumulate - 1:
                 feed["x"][:] = poison  # all of it: dropout may drop one number
-            (bad,) = self.executor.run(self.main, feed=feed, fetch_list=[self.optimizer.get_found_inf()], scope=self.scope)
+            (bad,) = self.executor.run(
+                self.main, feed=feed, fetch_list=[self.optimizer.get_found_inf()], scope=self.scope
+            )
             found = bool(bad[0])
         return found
 
@@ -86,12 +117,26 @@ class Step:
 
 
 @settings(max_examples=40, derandomize=True, deadline=None, database=None)
-@given(layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4), schedule=st.sampled_from(sorted(SCHEDULES)),
-       optimizers=st.lists(st.sampled_from(OPTIMIZERS), min_size=1, max_size=2), scaler=st.sampled_from(SCALERS),
-       mode=st.sampled_from(["mixed", "pure", "bfloat16"]), accumulate=st.sampled_from([1, 1, 3]),
-       clip=st.booleans(), poison=st.sampled_from([np.nan, np.inf, -np.inf]))  # fmt: skip
-def test_a_bad_step_changes_no_other_bit(layers: list[str], schedule: str, optimizers: list[str], scaler: str, mode: str,
-                                         accumulate: int, clip: bool, poison: float) -> None:  # fmt: skip
+@given(
+    layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    optimizers=st.lists(st.sampled_from(OPTIMIZERS), min_size=1, max_size=2),
+    scaler=st.sampled_from(SCALERS),
+    mode=st.sampled_from(["mixed", "pure", "bfloat16"]),
+    accumulate=st.sampled_from([1, 1, 3]),
+    clip=st.booleans(),
+    poison=st.sampled_from([np.nan, np.inf, -np.inf]),
+)
+def test_a_bad_step_changes_no_other_bit(
+    layers: list[str],
+    schedule: str,
+    optimizers: list[str],
+    scaler: str,
+    mode: str,
+    accumulate: int,
+    clip: bool,
+    poison: float,
+) -> None:
     step = Step(layers, schedule, optimizers, scaler, mode, accumulate, clip)
     before = step.state()
     assert not step.run()

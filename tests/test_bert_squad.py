@@ -28,16 +28,19 @@ def question(text: str, context: str, answers: list[str], start: int = -1) -> sq
 
 
 # -- scores ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("answer, gold, match, f1", [
-    ("Denver Broncos", "the Denver Broncos", 1, 1),
-    ("The  Denver-Broncos!", "denverbroncos", 1, 1),  # punctuation goes without leaving a space
-    ("Denver", "Denver Broncos", 0, 2 / 3),
-    ("Carolina", "Denver Broncos", 0, 0),
-    ("a theme", "theme", 1, 1),  # articles are whole words
-    ("to to be", "to be be", 0, 2 / 3),  # bags: each word counts as often as both have it
-    ("the", "an", 1, 0),  # nothing is left of either: equal, but without a common word
-    ("", "x", 0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer, gold, match, f1",
+    [
+        ("Denver Broncos", "the Denver Broncos", 1, 1),
+        ("The  Denver-Broncos!", "denverbroncos", 1, 1),  # punctuation goes without leaving a space
+        ("Denver", "Denver Broncos", 0, 2 / 3),
+        ("Carolina", "Denver Broncos", 0, 0),
+        ("a theme", "theme", 1, 1),  # articles are whole words
+        ("to to be", "to be be", 0, 2 / 3),  # bags: each word counts as often as both have it
+        ("the", "an", 1, 0),  # nothing is left of either: equal, but without a common word
+        ("", "x", 0, 0),
+    ],
+)
 def test_scores_are_the_official_ones(answer: str, gold: str, match: float, f1: float) -> None:
     assert squad.exact_match(answer, gold) == match
     assert squad.f1(answer, gold) == pytest.approx(f1)

@@ -68,19 +68,32 @@ def test_use_case_program() -> None:
     with building() as (main, startup):
         prediction, loss = use_case()
     assert [(op.type, op.guard) for op in main.operators] == [
-        ("Conv", False), ("BatchNormalization", True), ("Relu", True), ("MaxPool", True), ("Flatten", True),
-        ("MatMul", True), ("Add", True), ("Softmax", True), ("Squeeze", True), ("SoftmaxCrossEntropyLoss", True),
-    ]  # fmt: skip
+        ("Conv", False),
+        ("BatchNormalization", True),
+        ("Relu", True),
+        ("MaxPool", True),
+        ("Flatten", True),
+        ("MatMul", True),
+        ("Add", True),
+        ("Softmax", True),
+        ("Squeeze", True),
+        ("SoftmaxCrossEntropyLoss", True),
+    ]
     shapes = {v.name: (v.shape, v.trainable) for v in main.variables if v.persistable}
     assert shapes == {
-        "conv2d_0.w_0": ((6, 1, 3, 3), True), "conv2d_0.b_0": ((6,), True),
-        "batch_norm_0.w_0": ((6,), True), "batch_norm_0.b_0": ((6,), True),
-        "batch_norm_0.w_1": ((6,), False), "batch_norm_0.w_2": ((6,), False),
-        "fc_0.w_0": ((1014, 64), True), "fc_0.b_0": ((64,), True),
-    }  # fmt: skip
+        "conv2d_0.w_0": ((6, 1, 3, 3), True),
+        "conv2d_0.b_0": ((6,), True),
+        "batch_norm_0.w_0": ((6,), True),
+        "batch_norm_0.b_0": ((6,), True),
+        "batch_norm_0.w_1": ((6,), False),
+        "batch_norm_0.w_2": ((6,), False),
+        "fc_0.w_0": ((1014, 64), True),
+        "fc_0.b_0": ((64,), True),
+    }
     assert {s.name: v.name for s, v in main.updates.items()} == {
-        "batch_norm_0.w_1": "batch_norm_0.w_1@NEW", "batch_norm_0.w_2": "batch_norm_0.w_2@NEW",
-    }  # fmt: skip
+        "batch_norm_0.w_1": "batch_norm_0.w_1@NEW",
+        "batch_norm_0.w_2": "batch_norm_0.w_2@NEW",
+    }
     assert main.var("conv2d_0.tmp_0").shape == (None, 6, 26, 26)
     assert prediction.shape == (None, 64) and loss.shape == () and loss.dtype == "float32"
     assert all(v.dtype for v in main.variables)
@@ -151,8 +164,13 @@ def test_names_and_scopes() -> None:
         nn.fc(h, 4, param_attr=np.eye(4, dtype=np.float32), bias_attr=False)
     assert {op.scope for op in main.operators[:3]} == {"outer/inner"} and main.operators[3].scope == ""
     assert [v.name for v in main.parameters] == [
-        "fc_0.w_0", "fc_0.b_0", "tied.w_0", "tied.b_0", "shared_bias", "fc_2.w_0",
-    ]  # fmt: skip
+        "fc_0.w_0",
+        "fc_0.b_0",
+        "tied.w_0",
+        "tied.b_0",
+        "shared_bias",
+        "fc_2.w_0",
+    ]
     assert len(main.var("tied.w_0").readers) == 3
     np.testing.assert_array_equal(startup_values(startup)["fc_2.w_0"], np.eye(4))
 
@@ -258,8 +276,11 @@ def erf(x: Array) -> Array:
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], Any]] = {
     "relu": (F.relu, (X,), np.maximum(X, 0)),
     "gelu": (F.gelu, (X,), X * 0.5 * (1 + erf(X / math.sqrt(2)))),
-    "gelu_tanh": (lambda v: F.gelu(v, approximate=True), (X,),
-                  0.5 * X * (1 + np.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))),
+    "gelu_tanh": (
+        lambda v: F.gelu(v, approximate=True),
+        (X,),
+        0.5 * X * (1 + np.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3))),
+    ),
     "sigmoid": (F.sigmoid, (X,), 1 / (1 + np.exp(-X))),
     "tanh": (F.tanh, (X,), np.tanh(X)),
     "exp": (F.exp, (X,), np.exp(X)),
@@ -274,19 +295,28 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], Any]] = {
     "sum": (F.sum, (X,), X.sum()),
     "sum_axis": (lambda v: F.sum(v, -1), (X,), X.sum(-1)),
     "matmul": (lambda a, b: F.matmul(a, b, transpose_x=True), (X, feed(3, 5)), X.T @ feed(3, 5)),
-    "matmul_y": (lambda a, b: F.matmul(a, b, transpose_y=True), (feed(2, 3, 4), feed(2, 5, 4)),
-                 feed(2, 3, 4) @ feed(2, 5, 4).transpose(0, 2, 1)),
+    "matmul_y": (
+        lambda a, b: F.matmul(a, b, transpose_y=True),
+        (feed(2, 3, 4), feed(2, 5, 4)),
+        feed(2, 3, 4) @ feed(2, 5, 4).transpose(0, 2, 1),
+    ),
     "where": (lambda v: F.where(v > 0, v, -1), (X,), np.where(X > 0, X, -1)),
     "cast": (lambda v: F.cast(v, "int32"), (X,), X.astype(np.int32)),
     "max_pool2d": (lambda v: F.max_pool2d(v, 2), (IMAGE,), IMAGE.reshape(2, 3, 3, 2, 4, 2).max((3, 5))),
     "avg_pool2d": (lambda v: F.avg_pool2d(v, (3, 4)), (IMAGE,), IMAGE.reshape(2, 3, 2, 3, 2, 4).mean((3, 5))),
     "avg_pool2d_pad": (lambda v: F.avg_pool2d(v, 2, 8, padding=1), (IMAGE,), IMAGE[:, :, :1, ::7]),
-    "avg_pool2d_pad_counts": (lambda v: F.avg_pool2d(v, 2, 8, padding=1, exclusive=False), (IMAGE,),
-                              IMAGE[:, :, :1, ::7] / 4),
+    "avg_pool2d_pad_counts": (
+        lambda v: F.avg_pool2d(v, 2, 8, padding=1, exclusive=False),
+        (IMAGE,),
+        IMAGE[:, :, :1, ::7] / 4,
+    ),
     "global_avg_pool2d": (F.global_avg_pool2d, (IMAGE,), IMAGE.mean((2, 3), keepdims=True)),
     "global_max_pool2d": (F.global_max_pool2d, (IMAGE,), IMAGE.max((2, 3), keepdims=True)),
-    "adaptive_avg_pool2d": (lambda v: F.adaptive_avg_pool2d(v, (2, 4)), (IMAGE,),
-                            IMAGE.reshape(2, 3, 2, 3, 4, 2).mean((3, 5))),
+    "adaptive_avg_pool2d": (
+        lambda v: F.adaptive_avg_pool2d(v, (2, 4)),
+        (IMAGE,),
+        IMAGE.reshape(2, 3, 2, 3, 4, 2).mean((3, 5)),
+    ),
     "adaptive_avg_pool2d_whole": (F.adaptive_avg_pool2d, (IMAGE,), IMAGE.mean((2, 3), keepdims=True)),
     "reshape": (lambda v: F.reshape(v, [0, -1, 4]), (IMAGE,), IMAGE.reshape(2, -1, 4)),
     "transpose": (lambda v: F.transpose(v, [0, 3, 1, -2]), (IMAGE,), IMAGE.transpose(0, 3, 1, 2)),
@@ -313,7 +343,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], Any]] = {
     "matmul_array": (lambda a: np.eye(3, dtype=np.float32)[:2] @ (a * np.ones(4)), (X,), X[:2]),
     "less": (lambda a, b: a < b, (X, P), X < P),
     "greater_equal": (lambda a: a >= 0, (X,), X >= 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -159,12 +159,18 @@ def test_python_numbers_take_the_declared_type() -> None:
 WRONG: dict[str, tuple[Any, type[AmpError], str]] = {
     "no name": ({"image": feeds()["image"]}, FeedError, "sample 1: .*needs the input 'label'; given were 'image'"),
     "near name": ({**feeds(), "lable": np.ones(2)}, FeedError, "has no input 'lable'; did you mean 'label'"),
-    "wrong names": ({"a": np.ones(2), "b": np.ones(2)}, FeedError,
-                    "'a', 'b' are no input and 'image', 'label' are missing; the inputs .* are 'image', 'label'"),
+    "wrong names": (
+        {"a": np.ones(2), "b": np.ones(2)},
+        FeedError,
+        "'a', 'b' are no input and 'image', 'label' are missing; the inputs .* are 'image', 'label'",
+    ),
     "misnamed": ({"img": feeds()["image"], "label": feeds()["label"]}, FeedError, "'img' is no input and 'image' is m"),
     "an output": ({**feeds(), "y": np.ones(2)}, FeedError, "'y' is no input of program 'm' but computed"),
-    "integers for floats": ({**feeds(), "image": np.full((2, 3), 2**24 + 1)}, FeedTypeError,
-                            "is int64, declared as float32, which cannot hold its value 16777217"),
+    "integers for floats": (
+        {**feeds(), "image": np.full((2, 3), 2**24 + 1)},
+        FeedTypeError,
+        "is int64, declared as float32, which cannot hold its value 16777217",
+    ),
     "floats for integers": ({**feeds(), "label": np.full(2, 1.5)}, FeedTypeError, "float64, declared as int64, .* 1.5"),
     "wide integers": ({**feeds(), "label": np.full(2, 2**63, np.uint64)}, FeedTypeError, "its value 92233720368547758"),
     "strings": ({**feeds(), "label": np.array(["a", "b"])}, FeedTypeError, "is string"),
@@ -180,7 +186,7 @@ WRONG: dict[str, tuple[Any, type[AmpError], str]] = {
     "an array": (np.ones((2, 3), np.float32), ArgumentTypeError, "got ndarray"),
     "bytes": (b"a.npz", ArgumentTypeError, "got bytes"),
     "a list of arrays": ([np.ones(3)], ArgumentTypeError, "got ndarray"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -293,7 +299,10 @@ FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "damaged": (lambda f: damaged(f, lambda b: b[:200] + bytes(300) + b[500:]), "a.npz' cannot be read as an .npz"),
     "damaged header": (lambda f: damaged(f, lambda b: b[:60] + bytes(40) + b[100:]), "a.npz' cannot be read as an "),
     "pickled": (pickled, "a.npz' cannot be read as an .npz file: array 'image' holds Python objects"),
-    "a bare pickle": (lambda f: broken(f, "image.npy", pickle.dumps({})).parent, "image.npy' cannot .* no array file at all"),
+    "a bare pickle": (
+        lambda f: broken(f, "image.npy", pickle.dumps({})).parent,
+        "image.npy' cannot .* no array file at all",
+    ),
     "an array called npz": (not_an_archive, "it is a single array"),
     "an archive called npy": (an_archive, "it is an archive of arrays; call it .npz"),
     "truncated npy": (lambda f: broken(f, "image.npy", b"\x93NUMPY\x01\x00").parent, "image.npy' cannot be read"),
@@ -308,7 +317,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated test data": (cut_pb, "input_0.pb' cannot be read as a tensor of ONNX test data"),
     "text as test data": (lambda f: broken(f, "input_0.pb", b"").parent, "test data: it holds no tensor"),
     "outputs alone": (lambda f: broken(f, "output_0.pb", b"").parent, "but no input_0.pb"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", FILES)

@@ -39,8 +39,24 @@ def test_what_minimize_emits_is_accepted(pure: bool, optimizer: Any, dynamic: bo
 
 
 @pytest.mark.parametrize("pure", [False, True])
-@pytest.mark.parametrize("preset", ["fixed", "paddle", "exponential", "torch", "keras", "tf_keras", "apex", "deepspeed",
-                                    "deepspeed_fused", "megatron", "jmp", "mindspore", "oneflow"])  # fmt: skip
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "fixed",
+        "paddle",
+        "exponential",
+        "torch",
+        "keras",
+        "tf_keras",
+        "apex",
+        "deepspeed",
+        "deepspeed_fused",
+        "megatron",
+        "jmp",
+        "mindspore",
+        "oneflow",
+    ],
+)
 def test_every_scaler_average_and_schedule_is_accepted(pure: bool, preset: str) -> None:
     program = built(pure, average=True, scaler=getattr(amp.LossScaler, preset)(max_bad_in_a_row=9))
     for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
@@ -89,9 +105,11 @@ def test_every_violation_is_listed() -> None:
     assert len(str(raised.value).splitlines()) == 4
 
 
-@pytest.mark.parametrize("case, place", [*((case, place) for case in LOWERED for place in ("cpu", "cuda")),
-                                         *((case, "cpu") for case in ON_CPU)],
-                         ids=lambda item: named(item) if isinstance(item, Case) else item)  # fmt: skip
+@pytest.mark.parametrize(
+    "case, place",
+    [*((case, place) for case in LOWERED for place in ("cpu", "cuda")), *((case, "cpu") for case in ON_CPU)],
+    ids=lambda item: named(item) if isinstance(item, Case) else item,
+)
 def test_mutations_of_the_lowered_model_are_rejected(case: Case, place: str) -> None:
     program = built(**case.options)
     lowered = lower(program, place, FEEDS)

@@ -54,8 +54,14 @@ def loads(net: Small, path: Path) -> dict[str, bytes]:
 # -- what is written --------------------------------------------------------------------------------------
 def test_content(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
-    folder = amp.save_checkpoint(tmp_path / "run", net.main, scope, step=123, data_position=(4, np.int64(2)),
-                                 extra={"best": float("inf"), "rng": rng.bit_generator.state})  # fmt: skip
+    folder = amp.save_checkpoint(
+        tmp_path / "run",
+        net.main,
+        scope,
+        step=123,
+        data_position=(4, np.int64(2)),
+        extra={"best": float("inf"), "rng": rng.bit_generator.state},
+    )
     assert folder == tmp_path / "run" / "step_00000123"
     assert sorted(os.listdir(folder)) == [META, TENSORS]
     assert os.listdir(tmp_path / "run") == [folder.name]
@@ -70,8 +76,18 @@ def test_content(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
     assert meta["scaling"][0]["incr_every_n_steps"] == 2
     assert meta["versions"]["numpy"] == np.__version__
     roles = {one["role"] for one in meta["tensors"].values()}
-    assert roles == {"parameter", "master", "moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc", "statistics",
-                     "loss_scaling", "learning_rate", "random"}  # fmt: skip
+    assert roles == {
+        "parameter",
+        "master",
+        "moment1",
+        "moment2",
+        "beta1_pow_acc",
+        "beta2_pow_acc",
+        "statistics",
+        "loss_scaling",
+        "learning_rate",
+        "random",
+    }
     loaded = amp.load_checkpoint(tmp_path / "run", net.main, amp.Scope())
     assert loaded.path == folder and loaded.step == 123 and loaded.data_position == [4, 2]
     assert loaded.extra == {"best": float("inf"), "rng": rng.bit_generator.state}
@@ -90,8 +106,23 @@ def test_bfloat16_is_stored_as_such(tmp_path: Path) -> None:
 
 def test_every_element_type_comes_back(tmp_path: Path) -> None:
     program, scope = amp.Program(), amp.Scope()
-    types = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16",
-             "float32", "float64", "float8e4m3fn", "int4"]  # fmt: skip
+    types = [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8e4m3fn",
+        "int4",
+    ]
     for number, dtype in enumerate(types):
         shape = [(), (3,), (0, 2), (2, 3)][number % 4]
         variable = program.add_variable(f"v.{dtype}", dtype, shape, persistable=True)
@@ -146,8 +177,9 @@ def test_the_last_k_in_the_order_of_writing(net: Small, scope: amp.Scope, tmp_pa
         ({"path": None}, ArgumentTypeError, "takes a path first"),
     ],
 )
-def test_bad_arguments(net: Small, scope: amp.Scope, tmp_path: Path, arguments: dict[str, Any],
-                       error: type[Exception], message: str) -> None:  # fmt: skip
+def test_bad_arguments(
+    net: Small, scope: amp.Scope, tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     given: dict[str, Any] = {"path": tmp_path / "c", "program": net.main, "scope": scope} | arguments
     with pytest.raises(error, match=message):
         amp.save_checkpoint(**given)
@@ -245,8 +277,9 @@ def test_read_only_folder(net: Small, scope: amp.Scope) -> None:
 
 
 @pytest.mark.parametrize("path", ["run", "one"])
-def test_interrupted_at_any_call(net: Small, scope: amp.Scope, tmp_path: Path, path: str,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_interrupted_at_any_call(
+    net: Small, scope: amp.Scope, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An exception in place of each call that touches the disk: the old checkpoint, or the new one, but whole."""
     arguments: dict[str, Any] = {"step": 1} if path == "run" else {}
     amp.save_checkpoint(tmp_path / path, net.main, scope, **arguments)
@@ -266,8 +299,14 @@ def test_interrupted_at_any_call(net: Small, scope: amp.Scope, tmp_path: Path, p
             return wrapped
 
         with monkeypatch.context() as patch:
-            for owner, name in ((os, "fsync"), (os, "replace"), (Path, "rename"), (Path, "unlink"), (json, "dump"),
-                                (checkpoint_files, "serialize_file")):  # fmt: skip
+            for owner, name in (
+                (os, "fsync"),
+                (os, "replace"),
+                (Path, "rename"),
+                (Path, "unlink"),
+                (json, "dump"),
+                (checkpoint_files, "serialize_file"),
+            ):
                 patch.setattr(owner, name, stopped(getattr(owner, name)))
             try:
                 amp.save_checkpoint(tmp_path / path, net.main, scope, **arguments)

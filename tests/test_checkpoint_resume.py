@@ -18,8 +18,13 @@ HERE = Path(__file__).resolve().parent
 
 def run(*arguments: object) -> str:
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *map(str, arguments)], capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=300)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(HERE / "checkpoints.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -69,8 +74,21 @@ def test_schedule_average_and_window(mode: str, saved_at: int, tmp_path: Path) -
 
 
 #: Every preset with a scale that does not overflow by itself; paddle's with an alarm, which has counters of its own.
-PRESETS = ["fixed", "paddle", "exponential", "torch", "keras", "tf_keras", "apex", "deepspeed", "deepspeed_fused",
-           "megatron", "jmp", "mindspore", "oneflow"]  # fmt: skip
+PRESETS = [
+    "fixed",
+    "paddle",
+    "exponential",
+    "torch",
+    "keras",
+    "tf_keras",
+    "apex",
+    "deepspeed",
+    "deepspeed_fused",
+    "megatron",
+    "jmp",
+    "mindspore",
+    "oneflow",
+]
 ALARM = {"max_bad_in_a_row": 9, "error_at_floor": True}
 
 

@@ -29,8 +29,9 @@ def model(tmp_path: Path) -> Path:
     ("mode", "halves"),
     [("pure-fp16", "3 of 3 operators in float16, 2 casts"), ("mixed", "1 of 3 operators in float16, 2 casts")],
 )
-def test_converted_models_load_and_agree(model: Path, tmp_path: Path, mode: str, halves: str,
-                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_converted_models_load_and_agree(
+    model: Path, tmp_path: Path, mode: str, halves: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, out = model.read_bytes(), tmp_path / "half.onnx"
     assert main(["convert", str(model), str(out), "--mode", mode]) == 0
     assert halves in capsys.readouterr().out
@@ -52,7 +53,10 @@ def test_converted_models_load_and_agree(model: Path, tmp_path: Path, mode: str,
 def test_lists_are_followed(model: Path) -> None:
     program = amp.convert(model, black_list=["matmul_v2"])
     assert {op.type: op.precision for op in program.operators if op.type != "Cast"} == {
-        "MatMul": "float32", "Softmax": "float16", "Mul": "float16"}  # fmt: skip
+        "MatMul": "float32",
+        "Softmax": "float16",
+        "Mul": "float16",
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,11 +69,17 @@ def test_lists_are_followed(model: Path) -> None:
         (["{model}", "{folder}/no/such/folder.onnx"], "folder", 1),
     ],
 )
-def test_what_goes_wrong_is_said_in_one_line(model: Path, tmp_path: Path, arguments: list[str], complaint: str, status: int,
-                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_what_goes_wrong_is_said_in_one_line(
+    model: Path, tmp_path: Path, arguments: list[str], complaint: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text.onnx").write_text("not a model")
-    places = {"missing": tmp_path / "missing.onnx", "model": model, "out": tmp_path / "out.onnx", "folder": tmp_path,
-              "text": tmp_path / "text.onnx"}  # fmt: skip
+    places = {
+        "missing": tmp_path / "missing.onnx",
+        "model": model,
+        "out": tmp_path / "out.onnx",
+        "folder": tmp_path,
+        "text": tmp_path / "text.onnx",
+    }
     assert main(["convert", *(a.format(**places) for a in arguments)]) == status
     error = capsys.readouterr().err
     assert complaint in error and error.startswith("amp-transpile: ") and error.count("\n") == 1

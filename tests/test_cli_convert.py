@@ -80,7 +80,6 @@ def test_f15_a_search_shows_its_budget_of_runs_on_a_terminal(
     assert run(capsys, *given, "--quiet")[2] == ""
 
 
-
 def test_patterns(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "o.onnx"
     assert run(capsys, "convert", model, out, "--only", "encoder/*")[0] == 0
@@ -106,8 +105,20 @@ def test_inputs_and_outputs_in_16_bit(model: Path, tmp_path: Path, capsys: pytes
 
 def test_auto_mode_and_reports(model: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, data = tmp_path / "why.html", tmp_path / "why.json"
-    status, out, _ = run(capsys, "convert", model, tmp_path / "o.onnx", "--mode", "auto", "--calibration", sample,
-                         "--report", page, "--json", data)  # fmt: skip
+    status, out, _ = run(
+        capsys,
+        "convert",
+        model,
+        tmp_path / "o.onnx",
+        "--mode",
+        "auto",
+        "--calibration",
+        sample,
+        "--report",
+        page,
+        "--json",
+        data,
+    )
     assert status == 0 and "within 0.01" in out and "output 'y': relative error" in out
     found = json.loads(data.read_text())
     assert found["outputs"]["y"] <= 0.01 and found["cut"]["value"] <= found["cut"]["all_full"]
@@ -127,8 +138,10 @@ def test_a_check_that_fails_is_status_3(
 
 def test_a_check_does_not_load_what_was_bfloat16_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """onnxruntime computes no bfloat16 on CPU, which is no fault of the conversion."""
-    relu = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\n'
-                                   "m (float[2, 3] x) => (float[2, 3] y) { h = Relu (x)\n y = Mul (h, h) }")  # fmt: skip
+    relu = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        "m (float[2, 3] x) => (float[2, 3] y) { h = Relu (x)\n y = Mul (h, h) }"
+    )
     onnx.save(relu, tmp_path / "model.onnx")
     run(capsys, "convert", tmp_path / "model.onnx", tmp_path / "half.onnx", "--dtype", "bfloat16")
     status, out, error = run(capsys, "convert", tmp_path / "half.onnx", tmp_path / "out.onnx", "--check")
@@ -188,35 +201,52 @@ def test_info_names_what_leaves_cuda(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 # -- wrong requests ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("arguments", "status", "complaint"), [
-    (["{model}", "{model}"], 2, "the same file"),
-    (["{model}", "{out}", "--json", "{out}"], 2, "the same file"),
-    (["{model}", "{folder}"], 1, "is a folder"),
-    (["{model}", "{out}", "--report", "{folder}/none/r.html"], 1, "there is no folder"),
-    (["{model}", "{out}", "--only", "nothing*"], 2, "'nothing*' matches no operator name or scope"),
-    (["{model}", "{out}", "--except", "re:("], 2, "is no regular expression"),
-    (["{model}", "{out}", "--only", "encoder/*", "--except", "*"], 2, "nothing is left to convert"),
-    (["{model}", "{out}", "--keep-io", "z"], 2, "'z', which is no input or output"),
-    (["{model}", "{out}", "--keep-io", "y", "--no-keep-io"], 2, "not allowed with"),
-    (["{model}", "{out}", "--tolerance", "0.1"], 2, "give --calibration as well"),
-    (["{model}", "{out}", "--mode", "auto", "--calibration", "{sample}", "--tolerance", "-1"], 2, "0 or above"),
-    (["{model}", "{out}", "--input-range", "x"], 2, "NAME=LOW:HIGH"),
-    (["{model}", "{out}", "--input-range", "x=1:0"], 2, "least value first"),
-    (["{model}", "{out}", "--input-range", "z=0:1"], 2, "'z', which is no floating-point input"),
-    (["{model}", "{out}", "--white-list", "MatMul", "--black-list", "MatMul"], 2, "overlap in MatMul"),
-    (["{model}", "{out}", "--mode", "auto", "--calibration", "{folder}/none.npz"], 2, "no file or folder"),
-    (["{model}", "{out}", "--mode", "auto", "--calibration", "{wrong}"], 1, "'x', 'keep' are missing"),
-    (["{cut}", "{out}"], 1, "cut"),
-    (["{missing_data}", "{out}"], 1, "which is missing"),
-])  # fmt: skip
-def test_wrong_requests(model: Path, sample: Path, tmp_path: Path, arguments: list[str], status: int, complaint: str,
-                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        (["{model}", "{model}"], 2, "the same file"),
+        (["{model}", "{out}", "--json", "{out}"], 2, "the same file"),
+        (["{model}", "{folder}"], 1, "is a folder"),
+        (["{model}", "{out}", "--report", "{folder}/none/r.html"], 1, "there is no folder"),
+        (["{model}", "{out}", "--only", "nothing*"], 2, "'nothing*' matches no operator name or scope"),
+        (["{model}", "{out}", "--except", "re:("], 2, "is no regular expression"),
+        (["{model}", "{out}", "--only", "encoder/*", "--except", "*"], 2, "nothing is left to convert"),
+        (["{model}", "{out}", "--keep-io", "z"], 2, "'z', which is no input or output"),
+        (["{model}", "{out}", "--keep-io", "y", "--no-keep-io"], 2, "not allowed with"),
+        (["{model}", "{out}", "--tolerance", "0.1"], 2, "give --calibration as well"),
+        (["{model}", "{out}", "--mode", "auto", "--calibration", "{sample}", "--tolerance", "-1"], 2, "0 or above"),
+        (["{model}", "{out}", "--input-range", "x"], 2, "NAME=LOW:HIGH"),
+        (["{model}", "{out}", "--input-range", "x=1:0"], 2, "least value first"),
+        (["{model}", "{out}", "--input-range", "z=0:1"], 2, "'z', which is no floating-point input"),
+        (["{model}", "{out}", "--white-list", "MatMul", "--black-list", "MatMul"], 2, "overlap in MatMul"),
+        (["{model}", "{out}", "--mode", "auto", "--calibration", "{folder}/none.npz"], 2, "no file or folder"),
+        (["{model}", "{out}", "--mode", "auto", "--calibration", "{wrong}"], 1, "'x', 'keep' are missing"),
+        (["{cut}", "{out}"], 1, "cut"),
+        (["{missing_data}", "{out}"], 1, "which is missing"),
+    ],
+)
+def test_wrong_requests(
+    model: Path,
+    sample: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    status: int,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     np.savez(tmp_path / "wrong.npz", z=np.zeros(3, np.float32))
     (tmp_path / "cut.onnx").write_bytes(model.read_bytes()[:-200])
     amp.Program.from_onnx(model).to_onnx(tmp_path / "ext.onnx", external_data="gone.bin")
     (tmp_path / "gone.bin").unlink()
-    places = {"model": model, "out": tmp_path / "out.onnx", "folder": tmp_path, "sample": sample, "cut": tmp_path / "cut.onnx",
-              "wrong": tmp_path / "wrong.npz", "missing_data": tmp_path / "ext.onnx"}  # fmt: skip
+    places = {
+        "model": model,
+        "out": tmp_path / "out.onnx",
+        "folder": tmp_path,
+        "sample": sample,
+        "cut": tmp_path / "cut.onnx",
+        "wrong": tmp_path / "wrong.npz",
+        "missing_data": tmp_path / "ext.onnx",
+    }
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     found, _, err = run(capsys, "convert", *(a.format(**places) for a in arguments))
     assert found == status and complaint in err
@@ -224,8 +254,9 @@ def test_wrong_requests(model: Path, sample: Path, tmp_path: Path, arguments: li
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "nothing written, nothing touched"
 
 
-def test_a_full_disk_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                    capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_full_disk_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -235,8 +266,9 @@ def test_a_full_disk_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_an_interrupt_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_an_interrupt_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -246,13 +278,16 @@ def test_an_interrupt_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-@pytest.mark.parametrize(("options", "error", "complaint"), [
-    ({"keep_io": "y"}, ArgumentTypeError, "list of names"),
-    ({"only": "a"}, ArgumentTypeError, "list of patterns"),
-    ({"tolerance": 0.1}, ArgumentError, "mode 'auto'"),
-    ({"mode": "auto", "calibration": {}, "tolerance": 0.0}, ArgumentError, "above 0"),
-    ({"input_ranges": {"x": (0.0, float("nan"))}}, ArgumentError, "least value first"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"keep_io": "y"}, ArgumentTypeError, "list of names"),
+        ({"only": "a"}, ArgumentTypeError, "list of patterns"),
+        ({"tolerance": 0.1}, ArgumentError, "mode 'auto'"),
+        ({"mode": "auto", "calibration": {}, "tolerance": 0.0}, ArgumentError, "above 0"),
+        ({"input_ranges": {"x": (0.0, float("nan"))}}, ArgumentError, "least value first"),
+    ],
+)
 def test_wrong_arguments(model: Path, options: dict[str, object], error: type[Exception], complaint: str) -> None:
     with pytest.raises(error, match=complaint):
         amp.convert(model, **options)  # type: ignore[arg-type]

@@ -44,8 +44,26 @@ def accuracy(model: Path, data: Path) -> float:
 def test_trains_in_every_mode(task: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = task / "tuned.onnx"
     before = accuracy(task / "model.onnx", task / "test.npz")
-    assert main(["train", str(task / "model.onnx"), str(out), "--data", str(task / "train.npz"),
-                 "--test", str(task / "test.npz"), "--mode", mode, "--lr", "0.01", "--epochs", "6"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "train",
+                str(task / "model.onnx"),
+                str(out),
+                "--data",
+                str(task / "train.npz"),
+                "--test",
+                str(task / "test.npz"),
+                "--mode",
+                mode,
+                "--lr",
+                "0.01",
+                "--epochs",
+                "6",
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert "1 BatchNormalization train" in told and "ends in Softmax" in told and "epoch 6: loss" in told
     assert ("skipped steps 0" in told) == (mode != "fp32")
@@ -58,8 +76,18 @@ def test_trains_in_every_mode(task: Path, mode: str, capsys: pytest.CaptureFixtu
 
 
 def test_saves_fp32_after_pure_training_from_the_masters(task: Path) -> None:
-    arguments = ["train", str(task / "model.onnx"), str(task / "out.onnx"), "--data", str(task / "train.npz"), "--mode",
-                 "pure-fp16", "--save", "fp32", "--quiet"]  # fmt: skip
+    arguments = [
+        "train",
+        str(task / "model.onnx"),
+        str(task / "out.onnx"),
+        "--data",
+        str(task / "train.npz"),
+        "--mode",
+        "pure-fp16",
+        "--save",
+        "fp32",
+        "--quiet",
+    ]
     assert main(arguments) == 0
     weights = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(task / "out.onnx").graph.initializer}
     head = weights["head.w_0"]
@@ -67,18 +95,51 @@ def test_saves_fp32_after_pure_training_from_the_masters(task: Path) -> None:
 
 
 def test_frozen_parameters_stay(task: Path) -> None:
-    arguments = ["train", str(task / "model.onnx"), str(task / "out.onnx"), "--data", str(task / "train.npz"), "--mode",
-                 "fp32", "--freeze", "body*", "--quiet", "--lr", "0.01", "--batch-norm", "frozen"]  # fmt: skip
+    arguments = [
+        "train",
+        str(task / "model.onnx"),
+        str(task / "out.onnx"),
+        "--data",
+        str(task / "train.npz"),
+        "--mode",
+        "fp32",
+        "--freeze",
+        "body*",
+        "--quiet",
+        "--lr",
+        "0.01",
+        "--batch-norm",
+        "frozen",
+    ]
     assert main(arguments) == 0
-    before, after = ({t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(task / name).graph.initializer}
-                     for name in ("model.onnx", "out.onnx"))  # fmt: skip
+    before, after = (
+        {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(task / name).graph.initializer}
+        for name in ("model.onnx", "out.onnx")
+    )
     np.testing.assert_array_equal(before["body.w_0"], after["body.w_0"])
     assert (before["head.w_0"] != after["head.w_0"]).any()
 
 
 def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", str(task / "model.onnx"), "OUT", "--data", str(task / "train.npz"), "--mode", "pure-fp16",
-                 "--lr", "0.01", "--warmup-steps", "4", "--clip-norm", "1", "--accumulate", "2", "--optimizer", "adamw"]  # fmt: skip
+    arguments = [
+        "train",
+        str(task / "model.onnx"),
+        "OUT",
+        "--data",
+        str(task / "train.npz"),
+        "--mode",
+        "pure-fp16",
+        "--lr",
+        "0.01",
+        "--warmup-steps",
+        "4",
+        "--clip-norm",
+        "1",
+        "--accumulate",
+        "2",
+        "--optimizer",
+        "adamw",
+    ]
     arguments[2] = str(task / "whole.onnx")
     assert main([*arguments, "--epochs", "3", "--checkpoint", str(task / "a")]) == 0
     arguments[2] = str(task / "part.onnx")
@@ -88,18 +149,22 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(task: Path, capsys
     assert (task / "part.onnx").read_bytes() == (task / "whole.onnx").read_bytes()
 
 
-@pytest.mark.parametrize("arguments, status, told", [
-    (["--data", "missing.npz"], 2, "missing.npz"),
-    (["--data", "test.npz", "--batch-size", "999"], 1, "200 samples, fewer than a batch of 999"),
-    (["--data", "train.npz", "--label", "class"], 1, "no array 'class'.*x, label"),
-    (["--data", "train.npz", "--trainable", "decoder*"], 2, "trainable: pattern 'decoder\\*' matches no parameter"),
-    (["--data", "train.npz", "--output", "logits"], 2, "--output logits"),
-    (["--data", "train.npz", "--dropout", "head"], 2, "--dropout takes NAME=NUMBER"),
-    (["--data", "train.npz", "--loss", "mse"], 1, "'label' has the shape \\[640\\]"),
-    (["--data", "train.npz", "--accumulate", "2", "--mode", "fp32"], 2, "--accumulate goes with"),
-])  # fmt: skip
-def test_what_it_refuses(task: Path, arguments: list[str], status: int, told: str,
-                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, status, told",
+    [
+        (["--data", "missing.npz"], 2, "missing.npz"),
+        (["--data", "test.npz", "--batch-size", "999"], 1, "200 samples, fewer than a batch of 999"),
+        (["--data", "train.npz", "--label", "class"], 1, "no array 'class'.*x, label"),
+        (["--data", "train.npz", "--trainable", "decoder*"], 2, "trainable: pattern 'decoder\\*' matches no parameter"),
+        (["--data", "train.npz", "--output", "logits"], 2, "--output logits"),
+        (["--data", "train.npz", "--dropout", "head"], 2, "--dropout takes NAME=NUMBER"),
+        (["--data", "train.npz", "--loss", "mse"], 1, "'label' has the shape \\[640\\]"),
+        (["--data", "train.npz", "--accumulate", "2", "--mode", "fp32"], 2, "--accumulate goes with"),
+    ],
+)
+def test_what_it_refuses(
+    task: Path, arguments: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     import re
 
     arguments = [str(task / a) if a.endswith(".npz") else a for a in arguments]
@@ -109,12 +174,22 @@ def test_what_it_refuses(task: Path, arguments: list[str], status: int, told: st
     assert not (task / "out.onnx").exists()
 
 
-def test_an_interrupt_leaves_the_checkpoints(task: Path, monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_an_interrupt_leaves_the_checkpoints(
+    task: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from amp_transpiler.finetune.data import Samples
 
-    arguments = ["train", str(task / "model.onnx"), str(task / "out.onnx"), "--data", str(task / "train.npz"), "--epochs",
-                 "3", "--checkpoint", str(task / "ck")]  # fmt: skip
+    arguments = [
+        "train",
+        str(task / "model.onnx"),
+        str(task / "out.onnx"),
+        "--data",
+        str(task / "train.npz"),
+        "--epochs",
+        "3",
+        "--checkpoint",
+        str(task / "ck"),
+    ]
     steps = iter(range(30))  # an epoch has 20
 
     whole = Samples.batches

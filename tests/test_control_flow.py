@@ -167,7 +167,9 @@ def test_a_program_with_an_if_trains_through_decorate() -> None:
     program = load(IF)
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         loss = F.mean(program.outputs[0] * program.outputs[0])
-        optimizer = amp.decorate(amp.optimizer.Adam(0.05, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer = amp.decorate(
+            amp.optimizer.Adam(0.05, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False
+        )
         optimizer.minimize(loss)
     scope, exe = amp.Scope(), amp.Executor(threads=1)
     exe.run(program.startup, scope=scope)
@@ -197,10 +199,13 @@ def test_an_if_on_a_known_shape_is_inlined() -> None:
     program.verify()
 
 
-@pytest.mark.parametrize("change, told", [
-    (("n)", "n, bool never)"), "trip count 'n' is not known before the run.*prepare_training"),
-    (("go = Identity(on)", "go = Not(on)"), "decides in the run whether to go on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (("n)", "n, bool never)"), "trip count 'n' is not known before the run.*prepare_training"),
+        (("go = Identity(on)", "go = Not(on)"), "decides in the run whether to go on"),
+    ],
+)
 def test_a_loop_of_unknown_length_is_named(change: tuple[str, str], told: str) -> None:
     program = load(LOOP.replace(*change, 1))
     before = program.to_onnx().SerializeToString()

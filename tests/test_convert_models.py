@@ -131,8 +131,13 @@ def test_digits_are_read_the_same(mode: str, dtype: str) -> None:
 @needs_models
 @pytest.mark.parametrize(("mode", "dtype"), MODES)
 def test_files_are_told_apart_the_same(mode: str, dtype: str) -> None:
-    files = [*sorted((ROOT / "amp_transpiler" / "ir").glob("*.py"))[:6], ROOT / "README.md", ROOT / "pyproject.toml",
-             ROOT / "LICENSE", ROOT / "Makefile"]  # fmt: skip
+    files = [
+        *sorted((ROOT / "amp_transpiler" / "ir").glob("*.py"))[:6],
+        ROOT / "README.md",
+        ROOT / "pyproject.toml",
+        ROOT / "LICENSE",
+        ROOT / "Makefile",
+    ]
     batch = np.concatenate([_ends(path.read_bytes()) for path in files])
     full = session(trained("magika_v3_3")).run(None, {"bytes": batch})[0].argmax(-1)
     half = faithful(amp.convert(trained("magika_v3_3"), mode=mode, dtype=dtype), {"bytes": batch})[0].argmax(-1)
@@ -231,8 +236,11 @@ def test_activations_beyond_the_format_on_the_data_stay_fp32(name: str, mode: st
     full = session(model)
     given = {i.name for i in model.graph.initializer}
     rng = np.random.default_rng(0)
-    feed = {i.name: rng.random([d if isinstance(d, int) else 1 for d in i.shape], dtype=np.float32)
-            for i in full.get_inputs() if i.name not in given}  # fmt: skip
+    feed = {
+        i.name: rng.random([d if isinstance(d, int) else 1 for d in i.shape], dtype=np.float32)
+        for i in full.get_inputs()
+        if i.name not in given
+    }
     program = amp.convert(model, mode=mode, calibration=feed)
     well_formed(program.to_onnx(), "float16")
     assert worst(faithful(program, feed), full.run(None, feed)) <= TOLERANCE["float16"]

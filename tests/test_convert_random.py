@@ -185,8 +185,11 @@ class Graph:
         new = body.add("Tanh", [body.add("Add", [state, row])])
         made = body.add("Sigmoid", [new])
         graph = self._graph(body, [value(state, [SIZE]), value(row, [SIZE])], [value(new, [SIZE]), value(made, [SIZE])])
-        start = self.add("ReduceMax", [self.any(), self._integers([0])], keepdims=0) if self.opset >= 18 else self.add(
-            "ReduceMax", [self.any()], axes=[0], keepdims=0)  # fmt: skip
+        start = (
+            self.add("ReduceMax", [self.any(), self._integers([0])], keepdims=0)
+            if self.opset >= 18
+            else self.add("ReduceMax", [self.any()], axes=[0], keepdims=0)
+        )
         self.add("Scan", [start, self.any()], 2, body=graph, num_scan_inputs=1)
         return self.nodes[-1].output[1]
 
@@ -216,8 +219,11 @@ def check(seed: int) -> bool:
     rng = random.Random(-seed)
     model = random_model(seed)
     data = np.random.default_rng(seed)
-    feed = {"x": data.uniform(-1, 1, SHAPE).astype(np.float32), "y": data.uniform(-1, 1, SHAPE).astype(np.float32),
-            "flag": np.array(rng.random() < 0.5)}  # fmt: skip
+    feed = {
+        "x": data.uniform(-1, 1, SHAPE).astype(np.float32),
+        "y": data.uniform(-1, 1, SHAPE).astype(np.float32),
+        "flag": np.array(rng.random() < 0.5),
+    }
     given = {i.name for i in model.graph.initializer}
     try:
         wanted = session(model).run(None, feed)

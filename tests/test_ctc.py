@@ -26,8 +26,16 @@ def collapsed(path: tuple[int, ...], blank: int) -> list[int]:
     return [c for c, _ in itertools.groupby(path) if c != blank]
 
 
-def every_alignment(logits: np.ndarray, labels: np.ndarray, steps: np.ndarray, symbols: np.ndarray, *, blank: int = 0,
-                    reduction: str = "mean", zero_infinity: int = 0) -> list[np.ndarray]:  # fmt: skip
+def every_alignment(
+    logits: np.ndarray,
+    labels: np.ndarray,
+    steps: np.ndarray,
+    symbols: np.ndarray,
+    *,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: int = 0,
+) -> list[np.ndarray]:
     """The loss by its definition: the probabilities of all paths whose label is the target, added."""
     log_prob = logits - np.log(np.exp(logits).sum(2, keepdims=True))
     each = []
@@ -132,8 +140,12 @@ def test_log_probabilities_give_what_their_logits_give() -> None:
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
 def test_a_model_trains_through_it_and_the_loss_stays_fp32(mode: str) -> None:
     rng = np.random.default_rng(0)
-    feed = {"x": rng.normal(size=(20, 4, 8)).astype(np.float32), "labels": rng.integers(1, 6, (4, 5)),
-            "input_lengths": np.array([20, 18, 15, 20]), "label_lengths": np.array([5, 4, 3, 0])}  # fmt: skip
+    feed = {
+        "x": rng.normal(size=(20, 4, 8)).astype(np.float32),
+        "labels": rng.integers(1, 6, (4, 5)),
+        "input_lengths": np.array([20, 18, 15, 20]),
+        "label_lengths": np.array([5, 4, 3, 0]),
+    }
     main, startup = amp.Program(), amp.Program()
     with amp.program_guard(main, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
         hidden = amp.nn.fc(amp.data("x", [20, 4, 8], "float32"), 16, num_flatten_dims=2, act="relu")
@@ -141,8 +153,9 @@ def test_a_model_trains_through_it_and_the_loss_stays_fp32(mode: str) -> None:
         loss = F.ctc_loss(amp.nn.fc(hidden, 6, num_flatten_dims=2), *fed)
         optimizer = amp.optimizer.Adam(1e-2, multi_precision=mode == "pure")
         if mode != "fp32":
-            optimizer = amp.decorate(optimizer, init_loss_scaling=1024.0, use_pure_fp16=mode == "pure",
-                                     use_fp16_guard=False)  # fmt: skip
+            optimizer = amp.decorate(
+                optimizer, init_loss_scaling=1024.0, use_pure_fp16=mode == "pure", use_fp16_guard=False
+            )
         optimizer.minimize(loss, startup)
         exe = amp.Executor(amp.CPUPlace())
         exe.run(startup)
@@ -163,10 +176,17 @@ def test_a_model_trains_through_it_and_the_loss_stays_fp32(mode: str) -> None:
 VALID = {"labels": [[1, 2], [1, 1]], "input_lengths": [5, 4], "label_lengths": [2, 1]}
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("labels", [[7, 1], [1, 1]]), ("labels", [[-1, 1], [1, 1]]), ("input_lengths", [6, 4]),
-    ("input_lengths", [-1, 4]), ("label_lengths", [3, 1]), ("label_lengths", [2, -1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("labels", [[7, 1], [1, 1]]),
+        ("labels", [[-1, 1], [1, 1]]),
+        ("input_lengths", [6, 4]),
+        ("input_lengths", [-1, 4]),
+        ("label_lengths", [3, 1]),
+        ("label_lengths", [2, -1]),
+    ],
+)
 def test_labels_and_lengths_out_of_range(name: str, value: list[Any]) -> None:
     given = {n: np.array(v) for n, v in VALID.items()}
     logits = np.random.default_rng(0).normal(size=(5, 2, 4))

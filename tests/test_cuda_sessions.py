@@ -67,8 +67,14 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     spec.loader.exec_module(tool)
     tool.build_stubs(folder)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=ROOT,
-                          env=dict(os.environ, LD_LIBRARY_PATH=path))  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=dict(os.environ, LD_LIBRARY_PATH=path),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(line.split(" | ", 1) for line in done.stdout.splitlines() if " | " in line)
 

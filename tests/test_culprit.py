@@ -231,8 +231,10 @@ def test_the_scope_stays_as_it_is(use_case: Ready) -> None:
 
 
 def test_step_state_reproduces_a_step_that_moved_the_scale() -> None:
-    step = ready(programs.build("transformer", "amp", init_loss_scaling=2.0**40, decr_every_n_nan_or_inf=1, decr_ratio=1e-9),
-                 "transformer")  # fmt: skip
+    step = ready(
+        programs.build("transformer", "amp", init_loss_scaling=2.0**40, decr_every_n_nan_or_inf=1, decr_ratio=1e-9),
+        "transformer",
+    )
     before = amp.step_state(step.main, step.scope)
     assert set(before) == {"loss_scaling_0", "num_good_steps_0", "num_bad_steps_0", "@rng_step"}
     assert found_inf(step, step.feeds, step.scope)
@@ -271,10 +273,15 @@ def test_the_list_entries_that_are_named_work() -> None:
     found = culprit(large_hidden(None))
     assert found.operator == "MatMul -> fc_0.tmp_0" and "white list" in found.reason
     works = {cure.change: cure.works for cure in found.cures}
-    assert works == {"any smaller loss scale": False, "custom_black_varnames=['fc_0.tmp_0'] (fp32)": True,
-                     "custom_black_list=['MatMul'] (fp32)": True}  # fmt: skip
-    for lists in (amp.AutoMixedPrecisionLists(custom_black_varnames=["fc_0.tmp_0"]),
-                  amp.AutoMixedPrecisionLists(custom_black_list=["MatMul"])):  # fmt: skip
+    assert works == {
+        "any smaller loss scale": False,
+        "custom_black_varnames=['fc_0.tmp_0'] (fp32)": True,
+        "custom_black_list=['MatMul'] (fp32)": True,
+    }
+    for lists in (
+        amp.AutoMixedPrecisionLists(custom_black_varnames=["fc_0.tmp_0"]),
+        amp.AutoMixedPrecisionLists(custom_black_list=["MatMul"]),
+    ):
         step = large_hidden(lists)
         assert not found_inf(step, step.feeds, step.scope)
 
@@ -313,8 +320,15 @@ def test_files_that_are_no_step(tmp_path: object, mlp: Ready) -> None:
 
 # -- watched ---------------------------------------------------------------------------------------------------
 def test_watch_changes_nothing_and_names_bad_steps() -> None:
-    plain, watched = (ready(programs.build("transformer", "amp", init_loss_scaling=2.0**40, decr_every_n_nan_or_inf=1,
-                                           decr_ratio=2.0**-12), "t") for _ in range(2))  # fmt: skip
+    plain, watched = (
+        ready(
+            programs.build(
+                "transformer", "amp", init_loss_scaling=2.0**40, decr_every_n_nan_or_inf=1, decr_ratio=2.0**-12
+            ),
+            "t",
+        )
+        for _ in range(2)
+    )
     named: list[object] = []
     (loss,) = (v.name for v in training_step(plain.main).losses)
     exe = amp.watch(watched.executor, on_bad=named.append)

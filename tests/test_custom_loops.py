@@ -65,8 +65,9 @@ def adam(**options: Any) -> Any:
 # -- the loops of our users' systems -----------------------------------------------------------------------------
 def paddle(net: Net) -> Any:
     """decorate, minimize."""
-    optimizer = amp.decorate(adam(grad_clip=amp.optimizer.ClipGradByGlobalNorm(1.0)), init_loss_scaling=128.0,
-                             use_pure_fp16=True)  # fmt: skip
+    optimizer = amp.decorate(
+        adam(grad_clip=amp.optimizer.ClipGradByGlobalNorm(1.0)), init_loss_scaling=128.0, use_pure_fp16=True
+    )
     optimizer.minimize(net.loss, net.startup)
     return optimizer
 
@@ -185,8 +186,13 @@ FP32 = amp.AutoMixedPrecisionLists(custom_black_list=["MatMul", "Gemm"])
 
 def windows(steps: int, accumulate: int, lists: Any = FP32, norm: bool = False, **options: Any) -> tuple[Any, ...]:
     net = Net(norm)
-    optimizer = amp.decorate(amp.optimizer.Momentum(0.1, multi_precision=True), lists, init_loss_scaling=128.0,
-                             accumulate_steps=accumulate, **options)  # fmt: skip
+    optimizer = amp.decorate(
+        amp.optimizer.Momentum(0.1, multi_precision=True),
+        lists,
+        init_loss_scaling=128.0,
+        accumulate_steps=accumulate,
+        **options,
+    )
     with amp.unique_name.guard():
         optimizer.minimize(net.loss, net.startup)
     executor, scope = net.start(optimizer)
@@ -324,8 +330,11 @@ def test_scaled_gradients_are_not_applied_beside_unscaled_ones() -> None:
 
 def test_order_of_calls() -> None:
     net, optimizer = Net(), decorated()
-    for call in (optimizer.get_scaled_loss, lambda: optimizer.get_unscaled_gradients([net.loss]),
-                 lambda: optimizer.apply_gradients([(net.loss, net.loss)])):  # fmt: skip
+    for call in (
+        optimizer.get_scaled_loss,
+        lambda: optimizer.get_unscaled_gradients([net.loss]),
+        lambda: optimizer.apply_gradients([(net.loss, net.loss)]),
+    ):
         with pytest.raises(OrderError, match=r"before minimize: call minimize\(loss\), backward\(loss\) or"):
             call()
     pairs, grads = unscaled(net, optimizer)
@@ -333,7 +342,9 @@ def test_order_of_calls() -> None:
         optimizer.apply_gradients([(p, g) for (p, _), g in zip(pairs, grads, strict=True)])
     with pytest.raises(OrderError, match="update already, from an earlier call of apply_gradients or minimize"):
         optimizer.apply_gradients(pairs)
-    with pytest.raises(OrderError, match=r"program 'program_\d+' has its training step already, and a program takes one"):
+    with pytest.raises(
+        OrderError, match=r"program 'program_\d+' has its training step already, and a program takes one"
+    ):
         optimizer.minimize(net.loss)
     with pytest.raises(OrderError, match="get_unscaled_gradients after apply_gradients"):
         optimizer.get_unscaled_gradients([pairs[0][1]])
@@ -351,12 +362,15 @@ def test_none_gradients() -> None:
             optimizer.apply_gradients([(p, g) for (p, _), g in zip(pairs, grads, strict=True)])
 
 
-@pytest.mark.parametrize("optimizers, told", [
-    (lambda: [adam(), adam()], "two optimizers without parameter_list"),
-    (lambda: [], "empty"),
-    (lambda: [adam(parameter_list=["table"]), adam(parameter_list=["table"])], "'table'.*two optimizers"),
-    (lambda: [adam(parameter_list=["table"]), adam(parameter_list=["fc_0.w_1"])], "did you mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizers, told",
+    [
+        (lambda: [adam(), adam()], "two optimizers without parameter_list"),
+        (lambda: [], "empty"),
+        (lambda: [adam(parameter_list=["table"]), adam(parameter_list=["table"])], "'table'.*two optimizers"),
+        (lambda: [adam(parameter_list=["table"]), adam(parameter_list=["fc_0.w_1"])], "did you mean"),
+    ],
+)
 def test_optimizers_that_cannot_go_together(optimizers: Callable[[], Any], told: str) -> None:
     net = Net()
     with pytest.raises(amp.AmpError, match=told):

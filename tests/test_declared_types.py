@@ -145,8 +145,10 @@ def test_amp_init_for_a_device_that_is_not_there() -> None:
     net = build("mlp", "pure-fp16")
     scope, test = amp.Scope(), net.main.clone(for_test=True)
     amp.Executor(threads=1).run(net.startup, scope=scope)
-    for call in (lambda: net.optimizer.amp_init(amp.CUDAPlace(0), scope, test),  # type: ignore[attr-defined]
-                 lambda: amp.cast_parameters_to_fp16(amp.CUDAPlace(0), net.main, scope)):  # fmt: skip
+    for call in (
+        lambda: net.optimizer.amp_init(amp.CUDAPlace(0), scope, test),  # type: ignore[attr-defined]
+        lambda: amp.cast_parameters_to_fp16(amp.CUDAPlace(0), net.main, scope),
+    ):
         with pytest.raises(PlaceError, match=r"CUDAPlace\(0\) cannot be used: .*(driver|CUDA|device).*CPUPlace\(\)"):
             call()
     assert scope.find_var(PARAMETER).dtype == np.float32

@@ -31,8 +31,9 @@ def session(model: onnx.ModelProto, level: Any = ort.GraphOptimizationLevel.ORT_
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def of_one(type_: str, inputs: list[Array | None], attrs: dict[str, Any], outputs: str, domain: str,
-           dynamic: bool) -> onnx.ModelProto:  # fmt: skip
+def of_one(
+    type_: str, inputs: list[Array | None], attrs: dict[str, Any], outputs: str, domain: str, dynamic: bool
+) -> onnx.ModelProto:
     """A model of one operator; ``outputs``: 1 for each output that it gives, 0 for one left out."""
     names = ["" if a is None else f"x{i}" for i, a in enumerate(inputs)]
     results = [f"y{i}" if wanted == "1" else "" for i, wanted in enumerate(outputs)]
@@ -41,8 +42,10 @@ def of_one(type_: str, inputs: list[Array | None], attrs: dict[str, Any], output
     for name, array in zip(names, inputs, strict=True):
         if array is not None:
             # Batch and sequence: the sizes that are left open.
-            shape = [f"{name}_{i}" if dynamic and array.ndim > 1 and i < 2 and array.dtype != np.float32 else d
-                     for i, d in enumerate(array.shape)]  # fmt: skip
+            shape = [
+                f"{name}_{i}" if dynamic and array.ndim > 1 and i < 2 and array.dtype != np.float32 else d
+                for i, d in enumerate(array.shape)
+            ]
             if dynamic and array.ndim >= 3 and array.dtype == np.float32:
                 shape[0] = "batch"
                 shape[2 if array.ndim == 4 else 1] = f"sequence_{name}"
@@ -73,16 +76,32 @@ ONE: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("FusedMatMul", [normal(2, 4, 3), normal(2, 5, 4)], {"transA": 1, "transB": 1, "alpha": 2.0}, "1"),
     ("FusedMatMul", [normal(3, 2, 4), normal(2, 4, 5)], {"transBatchA": 1}, "1"),
     ("FusedMatMul", [normal(2, 3, 4), normal(5, 2, 4)], {"transBatchB": 1, "transB": 1}, "1"),
-    ("FusedGemm", [normal(3, 4), normal(5, 4), normal(5)],
-     {"activation": "LeakyRelu", "activation_alpha": 0.2, "transB": 1, "alpha": 0.5, "beta": 2.0}, "1"),
+    (
+        "FusedGemm",
+        [normal(3, 4), normal(5, 4), normal(5)],
+        {"activation": "LeakyRelu", "activation_alpha": 0.2, "transB": 1, "alpha": 0.5, "beta": 2.0},
+        "1",
+    ),
     ("FusedGemm", [normal(3, 4), normal(4, 5)], {"activation": "Tanh"}, "1"),
-    ("FusedConv", [normal(1, 2, 5, 5), normal(3, 2, 3, 3), normal(3)],
-     {"activation": "Relu", "pads": [1, 1, 1, 1], "strides": [2, 2], "kernel_shape": [3, 3]}, "1"),
+    (
+        "FusedConv",
+        [normal(1, 2, 5, 5), normal(3, 2, 3, 3), normal(3)],
+        {"activation": "Relu", "pads": [1, 1, 1, 1], "strides": [2, 2], "kernel_shape": [3, 3]},
+        "1",
+    ),
     ("FusedConv", [normal(1, 2, 5, 5), normal(2, 2, 1, 1), normal(2), normal(1, 2, 5, 5)], {"activation": "Relu"}, "1"),
-    ("FusedConv", [normal(1, 2, 5, 5), normal(2, 1, 3, 3)],
-     {"activation": "Clip", "activation_params": [-0.5, 0.75], "group": 2}, "1"),
-    ("FusedConv", [normal(1, 2, 5, 5), normal(2, 2, 3, 3)],
-     {"activation": "HardSigmoid", "activation_params": [0.1, 0.4]}, "1"),
+    (
+        "FusedConv",
+        [normal(1, 2, 5, 5), normal(2, 1, 3, 3)],
+        {"activation": "Clip", "activation_params": [-0.5, 0.75], "group": 2},
+        "1",
+    ),
+    (
+        "FusedConv",
+        [normal(1, 2, 5, 5), normal(2, 2, 3, 3)],
+        {"activation": "HardSigmoid", "activation_params": [0.1, 0.4]},
+        "1",
+    ),
     ("Gelu", [X], {}, "1"),
     ("BiasGelu", [X, normal(H)], {}, "1"),
     ("FastGelu", [X], {}, "1"),
@@ -111,7 +130,7 @@ ONE: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("RotaryEmbedding", [X, np.array([2], np.int64), *TABLES], {}, "1"),
     ("RotaryEmbedding", [normal(B, N, S, D), POSITIONS, *TABLES], {"interleaved": 1}, "1"),
     ("RotaryEmbedding", [normal(B, S, N * 8), POSITIONS, *TABLES], {"num_heads": N, "rotary_embedding_dim": 4}, "1"),
-]  # fmt: skip
+]
 
 
 #: The same of ai.onnx: operators that onnxruntime's optimisers write there, and one without a rule of its own.
@@ -120,7 +139,7 @@ PLAIN: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("SimplifiedLayerNormalization", [X, normal(S, H)], {"axis": 1}, "11"),
     ("MeanVarianceNormalization", [normal(2, 3, 4, 5)], {}, "1"),
     ("MeanVarianceNormalization", [normal(2, 3, 4, 5) + 3], {"axes": [1, 3]}, "1"),
-]  # fmt: skip
+]
 
 
 def taken_apart(model: onnx.ModelProto) -> amp.Program:
@@ -195,9 +214,13 @@ block (float[B,5,12] x, float[B,1,1,5] mask) => (float[B,5,12] y) {
     u3 = Add (t1, u2)  u4 = Mul (u3, rate)  u5 = Tanh (u4)  u6 = Add (u5, one)  u7 = Mul (t1, half)  y = Mul (u7, u6)
 }"""
 SHAPES = {
-    **dict.fromkeys(("wq", "wk", "wv", "wo", "w3"), (12, 12)), **dict.fromkeys(("bq", "bk", "bv", "bo", "c3b"), (12,)),
-    **dict.fromkeys(("g1", "b1", "g2", "b2", "c2b"), (12,)), "w1": (12, 24), "c1b": (24,), "w2": (24, 12),
-}  # fmt: skip
+    **dict.fromkeys(("wq", "wk", "wv", "wo", "w3"), (12, 12)),
+    **dict.fromkeys(("bq", "bk", "bv", "bo", "c3b"), (12,)),
+    **dict.fromkeys(("g1", "b1", "g2", "b2", "c2b"), (12,)),
+    "w1": (12, 24),
+    "c1b": (24,),
+    "w2": (24, 12),
+}
 NUMBERS = {"root": 2.0, "sqrt2": 2**0.5, "one": 1.0, "half": 0.5, "cube": 0.044715, "rate": (2 / np.pi) ** 0.5}
 
 
@@ -346,8 +369,12 @@ def test_operators_newer_than_the_training_opset_train(mode: str) -> None:
         loss = F.mean(error * error)
     optimizer: Any = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
     if mode != "fp32":
-        optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", init_loss_scaling=64.0,
-                                 use_fp16_guard=False if mode == "pure" else None)  # fmt: skip
+        optimizer = amp.decorate(
+            optimizer,
+            use_pure_fp16=mode == "pure",
+            init_loss_scaling=64.0,
+            use_fp16_guard=False if mode == "pure" else None,
+        )
     optimizer.minimize(loss, startup)
     assert not without_cuda_kernel(program.lower(amp.CUDAPlace(0)).model)
     values = np.random.default_rng(3)
@@ -378,8 +405,11 @@ def test_an_export_of_bert_optimised(request: pytest.FixtureRequest, tmp_path: P
     want = session(fused).run(None, feeds)[0]
     found = session(taken_apart(fused).to_onnx()).run(None, feeds)[0]
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=2e-5)
-    names = [t.name for t in model.graph.initializer if t.data_type == 1 and len(t.dims) and t.name in
-             {f.name for f in fused.graph.initializer}]  # fmt: skip
+    names = [
+        t.name
+        for t in model.graph.initializer
+        if t.data_type == 1 and len(t.dims) and t.name in {f.name for f in fused.graph.initializer}
+    ]
     assert len(names) >= 16
     weights = normal(*want.shape)
     expected, gradient = (gradients(m, feeds, names, weights) for m in (model, fused))

@@ -143,8 +143,13 @@ def test_roles_tell_the_parts_of_a_step() -> None:
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_pure_16_bit_trains_masters_and_skips_bad_steps(dynamic: bool) -> None:
-    optimizer = decorate(optim.Adam(0.05, multi_precision=True), init_loss_scaling=128.0, use_pure_fp16=True,
-                         use_dynamic_loss_scaling=dynamic, decr_every_n_nan_or_inf=1)  # fmt: skip
+    optimizer = decorate(
+        optim.Adam(0.05, multi_precision=True),
+        init_loss_scaling=128.0,
+        use_pure_fp16=True,
+        use_dynamic_loss_scaling=dynamic,
+        decr_every_n_nan_or_inf=1,
+    )
     net = Regression(optimizer)
     assert net.main.var("w").dtype == "float16" and net.startup.var("w").dtype == "float32"
     state = net.steps.state
@@ -309,14 +314,24 @@ def test_bfloat16_is_checked_but_not_scaled_unless_asked() -> None:
 
 
 # -- errors --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("arguments, named", [
-    ({"init_loss_scaling": 0}, "init_loss_scaling"), ({"init_loss_scaling": -1.0}, "init_loss_scaling"),
-    ({"init_loss_scaling": float("inf")}, "init_loss_scaling"), ({"init_loss_scaling": 1e39}, "init_loss_scaling"),
-    ({"incr_every_n_steps": 0}, "incr_every_n_steps"), ({"incr_every_n_steps": 1.5}, "incr_every_n_steps"),
-    ({"decr_every_n_nan_or_inf": -2}, "decr_every_n_nan_or_inf"), ({"incr_ratio": 0.5}, "incr_ratio"),
-    ({"decr_ratio": 1.5}, "decr_ratio"), ({"decr_ratio": 0}, "decr_ratio"), ({"dtype": "float32"}, "dtype"),
-    ({"dtype": "int8"}, "dtype"), ({"amp_lists": AutoMixedPrecisionLists(dtype="bfloat16")}, "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"init_loss_scaling": 0}, "init_loss_scaling"),
+        ({"init_loss_scaling": -1.0}, "init_loss_scaling"),
+        ({"init_loss_scaling": float("inf")}, "init_loss_scaling"),
+        ({"init_loss_scaling": 1e39}, "init_loss_scaling"),
+        ({"incr_every_n_steps": 0}, "incr_every_n_steps"),
+        ({"incr_every_n_steps": 1.5}, "incr_every_n_steps"),
+        ({"decr_every_n_nan_or_inf": -2}, "decr_every_n_nan_or_inf"),
+        ({"incr_ratio": 0.5}, "incr_ratio"),
+        ({"decr_ratio": 1.5}, "decr_ratio"),
+        ({"decr_ratio": 0}, "decr_ratio"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"amp_lists": AutoMixedPrecisionLists(dtype="bfloat16")}, "bfloat16"),
+    ],
+)
 def test_values_out_of_range_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
         decorate(optim.SGD(), **arguments)
@@ -341,8 +356,12 @@ def test_pure_mode_without_masters_warns() -> None:
 
 def test_calls_in_the_wrong_order() -> None:
     optimizer = decorate(optim.SGD())
-    for call in (optimizer.get_loss_scaling, optimizer.get_scaled_loss, lambda: optimizer.amp_init(None),
-                 lambda: optimizer.apply_gradients([])):  # fmt: skip
+    for call in (
+        optimizer.get_loss_scaling,
+        optimizer.get_scaled_loss,
+        lambda: optimizer.amp_init(None),
+        lambda: optimizer.apply_gradients([]),
+    ):
         with pytest.raises(OrderError, match="minimize"):
             call()
     net = Regression(optimizer)

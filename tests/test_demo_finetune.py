@@ -15,17 +15,24 @@ sys.path.insert(0, str(ROOT / "demo"))
 import finetune_imported  # noqa: E402
 
 
-def test_fine_tunes_what_it_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_fine_tunes_what_it_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["demo", "--out", str(tmp_path), "--epochs", "2", "--freeze", "*conv2d_0*"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert finetune_imported.main() == 0
     told = capsys.readouterr().out
-    rows = [line.split() for line in told.splitlines() if line.split()[:1] and line.split()[0] in ("fp32", "amp", "pure-fp16")]
+    rows = [
+        line.split()
+        for line in told.splitlines()
+        if line.split()[:1] and line.split()[0] in ("fp32", "amp", "pure-fp16")
+    ]
     assert [row[0] for row in rows] == ["fp32", "amp", "pure-fp16"]
     assert all(float(row[1].rstrip("%")) > 80 for row in rows), told
-    before, after = ({t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / name).graph.initializer}
-                     for name in ("pretrained.onnx", "finetuned.onnx"))  # fmt: skip
+    before, after = (
+        {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / name).graph.initializer}
+        for name in ("pretrained.onnx", "finetuned.onnx")
+    )
     frozen = before["conv2d_0.w_0"]
     np.testing.assert_array_equal(after["conv2d_0.w_0"], frozen.astype(np.float16))  # stored in 16 bit, not trained
     assert "fc_0.w_0" not in after and after["new_head.w_0"].shape[1] == 10

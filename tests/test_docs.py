@@ -78,7 +78,9 @@ def anchor(heading: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)):
+    for target in re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    ):
         if target.startswith("http"):
             continue
         file, _, part = target.partition("#")
@@ -95,8 +97,9 @@ def paths(text: str) -> set[str]:
     return {path.rstrip("/") for path in found}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("api.md", "CHANGELOG.md")],
-                         ids=lambda page: page.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ("api.md", "CHANGELOG.md")], ids=lambda page: page.name
+)
 def test_named_files_are_there(page: Path) -> None:
     named = paths(page.read_text(encoding="utf-8"))
     assert not [path for path in named if not (ROOT / path).exists()]

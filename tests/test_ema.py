@@ -33,8 +33,14 @@ DATA = np.random.default_rng(0).standard_normal((20, 4, 3)).astype(np.float32)
 class Net:
     """Two layers, an optimizer and averages, in one of the modes; "bare" is pure 16 bit without masters."""
 
-    def __init__(self, mode: str = "fp32", dtype: str = "float16", decay: float = 0.75, warmup: bool = False,
-                 exe: amp.Executor | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        mode: str = "fp32",
+        dtype: str = "float16",
+        decay: float = 0.75,
+        warmup: bool = False,
+        exe: amp.Executor | None = None,
+    ) -> None:
         self.main, self.startup = amp.Program(), amp.Program("startup")
         self.main.seed = self.startup.seed = 5
         self.ema = ExponentialMovingAverage(decay, warmup)

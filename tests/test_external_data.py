@@ -45,7 +45,12 @@ def test_external_data_is_mapped_and_comes_out_equal(tmp_path):
     assert same(run(str(other / "copy.onnx"), x), expected)
     program.to_onnx(tmp_path / "beside.onnx")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "beside.onnx", "beside.onnx.data", "elsewhere", "m.onnx", "weights"]  # fmt: skip
+        "beside.onnx",
+        "beside.onnx.data",
+        "elsewhere",
+        "m.onnx",
+        "weights",
+    ]
     assert same(run(str(tmp_path / "beside.onnx"), x), expected)
     assert Program.from_onnx(model, external_data_dir=tmp_path).to_onnx() == model
     assert program.clone().to_onnx() == model

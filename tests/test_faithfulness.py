@@ -170,8 +170,11 @@ def reference(program: Program, feeds: dict[str, np.ndarray], dtype: str) -> dic
         node.attribute.extend(op.attrs.protos())
         ins = {v.name: known[v.name].astype(np.float32) for v in op.inputs}
         graph = onnx.helper.make_graph(
-            [node], "one", [onnx.helper.make_tensor_value_info(n, 1, a.shape) for n, a in ins.items()],
-            [onnx.helper.make_tensor_value_info("out", 1, (4, 4))])  # fmt: skip
+            [node],
+            "one",
+            [onnx.helper.make_tensor_value_info(n, 1, a.shape) for n, a in ins.items()],
+            [onnx.helper.make_tensor_value_info("out", 1, (4, 4))],
+        )
         model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)])
         with np.errstate(all="ignore"):
             known[op.outputs[0].name] = session(model).run(None, ins)[0].astype(numpy_dtype(dtype))
@@ -185,8 +188,10 @@ def test_random_chains(dtype: str) -> None:
         rng = random.Random(seed)
         program = chain(rng, dtype)
         numbers = np.random.default_rng(seed)
-        feeds = {f"x{i}": (numbers.standard_normal((4, 4)) * 10.0 ** numbers.integers(-4, 4)).astype(numpy_dtype(dtype))
-                 for i in range(2)}  # fmt: skip
+        feeds = {
+            f"x{i}": (numbers.standard_normal((4, 4)) * 10.0 ** numbers.integers(-4, 4)).astype(numpy_dtype(dtype))
+            for i in range(2)
+        }
         want = reference(program, feeds, dtype)
         got = run_lowered(lower(program, "cpu", {k: v.shape for k, v in feeds.items()}, program.outputs), feeds)
         for variable, value in zip(program.outputs, got, strict=True):
@@ -280,8 +285,10 @@ def test_operators_without_rounding_are_bit_neutral() -> None:
         entry = _TABLE.get(("", op_type))
         if entry is None or not entry.exact:
             continue
-        feeds = {name: array.astype(np.float16).astype(np.float32) if array.dtype == np.float32 else array
-                 for name, array in given.items()}  # fmt: skip
+        feeds = {
+            name: array.astype(np.float16).astype(np.float32) if array.dtype == np.float32 else array
+            for name, array in given.items()
+        }
         try:
             outputs = session(model).run(None, feeds)
         except Exception:

@@ -38,7 +38,7 @@ BAD_FEEDS: dict[str, tuple[Any, type[Exception], str]] = {
     "object": ({"x": object(), "row": ROW}, FeedTypeError, "'x'"),
     "no dictionary": ([X, ROW], ArgumentTypeError, "feed is a dictionary"),
     "key": ({0: X, "row": ROW}, ArgumentTypeError, "the keys of feed"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_FEEDS)

@@ -131,19 +131,28 @@ def test_f3_what_the_input_consists_of_is_not_written(tmp_path: Path, capsys: py
     np.savez(samples / "a.npz", x=X)
     before = contents(tmp_path)
     requests = [
-        *[[path, tmp_path / "half.onnx", "--external-data", name]
-          for name in ("net.onnx.data", "net.onnx", "hard.bin", "soft.bin", "twin.onnx", "half.onnx", "..", "samples")],
-        [path, path], [path, tmp_path / "twin.onnx"], [path, tmp_path / "net.onnx.data"], [path, tmp_path / "hard.bin"],
-        [path, tmp_path / "soft.bin"], [path, tmp_path / "loop"],
-        *[[path, tmp_path / "half.onnx", option, tmp_path / name] for option in ("--report", "--json")
-          for name in ("net.onnx", "net.onnx.data", "hard.bin", "half.onnx", "half.onnx.data", "samples", "loop")],
+        *[
+            [path, tmp_path / "half.onnx", "--external-data", name]
+            for name in ("net.onnx.data", "net.onnx", "hard.bin", "soft.bin", "twin.onnx", "half.onnx", "..", "samples")
+        ],
+        [path, path],
+        [path, tmp_path / "twin.onnx"],
+        [path, tmp_path / "net.onnx.data"],
+        [path, tmp_path / "hard.bin"],
+        [path, tmp_path / "soft.bin"],
+        [path, tmp_path / "loop"],
+        *[
+            [path, tmp_path / "half.onnx", option, tmp_path / name]
+            for option in ("--report", "--json")
+            for name in ("net.onnx", "net.onnx.data", "hard.bin", "half.onnx", "half.onnx.data", "samples", "loop")
+        ],
         [path, tmp_path / "half.onnx", "--report", tmp_path / "r", "--json", tmp_path / "." / "r"],
         [path, samples / "a.npz", "--calibration", samples],
         [path, tmp_path / "half.onnx", "--calibration", samples / "a.npz", "--json", samples / "a.npz"],
         [path, tmp_path / "half.onnx", "--report", tmp_path / "x\0y"],
         [path, tmp_path / "half.onnx", "--report", tmp_path / ("n" * 300)],
         [path, str(tmp_path / "new.onnx") + "/"],
-    ]  # fmt: skip
+    ]
     for request in requests:
         status, _, err = convert(capsys, *request)
         assert status in (1, 2) and err.count("\n") == 1, (request, err)
@@ -210,11 +219,25 @@ def test_f3_devices_pipes_sockets_folders_and_links_are_no_targets(
     Path("file").write_text("old")
     for link, to in (("link", "file"), ("dangling", "nowhere"), ("loop", "loop"), ("to_device", os.devnull)):
         Path(link).symlink_to(to)
-    refused = {"pipe": "a pipe", "socket": "a socket", "folder": "a folder", "link": "a symbolic link", "": "no name",
-               "dangling": "a symbolic link", "loop": "a symbolic link", "to_device": "a symbolic link",
-               os.devnull: "a device", "/dev/full": "a device", "loop/out": "symbolic links", "file/out": "no folder",
-               "none/out": "no folder", ".": "a folder", "folder/..": "a folder", "a\0b": "no name",
-               "new/": "a folder|no folder"}  # fmt: skip
+    refused = {
+        "pipe": "a pipe",
+        "socket": "a socket",
+        "folder": "a folder",
+        "link": "a symbolic link",
+        "": "no name",
+        "dangling": "a symbolic link",
+        "loop": "a symbolic link",
+        "to_device": "a symbolic link",
+        os.devnull: "a device",
+        "/dev/full": "a device",
+        "loop/out": "symbolic links",
+        "file/out": "no folder",
+        "none/out": "no folder",
+        ".": "a folder",
+        "folder/..": "a folder",
+        "a\0b": "no name",
+        "new/": "a folder|no folder",
+    }
     for target, complaint in refused.items():
         with pytest.raises(ModelFileWriteError, match=complaint):
             check_target(target)
@@ -249,8 +272,22 @@ def test_train_removes_what_a_killed_run_left_in_its_folders(tmp_path: Path) -> 
     pytest.importorskip("fcntl")
     path = net(tmp_path)
     np.savez(tmp_path / "data.npz", x=X, label=np.zeros((2, 64), np.float32))
-    command = ["train", str(path), str(tmp_path / "out.onnx"), "--data", str(tmp_path / "data.npz"), "--loss", "mse",
-               "--epochs", "1", "--batch-size", "2", "--checkpoint", str(tmp_path / "saved"), "--quiet"]  # fmt: skip
+    command = [
+        "train",
+        str(path),
+        str(tmp_path / "out.onnx"),
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--loss",
+        "mse",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "2",
+        "--checkpoint",
+        str(tmp_path / "saved"),
+        "--quiet",
+    ]
     assert main(command) == 0
     saved = os.listdir(tmp_path / "saved")
     left = tmp_path / "saved" / ".amp_write.left.tmp"
@@ -341,9 +378,15 @@ def test_f4_the_cache_of_a_model_hub_works(tmp_path: Path, capsys: pytest.Captur
 def test_locations_that_cannot_be(tmp_path: Path) -> None:
     path = net(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    for location, complaint in (("a\0b", "does not lie in"), ("n" * 5000, "cannot be read"), ("C:\\x", "does not lie in"),
-                                ("a/../net.onnx.data", "does not lie in"), ("\\\\host\\x", "does not lie in"),
-                                ("pipe", "no ordinary file"), (".", "does not lie in|no ordinary file")):  # fmt: skip
+    for location, complaint in (
+        ("a\0b", "does not lie in"),
+        ("n" * 5000, "cannot be read"),
+        ("C:\\x", "does not lie in"),
+        ("a/../net.onnx.data", "does not lie in"),
+        ("\\\\host\\x", "does not lie in"),
+        ("pipe", "no ordinary file"),
+        (".", "does not lie in|no ordinary file"),
+    ):
         with pytest.raises(ModelFileError, match=complaint) as caught:
             amp.Program.from_onnx(net_at(path, location))
         assert len(str(caught.value)) < 1000 and "\0" not in str(caught.value)
@@ -397,22 +440,31 @@ def test_output_that_nobody_reads_does_not_keep_files_from_being_written(tmp_pat
     path = net(tmp_path)
     command = [sys.executable, "-m", "amp_transpiler.cli"]
     with open("/dev/full", "w") as full:  # every line fails
-        found = subprocess.run([*command, "convert", path, tmp_path / "a.onnx"], stdout=full, stderr=subprocess.PIPE,
-                               text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})  # fmt: skip
+        found = subprocess.run(
+            [*command, "convert", path, tmp_path / "a.onnx"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
     assert found.returncode == 1 and found.stderr.count("\n") == 1 and (tmp_path / "a.onnx").exists()
     assert "standard output cannot be written: No space left on device" in found.stderr
     reader, writer = os.pipe()
     os.close(reader)
-    found = subprocess.run([*command, "convert", path, tmp_path / "b.onnx"], stdout=writer, stderr=subprocess.PIPE,
-                           text=True)  # fmt: skip
+    found = subprocess.run(
+        [*command, "convert", path, tmp_path / "b.onnx"], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
     os.close(writer)
     assert (found.returncode, found.stderr) == (0, "") and (tmp_path / "b.onnx").exists()
 
 
 def test_a_model_that_comes_through_a_pipe_is_read_once(tmp_path: Path) -> None:
     amp.Program.from_onnx(net(tmp_path)).to_onnx(tmp_path / "inside.onnx", external_data=False)
-    found = subprocess.run([sys.executable, "-m", "amp_transpiler.cli", "convert", "/dev/stdin", tmp_path / "out.onnx"],
-                           input=(tmp_path / "inside.onnx").read_bytes(), capture_output=True)  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-m", "amp_transpiler.cli", "convert", "/dev/stdin", tmp_path / "out.onnx"],
+        input=(tmp_path / "inside.onnx").read_bytes(),
+        capture_output=True,
+    )
     assert found.returncode == 0, found.stderr
     assert np.allclose(outputs(tmp_path / "out.onnx")[0], outputs(tmp_path / "inside.onnx")[0], rtol=1e-2, atol=1e-2)
 
@@ -606,8 +658,14 @@ def test_a_workspace_that_came_out_of_an_archive_moves_nothing(tmp_path: Path) -
 
 def test_only_what_killed_runs_of_ours_left_is_removed(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
-    users = [".out.onnx.data.abc.tmp", ".out.onnx.1234.tmp", ".amp_write.txt", ".amp_write.mine.tmp/work",
-             ".amp_write_backup.tmp/a", ".other.tmp/b"]  # fmt: skip
+    users = [
+        ".out.onnx.data.abc.tmp",
+        ".out.onnx.1234.tmp",
+        ".amp_write.txt",
+        ".amp_write.mine.tmp/work",
+        ".amp_write_backup.tmp/a",
+        ".other.tmp/b",
+    ]
     for name in users:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")

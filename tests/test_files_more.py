@@ -43,8 +43,10 @@ def test_a_name_as_long_as_the_disk_allows_is_written(
 
 
 def test_a_name_of_external_data_that_no_model_can_hold(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([str(model.parent / "o.onnx"), "--external-data", "\udcff"],
-                      [str(model.parent / "\udcff.onnx"), "--external-data"]):  # fmt: skip
+    for arguments in (
+        [str(model.parent / "o.onnx"), "--external-data", "\udcff"],
+        [str(model.parent / "\udcff.onnx"), "--external-data"],
+    ):
         assert main(["convert", str(model), *arguments]) == 2
         assert "not UTF-8" in _error(capsys)
     assert os.listdir(model.parent) == ["in.onnx"]

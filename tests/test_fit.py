@@ -27,8 +27,10 @@ FAST: dict[str, Any] = {"lr": 0.01, "mode": "fp32", "batch_size": 16}
 
 def linear(outputs: int = 3, batch: str = "n") -> onnx.ModelProto:
     """A linear model of four features."""
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]>\n'
-                                    f"net (float[{batch}, 4] x) => (float[{batch}, {outputs}] y) {{ y = Gemm (x, w, b) }}")  # fmt: skip
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]>\n'
+        f"net (float[{batch}, 4] x) => (float[{batch}, {outputs}] y) {{ y = Gemm (x, w, b) }}"
+    )
     rng = np.random.default_rng(5)
     for name, shape in (("w", (4, outputs)), ("b", (outputs,))):
         model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
@@ -41,18 +43,31 @@ def features(count: int, outputs: int = 3, seed: int = 0) -> dict[str, np.ndarra
 
 
 # -- files that may not be written -------------------------------------------------------------------------
-@pytest.mark.parametrize("spelled", [
-    ["model.onnx", "model.onnx"], ["model.onnx", "./sub/../model.onnx"], ["model.onnx", "hard.onnx"],
-    ["model.onnx", "data.npz"], ["model.onnx", "test.npz"], ["external.onnx", "external.onnx.data"],
-    ["model.onnx", "folder/x.npy"],
-])  # fmt: skip
-def test_f6_an_output_that_is_read_is_refused(spelled: list[str], tmp_path: Path,
-                                              capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        ["model.onnx", "model.onnx"],
+        ["model.onnx", "./sub/../model.onnx"],
+        ["model.onnx", "hard.onnx"],
+        ["model.onnx", "data.npz"],
+        ["model.onnx", "test.npz"],
+        ["external.onnx", "external.onnx.data"],
+        ["model.onnx", "folder/x.npy"],
+    ],
+)
+def test_f6_an_output_that_is_read_is_refused(
+    spelled: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "folder").mkdir()
     onnx.save(linear(), tmp_path / "model.onnx")
-    onnx.save(linear(), tmp_path / "external.onnx", save_as_external_data=True, location="external.onnx.data",
-              size_threshold=0)  # fmt: skip
+    onnx.save(
+        linear(),
+        tmp_path / "external.onnx",
+        save_as_external_data=True,
+        location="external.onnx.data",
+        size_threshold=0,
+    )
     (tmp_path / "hard.onnx").hardlink_to(tmp_path / "model.onnx")
     for name in ("data", "test"):
         np.savez(tmp_path / f"{name}.npz", **features(40))
@@ -60,31 +75,60 @@ def test_f6_an_output_that_is_read_is_refused(spelled: list[str], tmp_path: Path
         np.save(tmp_path / "folder" / f"{name}.npy", array)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     source = "folder" if spelled[1].startswith("folder") else "data.npz"
-    assert main(["train", str(tmp_path / spelled[0]), str(tmp_path / spelled[1]), "--data", str(tmp_path / source),
-                 "--test", str(tmp_path / "test.npz")]) == 2  # fmt: skip
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / spelled[0]),
+                str(tmp_path / spelled[1]),
+                "--data",
+                str(tmp_path / source),
+                "--test",
+                str(tmp_path / "test.npz"),
+            ]
+        )
+        == 2
+    )
     assert "are the same file" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("given, told", [
-    ("--accumulate 0", "--accumulate is 0"), ("--batch-size -3", "--batch-size is -3"),
-    ("--batch-size 0", "--batch-size is 0"), ("--loss-scale 0", "--loss-scale is 0"),
-    ("--loss-scale nan", "--loss-scale is nan"), ("--clip-norm 0", "--clip-norm is 0"),
-    ("--clip-norm inf", "--clip-norm is inf"), ("--epochs -1", "--epochs is -1"), ("--epochs 0", "--epochs is 0"),
-    ("--lr nan", "--lr is nan"), ("--lr -1", "--lr is -1"), ("--seed -1", "--seed is -1"),
-    ("--warmup-steps -1", "--warmup-steps is -1"), ("--weight-decay -1", "--weight-decay is -1"),
-    ("--dropout x=1", "--dropout: the rate of 'x' is 1"), ("--metric mae", "--metric mae does not go with --loss"),
-    ("--black-list MatMul --mode fp32", "--black-list: training and file are fp32"),
-    ("--loss-scale 8 --mode fp32", "--loss-scale goes with --mode mixed"), ("--black-list Nope", "'Nope'"),
-    ("--trainable w --freeze w", "both name 'w'"), ("--label x", "--label x: the model has a tensor"),
-    ("--checkpoint data.npz", "--checkpoint 'data.npz' is a file"), ("--log data.npz", "--log 'data.npz' is a file"),
-    ("--checkpoint no/where", "there is no folder"), ("--accumulate 99", "holds 40 samples, fewer than"),
-    ("--batch-size 99", "holds 40 samples, fewer than a batch of 99"), ("--output z", "--output z"),
-])  # fmt: skip
-def test_every_argument_is_checked_before_the_first_step(given: str, told: str, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("--accumulate 0", "--accumulate is 0"),
+        ("--batch-size -3", "--batch-size is -3"),
+        ("--batch-size 0", "--batch-size is 0"),
+        ("--loss-scale 0", "--loss-scale is 0"),
+        ("--loss-scale nan", "--loss-scale is nan"),
+        ("--clip-norm 0", "--clip-norm is 0"),
+        ("--clip-norm inf", "--clip-norm is inf"),
+        ("--epochs -1", "--epochs is -1"),
+        ("--epochs 0", "--epochs is 0"),
+        ("--lr nan", "--lr is nan"),
+        ("--lr -1", "--lr is -1"),
+        ("--seed -1", "--seed is -1"),
+        ("--warmup-steps -1", "--warmup-steps is -1"),
+        ("--weight-decay -1", "--weight-decay is -1"),
+        ("--dropout x=1", "--dropout: the rate of 'x' is 1"),
+        ("--metric mae", "--metric mae does not go with --loss"),
+        ("--black-list MatMul --mode fp32", "--black-list: training and file are fp32"),
+        ("--loss-scale 8 --mode fp32", "--loss-scale goes with --mode mixed"),
+        ("--black-list Nope", "'Nope'"),
+        ("--trainable w --freeze w", "both name 'w'"),
+        ("--label x", "--label x: the model has a tensor"),
+        ("--checkpoint data.npz", "--checkpoint 'data.npz' is a file"),
+        ("--log data.npz", "--log 'data.npz' is a file"),
+        ("--checkpoint no/where", "there is no folder"),
+        ("--accumulate 99", "holds 40 samples, fewer than"),
+        ("--batch-size 99", "holds 40 samples, fewer than a batch of 99"),
+        ("--output z", "--output z"),
+    ],
+)
+def test_every_argument_is_checked_before_the_first_step(
+    given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     onnx.save(linear(), "model.onnx")
     np.savez("data.npz", **features(40))
@@ -95,12 +139,20 @@ def test_every_argument_is_checked_before_the_first_step(given: str, told: str, 
     assert not ran and sorted(path.name for path in tmp_path.iterdir()) == ["data.npz", "model.onnx"]
 
 
-@pytest.mark.parametrize("given, told", [
-    ({"epoch": 3}, "no option 'epoch'; did you mean epochs"), ({"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
-    ({"lr": "0.1"}, "lr is '0.1'; expected a number"), ({"freeze": "w"}, "freeze is 'w'; expected a list"),
-    ({"mode": "fp16"}, "mode is 'fp16'; expected one of fp32, mixed, pure-fp16"), ({"place": "tpu"}, "place is 'tpu'"),
-    ({"values": ["x"]}, "values is"), ({"data": 3}, "data is 3; expected the path"), ({"checkpoint": 3}, "checkpoint is 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"epoch": 3}, "no option 'epoch'; did you mean epochs"),
+        ({"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
+        ({"lr": "0.1"}, "lr is '0.1'; expected a number"),
+        ({"freeze": "w"}, "freeze is 'w'; expected a list"),
+        ({"mode": "fp16"}, "mode is 'fp16'; expected one of fp32, mixed, pure-fp16"),
+        ({"place": "tpu"}, "place is 'tpu'"),
+        ({"values": ["x"]}, "values is"),
+        ({"data": 3}, "data is 3; expected the path"),
+        ({"checkpoint": 3}, "checkpoint is 3"),
+    ],
+)
 def test_keywords_are_checked_too(given: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises((amp.AmpError), match=re.escape(told)):
         amp.fit(linear(), tmp_path / "out.onnx", **{"data": features(40), **given})
@@ -128,13 +180,22 @@ def spoiled(what: str) -> dict[str, np.ndarray]:
     return {"x": x, "label": label}
 
 
-@pytest.mark.parametrize("what, told", [
-    ("nan", "array 'x' holds nan at index [7, 2]"), ("inf", "array 'x' holds inf at index [7, 2]"),
-    ("class", "label array 'label' holds 3 at index [11]; the loss cross_entropy on this output takes classes from 0 to 2"),
-    ("negative", "holds -1 at index [11]"), ("rank", "array 'x' has the shape [40, 3]; the program is fed [n, 4]"),
-    ("count", "differ in the number of samples"), ("half", "label array 'label' is float64 and holds "),
-    ("empty", "holds no samples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("nan", "array 'x' holds nan at index [7, 2]"),
+        ("inf", "array 'x' holds inf at index [7, 2]"),
+        (
+            "class",
+            "label array 'label' holds 3 at index [11]; the loss cross_entropy on this output takes classes from 0 to 2",
+        ),
+        ("negative", "holds -1 at index [11]"),
+        ("rank", "array 'x' has the shape [40, 3]; the program is fed [n, 4]"),
+        ("count", "differ in the number of samples"),
+        ("half", "label array 'label' is float64 and holds "),
+        ("empty", "holds no samples"),
+    ],
+)
 @pytest.mark.parametrize("where", ["data", "test"])
 def test_data_that_does_not_fit_is_named_with_its_place(where: str, what: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(amp.errors.FeedError, match=re.escape(told)):
@@ -153,10 +214,12 @@ def test_labels_that_are_no_classes_name_the_losses_that_take_them(flags: bool, 
     amp.fit(linear(), tmp_path / "out.onnx", data=scores, loss="mse")
 
 
-@pytest.mark.parametrize("wrong", ["--test missing.npz", "--test short.npz", "--data short.npz", "--black-list Nope",
-                                   "--test classes.npz"])  # fmt: skip
-def test_what_is_refused_is_refused_before_anything_is_told(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong", ["--test missing.npz", "--test short.npz", "--data short.npz", "--black-list Nope", "--test classes.npz"]
+)
+def test_what_is_refused_is_refused_before_anything_is_told(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     onnx.save(linear(), "model.onnx")
     for name, data in (("data", features(40)), ("short", spoiled("count")), ("classes", spoiled("class"))):
@@ -166,8 +229,9 @@ def test_what_is_refused_is_refused_before_anything_is_told(wrong: str, tmp_path
     assert out == "" and err.startswith("amp-transpile: ") and err.count("\n") == 1
 
 
-def test_without_a_gpu_the_command_line_names_its_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_without_a_gpu_the_command_line_names_its_own_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if cuda_missing(0) is None:
         pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
@@ -175,19 +239,32 @@ def test_without_a_gpu_the_command_line_names_its_own_option(tmp_path: Path, mon
     np.savez("data.npz", **features(40))
     assert main(["train", "model.onnx", "out.onnx", "--data", "data.npz", "--place", "cuda"]) == 1
     err = capsys.readouterr().err
-    assert err.endswith("Train on the processor instead: --place cpu\n") and "Executor" not in err and "CPUPlace" not in err
+    assert (
+        err.endswith("Train on the processor instead: --place cpu\n")
+        and "Executor" not in err
+        and "CPUPlace" not in err
+    )
 
 
 def test_a_warning_on_the_command_line_is_one_plain_line(tmp_path: Path) -> None:
     """A parameter that the loss does not depend on: in a process of its own, as pytest catches warnings."""
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\n'
-                                    "net (float[n, 4] x) => (float[n, 3] y, float[n, 3] z)"
-                                    "{ y = Gemm (x, w, b)\n z = MatMul (x, v) }")  # fmt: skip
-    model.graph.initializer.extend([*linear().graph.initializer, onnx.numpy_helper.from_array(np.ones((4, 3), np.float32), "v")])
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        "net (float[n, 4] x) => (float[n, 3] y, float[n, 3] z)"
+        "{ y = Gemm (x, w, b)\n z = MatMul (x, v) }"
+    )
+    model.graph.initializer.extend(
+        [*linear().graph.initializer, onnx.numpy_helper.from_array(np.ones((4, 3), np.float32), "v")]
+    )
     onnx.save(model, tmp_path / "model.onnx")
     np.savez(tmp_path / "data.npz", **features(40))
-    ran = subprocess.run([sys.executable, "-m", "amp_transpiler.cli", "train", "model.onnx", "out.onnx", "--data", "data.npz"],
-                         cwd=tmp_path, capture_output=True, text=True, check=True)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "amp_transpiler.cli", "train", "model.onnx", "out.onnx", "--data", "data.npz"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     lines = [line for line in ran.stderr.splitlines() if "get no gradient" in line]
     assert len(lines) == 1 and lines[0].startswith("amp-transpile: warning: trainable parameters get no gradient")
     assert "'v'" in lines[0] and "--freeze" in lines[0] and ".py" not in ran.stderr and "warn" not in ran.stdout
@@ -203,16 +280,31 @@ def test_one_file_serves_calibration_and_training(tmp_path: Path) -> None:
         label = x[:, :3].argmax(1).astype(labels)
         np.savez(path, x=x.astype(kind), label=label[:, None] if number else label, names=np.array(["a", "b"]))
         out = tmp_path / f"out{number}.onnx"
-        assert main(["train", str(tmp_path / "model.onnx"), str(out), "--data", str(path), "--mode", "fp32", "--quiet"]) == 0
+        assert (
+            main(["train", str(tmp_path / "model.onnx"), str(out), "--data", str(path), "--mode", "fp32", "--quiet"])
+            == 0
+        )
         assert main(["convert", str(out), str(tmp_path / "half.onnx"), "--calibration", str(path), "--quiet"]) == 0
         files.append(out.read_bytes())
     assert files[0] == files[1] == files[2]
 
 
 # -- batches -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("count, batch, accumulate", [
-    (100, 32, 1), (96, 32, 1), (5, 32, 1), (100, 8, 3), (97, 8, 4), (7, 2, 3), (13, 2, 3), (6, 2, 3), (25, 2, 3), (3, 8, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "count, batch, accumulate",
+    [
+        (100, 32, 1),
+        (96, 32, 1),
+        (5, 32, 1),
+        (100, 8, 3),
+        (97, 8, 4),
+        (7, 2, 3),
+        (13, 2, 3),
+        (6, 2, 3),
+        (25, 2, 3),
+        (3, 8, 3),
+    ],
+)
 def test_f12_every_sample_is_in_one_batch_and_every_window_is_complete(count: int, batch: int, accumulate: int) -> None:
     sizes = batch_sizes(count, batch, accumulate)
     assert sum(sizes) == count and min(sizes) > 0 and len(sizes) % accumulate == 0
@@ -225,7 +317,9 @@ def test_f12_the_short_last_batch_counts_in_training_and_test(tmp_path: Path) ->
     """One step of plain SGD on 7 samples in batches of 4: against the gradient by hand."""
     data = features(7)
     rng = np.random.default_rng([0, 1])
-    result = amp.fit(linear(), tmp_path / "out.onnx", data=data, test=data, mode="fp32", optimizer="sgd", lr=0.5, batch_size=4)
+    result = amp.fit(
+        linear(), tmp_path / "out.onnx", data=data, test=data, mode="fp32", optimizer="sgd", lr=0.5, batch_size=4
+    )
     w, b = (onnx.numpy_helper.to_array(t).astype(np.float64) for t in linear().graph.initializer)
     order, losses = rng.permutation(7), []
     for rows in (order[:4], order[4:]):
@@ -249,7 +343,9 @@ def test_f12_a_fixed_batch_is_named_and_freed_on_request(name: str, tmp_path: Pa
     model, data = exported(name), samples(name, 37)
     told: list[str] = []
     amp.fit(model, tmp_path / "one.onnx", data=data, say=told.append, mode="fp32", lr=1e-3)
-    assert any("exported with a fixed batch of 1, and is trained in batches of 1; batch_size=32" in line for line in told)
+    assert any(
+        "exported with a fixed batch of 1, and is trained in batches of 1; batch_size=32" in line for line in told
+    )
     assert onnx.load(tmp_path / "one.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
     onnx.save(exported(name), tmp_path / "model.onnx", save_as_external_data=True, location="weights", size_threshold=0)
     amp.fit(tmp_path / "model.onnx", tmp_path / "many.onnx", data=data, say=told.append, **FAST)
@@ -257,14 +353,20 @@ def test_f12_a_fixed_batch_is_named_and_freed_on_request(name: str, tmp_path: Pa
     free = exported(name.removesuffix("_batch1"))
     onnx.save(free, tmp_path / "free.onnx")
     amp.fit(free, tmp_path / "same.onnx", data=data, **FAST)
-    np.testing.assert_allclose(scores(tmp_path / "many.onnx", data), scores(tmp_path / "same.onnx", data), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        scores(tmp_path / "many.onnx", data), scores(tmp_path / "same.onnx", data), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_f12_a_batch_that_cannot_be_freed_is_an_error_that_says_why(tmp_path: Path) -> None:
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\nnet (float[2, 4] x) => (float[2, 3] y) '
-                                    "{ c = Softmax <axis = 0> (x)\n y = MatMul (c, w) }")  # fmt: skip
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\nnet (float[2, 4] x) => (float[2, 3] y) '
+        "{ c = Softmax <axis = 0> (x)\n y = MatMul (c, w) }"
+    )
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 3), np.float32), "w"))
-    with pytest.raises(amp.errors.ArgumentError, match="fixed batch of 2, and cannot be freed of it: output 'y' of a larger"):
+    with pytest.raises(
+        amp.errors.ArgumentError, match="fixed batch of 2, and cannot be freed of it: output 'y' of a larger"
+    ):
         amp.fit(model, tmp_path / "out.onnx", data=features(40), batch_size=8)
     told: list[str] = []
     amp.fit(model, tmp_path / "out.onnx", data=features(41), test=features(7), say=told.append)
@@ -280,9 +382,15 @@ def test_metrics_over_uneven_batches() -> None:
     counted = label >= 0
     ranks = (-logits).argsort(1)[counted]
     right = label[counted]
-    per_class = [2 * ((ranks[:, 0] == c) & (right == c)).sum() / ((ranks[:, 0] == c).sum() + (right == c).sum()) for c in range(7)]
-    expected = {"accuracy": (ranks[:, 0] == right).mean(), "top5": (ranks[:, :5] == right[:, None]).any(1).mean(),
-                "f1": np.mean(per_class)}  # fmt: skip
+    per_class = [
+        2 * ((ranks[:, 0] == c) & (right == c)).sum() / ((ranks[:, 0] == c).sum() + (right == c).sum())
+        for c in range(7)
+    ]
+    expected = {
+        "accuracy": (ranks[:, 0] == right).mean(),
+        "top5": (ranks[:, :5] == right[:, None]).any(1).mean(),
+        "f1": np.mean(per_class),
+    }
     for name, value in expected.items():
         metric = Metric(name, "cross_entropy")
         for rows in (slice(0, 30), slice(30, 50)):
@@ -291,8 +399,11 @@ def test_metrics_over_uneven_batches() -> None:
     yes = (rng.random(50) > 0.5).astype(np.float32)
     scores = logits[:, 0]
     true = ((scores > 0) & (yes > 0)).sum()
-    for name, value in {"f1": 2 * true / ((scores > 0).sum() + (yes > 0).sum()), "accuracy": ((scores > 0) == (yes > 0)).mean(),
-                        "mae": np.abs(1 / (1 + np.exp(-scores)) - yes).mean()}.items():  # fmt: skip
+    for name, value in {
+        "f1": 2 * true / ((scores > 0).sum() + (yes > 0).sum()),
+        "accuracy": ((scores > 0) == (yes > 0)).mean(),
+        "mae": np.abs(1 / (1 + np.exp(-scores)) - yes).mean(),
+    }.items():
         metric = Metric(name, "bce_with_logits")
         metric.update(scores, yes)
         assert metric.value() == pytest.approx(value, rel=1e-5), name
@@ -306,8 +417,17 @@ def test_regression_tells_the_mean_absolute_error(tmp_path: Path) -> None:
     x = features(40)["x"]
     data = {"x": x, "label": (x @ np.array([[1], [2], [-1], [0.5]])).astype(np.float64)[:, 0]}
     lines: list[str] = []
-    result = amp.fit(linear(1), tmp_path / "out.onnx", data=data, test=data, loss="mse", say=lines.append, epochs=30, lr=0.1,
-                     mode="fp32")  # fmt: skip
+    result = amp.fit(
+        linear(1),
+        tmp_path / "out.onnx",
+        data=data,
+        test=data,
+        loss="mse",
+        say=lines.append,
+        epochs=30,
+        lr=0.1,
+        mode="fp32",
+    )
     error = np.abs(scores(tmp_path / "out.onnx", data)[:, 0] - data["label"]).mean()
     assert result.preparation.trainable == ("w", "b"), "the bias of one output is a weight too"
     assert result.history[-1].test_metric == pytest.approx(error, rel=1e-4) and error < 0.5
@@ -328,8 +448,10 @@ def test_saves_what_is_asked_for_with_the_black_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 def test_f7_a_model_with_16_bit_inputs_and_outputs_trains(half: Any, tmp_path: Path) -> None:
     name = "float16" if half is np.float16 else "bfloat16"
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]>\nnet ({name}[n, 4] x) => ({name}[n, 3] y) '
-                                    "{ h = MatMul (x, w)\n y = Softmax (h) }")  # fmt: skip
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]>\nnet ({name}[n, 4] x) => ({name}[n, 3] y) '
+        "{ h = MatMul (x, w)\n y = Softmax (h) }"
+    )
     w = np.random.default_rng(0).normal(size=(4, 3)).astype(half)
     model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
     told: list[str] = []
@@ -352,11 +474,19 @@ def test_a_loss_that_is_not_finite_names_what_is_at_fault(tmp_path: Path) -> Non
     cases: list[tuple[onnx.ModelProto, dict[str, Any], str]] = [
         (broken, {}, "the model itself is at fault, not the training: its weight 'w' holds nan at index [2, 1]"),
         (broken, {"mode": "fp32"}, "the model itself is at fault"),
-        (exploding(), {"mode": "fp32"}, "the model as it was given is at fault, not the training: before the first step, in fp32"),
+        (
+            exploding(),
+            {"mode": "fp32"},
+            "the model as it was given is at fault, not the training: before the first step, in fp32",
+        ),
         (linear(), {"mode": "fp32", "lr": 1e38, "optimizer": "sgd"}, "lower the learning rate (lr=1e+38)"),
-        (linear(), {"mode": "mixed", "lr": 1e30, "optimizer": "sgd", "batch_size": 8}, "lower the learning rate (lr=1e+30)"),
+        (
+            linear(),
+            {"mode": "mixed", "lr": 1e30, "optimizer": "sgd", "batch_size": 8},
+            "lower the learning rate (lr=1e+30)",
+        ),
         (linear(), {"mode": "pure-fp16", "data": {**data, "x": far}}, "because of float16"),
-    ]  # fmt: skip
+    ]
     for model, options, told in cases:
         with pytest.raises(amp.errors.NonFiniteError, match=re.escape(told)):
             amp.fit(model, out, **{"data": data, **options})
@@ -365,8 +495,10 @@ def test_a_loss_that_is_not_finite_names_what_is_at_fault(tmp_path: Path) -> Non
 
 def exploding() -> onnx.ModelProto:
     """A model of finite weights whose output is not."""
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
-                                    "{ h = MatMul (x, w)\n e = Exp (h)\n y = Mul (e, e) }")  # fmt: skip
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
+        "{ h = MatMul (x, w)\n e = Exp (h)\n y = Mul (e, e) }"
+    )
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.full((4, 3), 90, np.float32), "w"))
     return model
 
@@ -384,8 +516,9 @@ def test_a_log_has_every_step_and_epoch(mode: str, tmp_path: Path) -> None:
 
     assert RecordWriter
     data = features(70)
-    result = amp.fit(linear(), tmp_path / "out.onnx", data=data, test=data, epochs=2, log=tmp_path / "log",
-                     **{**FAST, "mode": mode})  # fmt: skip
+    result = amp.fit(
+        linear(), tmp_path / "out.onnx", data=data, test=data, epochs=2, log=tmp_path / "log", **{**FAST, "mode": mode}
+    )
     steps, epochs = rows(tmp_path / "log" / "steps.csv"), rows(tmp_path / "log" / "epochs.csv")
     assert [int(row["step"]) for row in steps] == list(range(10)), "5 batches an epoch, the last one of 6"
     assert [int(row["epoch"]) for row in epochs] == [0, 1, 2]
@@ -403,7 +536,9 @@ def test_a_log_has_every_step_and_epoch(mode: str, tmp_path: Path) -> None:
     assert {"train/loss", "train/grad_norm", "epoch/test_loss", "epoch/test_accuracy"} <= found
 
 
-def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     told: list[str] = []
     amp.fit(linear(), tmp_path / "out.onnx", data=features(40), log=tmp_path / "log", say=told.append, **FAST)
@@ -415,18 +550,33 @@ def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(tmp_path: 
 def trained(folder: Path, name: str, **options: Any) -> tuple[bytes, amp.FitResult, list[str]]:
     told: list[str] = []
     data = samples("encoder_dynamo", 90)
-    result = amp.fit(exported("encoder_dynamo"), folder / name, **{
-        "data": data, "test": data, "say": told.append, "lr": 0.01, "batch_size": 16, "dropout": {"node_gelu": 0.1}, **options
-    })  # fmt: skip
+    result = amp.fit(
+        exported("encoder_dynamo"),
+        folder / name,
+        **{
+            "data": data,
+            "test": data,
+            "say": told.append,
+            "lr": 0.01,
+            "batch_size": 16,
+            "dropout": {"node_gelu": 0.1},
+            **options,
+        },
+    )
     return (folder / name).read_bytes(), result, told
 
 
-@pytest.mark.parametrize("options", [
-    {"mode": "pure-fp16", "accumulate": 2, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 1.0},
-    {"mode": "mixed", "dtype": "bfloat16", "optimizer": "momentum"}, {"mode": "fp32", "schedule": "linear"},
-])  # fmt: skip
-def test_a_training_that_was_broken_off_ends_where_a_whole_one_ends(options: dict[str, Any], tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "pure-fp16", "accumulate": 2, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 1.0},
+        {"mode": "mixed", "dtype": "bfloat16", "optimizer": "momentum"},
+        {"mode": "fp32", "schedule": "linear"},
+    ],
+)
+def test_a_training_that_was_broken_off_ends_where_a_whole_one_ends(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**options, "epochs": 3, "log": tmp_path / "log"}
     whole, result, _ = trained(tmp_path, "whole.onnx", **{**options, "log": tmp_path / "whole"})
     batches, left = Samples.batches, iter(range(18))  # an epoch has 6 and its evaluation as many, one of them before
@@ -446,7 +596,9 @@ def test_a_training_that_was_broken_off_ends_where_a_whole_one_ends(options: dic
     assert "going on after epoch 1" in told[0]
     assert part == whole and resumed.history == result.history
     for name in ("steps.csv", "epochs.csv"):
-        assert (tmp_path / "log" / name).read_text() == (tmp_path / "whole" / name).read_text(), "nothing twice, nothing lost"
+        assert (tmp_path / "log" / name).read_text() == (tmp_path / "whole" / name).read_text(), (
+            "nothing twice, nothing lost"
+        )
 
 
 def test_f12_what_is_given_wins_over_the_checkpoint_and_is_told(tmp_path: Path) -> None:
@@ -462,18 +614,23 @@ def test_f12_what_is_given_wins_over_the_checkpoint_and_is_told(tmp_path: Path) 
     other, result, told = trained(tmp_path, "c.onnx", **{**state, "checkpoint": copies[1], "lr": 1e-7}, epochs=2)
     assert any("lr=1e-07 from now on, where the checkpoint has 0.01" in line for line in told)
     assert other != same
-    before, after = (loss_and_accuracy(tmp_path / name, samples("encoder_dynamo", 90))[0] for name in ("a.onnx", "c.onnx"))
+    before, after = (
+        loss_and_accuracy(tmp_path / name, samples("encoder_dynamo", 90))[0] for name in ("a.onnx", "c.onnx")
+    )
     assert after == pytest.approx(before, rel=1e-3), "a rate of 1e-7 moves next to nothing"
     left, result, _ = trained(tmp_path, "d.onnx", checkpoint=copies[2], epochs=2)
     assert left == same and result.options.mode == "mixed", "what is not given is the checkpoint's"
 
 
-@pytest.mark.parametrize("change, told", [
-    ({"mode": "pure-fp16"}, "another training: mode=pure-fp16 (the checkpoint has mixed)"),
-    ({"optimizer": "sgd", "dtype": "bfloat16"}, "dtype=bfloat16 (the checkpoint has float16), optimizer=sgd"),
-    ({"data": samples("encoder_dynamo", 90, seed=7)}, "on other data than data: array 'tokens' differs"),
-    ({"model": exported("encoder_dynamo", seed=9)}, "of another model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"mode": "pure-fp16"}, "another training: mode=pure-fp16 (the checkpoint has mixed)"),
+        ({"optimizer": "sgd", "dtype": "bfloat16"}, "dtype=bfloat16 (the checkpoint has float16), optimizer=sgd"),
+        ({"data": samples("encoder_dynamo", 90, seed=7)}, "on other data than data: array 'tokens' differs"),
+        ({"model": exported("encoder_dynamo", seed=9)}, "of another model"),
+    ],
+)
 def test_f12_what_makes_it_another_training_is_named(change: dict[str, Any], told: str, tmp_path: Path) -> None:
     given = {"model": exported("encoder_dynamo"), "data": samples("encoder_dynamo", 90)}
     amp.fit(output=tmp_path / "a.onnx", checkpoint=tmp_path / "state", mode="mixed", **given)  # type: ignore[arg-type]
@@ -499,8 +656,10 @@ def test_the_files_load_in_bare_onnxruntime(tmp_path: Path) -> None:
 
 def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(tmp_path: Path) -> None:
     """Trained in fp32, where 10^6 between two layers is no matter; float16 would make infinity of it."""
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
-                                    "{ h = MatMul (x, w)\n g = MatMul (h, v)\n y = Relu (g) }")  # fmt: skip
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
+        "{ h = MatMul (x, w)\n g = MatMul (h, v)\n y = Relu (g) }"
+    )
     for name, array in (("w", np.full((4, 8), 100)), ("v", np.full((8, 3), 1e-4))):
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
     for factor, precision in ((1, "float16"), (1e4, "float32")):
@@ -513,20 +672,26 @@ def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(tmp_path: Path) -> N
 
 def test_f12_a_class_token_is_repeated_for_every_sample(tmp_path: Path) -> None:
     def model(batch: str, more: str) -> onnx.ModelProto:
-        text = (f'<ir_version: 10, opset_import: ["" : 20]>\nnet (float[{batch}, 2, 2] x) => (float[{batch}, 3] y) {{ {more} '
-                "h = MatMul (all, w)\n r = Tanh (h)\n axes = Constant <value_ints = [1]> ()\n y = ReduceMean <keepdims = 0> (r, axes) }")  # fmt: skip
+        text = (
+            f'<ir_version: 10, opset_import: ["" : 20]>\nnet (float[{batch}, 2, 2] x) => (float[{batch}, 3] y) {{ {more} '
+            "h = MatMul (all, w)\n r = Tanh (h)\n axes = Constant <value_ints = [1]> ()\n y = ReduceMean <keepdims = 0> (r, axes) }"
+        )
         built = onnx.parser.parse_model(text)
         rng = np.random.default_rng(4)
         for name, shape in (("token", (1, 1, 2)), ("w", (2, 3))):
-            built.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+            built.graph.initializer.append(
+                onnx.numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name)
+            )
         return built
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 2, 2)).astype(np.float32)
     data = {"x": x, "label": rng.integers(0, 3, 40)}
     amp.fit(model("1", "all = Concat <axis = 1> (token, x)"), tmp_path / "freed.onnx", data=data, **FAST)
-    repeated = ("n = Shape <start = 0, end = 1> (x)\n rest = Constant <value_ints = [1, 2]> ()\n "
-                "size = Concat <axis = 0> (n, rest)\n tokens = Expand (token, size)\n all = Concat <axis = 1> (tokens, x)")  # fmt: skip
+    repeated = (
+        "n = Shape <start = 0, end = 1> (x)\n rest = Constant <value_ints = [1, 2]> ()\n "
+        "size = Concat <axis = 0> (n, rest)\n tokens = Expand (token, size)\n all = Concat <axis = 1> (tokens, x)"
+    )
     amp.fit(model("n", repeated), tmp_path / "free.onnx", data=data, **FAST)
     first, second = (scores(tmp_path / name, data) for name in ("freed.onnx", "free.onnx"))
     np.testing.assert_allclose(first, second, rtol=1e-5)
@@ -548,7 +713,14 @@ def test_f26_a_first_loss_that_is_large_loses_no_sample(mode: str, tmp_path: Pat
     data = features(64)
     data["label"] = (300 * data["x"][:, :3] + 200).astype(np.float32)
     told: list[str] = []
-    options: dict[str, Any] = {"data": data, "loss": "mse", "lr": 1e-3, "batch_size": 16, "optimizer": "adam", "say": told.append}
+    options: dict[str, Any] = {
+        "data": data,
+        "loss": "mse",
+        "lr": 1e-3,
+        "batch_size": 16,
+        "optimizer": "adam",
+        "say": told.append,
+    }
     result = amp.fit(linear(), tmp_path / "a.onnx", mode=mode, **options)
     wanted = amp.fit(linear(), tmp_path / "b.onnx", mode="fp32", **options)
     assert result.history[-1].skipped_steps == 0

@@ -25,20 +25,34 @@ def parsed(text: str, **weights: tuple[int, ...]) -> onnx.ModelProto:
 
 
 def two_heads() -> onnx.ModelProto:
-    return parsed("net (float[n, 4] x) => (float[n, 3] classes, float[n, 1] number) { h = Gemm (x, w, b)\n t = Tanh (h)\n "
-                  "classes = MatMul (t, c)\n number = MatMul (t, r) }",
-                  w=(4, 8), b=(8,), c=(8, 3), r=(8, 1))  # fmt: skip
+    return parsed(
+        "net (float[n, 4] x) => (float[n, 3] classes, float[n, 1] number) { h = Gemm (x, w, b)\n t = Tanh (h)\n "
+        "classes = MatMul (t, c)\n number = MatMul (t, r) }",
+        w=(4, 8),
+        b=(8,),
+        c=(8, 3),
+        r=(8, 1),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
 @pytest.mark.parametrize("save", ["fp32", "pure-fp16"])
-def test_an_output_that_the_loss_does_not_read_stays_as_it_was(save: str, mode: str, dtype: str, tmp_path: Path) -> None:
+def test_an_output_that_the_loss_does_not_read_stays_as_it_was(
+    save: str, mode: str, dtype: str, tmp_path: Path
+) -> None:
     """Its weights have no masters; they are rounded once, when written, and not at all in fp32."""
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     with pytest.warns(UserWarning, match="get no gradient from this loss, and are not updated: 'r'"):
-        amp.fit(two_heads(), tmp_path / "out.onnx", data={"x": x, "label": x[:, :3].argmax(1)}, mode=mode, save=save,
-                dtype=dtype, lr=0.01)  # fmt: skip
+        amp.fit(
+            two_heads(),
+            tmp_path / "out.onnx",
+            data={"x": x, "label": x[:, :3].argmax(1)},
+            mode=mode,
+            save=save,
+            dtype=dtype,
+            lr=0.01,
+        )
     before = {t.name: onnx.numpy_helper.to_array(t) for t in two_heads().graph.initializer}
     after = {t.name: t for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
     assert after["r"].data_type == getattr(onnx.TensorProto, "FLOAT" if save == "fp32" else dtype.upper())
@@ -49,9 +63,14 @@ def test_an_output_that_the_loss_does_not_read_stays_as_it_was(save: str, mode: 
 
 def pixels(batch: str = "n") -> onnx.ModelProto:
     """Three classes for each pixel, along the second dimension, as torch has them."""
-    return parsed(f"net (float[{batch}, 1, h, 6] image) => (float[{batch}, 3, h, 6] scores) "
-                  "{ f = Conv <pads = [1, 1, 1, 1]> (image, w, b)\n r = Relu (f)\n scores = Conv (r, v, c) }",
-                  w=(8, 1, 3, 3), b=(8,), v=(3, 8, 1, 1), c=(3,))  # fmt: skip
+    return parsed(
+        f"net (float[{batch}, 1, h, 6] image) => (float[{batch}, 3, h, 6] scores) "
+        "{ f = Conv <pads = [1, 1, 1, 1]> (image, w, b)\n r = Relu (f)\n scores = Conv (r, v, c) }",
+        w=(8, 1, 3, 3),
+        b=(8,),
+        v=(3, 8, 1, 1),
+        c=(3,),
+    )
 
 
 @pytest.mark.parametrize("column", [False, True])
@@ -62,8 +81,9 @@ def test_pixels_are_classified(mode: str, column: bool, tmp_path: Path) -> None:
     label = (image[:, 0] > 0.3).astype(np.int64) + (image[:, 0] > 0.6)
     label[:, 0, 0] = -100
     data = {"image": image, "label": label[..., None] if column else label}
-    result = amp.fit(pixels(), tmp_path / "out.onnx", data=data, test=data, mode=mode, save="fp32", lr=0.03, epochs=6,
-                     batch_size=12)  # fmt: skip
+    result = amp.fit(
+        pixels(), tmp_path / "out.onnx", data=data, test=data, mode=mode, save="fp32", lr=0.03, epochs=6, batch_size=12
+    )
     session = ort.InferenceSession(str(tmp_path / "out.onnx"), providers=["CPUExecutionProvider"])
     (scores,) = session.run(None, {"image": image})
     assert scores.shape == (60, 3, 5, 6), "the written model has its classes where they were"

@@ -73,9 +73,12 @@ def test_paths_that_are_none(tmp_path: Path) -> None:
     net = build()
     scope = net.start()
     (tmp_path / "loop").symlink_to("loop")
-    for call in (lambda path: amp.load_checkpoint(path, net.main, scope), amp.latest_checkpoint,
-                 lambda path: amp.save_checkpoint(path, net.main, scope),
-                 lambda path: amp.save_checkpoint(path, net.main, scope, step=1)):  # fmt: skip
+    for call in (
+        lambda path: amp.load_checkpoint(path, net.main, scope),
+        amp.latest_checkpoint,
+        lambda path: amp.save_checkpoint(path, net.main, scope),
+        lambda path: amp.save_checkpoint(path, net.main, scope, step=1),
+    ):
         with pytest.raises(ArgumentError, match="no path"):
             call(str(tmp_path / "a\0b"))
         with pytest.raises(CheckpointError):

@@ -42,8 +42,11 @@ def built(name: str) -> tuple[amp.Program, amp.Program, dict[str, np.ndarray], a
         if len(expected) > 1:
             weights = amp.data("weights", list(recorded()[f"{name}/y"].shape), "float32")
             feeds["weights"] = cotangent_of(name, recorded()[f"{name}/y"].shape)
-            pairs = dict(amp.append_backward(F.sum(y * weights), parameter_list=[
-                v for i, v in enumerate(inputs) if f"d{i}" in expected]))  # fmt: skip
+            pairs = dict(
+                amp.append_backward(
+                    F.sum(y * weights), parameter_list=[v for i, v in enumerate(inputs) if f"d{i}" in expected]
+                )
+            )
             grads = {i: pairs[v] for i, v in enumerate(inputs) if v in pairs}
     return main, startup, feeds, y, grads
 

@@ -18,8 +18,14 @@ from tests.fuzz.commands import raised, unclear
 def judged(*arguments: str) -> str:
     """What the fuzzer prints; it runs in a process without threads, from which cases are forked."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.fuzz", *arguments], cwd=ROOT, env=environment, text=True,
-                          capture_output=True, timeout=600)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=600,
+    )
     return done.stdout + done.stderr
 
 
@@ -36,9 +42,24 @@ def test_mutations_of_models_and_command_lines(kind: str, count: int) -> None:
 
 
 #: Cases of seed 0 that were violations once: what they found is fixed, and tested by name where that is a test of its own.
-FOUND = [("structure", 8), ("structure", 42), ("structure", 59), ("structure", 86), ("structure", 93), ("bytes", 115),
-         ("structure", 146), ("structure", 236), ("structure", 412), ("structure", 434), ("structure", 450), ("options", 13),
-         ("options", 34), ("options", 151), ("options", 160), ("options", 281)]  # fmt: skip
+FOUND = [
+    ("structure", 8),
+    ("structure", 42),
+    ("structure", 59),
+    ("structure", 86),
+    ("structure", 93),
+    ("bytes", 115),
+    ("structure", 146),
+    ("structure", 236),
+    ("structure", 412),
+    ("structure", 434),
+    ("structure", 450),
+    ("options", 13),
+    ("options", 34),
+    ("options", 151),
+    ("options", 160),
+    ("options", 281),
+]
 
 
 LATER = [("structure", 457), ("options", 11)]  # of seed 1
@@ -70,8 +91,14 @@ for case, found, _ in workers.judge(run, lambda case: run[case]()):
 """)
     done = subprocess.run([sys.executable, str(script)], text=True, capture_output=True, timeout=60)
     found = dict(line.split(" | ") if " | " in line else (line.split(" |")[0], "") for line in done.stdout.splitlines())
-    assert found == {"crash": "died of signal SIGABRT", "hang": "more than 1 seconds", "leave": "ended with status 3 without a word",
-                     "flood": found["flood"], "raise": "ZeroDivisionError: division by zero", "fine": ""}, done.stderr  # fmt: skip
+    assert found == {
+        "crash": "died of signal SIGABRT",
+        "hang": "more than 1 seconds",
+        "leave": "ended with status 3 without a word",
+        "flood": found["flood"],
+        "raise": "ZeroDivisionError: division by zero",
+        "fine": "",
+    }, done.stderr
     assert "MiB of memory" in found["flood"]
     assert raised(lambda: 1 / 0).startswith("traceback: ") and not raised(lambda: 1)
     assert unclear("") and unclear("x" * 5000) and not unclear("'m.onnx': node 'a' (Add) has 1 input")

@@ -47,13 +47,28 @@ NAMED: dict[str, str] = {
     "test_mvn": _FUNCTION,
     "test_spacetodepth_dcr_mode_example": _NEWER,
     "test_spacetodepth_crd_mode_example": _NEWER,
-    **dict.fromkeys(("test_training_dropout", "test_training_dropout_mask", "test_training_dropout_default",
-                     "test_training_dropout_default_mask"), _RANDOM),
+    **dict.fromkeys(
+        (
+            "test_training_dropout",
+            "test_training_dropout_mask",
+            "test_training_dropout_default",
+            "test_training_dropout_default_mask",
+        ),
+        _RANDOM,
+    ),
     **dict.fromkeys(("test_mod_float32_mixed_sign_fmod_0", "test_mod_float64_mixed_sign_fmod_0"), _NO_KERNEL),
     **{f"test_scatter_elements_with_reduction_{how}": _OTHER for how in ("mul", "max", "min")},
-    **dict.fromkeys(("test_scatternd_multiply", "test_scatternd_max", "test_scatternd_min",
-                     "test_scatternd_max_with_element_indices", "test_scatternd_min_with_element_indices"), _OTHER),
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "test_scatternd_multiply",
+            "test_scatternd_max",
+            "test_scatternd_min",
+            "test_scatternd_max_with_element_indices",
+            "test_scatternd_min_with_element_indices",
+        ),
+        _OTHER,
+    ),
+}
 #: Operators whose node tests are all on integers; test_gradients_data has their gradients.
 WITHOUT = frozenset({"Trilu"})
 

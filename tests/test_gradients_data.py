@@ -209,14 +209,17 @@ def _signed(seed: int, shape: Shape) -> np.ndarray:
 
 
 REDUCTIONS: dict[str, Any] = {
-    "ReduceSum": normal, "ReduceMean": normal, "ReduceSumSquare": normal, "ReduceLogSumExp": normal,
+    "ReduceSum": normal,
+    "ReduceMean": normal,
+    "ReduceSumSquare": normal,
+    "ReduceLogSumExp": normal,
     "ReduceL1": lambda seed, shape: np.sign(normal(seed, shape)) * (0.2 + np.abs(normal(seed + 1, shape))),
     "ReduceL2": lambda seed, shape: 0.5 + np.abs(normal(seed, shape)),
     "ReduceLogSum": lambda seed, shape: 0.5 + np.abs(normal(seed, shape)),
     "ReduceProd": lambda seed, shape: np.random.default_rng(seed).uniform(0.5, 1.5, shape),
     "ReduceMax": lambda seed, shape: np.random.default_rng(seed).permutation(math.prod(shape)).reshape(shape) / 8,
     "ReduceMin": lambda seed, shape: np.random.default_rng(seed).permutation(math.prod(shape)).reshape(shape) / 8,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("type_", REDUCTIONS)
@@ -275,8 +278,13 @@ def test_axes_computed_in_the_run_are_refused() -> None:
 @pytest.mark.parametrize("type_", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @few
-@given(extra=shapes(max_rank=2), weighted=st.booleans(), ignore=st.sampled_from([None, -100, -1, 0, 2]),
-       kind=st.sampled_from([np.int64, np.int32]), seed=seeds)  # fmt: skip
+@given(
+    extra=shapes(max_rank=2),
+    weighted=st.booleans(),
+    ignore=st.sampled_from([None, -100, -1, 0, 2]),
+    kind=st.sampled_from([np.int64, np.int32]),
+    seed=seeds,
+)
 def test_loss(
     type_: str, reduction: str, extra: Shape, weighted: bool, ignore: int | None, kind: Any, seed: int
 ) -> None:

@@ -73,11 +73,25 @@ FLOAT64: dict[str, Any] = {
 }
 
 UNARY: dict[str, Any] = {
-    "Neg": smooth, "Abs": away, "Sqrt": positive, "Exp": smooth, "Log": positive, "Reciprocal": positive, "Sin": smooth,
-    "Cos": smooth, "Erf": smooth, "Identity": smooth,
-    "Relu": away, "Sigmoid": smooth, "Tanh": smooth, "Softplus": smooth, "Mish": smooth, "Softsign": away, "Celu": away,
+    "Neg": smooth,
+    "Abs": away,
+    "Sqrt": positive,
+    "Exp": smooth,
+    "Log": positive,
+    "Reciprocal": positive,
+    "Sin": smooth,
+    "Cos": smooth,
+    "Erf": smooth,
+    "Identity": smooth,
+    "Relu": away,
+    "Sigmoid": smooth,
+    "Tanh": smooth,
+    "Softplus": smooth,
+    "Mish": smooth,
+    "Softsign": away,
+    "Celu": away,
     "HardSwish": lambda rng, shape: away(rng, shape, -3, 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("type_", UNARY)
@@ -231,8 +245,12 @@ def test_gemm(trans_a: int, trans_b: int, sizes: tuple[int, int, int], data: st.
     rng = np.random.default_rng(seed)
     m, k, n = sizes
     c = data.draw(st.sampled_from([None, (), (1,), (n,), (m, 1), (1, n), (m, n)]))
-    attrs = {"transA": trans_a, "transB": trans_b, "alpha": data.draw(st.sampled_from([1.0, 0.5, -1.7])),
-             "beta": data.draw(st.sampled_from([1.0, 0.3]))}  # fmt: skip
+    attrs = {
+        "transA": trans_a,
+        "transB": trans_b,
+        "alpha": data.draw(st.sampled_from([1.0, 0.5, -1.7])),
+        "beta": data.draw(st.sampled_from([1.0, 0.3])),
+    }
     a, b = smooth(rng, (k, m) if trans_a else (m, k)), smooth(rng, (n, k) if trans_b else (k, n))
     check_gradient("Gemm", [a, b, *([] if c is None else [smooth(rng, c)])], attrs=attrs)
 

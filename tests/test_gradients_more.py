@@ -136,8 +136,13 @@ def test_other_scatters_say_what_to_do(reduction: str) -> None:
 @pytest.mark.parametrize("axis", [0, -1])
 def test_lp_normalization(p: int, axis: int) -> None:
     x = normal(3, 4)
-    check_gradient("LpNormalization", [x], attrs={"p": p, "axis": axis},
-                   forward=lambda x: [x / np.linalg.norm(x, p, axis, keepdims=True)], half=("float16",))  # fmt: skip
+    check_gradient(
+        "LpNormalization",
+        [x],
+        attrs={"p": p, "axis": axis},
+        forward=lambda x: [x / np.linalg.norm(x, p, axis, keepdims=True)],
+        half=("float16",),
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the reference evaluator divides 0 by 0
@@ -150,9 +155,10 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
 def test_lrn(size: int) -> None:
     def lrn(x: np.ndarray) -> list[np.ndarray]:
-        squares = np.stack([
-            (x[:, max(0, c - (size - 1) // 2) : c + size // 2 + 1] ** 2).sum(axis=1) for c in range(x.shape[1])
-        ], axis=1)  # fmt: skip
+        squares = np.stack(
+            [(x[:, max(0, c - (size - 1) // 2) : c + size // 2 + 1] ** 2).sum(axis=1) for c in range(x.shape[1])],
+            axis=1,
+        )
         return [x / (0.5 + 0.3 / size * squares) ** 0.6]
 
     attrs = {"size": size, "alpha": 0.3, "beta": 0.6, "bias": 0.5}
@@ -160,19 +166,22 @@ def test_lrn(size: int) -> None:
 
 
 # -- Einsum --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("equation, shapes", [
-    ("...ij,...jk->...ik", [(2, 3, 4), (2, 4, 5)]),
-    ("...ij,jk->...ik", [(2, 3, 4), (4, 5)]),
-    ("b...,b->...", [(3, 2, 4), (3,)]),
-    ("...i,...i", [(2, 1, 3), (1, 4, 3)]),
-    ("...ij->...ji", [(2, 3, 4)]),
-    ("ij,jk->ik", [(2, 1), (3, 4)]),
-    ("ii->i", [(3, 3)]),
-    ("ii,i->", [(3, 3), (3,)]),
-    ("bii,bij->bj", [(2, 3, 3), (2, 3, 4)]),
-    ("iij,k->jk", [(3, 3, 2), (4,)]),
-    ("...ii->...", [(2, 3, 3)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "equation, shapes",
+    [
+        ("...ij,...jk->...ik", [(2, 3, 4), (2, 4, 5)]),
+        ("...ij,jk->...ik", [(2, 3, 4), (4, 5)]),
+        ("b...,b->...", [(3, 2, 4), (3,)]),
+        ("...i,...i", [(2, 1, 3), (1, 4, 3)]),
+        ("...ij->...ji", [(2, 3, 4)]),
+        ("ij,jk->ik", [(2, 1), (3, 4)]),
+        ("ii->i", [(3, 3)]),
+        ("ii,i->", [(3, 3), (3,)]),
+        ("bii,bij->bj", [(2, 3, 3), (2, 3, 4)]),
+        ("iij,k->jk", [(3, 3, 2), (4,)]),
+        ("...ii->...", [(2, 3, 3)]),
+    ],
+)
 def test_einsum(equation: str, shapes: list[tuple[int, ...]]) -> None:
     xs = [normal(*shape) for shape in shapes]
     check_gradient("Einsum", xs, attrs={"equation": equation}, forward=lambda *xs: [_einsum(equation, xs)])
@@ -184,8 +193,14 @@ def _einsum(equation: str, xs: Any) -> np.ndarray:
 
 # -- Resize --------------------------------------------------------------------------------------------
 Array = np.ndarray[Any, Any]
-COORDINATES = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "half_pixel_symmetric",
-               "tf_crop_and_resize")  # fmt: skip
+COORDINATES = (
+    "half_pixel",
+    "asymmetric",
+    "align_corners",
+    "pytorch_half_pixel",
+    "half_pixel_symmetric",
+    "tf_crop_and_resize",
+)
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 REGION = np.array([0, 0, 0.1, 0.2, 1, 1, 0.8, 1.1], np.float32)
 #: The [1, 1, 6, 7] input becomes this: by scales (float) or sizes (int).
@@ -238,18 +253,21 @@ def test_resize_is_the_transpose_of_what_onnxruntime_does(coordinates: str) -> N
             assert abs(error) < 2e-6 * np.linalg.norm(dx) * np.linalg.norm(x), (attrs, target)
 
 
-@pytest.mark.parametrize("attrs, target", [
-    ({"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}, [1, 1, 2.0, 3]),
-    ({"mode": "nearest"}, [1, 1, 5, 10]),
-    ({"mode": "linear"}, [1, 1, 2.0, 2]),
-    ({"mode": "linear", "coordinate_transformation_mode": "align_corners"}, [1, 1, 9, 4]),
-    ({"mode": "cubic", "antialias": 1}, [1, 1, 3, 4]),
-    ({"mode": "linear", "axes": [3, 2]}, [11, 3]),
-    ({"mode": "linear", "axes": [-2]}, [9]),
-    ({"mode": "linear", "axes": [2], "keep_aspect_ratio_policy": "not_larger"}, [9]),
-    ({"mode": "linear", "axes": [2, 3], "keep_aspect_ratio_policy": "not_smaller"}, [10, 10]),
-    ({"mode": "nearest"}, [1, 1, 6, 7]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "attrs, target",
+    [
+        ({"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}, [1, 1, 2.0, 3]),
+        ({"mode": "nearest"}, [1, 1, 5, 10]),
+        ({"mode": "linear"}, [1, 1, 2.0, 2]),
+        ({"mode": "linear", "coordinate_transformation_mode": "align_corners"}, [1, 1, 9, 4]),
+        ({"mode": "cubic", "antialias": 1}, [1, 1, 3, 4]),
+        ({"mode": "linear", "axes": [3, 2]}, [11, 3]),
+        ({"mode": "linear", "axes": [-2]}, [9]),
+        ({"mode": "linear", "axes": [2], "keep_aspect_ratio_policy": "not_larger"}, [9]),
+        ({"mode": "linear", "axes": [2, 3], "keep_aspect_ratio_policy": "not_smaller"}, [10, 10]),
+        ({"mode": "nearest"}, [1, 1, 6, 7]),
+    ],
+)
 def test_resize(attrs: dict[str, Any], target: list[float]) -> None:
     shape = (2, 3, 6, 7) if len(target) < 4 or "axes" in attrs else (1, 1, 6, 7)
     inputs = resize_inputs(normal(*shape), target, attrs)

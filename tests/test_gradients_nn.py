@@ -72,12 +72,19 @@ def sliding(draw: st.DrawFn, rank: int, *, pools: bool = False, automatic: bool 
 # -- convolutions ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @few
-@given(data=st.data(), groups=st.sampled_from([1, 1, 2, 3]), channels=st.integers(1, 3), outputs=st.integers(1, 3),
-       bias=st.booleans(), seed=seeds)  # fmt: skip
+@given(
+    data=st.data(),
+    groups=st.sampled_from([1, 1, 2, 3]),
+    channels=st.integers(1, 3),
+    outputs=st.integers(1, 3),
+    bias=st.booleans(),
+    seed=seeds,
+)
 def test_conv(rank: int, data: st.DataObject, groups: int, channels: int, outputs: int, bias: bool, seed: int) -> None:
     window = data.draw(sliding(rank))
-    x, w, b = normal(seed, (2, groups * channels, *window.spatial), (groups * outputs, channels, *window.kernel),
-                     (groups * outputs,))  # fmt: skip
+    x, w, b = normal(
+        seed, (2, groups * channels, *window.spatial), (groups * outputs, channels, *window.kernel), (groups * outputs,)
+    )
     check_gradient("Conv", [x, w, b] if bias else [x, w], attrs={**window.attrs, "group": groups}, half=FP16)
 
 
@@ -103,10 +110,13 @@ FORMS = {
 @given(window=sliding(2, automatic=False), seed=seeds)
 def test_every_form_of_the_weight_gradient_agrees(window: Sliding, seed: int) -> None:
     strides, dilations, pads = (window.attrs[name] for name in ("strides", "dilations", "pads"))
-    target = [(n + pads[i] + pads[2 + i] - (k - 1) * dilations[i] - 1) // strides[i] + 1
-              for i, (n, k) in enumerate(zip(window.spatial, window.kernel, strict=True))]  # fmt: skip
-    geometry = Window(tuple(window.kernel), tuple(strides), tuple(dilations), tuple(pads[:2]), tuple(window.spatial),
-                      tuple(target))  # fmt: skip
+    target = [
+        (n + pads[i] + pads[2 + i] - (k - 1) * dilations[i] - 1) // strides[i] + 1
+        for i, (n, k) in enumerate(zip(window.spatial, window.kernel, strict=True))
+    ]
+    geometry = Window(
+        tuple(window.kernel), tuple(strides), tuple(dilations), tuple(pads[:2]), tuple(window.spatial), tuple(target)
+    )
     x, dy = normal(seed, (2, 2, *window.spatial), (2, 3, *target))
     results = {}
     for dtype, tolerance in (("float64", 1e-12), ("float16", 2e-2)):
@@ -126,8 +136,14 @@ def test_every_form_of_the_weight_gradient_agrees(window: Sliding, seed: int) ->
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @few
-@given(data=st.data(), groups=st.sampled_from([1, 2]), channels=st.integers(1, 3), outputs=st.integers(1, 2),
-       bias=st.booleans(), seed=seeds)  # fmt: skip
+@given(
+    data=st.data(),
+    groups=st.sampled_from([1, 2]),
+    channels=st.integers(1, 3),
+    outputs=st.integers(1, 2),
+    bias=st.booleans(),
+    seed=seeds,
+)
 def test_conv_transpose(
     rank: int, data: st.DataObject, groups: int, channels: int, outputs: int, bias: bool, seed: int
 ) -> None:
@@ -262,9 +278,14 @@ def images(draw: st.DrawFn, min_rank: int = 0, divisible: int = 1) -> tuple[int,
 def test_batch_normalization(training: int, mixed: bool, shape: tuple[int, ...], epsilon: float, seed: int) -> None:
     channels = (shape[1],)
     x, scale, bias, mean, var = normal(seed, shape, *[channels] * 4)
-    check_gradient("BatchNormalization", [x, scale, bias, mean, np.abs(var) + 0.2],
-                   attrs={"training_mode": training, "epsilon": epsilon}, outputs=3 if training else 1, wrt=(0, 1, 2),
-                   keep_fp32=(1, 2, 3, 4) if mixed else ())  # fmt: skip
+    check_gradient(
+        "BatchNormalization",
+        [x, scale, bias, mean, np.abs(var) + 0.2],
+        attrs={"training_mode": training, "epsilon": epsilon},
+        outputs=3 if training else 1,
+        wrt=(0, 1, 2),
+        keep_fp32=(1, 2, 3, 4) if mixed else (),
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
@@ -274,8 +295,9 @@ def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     tail = tuple(shape[axis:])
     inputs = normal(seed, tuple(shape), tail, tail)[: 3 if bias else 2]
-    check_gradient("LayerNormalization", inputs, attrs={"axis": axis, "epsilon": 1e-2},
-                   keep_fp32=(1, 2) if mixed else ())  # fmt: skip
+    check_gradient(
+        "LayerNormalization", inputs, attrs={"axis": axis, "epsilon": 1e-2}, keep_fp32=(1, 2) if mixed else ()
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
@@ -283,8 +305,9 @@ def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st
 @given(shape=images(min_rank=1), seed=seeds)
 def test_instance_normalization(mixed: bool, shape: tuple[int, ...], seed: int) -> None:
     x, scale, bias = normal(seed, shape, shape[1:2], shape[1:2])
-    check_gradient("InstanceNormalization", [x, scale, bias], attrs={"epsilon": 1e-3}, half=FP16,
-                   keep_fp32=(1, 2) if mixed else ())  # fmt: skip
+    check_gradient(
+        "InstanceNormalization", [x, scale, bias], attrs={"epsilon": 1e-3}, half=FP16, keep_fp32=(1, 2) if mixed else ()
+    )
 
 
 def group_normalization(groups: int, epsilon: float) -> Any:
@@ -305,5 +328,10 @@ def group_normalization(groups: int, epsilon: float) -> Any:
 @given(shape=images(min_rank=1, divisible=2), groups=st.sampled_from([1, 2]), seed=seeds)
 def test_group_normalization(mixed: bool, shape: tuple[int, ...], groups: int, seed: int) -> None:
     x, scale, bias = normal(seed, shape, shape[1:2], shape[1:2])
-    check_gradient("GroupNormalization", [x, scale, bias], attrs={"num_groups": groups, "epsilon": 1e-3},
-                   forward=group_normalization(groups, 1e-3), keep_fp32=(1, 2) if mixed else ())  # fmt: skip
+    check_gradient(
+        "GroupNormalization",
+        [x, scale, bias],
+        attrs={"num_groups": groups, "epsilon": 1e-3},
+        forward=group_normalization(groups, 1e-3),
+        keep_fp32=(1, 2) if mixed else (),
+    )

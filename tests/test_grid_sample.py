@@ -70,10 +70,17 @@ def sampled(x: np.ndarray, grid: np.ndarray, mode: str, padding: str, aligned: i
     return y
 
 
-@pytest.mark.parametrize("mode, padding, aligned", [
-    ("linear", "zeros", 0), ("linear", "border", 1), ("linear", "reflection", 0), ("cubic", "zeros", 1),
-    ("cubic", "reflection", 1), ("cubic", "border", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, padding, aligned",
+    [
+        ("linear", "zeros", 0),
+        ("linear", "border", 1),
+        ("linear", "reflection", 0),
+        ("cubic", "zeros", 1),
+        ("cubic", "reflection", 1),
+        ("cubic", "border", 0),
+    ],
+)
 def test_f26_gradients_are_central_differences(mode: str, padding: str, aligned: int) -> None:
     rng = np.random.default_rng(3)
     x, grid = rng.normal(size=(2, 3, 4, 5)), rng.uniform(-1.3, 1.3, (2, 3, 2, 2))

@@ -23,14 +23,19 @@ from amp_transpiler.passes.step_check.check_lowered import check_lowered
 
 Array = np.ndarray[Any, Any]
 KINDS: dict[str, Callable[..., optim.Optimizer]] = {
-    "sgd": optim.SGD, "momentum": optim.Momentum, "adam": optim.Adam, "adamw": optim.AdamW,
+    "sgd": optim.SGD,
+    "momentum": optim.Momentum,
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
     "lamb": lambda rate, weight_decay=0.01, **more: optim.Lamb(rate, weight_decay, **more),
-}  # fmt: skip
+}
 EVERY = pytest.mark.parametrize("kind", KINDS)
 SHAPES = {"w_0": (3, 2), "b_0": (4,), "norm_w": (2, 2)}
 #: 1, 2, 3, … times ± half the number of the parameter: what torch's clip_grad_norm_ was recorded with.
-GRADS = {name: np.arange(1, 1 + np.prod(shape)).reshape(shape) * (-1) ** i * (i + 1) / 2
-         for i, (name, shape) in enumerate(SHAPES.items())}  # fmt: skip
+GRADS = {
+    name: np.arange(1, 1 + np.prod(shape)).reshape(shape) * (-1) ** i * (i + 1) / 2
+    for i, (name, shape) in enumerate(SHAPES.items())
+}
 
 
 class Net:
@@ -59,11 +64,17 @@ class Net:
 @EVERY
 def test_a_group_is_an_optimizer_of_its_own_settings(kind: str) -> None:
     """Three groups with their own rate factor and decay move as three optimizers with those settings."""
-    groups = [{"params": ["w_*"], "learning_rate": 0.5}, {"params": ["b_0"], "weight_decay": 0.25},
-              {"params": ["norm_w"], "learning_rate": 2.0, "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {"params": ["w_*"], "learning_rate": 0.5},
+        {"params": ["b_0"], "weight_decay": 0.25},
+        {"params": ["norm_w"], "learning_rate": 2.0, "weight_decay": 0.0},
+    ]
     together = Net(KINDS[kind](0.1, weight_decay=0.5, parameter_list=groups))
-    alone = {"w_0": KINDS[kind](0.05, weight_decay=0.5), "b_0": KINDS[kind](0.1, weight_decay=0.25),
-             "norm_w": KINDS[kind](0.2, weight_decay=0.0)}  # fmt: skip
+    alone = {
+        "w_0": KINDS[kind](0.05, weight_decay=0.5),
+        "b_0": KINDS[kind](0.1, weight_decay=0.25),
+        "norm_w": KINDS[kind](0.2, weight_decay=0.0),
+    }
     assert len(together.ops) == 3 and len({op.input(1) for op in together.ops}) == 1
     singles = {name: Net(optimizer, (name,)) for name, optimizer in alone.items()}
     for factor in (1.0, -0.5, 2.0):
@@ -84,8 +95,9 @@ def test_groups_of_equal_settings_share_an_operator() -> None:
 
 def test_a_factor_follows_the_schedule() -> None:
     schedule = optim.lr.PiecewiseDecay([1], [1.0, 0.5])
-    net = Net(optim.SGD(schedule, parameter_list=[{"params": ["w_0", "norm_w"]},
-                                                  {"params": ["b_0"], "learning_rate": 0.25}]))  # fmt: skip
+    net = Net(
+        optim.SGD(schedule, parameter_list=[{"params": ["w_0", "norm_w"]}, {"params": ["b_0"], "learning_rate": 0.25}])
+    )
     net.step()
     net.step()
     assert np.allclose(net.initial["b_0"] - net["b_0"], 0.25 * 1.5 * GRADS["b_0"], rtol=1e-6)
@@ -101,27 +113,37 @@ def test_parameters_of_no_group_are_not_trained_and_are_logged(caplog: pytest.Lo
     assert not [name for name in net.steps.state if name.startswith("b_0_")], "it has no state either"
 
 
-@pytest.mark.parametrize("groups, error, said", [
-    ([{"params": ["w_0", "b_*"]}, {"params": ["*_0"]}], ArgumentError,
-     r"'w_0' is in two groups, parameter_list\[0\] \('w_0', 'b_\*'\) and parameter_list\[1\] \('\*_0'\)"),
-    ([{"params": ["nothing*"]}], ArgumentError, r"parameter_list\[0\].*'nothing\*' matches no trainable parameter"),
-    ([{"params": ["w_1"]}], Exception, "no variable 'w_1'; did you mean 'w_0'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "groups, error, said",
+    [
+        (
+            [{"params": ["w_0", "b_*"]}, {"params": ["*_0"]}],
+            ArgumentError,
+            r"'w_0' is in two groups, parameter_list\[0\] \('w_0', 'b_\*'\) and parameter_list\[1\] \('\*_0'\)",
+        ),
+        ([{"params": ["nothing*"]}], ArgumentError, r"parameter_list\[0\].*'nothing\*' matches no trainable parameter"),
+        ([{"params": ["w_1"]}], Exception, "no variable 'w_1'; did you mean 'w_0'"),
+    ],
+)
 def test_groups_that_do_not_fit_the_program(groups: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         Net(optim.Adam(0.1, parameter_list=groups))
 
 
-@pytest.mark.parametrize("groups, error, said", [
-    ([{"params": ["w"]}, "b"], ArgumentTypeError, r"parameter_list\[1\] is 'b'"),
-    ([{"parameters": ["w"]}], ArgumentError, r"parameter_list\[0\] has the key 'parameters'; a group has 'params'"),
-    ([{"learning_rate": 1.0}], ArgumentError, "has no 'params'"),
-    ([{"params": []}], ArgumentTypeError, "params is"), ([{"params": 3}], ArgumentTypeError, "params is 3"),
-    ([{"params": ["w"], "learning_rate": -1}], ArgumentError, r"parameter_list\[0\]: learning_rate is -1"),
-    ([{"params": ["w"], "weight_decay": "much"}], ArgumentError, "weight_decay is 'much'"),
-    ([{"params": ["w"], "grad_clip": 1.0}], ArgumentTypeError, "grad_clip is 1.0"),
-    ({"params": ["w"]}, ArgumentTypeError, "expected a list of parameters, or of groups"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "groups, error, said",
+    [
+        ([{"params": ["w"]}, "b"], ArgumentTypeError, r"parameter_list\[1\] is 'b'"),
+        ([{"parameters": ["w"]}], ArgumentError, r"parameter_list\[0\] has the key 'parameters'; a group has 'params'"),
+        ([{"learning_rate": 1.0}], ArgumentError, "has no 'params'"),
+        ([{"params": []}], ArgumentTypeError, "params is"),
+        ([{"params": 3}], ArgumentTypeError, "params is 3"),
+        ([{"params": ["w"], "learning_rate": -1}], ArgumentError, r"parameter_list\[0\]: learning_rate is -1"),
+        ([{"params": ["w"], "weight_decay": "much"}], ArgumentError, "weight_decay is 'much'"),
+        ([{"params": ["w"], "grad_clip": 1.0}], ArgumentTypeError, "grad_clip is 1.0"),
+        ({"params": ["w"]}, ArgumentTypeError, "expected a list of parameters, or of groups"),
+    ],
+)
 def test_wrong_groups_are_refused_at_the_call(groups: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         optim.Momentum(0.1, parameter_list=groups)
@@ -174,10 +196,14 @@ def directions(factors: dict[str, float]) -> dict[str, Array]:
 NORM = 10.965856099730654
 
 
-@pytest.mark.parametrize("limit, firsts", [
-    (1.0, [0.0455960711, -0.0911921422, 0.136788213]), (10.0, [0.455960711, -0.911921422, 1.36788213]),
-    (1000.0, [0.5, -1.0, 1.5]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "limit, firsts",
+    [
+        (1.0, [0.0455960711, -0.0911921422, 0.136788213]),
+        (10.0, [0.455960711, -0.911921422, 1.36788213]),
+        (1000.0, [0.5, -1.0, 1.5]),
+    ],
+)
 def test_the_global_norm_is_torchs(limit: float, firsts: list[float]) -> None:
     """Recorded for the first elements; all elements of a gradient have one factor."""
     found = clipped_grads(optim.SGD(1.0, grad_clip=optim.ClipGradByGlobalNorm(limit)))
@@ -186,8 +212,11 @@ def test_the_global_norm_is_torchs(limit: float, firsts: list[float]) -> None:
 
 
 def test_one_clip_of_the_optimizer_is_over_all_groups() -> None:
-    groups = [{"params": ["w_0"], "weight_decay": 0.0}, {"params": ["b_0"], "learning_rate": 1.0},
-              {"params": ["norm_w"], "learning_rate": 0.5}]  # fmt: skip
+    groups = [
+        {"params": ["w_0"], "weight_decay": 0.0},
+        {"params": ["b_0"], "learning_rate": 1.0},
+        {"params": ["norm_w"], "learning_rate": 0.5},
+    ]
     optimizer = optim.SGD(1.0, parameter_list=groups, grad_clip=optim.ClipGradByGlobalNorm(2.0))
     found = clipped_grads(optimizer)
     for name, wanted in directions({"w_0": 2 / NORM, "b_0": 2 / NORM, "norm_w": 1 / NORM}).items():
@@ -196,16 +225,22 @@ def test_one_clip_of_the_optimizer_is_over_all_groups() -> None:
 
 def test_a_group_with_its_own_clip_is_clipped_by_itself() -> None:
     """Norms of the groups as torch gives them for each alone; an explicit None is no clipping."""
-    groups = [{"params": ["w_0"], "grad_clip": optim.ClipGradByGlobalNorm(2.0)},
-              {"params": ["b_0"], "grad_clip": None}, {"params": ["norm_w"]}]  # fmt: skip
+    groups = [
+        {"params": ["w_0"], "grad_clip": optim.ClipGradByGlobalNorm(2.0)},
+        {"params": ["b_0"], "grad_clip": None},
+        {"params": ["norm_w"]},
+    ]
     found = clipped_grads(optim.SGD(1.0, parameter_list=groups, grad_clip=optim.ClipGradByGlobalNorm(2.0)))
     for name, first in (("w_0", 0.209656923), ("b_0", -1.0), ("norm_w", 0.365148327)):
         assert np.allclose(found[name], GRADS[name] * (first / GRADS[name].flat[0]), rtol=2e-6, atol=3e-7), name
 
 
 def test_two_groups_share_the_clip_that_they_inherit() -> None:
-    groups = [{"params": ["w_0"]}, {"params": ["b_0"], "learning_rate": 0.5},
-              {"params": ["norm_w"], "grad_clip": optim.ClipGradByValue(0.5)}]  # fmt: skip
+    groups = [
+        {"params": ["w_0"]},
+        {"params": ["b_0"], "learning_rate": 0.5},
+        {"params": ["norm_w"], "grad_clip": optim.ClipGradByValue(0.5)},
+    ]
     found = clipped_grads(optim.SGD(1.0, parameter_list=groups, grad_clip=optim.ClipGradByGlobalNorm(2.0)))
     for name, first in (("w_0", 0.137685659), ("b_0", -0.275371318 / 2)):
         assert np.allclose(found[name], GRADS[name] * (first / GRADS[name].flat[0]), rtol=2e-6, atol=3e-7), name
@@ -217,19 +252,33 @@ def grouped(kind: str, mode: str, **more: Any) -> tuple[Program, Program, Any, A
     """Two layers and a layer norm in three groups, with a schedule, decay, exclusion and clipping."""
     main, startup = amp.Program(), amp.Program("startup")
     main.seed = startup.seed = 3
-    groups = [{"params": ["fc_0.*"], "learning_rate": 0.5}, {"params": ["fc_1.*"], "weight_decay": 0.1},
-              {"params": ["layer_norm_0.*"], "grad_clip": optim.ClipGradByNorm(0.5)}]  # fmt: skip
+    groups = [
+        {"params": ["fc_0.*"], "learning_rate": 0.5},
+        {"params": ["fc_1.*"], "weight_decay": 0.1},
+        {"params": ["layer_norm_0.*"], "grad_clip": optim.ClipGradByNorm(0.5)},
+    ]
     schedule = optim.lr.LinearWarmup(optim.lr.CosineAnnealingDecay(0.05, 20), 3, 0.01, 0.05)
-    opt: Any = KINDS[kind](schedule, parameter_list=groups, weight_decay=0.01, weight_decay_exclude=["*.b_0"],
-                           grad_clip=optim.ClipGradByGlobalNorm(1.0), multi_precision=mode.startswith("pure"))  # fmt: skip
+    opt: Any = KINDS[kind](
+        schedule,
+        parameter_list=groups,
+        weight_decay=0.01,
+        weight_decay_exclude=["*.b_0"],
+        grad_clip=optim.ClipGradByGlobalNorm(1.0),
+        multi_precision=mode.startswith("pure"),
+    )
     with amp.program_guard(main, startup), amp.unique_name.guard():
         x, y = amp.data("x", [4, 3], "float32"), amp.data("y", [4, 2], "float32")
         with amp.fp16_guard():
             out = amp.nn.fc(amp.nn.layer_norm(amp.nn.fc(x, 5, act="relu")), 2)
         loss = F.mean((out - y) * (out - y))
         if mode != "fp32":
-            opt = amp.decorate(opt, use_pure_fp16=mode.startswith("pure"), init_loss_scaling=8.0,
-                               decr_every_n_nan_or_inf=1, dtype="bfloat16" if mode.endswith("bf16") else "float16")  # fmt: skip
+            opt = amp.decorate(
+                opt,
+                use_pure_fp16=mode.startswith("pure"),
+                init_loss_scaling=8.0,
+                decr_every_n_nan_or_inf=1,
+                dtype="bfloat16" if mode.endswith("bf16") else "float16",
+            )
         opt.minimize(loss, startup)
     return main, startup, loss, opt
 

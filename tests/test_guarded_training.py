@@ -77,10 +77,18 @@ def audio(powers: str) -> onnx.ModelProto:
         exponent = {"apart": np.array([8, 2, WINDOW // 2 + 1, -1])}
     head = f'<ir_version: 8, opset_import: ["" : 17]> net (float[8,{SAMPLES}] wave) => (float[8,{CLASSES}] scores) {{'
     return model(
-        head + SPECTRUM + POWERS[powers] + NETWORK, stft=basis()[:, None], eps=np.float32(1e-9), one=np.array([1]),
-        halves=np.array([WINDOW // 2 + 1] * 2), w1=rng.normal(0, 0.1, (8, 1, 3, 3)), b1=np.zeros(8),
-        w2=rng.normal(0, 0.3, (CLASSES, 8)), b2=np.zeros(CLASSES), **filters, **exponent,
-    )  # fmt: skip
+        head + SPECTRUM + POWERS[powers] + NETWORK,
+        stft=basis()[:, None],
+        eps=np.float32(1e-9),
+        one=np.array([1]),
+        halves=np.array([WINDOW // 2 + 1] * 2),
+        w1=rng.normal(0, 0.1, (8, 1, 3, 3)),
+        b1=np.zeros(8),
+        w2=rng.normal(0, 0.3, (CLASSES, 8)),
+        b2=np.zeros(CLASSES),
+        **filters,
+        **exponent,
+    )
 
 
 def sounds(steps: int) -> list[dict[str, np.ndarray]]:
@@ -101,16 +109,23 @@ def labelled(program: amp.Program) -> amp.Variable:
     return F.cross_entropy(program.outputs[0], amp.data("label", [8, 1], "int64"))
 
 
-def trained(program: amp.Program, loss: Callable[[amp.Program], amp.Variable], feeds: list[dict[str, np.ndarray]],
-            mode: str, scale: float = 1024.0, **options: object) -> tuple[np.ndarray, int]:  # fmt: skip
+def trained(
+    program: amp.Program,
+    loss: Callable[[amp.Program], amp.Variable],
+    feeds: list[dict[str, np.ndarray]],
+    mode: str,
+    scale: float = 1024.0,
+    **options: object,
+) -> tuple[np.ndarray, int]:
     """The losses, and how many steps were skipped."""
     pure = mode == "pure-fp16"
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         value = loss(program)
         optimizer = amp.optimizer.Adam(3e-3, multi_precision=pure)
         if mode != "fp32":
-            optimizer = amp.decorate(optimizer, use_pure_fp16=pure, use_fp16_guard=False, init_loss_scaling=scale,
-                                     **options)  # fmt: skip
+            optimizer = amp.decorate(
+                optimizer, use_pure_fp16=pure, use_fp16_guard=False, init_loss_scaling=scale, **options
+            )
         optimizer.minimize(value)
     executor, scope, fetches = amp.Executor(), amp.Scope(), [value]
     executor.run(program.startup, scope=scope)
@@ -146,8 +161,14 @@ def test_f14_constants_of_a_spectrum_are_no_parameters() -> None:
       re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  banded = MatMul(power, bank)
       above = Add(banded, eps)  logged = Log(above)  y = MatMul(logged, w)
     }"""
-    weights = {"window": np.hanning(WINDOW), "transform": np.fft.rfft(np.eye(WINDOW)), "bank": bands(20, bins),
-               "w": rng.normal(0, 1, (20, 20)), "eps": np.array(1e-9), "halves": np.array([bins] * 2)}  # fmt: skip
+    weights = {
+        "window": np.hanning(WINDOW),
+        "transform": np.fft.rfft(np.eye(WINDOW)),
+        "bank": bands(20, bins),
+        "w": rng.normal(0, 1, (20, 20)),
+        "eps": np.array(1e-9),
+        "halves": np.array([bins] * 2),
+    }
     weights["transform"] = np.concatenate([weights["transform"].real, weights["transform"].imag], 1)
     assert [v.name for v in amp.Program.from_onnx(model(text, **weights)).parameters] == ["w"]
     learned = {name: rng.normal(0, 1, weights[name].shape) for name in ("transform", "bank")}
@@ -185,9 +206,12 @@ def test_f14_reasons_are_on_the_operators_and_in_explain(tmp_path: Path, capsys:
 @MODES
 def test_a_test_program_runs_in_the_precision_of_training(mode: str) -> None:
     """The loss alone keeps the product fp32, with its weight; the test program, which has no loss, follows."""
-    exported = model("""<ir_version: 8, opset_import: ["" : 17]> net (float[4,6] x) => (float[4,2] y)
+    exported = model(
+        """<ir_version: 8, opset_import: ["" : 17]> net (float[4,6] x) => (float[4,2] y)
                         { h = MatMul(x, w)  r = Relu(h)  y = MatMul(r, v) }""",
-                     w=np.random.default_rng(0).normal(0, 1, (6, 5)), v=np.random.default_rng(1).normal(0, 1, (5, 2)))  # fmt: skip
+        w=np.random.default_rng(0).normal(0, 1, (6, 5)),
+        v=np.random.default_rng(1).normal(0, 1, (5, 2)),
+    )
     program, pure = prepared(exported), mode == "pure-fp16"
     test = program.clone(for_test=True)
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
@@ -216,8 +240,12 @@ def test_built_programs_keep_the_literal_rule() -> None:
         with amp.program_guard(main_program, startup), amp.unique_name.guard():
             y = amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)
             loss = F.mean(F.log(y * y + np.float32(1e-6)))
-            amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False,
-                         numeric_guards=asked).minimize(loss)  # fmt: skip
+            amp.decorate(
+                amp.optimizer.SGD(0.1, multi_precision=True),
+                use_pure_fp16=True,
+                use_fp16_guard=False,
+                numeric_guards=asked,
+            ).minimize(loss)
         squares = [op for op in main_program.operators if op.type == "Mul" and op.inputs[0] is op.inputs[1]]
         assert [op.precision for op in squares] == [expected]
 
@@ -231,8 +259,9 @@ def test_f18_a_loss_behind_a_cast_to_float32_is_computed_in_float32(dtype: str) 
         wide = F.cast(logits, "float32")
         loss = F.cross_entropy(wide * np.float32(3), amp.data("label", [8, 1], "int64"))
         after = amp.nn.fc(wide, 2)
-        optimizer = amp.decorate(amp.optimizer.SGD(0.0, multi_precision=True), use_pure_fp16=True,
-                                 use_fp16_guard=False, dtype=dtype)  # fmt: skip
+        optimizer = amp.decorate(
+            amp.optimizer.SGD(0.0, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False, dtype=dtype
+        )
         optimizer.minimize(loss + 0 * F.mean(after))
     executor, scope = amp.Executor(), amp.Scope()
     executor.run(startup, scope=scope)
@@ -257,15 +286,22 @@ def test_f18_a_loss_behind_a_cast_to_float32_is_computed_in_float32(dtype: str) 
 def test_f26_a_variance_as_a_difference_of_means_starts_as_in_fp32() -> None:
     """The layer norm of jax: mean(x*x) - mean(x)**2, after tiny activations. In fp16 all of its squares vanish."""
     rng = np.random.default_rng(0)
-    exported = model("""<ir_version: 8, opset_import: ["" : 17]> net (float[8,12] x) => (float[8,3] y) {
+    exported = model(
+        """<ir_version: 8, opset_import: ["" : 17]> net (float[8,12] x) => (float[8,3] y) {
       h = MatMul(x, w)
       total = ReduceSum <keepdims = 1> (h, last)  mean = Mul(total, share)
       squares = Mul(h, h)  sum2 = ReduceSum <keepdims = 1> (squares, last)  mean2 = Mul(sum2, share)
       square = Mul(mean, mean)  difference = Sub(mean2, square)  variance = Max(difference, zero)
       above = Add(variance, eps)  root = Sqrt(above)  inverse = Reciprocal(root)
       centred = Sub(h, mean)  scaled = Mul(centred, inverse)  y = MatMul(scaled, v)
-    }""", w=rng.normal(0, 5e-4, (12, 16)), v=rng.normal(0, 1, (16, 3)), last=np.array([1]),
-                     share=np.array(1 / 16), zero=np.array(0.0), eps=np.array(1e-12))  # fmt: skip
+    }""",
+        w=rng.normal(0, 5e-4, (12, 16)),
+        v=rng.normal(0, 1, (16, 3)),
+        last=np.array([1]),
+        share=np.array(1 / 16),
+        zero=np.array(0.0),
+        eps=np.array(1e-12),
+    )
     feeds = [
         {"x": rng.normal(0, 0.1, (8, 12)).astype(np.float32), "label": rng.normal(0, 1, (8, 3)).astype(np.float32)}
     ] * 3
@@ -293,8 +329,11 @@ LARGE: dict[str, Callable[[amp.Variable, amp.Variable], amp.Variable]] = {
 @pytest.mark.parametrize("kind", LARGE)
 def test_f26_a_large_loss_is_finite(kind: str, mode: str) -> None:
     rng = np.random.default_rng(0)
-    exported = model("""<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float[8,40] y)
-                        { h = MatMul(x, w)  y = Relu(h) }""", w=rng.normal(0, 1, (4, 40)))  # fmt: skip
+    exported = model(
+        """<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float[8,40] y)
+                        { h = MatMul(x, w)  y = Relu(h) }""",
+        w=rng.normal(0, 1, (4, 40)),
+    )
     feeds = [{"x": rng.normal(0, 130, (8, 4)).astype(np.float32), "label": np.zeros((8, 40), np.float32)}] * 5
 
     def loss(program: amp.Program) -> amp.Variable:

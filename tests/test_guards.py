@@ -71,7 +71,7 @@ PATTERNS = {
     ),
     "sum of squares": ("v = ReduceSumSquare(x, last)  s = Sqrt(v)  n = Mul(s, x)  y = MatMul(n, w)", ["v", "s"]),
     "LpNormalization": ("n = LpNormalization<p = 2>(x)  y = MatMul(n, w)", ["n"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -85,9 +85,13 @@ def test_from_the_square_to_the_root_and_the_division(pattern: str, dtype: str) 
 def test_reasons_name_the_pattern_and_where_it_began() -> None:
     p = body(PATTERNS["rms norm"][0])
     assert kept(p, gather(p)) == {
-        "p": SQUARES, "v": f"after Mul -> p: {SQUARES}", "e": f"after Mul -> p: {SQUARES}",
-        "s": f"after Mul -> p: {SQUARES}", "r": f"after Mul -> p: {SQUARES}", "n": f"after Mul -> p: {SQUARES}",
-    }  # fmt: skip
+        "p": SQUARES,
+        "v": f"after Mul -> p: {SQUARES}",
+        "e": f"after Mul -> p: {SQUARES}",
+        "s": f"after Mul -> p: {SQUARES}",
+        "r": f"after Mul -> p: {SQUARES}",
+        "n": f"after Mul -> p: {SQUARES}",
+    }
 
 
 FREE = {
@@ -103,8 +107,12 @@ FREE = {
 
 @pytest.mark.parametrize("pattern", FREE)
 def test_what_fits_is_free(pattern: str) -> None:
-    p = body(FREE[pattern].replace("g = Relu(r)  r = Squeeze(q)  q = ReduceMax(x, first)  ", "")
-             .replace("(x, g)", "(x, scale)"), ", float[512] scale = {" + ",".join(["1"] * 512) + "}")  # fmt: skip
+    p = body(
+        FREE[pattern]
+        .replace("g = Relu(r)  r = Squeeze(q)  q = ReduceMax(x, first)  ", "")
+        .replace("(x, g)", "(x, scale)"),
+        ", float[512] scale = {" + ",".join(["1"] * 512) + "}",
+    )
     assert kept(p, gather(p)) == {}
 
 
@@ -114,14 +122,21 @@ RANGE = {
     "gelu": (
         """c = Pow(x, three)  k = Mul(c, eps)  a = Add(x, k)  b = Mul(a, half)  t = Tanh(b)  o = Add(t, one)
         h = Mul(x, half)  g = Mul(h, o)  y = MatMul(g, w)""",
-        {"c": "raises to the power 3", "k": "after Pow -> c: raises to the power 3",
-         "a": "after Pow -> c: raises to the power 3", "b": "after Pow -> c: raises to the power 3",
-         "t": "after Pow -> c: raises to the power 3"},
+        {
+            "c": "raises to the power 3",
+            "k": "after Pow -> c: raises to the power 3",
+            "a": "after Pow -> c: raises to the power 3",
+            "b": "after Pow -> c: raises to the power 3",
+            "t": "after Pow -> c: raises to the power 3",
+        },
     ),
     "a cube written out": (
         "q = Mul(x, x)  c = Mul(q, x)  t = Tanh(c)  y = MatMul(t, w)",
-        {"q": "a square on the way to a higher power", "c": "multiplies a number by its square",
-         "t": "after Mul -> c: multiplies a number by its square"},
+        {
+            "q": "a square on the way to a higher power",
+            "c": "multiplies a number by its square",
+            "t": "after Mul -> c: multiplies a number by its square",
+        },
     ),
     "a power of a tensor": (
         "p = Pow(x, x)  t = Sigmoid(p)  y = MatMul(t, w)",
@@ -153,17 +168,21 @@ RANGE = {
     ),
     "a sigmoid written out": (
         "m = Neg(x)  e = Exp(m)  a = Add(e, one)  s = Div(one, a)  y = MatMul(s, w)",
-        {"e": "an exponential leaves fp16 from 11.1 on",
-         "a": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
-         "s": "after Exp -> e: an exponential leaves fp16 from 11.1 on"},
+        {
+            "e": "an exponential leaves fp16 from 11.1 on",
+            "a": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
+            "s": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
+        },
     ),
     # The product reads it in fp32; its result counts as an ordinary tensor again.
     "a wide operand of a product": (
         "e = Exp(x)  m = MatMul(e, w)  r = Relu(m)  y = MatMul(r, w)",
-        {"e": "an exponential leaves fp16 from 11.1 on",
-         "m": "after Exp -> e: an exponential leaves fp16 from 11.1 on"},
+        {
+            "e": "an exponential leaves fp16 from 11.1 on",
+            "m": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
+        },
     ),
-}  # fmt: skip
+}
 MORE = ", float minus = {-0.5}, float many = {512}, float share = {0.001953125}, int64 axis = {1}"
 
 
@@ -352,8 +371,10 @@ def test_the_mean_in_a_difference_of_squares() -> None:
     program = amp.convert(model)
     kept = {op.outputs[0].name for op in program.operators if op.precision == "float32" and op.type != "Cast"}
     assert {"s", "mean", "q", "sq", "e", "m2", "v", "ve", "d"} <= kept
-    got, want = (amp.Executor(amp.CPUPlace()).run(p, feed={"x": x}, fetch_list=["y"])[0]
-                 for p in (program, amp.Program.from_onnx(model)))  # fmt: skip
+    got, want = (
+        amp.Executor(amp.CPUPlace()).run(p, feed={"x": x}, fetch_list=["y"])[0]
+        for p in (program, amp.Program.from_onnx(model))
+    )
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.02
 
 

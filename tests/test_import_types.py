@@ -29,8 +29,10 @@ def test_marks_go_out_and_come_back():
     neg.role, neg.scope, neg.precision = "backward", "tail", "float32"
     out = program.to_onnx()
     assert {e.key: e.value for e in out.graph.node[0].metadata_props} == {
-        "amp_transpiler.guard": "1", "amp_transpiler.precision": "float16", "amp_transpiler.reason": "fp16: white list",
-    }  # fmt: skip
+        "amp_transpiler.guard": "1",
+        "amp_transpiler.precision": "float16",
+        "amp_transpiler.reason": "fp16: white list",
+    }
     back = Program.from_onnx(out)
     for one, other in zip(program.operators, back.operators, strict=True):
         for name in ("role", "guard", "scope", "precision", "reason", "metadata"):
@@ -116,8 +118,24 @@ def test_contrib_table_agrees_with_onnxruntime():
     known = 0
     for name, (inputs, outputs, types) in json.loads(done.stdout.splitlines()[-1]).items():
         program = Program("one")
-        dtypes = ["float32", "float16", "int32", "int64", "uint8", "int8", "bool", "float64", "bfloat16", "uint16",
-                  "int16", "uint32", "uint64", "complex64", "complex128", "string"]  # fmt: skip
+        dtypes = [
+            "float32",
+            "float16",
+            "int32",
+            "int64",
+            "uint8",
+            "int8",
+            "bool",
+            "float64",
+            "bfloat16",
+            "uint16",
+            "int16",
+            "uint32",
+            "uint64",
+            "complex64",
+            "complex128",
+            "string",
+        ]
         by_name, given = {}, []
         for slot, type_str in enumerate(inputs):
             only = types.get(type_str, [type_str])

@@ -178,8 +178,15 @@ def functional(
     return values, fetched
 
 
-def agrees(source: onnx.ModelProto, states: dict[str, str], rng: np.random.Generator, level: str, place: Place,
-           steps: int = 3, trusting: bool = False) -> Step:  # fmt: skip
+def agrees(
+    source: onnx.ModelProto,
+    states: dict[str, str],
+    rng: np.random.Generator,
+    level: str,
+    place: Place,
+    steps: int = 3,
+    trusting: bool = False,
+) -> Step:
     """Runs ``source`` bound and functionally from random values, asserts equality, and returns the step.
 
     ``trusting`` binds every update in place, whatever the proof says.
@@ -232,11 +239,16 @@ def random_program(rng: np.random.Generator) -> onnx.ModelProto:
         a, b = (values[rng.integers(len(values))] for _ in range(2))
         kind = rng.choice(["Add", "Sub", "Max", "Tanh", "Identity", "Reshape", "Transpose", "MatMul", "Flatten", "Sum"])
         name = f"t{i}"
-        lines.append({
-            "Tanh": f"{name} = Tanh({a})", "Identity": f"{name} = Identity({a})", "Flatten": f"{name} = Flatten({a})",
-            "Reshape": f"{name} = Reshape({a}, square)", "Transpose": f"{name} = Transpose <perm = [1, 0]> ({a})",
-            "Sum": f"{name} = Sum({a}, {b}, x)",
-        }.get(kind, f"{name} = {kind}({a}, {b})"))  # fmt: skip
+        lines.append(
+            {
+                "Tanh": f"{name} = Tanh({a})",
+                "Identity": f"{name} = Identity({a})",
+                "Flatten": f"{name} = Flatten({a})",
+                "Reshape": f"{name} = Reshape({a}, square)",
+                "Transpose": f"{name} = Transpose <perm = [1, 0]> ({a})",
+                "Sum": f"{name} = Sum({a}, {b}, x)",
+            }.get(kind, f"{name} = {kind}({a}, {b})")
+        )
         values.append(name)
     for i, state in enumerate(states):
         a, b = (values[rng.integers(len(values))] for _ in range(2))

@@ -16,12 +16,33 @@ from tests.cuda_kernels import without_cuda_kernel
 X = np.arange(2 * 5 * 6, dtype=np.float32).reshape(2, 5, 6)
 #: Keys, as python writes them.
 KEYS: list[Any] = [
-    np.s_[0], np.s_[-1], np.s_[1, 2], np.s_[0, 1, -2], np.s_[:], np.s_[...], np.s_[1:], np.s_[:, 1:4], np.s_[:, :-1],
-    np.s_[:, ::2], np.s_[:, ::-1], np.s_[:, -1:0:-2, 1:100:3], np.s_[..., 0], np.s_[0, ...], np.s_[0, ..., 1:3],
-    np.s_[None], np.s_[:, None], np.s_[..., None], np.s_[0, None, :, None, 2], np.s_[None, 1, ..., -1, None],
-    np.s_[:, [3, 0, 3]], np.s_[[1, 1]], np.s_[..., np.array([5, -1])], np.s_[1:2, :, np.array([0, 2])],
-    np.s_[np.int64(1)], np.s_[:, np.int32(-2)],
-]  # fmt: skip
+    np.s_[0],
+    np.s_[-1],
+    np.s_[1, 2],
+    np.s_[0, 1, -2],
+    np.s_[:],
+    np.s_[...],
+    np.s_[1:],
+    np.s_[:, 1:4],
+    np.s_[:, :-1],
+    np.s_[:, ::2],
+    np.s_[:, ::-1],
+    np.s_[:, -1:0:-2, 1:100:3],
+    np.s_[..., 0],
+    np.s_[0, ...],
+    np.s_[0, ..., 1:3],
+    np.s_[None],
+    np.s_[:, None],
+    np.s_[..., None],
+    np.s_[0, None, :, None, 2],
+    np.s_[None, 1, ..., -1, None],
+    np.s_[:, [3, 0, 3]],
+    np.s_[[1, 1]],
+    np.s_[..., np.array([5, -1])],
+    np.s_[1:2, :, np.array([0, 2])],
+    np.s_[np.int64(1)],
+    np.s_[:, np.int32(-2)],
+]
 
 
 @pytest.mark.parametrize("unknown", [False, True], ids=["known", "unknown"])
@@ -60,19 +81,23 @@ def test_one_slice_serves_all_bounds() -> None:
     assert [op.type for op in main.operators] == ["Slice", "Squeeze", "Unsqueeze"]
 
 
-@pytest.mark.parametrize("key, error, said", [
-    ((0, 0, 0, 0), ArgumentError, r"4 indices for the 3 dimensions of 'x'"),
-    (2, ArgumentError, r"index 2 is outside dimension 0 of 'x'"),
-    ((0, -6), ArgumentError, r"index -6 is outside dimension 1"),
-    ((..., 0, ...), ArgumentError, r"'\.\.\.' can stand in an index once"),
-    (slice(None, None, 0), ArgumentError, "a step of 0 does not move"),
-    (slice(0.5, None), ArgumentTypeError, "bounds and the step of a slice are integers, not 0.5"),
-    ("a", ArgumentTypeError, "an index is an integer, a slice, .* not 'a'"),
-    (True, ArgumentTypeError, "not True"),
-    (1.0, ArgumentTypeError, "not 1.0"),
-    (np.ones(2, bool), ArgumentTypeError, "a bool mask selects with F.where"),
-    (([0], [0]), ArgumentError, "one vector of integers can index 'x'"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "key, error, said",
+    [
+        ((0, 0, 0, 0), ArgumentError, r"4 indices for the 3 dimensions of 'x'"),
+        (2, ArgumentError, r"index 2 is outside dimension 0 of 'x'"),
+        ((0, -6), ArgumentError, r"index -6 is outside dimension 1"),
+        ((..., 0, ...), ArgumentError, r"'\.\.\.' can stand in an index once"),
+        (slice(None, None, 0), ArgumentError, "a step of 0 does not move"),
+        (slice(0.5, None), ArgumentTypeError, "bounds and the step of a slice are integers, not 0.5"),
+        ("a", ArgumentTypeError, "an index is an integer, a slice, .* not 'a'"),
+        (True, ArgumentTypeError, "not True"),
+        (1.0, ArgumentTypeError, "not 1.0"),
+        (np.ones(2, bool), ArgumentTypeError, "a bool mask selects with F.where"),
+        (([0], [0]), ArgumentError, "one vector of integers can index 'x'"),
+    ],
+    ids=str,
+)
 def test_what_is_no_index(key: Any, error: type[Exception], said: str) -> None:
     with amp.program_guard(amp.Program(), amp.Program()), amp.unique_name.guard():
         x = amp.data("x", [2, 5, 6], "float32")

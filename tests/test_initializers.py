@@ -57,16 +57,19 @@ def test_truncated_normal_is_the_inverse_of_its_distribution() -> None:
     assert 0 <= found.min() < 0.05 and 1.95 < found.max() <= 2
 
 
-@pytest.mark.parametrize("ours, theirs", [
-    (I.Constant(3.0), I.ConstantInitializer(value=3.0, force_cpu=False)),
-    (I.Uniform(-2, 2), I.UniformInitializer(low=-2, high=2, seed=0)),
-    (I.Normal(1, 2), I.NormalInitializer(loc=1, scale=2, seed=0)),
-    (I.TruncatedNormal(0, 0.02), I.TruncatedNormalInitializer(loc=0, scale=0.02)),
-    (I.Xavier(False, 3), I.XavierInitializer(uniform=False, fan_in=3, fan_out=None, seed=0)),
-    (I.Kaiming(False), I.MSRAInitializer(uniform=False, fan_in=None, seed=0)),
-    (I.KaimingNormal(), I.KaimingNormal(fan_in=None, negative_slope=0.0, nonlinearity="relu")),
-    (I.Assign(np.ones(3)), I.NumpyArrayInitializer(value=np.ones(3))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (I.Constant(3.0), I.ConstantInitializer(value=3.0, force_cpu=False)),
+        (I.Uniform(-2, 2), I.UniformInitializer(low=-2, high=2, seed=0)),
+        (I.Normal(1, 2), I.NormalInitializer(loc=1, scale=2, seed=0)),
+        (I.TruncatedNormal(0, 0.02), I.TruncatedNormalInitializer(loc=0, scale=0.02)),
+        (I.Xavier(False, 3), I.XavierInitializer(uniform=False, fan_in=3, fan_out=None, seed=0)),
+        (I.Kaiming(False), I.MSRAInitializer(uniform=False, fan_in=None, seed=0)),
+        (I.KaimingNormal(), I.KaimingNormal(fan_in=None, negative_slope=0.0, nonlinearity="relu")),
+        (I.Assign(np.ones(3)), I.NumpyArrayInitializer(value=np.ones(3))),
+    ],
+)
 def test_paddles_names_of_initialisers(ours: I.Initializer, theirs: I.Initializer) -> None:
     assert type(ours) is type(theirs)
     if not isinstance(ours, I.Assign):

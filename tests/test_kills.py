@@ -13,8 +13,13 @@ import pytest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="locks and kills are POSIX's")
 def test_kills_leave_whole_files_and_the_next_run_nothing_else() -> None:
-    found = subprocess.run([sys.executable, str(Path(__file__).parent / "kills.py"), "4", "11"], capture_output=True,
-                           text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "kills.py"), "4", "11"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert found.returncode == 0, found.stderr
     told = json.loads(found.stdout.splitlines()[-1])
     assert told["kills"] == 4 and {"embedded", "external", "reports", "train"} < set(told)

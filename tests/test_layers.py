@@ -40,16 +40,36 @@ CONVOLUTIONS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], dict[str, An
     # layer, input, arguments of both, arguments of the layer alone, the filters' shape
     "1d": ("conv1d", LINE, {"stride": 2, "padding": 1, "groups": 2}, {"num_filters": 6, "filter_size": 3}, (6, 2, 3)),
     "3d": ("conv3d", CUBE, {"padding": [1, 0, 0]}, {"num_filters": 3, "filter_size": (3, 2, 1)}, (3, 4, 3, 2, 1)),
-    "2d last": ("conv2d", LAST, {"padding": "SAME", "data_format": "NHWC"}, {"num_filters": 3, "filter_size": 3},
-                (3, 4, 3, 3)),
-    "1d transposed": ("conv1d_transpose", LINE, {"stride": 2, "groups": 2}, {"num_filters": 6, "filter_size": 3},
-                      (4, 3, 3)),
-    "2d transposed": ("conv2d_transpose", IMAGE, {"stride": 2, "padding": 1, "output_size": (16, 12)},
-                      {"num_filters": 3, "filter_size": 3}, (4, 3, 3, 3)),
-    "2d transposed by size": ("conv2d_transpose", IMAGE, {"stride": 2, "output_size": (17, 14)}, {"num_filters": 3},
-                              (4, 3, 3, 4)),
+    "2d last": (
+        "conv2d",
+        LAST,
+        {"padding": "SAME", "data_format": "NHWC"},
+        {"num_filters": 3, "filter_size": 3},
+        (3, 4, 3, 3),
+    ),
+    "1d transposed": (
+        "conv1d_transpose",
+        LINE,
+        {"stride": 2, "groups": 2},
+        {"num_filters": 6, "filter_size": 3},
+        (4, 3, 3),
+    ),
+    "2d transposed": (
+        "conv2d_transpose",
+        IMAGE,
+        {"stride": 2, "padding": 1, "output_size": (16, 12)},
+        {"num_filters": 3, "filter_size": 3},
+        (4, 3, 3, 3),
+    ),
+    "2d transposed by size": (
+        "conv2d_transpose",
+        IMAGE,
+        {"stride": 2, "output_size": (17, 14)},
+        {"num_filters": 3},
+        (4, 3, 3, 4),
+    ),
     "3d transposed": ("conv3d_transpose", CUBE, {"dilation": 2}, {"num_filters": 3, "filter_size": 2}, (4, 3, 2, 2, 2)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -58,14 +78,26 @@ def test_convolution(name: str) -> None:
     x = feed(*shape)
     found, scope, _ = made(lambda v: getattr(nn, layer)(v, **own, **both), x)
     assert {key: value.shape for key, value in scope.items() if key != "@rng_seed"} == {
-        f"{layer}_0.w_0": filters, f"{layer}_0.b_0": (own["num_filters"],)}  # fmt: skip
+        f"{layer}_0.w_0": filters,
+        f"{layer}_0.b_0": (own["num_filters"],),
+    }
     bias = feed(own["num_filters"], seed=1)
-    expected, _, _ = made(lambda v: getattr(F, layer)(
-        v, nn.create_parameter(filters, initializer=scope[f"{layer}_0.w_0"]),
-        nn.create_parameter(bias.shape, initializer=bias), **both), x)  # fmt: skip
+    expected, _, _ = made(
+        lambda v: getattr(F, layer)(
+            v,
+            nn.create_parameter(filters, initializer=scope[f"{layer}_0.w_0"]),
+            nn.create_parameter(bias.shape, initializer=bias),
+            **both,
+        ),
+        x,
+    )
     axis = -1 if both.get("data_format") == "NHWC" else 1
-    np.testing.assert_allclose(found + np.expand_dims(bias, [i for i in range(found.ndim) if i != axis % found.ndim]),
-                               expected, rtol=1e-4, atol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(
+        found + np.expand_dims(bias, [i for i in range(found.ndim) if i != axis % found.ndim]),
+        expected,
+        rtol=1e-4,
+        atol=1e-5,
+    )
     plain, scope, _ = made(lambda v: getattr(nn, layer)(v, bias_attr=False, act="relu", **own, **both), x)
     assert set(scope) - {"@rng_seed"} == {f"{layer}_0.w_0"}
     np.testing.assert_allclose(plain, np.maximum(found, 0), rtol=1e-4, atol=1e-5)
@@ -96,8 +128,10 @@ def test_group_norm() -> None:
     expected = expected * scale[:, None, None] + bias[:, None, None]
     found, _, _ = made(lambda v: nn.group_norm(v, 2, 1e-3, param_attr=scale, bias_attr=bias), x)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    last, _, _ = made(lambda v: nn.group_norm(input=v, groups=2, epsilon=1e-3, param_attr=scale, bias_attr=bias,
-                                              data_layout="NHWC"), np.ascontiguousarray(x.transpose(0, 2, 3, 1)))  # fmt: skip
+    last, _, _ = made(
+        lambda v: nn.group_norm(input=v, groups=2, epsilon=1e-3, param_attr=scale, bias_attr=bias, data_layout="NHWC"),
+        np.ascontiguousarray(x.transpose(0, 2, 3, 1)),
+    )
     np.testing.assert_allclose(last.transpose(0, 3, 1, 2), expected, rtol=1e-4, atol=1e-5)
     plain, scope, _ = made(lambda v: nn.group_norm(v, 4, param_attr=False, bias_attr=False), x)
     np.testing.assert_allclose(plain, normal(x, (2, 3)), rtol=1e-4, atol=1e-5)
@@ -110,7 +144,9 @@ def test_instance_norm(shape: tuple[int, ...]) -> None:
     found, scope, _ = made(lambda v: nn.instance_norm(input=v, epsilon=0.01), x)
     np.testing.assert_allclose(found, normal(x, tuple(range(2, len(shape))), 0.01), rtol=1e-4, atol=1e-5)
     assert {k: v.shape for k, v in scope.items() if k != "@rng_seed"} == {
-        "instance_norm_0.w_0": (4,), "instance_norm_0.b_0": (4,)}  # fmt: skip
+        "instance_norm_0.w_0": (4,),
+        "instance_norm_0.b_0": (4,),
+    }
 
 
 def test_layer_norm_without_its_parameters() -> None:
@@ -133,8 +169,14 @@ def test_layer_norm_does_not_take_paddles_keyword_for_its_own_default() -> None:
 def test_batch_norm_with_channels_last_and_named_statistics() -> None:
     x = feed(*LAST)
     with building() as (main, startup):
-        y = nn.batch_norm(nn.data("x", [None, *LAST[1:]]), data_layout="NHWC", momentum=0.75, moving_mean_name="m",
-                          moving_variance_name="v", param_attr=False)  # fmt: skip
+        y = nn.batch_norm(
+            nn.data("x", [None, *LAST[1:]]),
+            data_layout="NHWC",
+            momentum=0.75,
+            moving_mean_name="m",
+            moving_variance_name="v",
+            param_attr=False,
+        )
         still = nn.batch_norm(main.var("x"), data_layout="NHWC", use_global_stats=True)
     scope = startup_values(startup)
     found, plain = run(main, scope, {"x": x}, [y, still])
@@ -146,9 +188,15 @@ def test_batch_norm_with_channels_last_and_named_statistics() -> None:
 
 
 # -- the others --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode, layout, shape", [
-    ("all", "NCHW", (1,)), ("channel", "NCHW", (4,)), ("channel", "NHWC", (6,)), ("element", "NCHW", (1, 4, 8, 6)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, layout, shape",
+    [
+        ("all", "NCHW", (1,)),
+        ("channel", "NCHW", (4,)),
+        ("channel", "NHWC", (6,)),
+        ("element", "NCHW", (1, 4, 8, 6)),
+    ],
+)
 def test_prelu(mode: str, layout: str, shape: tuple[int, ...]) -> None:
     x, slope = feed(*IMAGE), feed(*shape, seed=1)
     found, scope, _ = made(lambda v: nn.prelu(v, mode, param_attr=slope, data_format=layout), x)
@@ -217,12 +265,15 @@ def test_padding_row_of_an_embedding_is_zero_and_learns_nothing(padding: int) ->
     np.testing.assert_array_equal(whole, found)
 
 
-@pytest.mark.parametrize("options, expected", [
-    ({"pool_size": 2, "pool_stride": 2}, lambda x: x.reshape(2, 4, 4, 2, 3, 2).max((3, 5))),
-    ({"pool_size": 2, "pool_stride": 2, "pool_type": "avg"}, lambda x: x.reshape(2, 4, 4, 2, 3, 2).mean((3, 5))),
-    ({"pool_type": "avg", "global_pooling": True}, lambda x: x.mean((2, 3), keepdims=True)),
-    ({"pool_type": "max", "global_pooling": True}, lambda x: x.max((2, 3), keepdims=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"pool_size": 2, "pool_stride": 2}, lambda x: x.reshape(2, 4, 4, 2, 3, 2).max((3, 5))),
+        ({"pool_size": 2, "pool_stride": 2, "pool_type": "avg"}, lambda x: x.reshape(2, 4, 4, 2, 3, 2).mean((3, 5))),
+        ({"pool_type": "avg", "global_pooling": True}, lambda x: x.mean((2, 3), keepdims=True)),
+        ({"pool_type": "max", "global_pooling": True}, lambda x: x.max((2, 3), keepdims=True)),
+    ],
+)
 def test_pool2d(options: dict[str, Any], expected: Callable[[Array], Array]) -> None:
     x = feed(*IMAGE)
     found, _, _ = made(lambda v: nn.pool2d(input=v, use_cudnn=False, **options), x)
@@ -257,8 +308,12 @@ def test_parameters_by_attributes() -> None:
     start = np.full((4, 3), 0.5, np.float32)
     with building() as (main, startup):
         x = nn.data("x", [None, 4])
-        nn.fc(x, 3, weight_attr=amp.ParamAttr(name="w", initializer=start, trainable=False),
-              bias_attr=amp.ParamAttr(initializer=nn.initializer.Constant(2.0)))  # fmt: skip
+        nn.fc(
+            x,
+            3,
+            weight_attr=amp.ParamAttr(name="w", initializer=start, trainable=False),
+            bias_attr=amp.ParamAttr(initializer=nn.initializer.Constant(2.0)),
+        )
         b = nn.create_parameter([3], attr=amp.ParamAttr(name="b"), is_bias=True)
         nn.create_parameter([3], default_initializer=nn.initializer.Constant(7.0))
     assert [v.name for v in main.parameters] == ["fc_0.b_0", "b", "create_parameter_0.w_0"] and b.trainable
@@ -275,30 +330,49 @@ def image() -> amp.Variable:
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "padding": (lambda: nn.conv2d(image(), 2, 3, padding="half"), r'conv2d: padding=\'half\'; .* "SAME" or "VALID"'),
     "pairs": (lambda: nn.conv2d(image(), 2, 3, padding=[[0, 0], [1, 1], [1, 1], [1, 1]]), r"\[0, 0\] for batch and"),
-    "same dilated": (lambda: nn.conv2d(image(), 2, 3, padding="SAME", dilation=2), r'padding="SAME" goes with dilation 1'),
+    "same dilated": (
+        lambda: nn.conv2d(image(), 2, 3, padding="SAME", dilation=2),
+        r'padding="SAME" goes with dilation 1',
+    ),
     "layout": (lambda: nn.conv2d(image(), 2, 3, data_format="CHWN"), r"data_format='CHWN'; known are NCHW and NHWC"),
     "rank": (lambda: nn.conv1d(image(), 2, 3), r"conv1d: x 'image' .* must have 3 dimensions, not 4"),
-    "kernel": (lambda: nn.conv3d(nn.data("x", [1, 1, 4, 4, 4]), 2, (1, 2)), r"filter_size must be one integer or three"),
+    "kernel": (
+        lambda: nn.conv3d(nn.data("x", [1, 1, 4, 4, 4]), 2, (1, 2)),
+        r"filter_size must be one integer or three",
+    ),
     "no size": (lambda: nn.conv2d_transpose(image(), 2), r"one of filter_size and output_size must be given"),
-    "far size": (lambda: nn.conv2d_transpose(image(), 2, output_size=30, filter_size=3, stride=2),
-                 r"output_size=30 is out of reach: it can be \[17, 13\]"),
+    "far size": (
+        lambda: nn.conv2d_transpose(image(), 2, output_size=30, filter_size=3, stride=2),
+        r"output_size=30 is out of reach: it can be \[17, 13\]",
+    ),
     "no filter": (lambda: nn.conv2d_transpose(image(), 2, output_size=3), r"no filter makes output_size=3"),
     "weight": (lambda: F.conv2d(image(), nn.create_parameter([2, 3, 3, 3])), r"weight .* must have 4 in dimension 1"),
     "groups": (lambda: nn.group_norm(image(), 3), r"group_norm: groups=3 must divide the 4 channels"),
     "epsilon": (lambda: nn.instance_norm(image(), epsilon=-1), r"epsilon must not be negative"),
     "prelu": (lambda: nn.prelu(image(), "each"), r"prelu: mode='each'; known are"),
-    "padding row": (lambda: nn.embedding(nn.data("i", [2], "int64"), [3, 4], padding_idx=3), r"padding_idx=3 is outside"),
+    "padding row": (
+        lambda: nn.embedding(nn.data("i", [2], "int64"), [3, 4], padding_idx=3),
+        r"padding_idx=3 is outside",
+    ),
     "rate": (lambda: amp.ParamAttr(name="w", learning_rate=-0.1), r"ParamAttr: learning_rate is a factor"),
-    "shared by name": (lambda: nn.lstm(nn.data("x", [None, 5, 4]), 4, param_attr=amp.ParamAttr(name="w")),
-                       r"lstm: param_attr names one parameter, and the layer has 2"),
-    "shared bias": (lambda: nn.gru(nn.data("x", [None, 5, 4]), 4, num_layers=2, bias_attr="b"), r"gru: bias_attr names"),
+    "shared by name": (
+        lambda: nn.lstm(nn.data("x", [None, 5, 4]), 4, param_attr=amp.ParamAttr(name="w")),
+        r"lstm: param_attr names one parameter, and the layer has 2",
+    ),
+    "shared bias": (
+        lambda: nn.gru(nn.data("x", [None, 5, 4]), 4, num_layers=2, bias_attr="b"),
+        r"gru: bias_attr names",
+    ),
     "act": (lambda: nn.conv2d(image(), 2, 3, act="leaky_relu"), r"act='leaky_relu' does not say its constants"),
     "pool size": (lambda: nn.pool2d(image()), r"must be at least 1, not -1"),
     "attr name": (lambda: amp.ParamAttr(name=""), r"ParamAttr: '' cannot be a name"),
     "seed": (lambda: F.dropout(image(), seed=3), r"dropout: seed=3 .* amp.seed"),
     "mask axis": (lambda: F.dropout(image(), axis=1), r"dropout: axis=1 .* every element has a mask of its own"),
     "indices": (lambda: F.max_pool2d(image(), 2, return_mask=True), r"max_pool2d: return_mask=True"),
-    "distributed": (lambda: nn.embedding(nn.data("i", [2], "int64"), [3, 4], is_distributed=True), "is_distributed=True"),
+    "distributed": (
+        lambda: nn.embedding(nn.data("i", [2], "int64"), [3, 4], is_distributed=True),
+        "is_distributed=True",
+    ),
     "lod": (lambda: nn.data("x", [2], lod_level=1), "data: lod_level=1 .* sequence_length"),
     "clip": (lambda: F.clip(image(), 1, 0), r"clip: min 1 is above max 0"),
     "no bound": (lambda: F.clip(image()), r"one of min and max must be given"),
@@ -306,18 +380,25 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "pad": (lambda: F.pad(image(), [1, 1, 1]), r"pad has 3 numbers; .* takes 8, or 4"),
     "pad mode": (lambda: F.pad(image(), 1, mode="edge"), r"mode='edge'; known are constant, reflect"),
     "stack": (lambda: F.stack([image()], 5), r"axis 5 is outside the 5 dimensions"),
-    "mode": (lambda: F.interpolate(image(), 4, mode="linear"), r"mode='linear'; of an image of 2 axes known are nearest"),
+    "mode": (
+        lambda: F.interpolate(image(), 4, mode="linear"),
+        r"mode='linear'; of an image of 2 axes known are nearest",
+    ),
     "two sizes": (lambda: F.interpolate(image(), 4, 2.0), r"one of size and scale_factor"),
     "shuffle": (lambda: F.pixel_shuffle(image(), 3), r"4 channels .* no multiple of 3"),
-    "smoothing": (lambda: F.cross_entropy(image(), nn.data("y", [None, 4, 8], "int64"), label_smoothing=1.0),
-                  r"label_smoothing must be in \[0, 1\)"),
+    "smoothing": (
+        lambda: F.cross_entropy(image(), nn.data("y", [None, 4, 8], "int64"), label_smoothing=1.0),
+        r"label_smoothing must be in \[0, 1\)",
+    ),
     "soft": (lambda: F.cross_entropy(image(), nn.data("y", [None, 4, 8, 5]), soft_label=True), r"must have 6 classes"),
     "dot": (lambda: F.dot(image(), nn.data("other", [1])), r"dot: .* 1 or 2 dimensions, not 4"),
     "norm": (lambda: F.norm(image(), p=3), r"norm: p=3; known are 1, 2"),
-}  # fmt: skip
+}
 WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
-    "weight": (lambda: F.cross_entropy(nn.data("x", [2, 3]), nn.data("y", [2], "int64"), nn.create_parameter([3])),
-               r"cross_entropy: reduction is a Variable; pass class weights by name"),
+    "weight": (
+        lambda: F.cross_entropy(nn.data("x", [2, 3]), nn.data("y", [2], "int64"), nn.create_parameter([3])),
+        r"cross_entropy: reduction is a Variable; pass class weights by name",
+    ),
     "flag": (lambda: F.max_pool2d(image(), 2, ceil_mode="yes"), r"ceil_mode must be True or False"),
     "attr": (lambda: nn.create_parameter([2], attr="w"), r"attr must be an amp.ParamAttr"),
     "penalty": (lambda: amp.ParamAttr(regularizer=1e-4), r"ParamAttr: regularizer must be an amp.regularizer.L2Decay"),
@@ -326,7 +407,7 @@ WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
     "slope": (lambda: F.leaky_relu(image(), "0.1"), r"leaky_relu: negative_slope must be a number"),
     "momentum": (lambda: nn.batch_norm(image(), momentum=True), r"batch_norm: momentum must be a number, not True"),
     "equation": (lambda: F.einsum(image()), r"einsum: the equation comes first"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*BAD, *(f"type: {name}" for name in WRONG_TYPES)])
@@ -341,9 +422,15 @@ def test_a_refused_layer_leaves_nothing_behind() -> None:
     with building() as (main, startup):
         x = nn.data("x", [None, 4, 8, 6])
         before = list(main.variables)
-        for call in (lambda: nn.conv2d(x, 3, 9), lambda: nn.conv2d(x, 3, 3, padding="half"), lambda: nn.group_norm(x, 3),
-                     lambda: nn.conv2d_transpose(x, 2, output_size=30, filter_size=3), lambda: nn.prelu(x, "each"),
-                     lambda: nn.batch_norm(x, momentum=2), lambda: nn.conv2d(x, 3, 3, data_format="NCL")):  # fmt: skip
+        for call in (
+            lambda: nn.conv2d(x, 3, 9),
+            lambda: nn.conv2d(x, 3, 3, padding="half"),
+            lambda: nn.group_norm(x, 3),
+            lambda: nn.conv2d_transpose(x, 2, output_size=30, filter_size=3),
+            lambda: nn.prelu(x, "each"),
+            lambda: nn.batch_norm(x, momentum=2),
+            lambda: nn.conv2d(x, 3, 3, data_format="NCL"),
+        ):
             with pytest.raises(ArgumentError):
                 call()
         assert list(main.variables) == before and not main.operators and not list(startup.variables)

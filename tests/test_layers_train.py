@@ -74,9 +74,15 @@ def losses_of(x: amp.Variable, y: amp.Variable) -> amp.Variable:
 
 
 NETS: dict[str, tuple[tuple[int, ...], Callable[[amp.Variable], amp.Variable]]] = {
-    "line": ((4, 9), line), "plane": ((4, 6, 6), plane), "resized": ((4, 6, 6), resized), "last": ((6, 6, 4), last),
-    "cube": ((2, 4, 5, 6), cube), "bare": ((4, 6, 6), bare), "rows": ((30,), rows), "losses": ((30,), lambda x: nn.fc(x, 16, act="relu")),
-}  # fmt: skip
+    "line": ((4, 9), line),
+    "plane": ((4, 6, 6), plane),
+    "resized": ((4, 6, 6), resized),
+    "last": ((6, 6, 4), last),
+    "cube": ((2, 4, 5, 6), cube),
+    "bare": ((4, 6, 6), bare),
+    "rows": ((30,), rows),
+    "losses": ((30,), lambda x: nn.fc(x, 16, act="relu")),
+}
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "pure"])

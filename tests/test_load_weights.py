@@ -39,8 +39,11 @@ def weights(net: Small, seed: int = 0) -> Arrays:
     """fp32 values for everything that a file of weights holds, by the program's names."""
     rng = np.random.default_rng(seed)
     roles = ("parameter", "statistics")
-    return {v.name: rng.uniform(0.5, 1, v.shape).astype(np.float32) for v, s in state_slots(net.main).items()
-            if s.role in roles}  # fmt: skip
+    return {
+        v.name: rng.uniform(0.5, 1, v.shape).astype(np.float32)
+        for v, s in state_slots(net.main).items()
+        if s.role in roles
+    }
 
 
 def as_torch(arrays: Arrays) -> Arrays:
@@ -73,13 +76,18 @@ def test_torch_names(net: Small, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError):
         amp.load_weights(tmp_path / "model.safetensors", net.main, amp.Scope(), rename=rename)
     rename = {
-        "*.num_batches_tracked": None, "net.1.running_mean": "batch_norm_0.w_1", "net.1.running_var": "batch_norm_0.w_2",
-        "net.1.weight": "batch_norm_0.w_0", "net.1.bias": "batch_norm_0.b_0", r"re:net\.0\.(w|b).*": r"fc_0.\1_0",
+        "*.num_batches_tracked": None,
+        "net.1.running_mean": "batch_norm_0.w_1",
+        "net.1.running_var": "batch_norm_0.w_2",
+        "net.1.weight": "batch_norm_0.w_0",
+        "net.1.bias": "batch_norm_0.b_0",
+        r"re:net\.0\.(w|b).*": r"fc_0.\1_0",
         r"re:net\.4\.(?P<kind>.).*": r"fc_1.\g<kind>_0",
-    }  # fmt: skip
+    }
     scope = net.start()
-    loaded = amp.load_weights(tmp_path / "model.safetensors", net.main, scope, rename=rename,
-                              transpose=["net.[04].weight"])  # fmt: skip
+    loaded = amp.load_weights(
+        tmp_path / "model.safetensors", net.main, scope, rename=rename, transpose=["net.[04].weight"]
+    )
     check(net, scope, values)
     masters = {v.name for v, s in state_slots(net.main).items() if s.role == "master"}
     assert set(loaded.loaded) == set(values) | masters and loaded.missing == loaded.unused == ()
@@ -155,8 +163,13 @@ def test_into_a_program_that_infers(net: Small, tmp_path: Path) -> None:
 def test_every_mismatch_is_listed(net: Small, tmp_path: Path) -> None:
     values = weights(net)
     del values["fc_1.b_0"], values["batch_norm_0.w_1"]
-    values |= {"fc_1.bias": np.zeros(4, np.float32), "other": np.zeros(2), "fc_0.w_0": np.zeros((8, 9), np.float32),
-               "fc_1.w_0": np.zeros((4, 8), np.float32), "fc_0.b_0": np.zeros(8, np.int64)}  # fmt: skip
+    values |= {
+        "fc_1.bias": np.zeros(4, np.float32),
+        "other": np.zeros(2),
+        "fc_0.w_0": np.zeros((8, 9), np.float32),
+        "fc_1.w_0": np.zeros((4, 8), np.float32),
+        "fc_0.b_0": np.zeros(8, np.int64),
+    }
     save_file(values, tmp_path / "w.safetensors")
     scope = net.start()
     before = state(net.main, scope)

@@ -22,19 +22,41 @@ from amp_transpiler.errors import (
 )
 from amp_transpiler.nn import functional as F
 
-PRESETS = ("fixed", "paddle", "exponential", "torch", "keras", "tf_keras", "apex", "deepspeed", "deepspeed_fused",
-           "megatron", "jmp", "mindspore", "oneflow")  # fmt: skip
+PRESETS = (
+    "fixed",
+    "paddle",
+    "exponential",
+    "torch",
+    "keras",
+    "tf_keras",
+    "apex",
+    "deepspeed",
+    "deepspeed_fused",
+    "megatron",
+    "jmp",
+    "mindspore",
+    "oneflow",
+)
 
 
 # -- the record ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name, scale, growth, backoff", [
-    ("paddle", 15, (2.0, 1000), (0.8, 2)), ("exponential", 32, (2.0, 1000), (0.8, 2)),
-    ("torch", 16, (2.0, 2000), (0.5, 1)), ("keras", 15, (2.0, 2000), (0.5, 1)),
-    ("tf_keras", 15, (2.0, 2000), (0.5, 1)), ("apex", 16, (2.0, 2000), (0.5, 1)),
-    ("deepspeed", 16, (2.0, 1000), (0.5, 2)), ("deepspeed_fused", 16, (2.0, 1000), (0.5, 1)),
-    ("megatron", 32, (2.0, 1000), (0.5, 2)), ("jmp", 15, (2.0, 2000), (0.5, 1)),
-    ("mindspore", 24, (2.0, 2000), (0.5, 1)), ("oneflow", 16, (2.0, 2000), (0.5, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, scale, growth, backoff",
+    [
+        ("paddle", 15, (2.0, 1000), (0.8, 2)),
+        ("exponential", 32, (2.0, 1000), (0.8, 2)),
+        ("torch", 16, (2.0, 2000), (0.5, 1)),
+        ("keras", 15, (2.0, 2000), (0.5, 1)),
+        ("tf_keras", 15, (2.0, 2000), (0.5, 1)),
+        ("apex", 16, (2.0, 2000), (0.5, 1)),
+        ("deepspeed", 16, (2.0, 1000), (0.5, 2)),
+        ("deepspeed_fused", 16, (2.0, 1000), (0.5, 1)),
+        ("megatron", 32, (2.0, 1000), (0.5, 2)),
+        ("jmp", 15, (2.0, 2000), (0.5, 1)),
+        ("mindspore", 24, (2.0, 2000), (0.5, 1)),
+        ("oneflow", 16, (2.0, 2000), (0.5, 1)),
+    ],
+)
 def test_the_numbers_of_a_preset_are_its_sources(
     name: str, scale: int, growth: tuple[float, int], backoff: tuple[float, int]
 ) -> None:
@@ -47,8 +69,11 @@ def test_the_numbers_of_a_preset_are_its_sources(
 def test_the_default_is_paddles() -> None:
     assert amp.LossScaler() == amp.LossScaler.paddle()
     assert amp.LossScaler().attributes() == {
-        "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8,
-    }  # fmt: skip
+        "incr_every_n_steps": 1000,
+        "decr_every_n_nan_or_inf": 2,
+        "incr_ratio": 2.0,
+        "decr_ratio": 0.8,
+    }
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -60,27 +85,30 @@ def test_a_scaler_survives_json_and_cannot_be_changed(name: str) -> None:
         scaler.init_scale = 1.0
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"init_scale": 0}, "init_scale is 0; expected a number in"),
-    ({"init_scale": float("inf")}, "init_scale is inf"),
-    ({"init_scale": True}, "init_scale is True"),
-    ({"growth_factor": 0.5}, "growth_factor is 0.5"),
-    ({"backoff_factor": 1.5}, "backoff_factor is 1.5"),
-    ({"backoff_factor": 0}, "backoff_factor is 0"),
-    ({"growth_every": 0}, "growth_every is 0; expected a whole number of steps, at least 1"),
-    ({"backoff_after": 1.0}, "backoff_after is 1.0"),
-    ({"growth_delay": -1}, "growth_delay is -1"),
-    ({"floor": 0}, "floor is 0"),
-    ({"max_bad_in_a_row": -1}, "max_bad_in_a_row is -1"),
-    ({"floor": 8, "ceiling": 4}, "floor 8 is above ceiling 4"),
-    ({"ceiling": 4}, "init_scale 32768 is above ceiling 4"),
-    ({"clamp_always": True, "floor": 2, "init_scale": 1}, "init_scale 1 is below floor 2"),
-    ({"clamp_always": True, "floor": None}, "clamp_always has nothing to hold"),
-    ({"error_at_floor": True, "floor": None}, "error_at_floor needs a floor"),
-    ({"backoff_after": 1, "hysteresis": True}, "accumulate and hysteresis have no effect"),
-    ({"dynamic": False, "growth_every": 5}, "a fixed scale makes no use of growth_every"),
-    ({"dynamic": False, "error_at_floor": True}, "a fixed scale makes no use of error_at_floor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"init_scale": 0}, "init_scale is 0; expected a number in"),
+        ({"init_scale": float("inf")}, "init_scale is inf"),
+        ({"init_scale": True}, "init_scale is True"),
+        ({"growth_factor": 0.5}, "growth_factor is 0.5"),
+        ({"backoff_factor": 1.5}, "backoff_factor is 1.5"),
+        ({"backoff_factor": 0}, "backoff_factor is 0"),
+        ({"growth_every": 0}, "growth_every is 0; expected a whole number of steps, at least 1"),
+        ({"backoff_after": 1.0}, "backoff_after is 1.0"),
+        ({"growth_delay": -1}, "growth_delay is -1"),
+        ({"floor": 0}, "floor is 0"),
+        ({"max_bad_in_a_row": -1}, "max_bad_in_a_row is -1"),
+        ({"floor": 8, "ceiling": 4}, "floor 8 is above ceiling 4"),
+        ({"ceiling": 4}, "init_scale 32768 is above ceiling 4"),
+        ({"clamp_always": True, "floor": 2, "init_scale": 1}, "init_scale 1 is below floor 2"),
+        ({"clamp_always": True, "floor": None}, "clamp_always has nothing to hold"),
+        ({"error_at_floor": True, "floor": None}, "error_at_floor needs a floor"),
+        ({"backoff_after": 1, "hysteresis": True}, "accumulate and hysteresis have no effect"),
+        ({"dynamic": False, "growth_every": 5}, "a fixed scale makes no use of growth_every"),
+        ({"dynamic": False, "error_at_floor": True}, "a fixed scale makes no use of error_at_floor"),
+    ],
+)
 def test_numbers_out_of_range_and_fields_without_use_are_errors(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         amp.LossScaler(**fields)
@@ -146,8 +174,11 @@ def test_every_field_of_the_state_goes_there_and_back(name: str) -> None:
 
 def test_a_state_of_another_scaler_is_refused() -> None:
     loop = Loop(amp.LossScaler.paddle())
-    for state, message in ((amp.LossScale(1.0), "this one has good"), (amp.LossScale(1.0, 0, 0, 3), "has no bad_in_a_row"),
-                           (amp.LossScale(-1.0, 0, 0), "the loss scale is -1.0")):  # fmt: skip
+    for state, message in (
+        (amp.LossScale(1.0), "this one has good"),
+        (amp.LossScale(1.0, 0, 0, 3), "has no bad_in_a_row"),
+        (amp.LossScale(-1.0, 0, 0), "the loss scale is -1.0"),
+    ):
         with pytest.raises(ArgumentError, match=message):
             loop.optimizer.set_loss_scale_state(state, loop.scope)
     with pytest.raises(ArgumentTypeError, match="is a LossScale, not"):
@@ -156,9 +187,17 @@ def test_a_state_of_another_scaler_is_refused() -> None:
         loop.optimizer.get_loss_scale_state(amp.Scope())
 
 
-@pytest.mark.parametrize("option", [{"init_loss_scaling": 8.0}, {"incr_every_n_steps": 3}, {"decr_ratio": 0.5},
-                                    {"incr_ratio": 4.0}, {"decr_every_n_nan_or_inf": 1},
-                                    {"use_dynamic_loss_scaling": False}])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"init_loss_scaling": 8.0},
+        {"incr_every_n_steps": 3},
+        {"decr_ratio": 0.5},
+        {"incr_ratio": 4.0},
+        {"decr_every_n_nan_or_inf": 1},
+        {"use_dynamic_loss_scaling": False},
+    ],
+)
 def test_a_scaler_beside_numbers_for_another_is_an_error(option: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="leave out init_loss_scaling"):
         amp.decorate(optim.SGD(), scaler=amp.LossScaler.torch(), **option)
@@ -170,8 +209,14 @@ def test_a_scaler_that_is_none_is_an_error() -> None:
 
 
 def test_decorates_own_numbers_make_the_same_scaler() -> None:
-    ours = amp.decorate(optim.SGD(), init_loss_scaling=64, incr_every_n_steps=3, decr_every_n_nan_or_inf=1,
-                        incr_ratio=4.0, decr_ratio=0.25)  # fmt: skip
+    ours = amp.decorate(
+        optim.SGD(),
+        init_loss_scaling=64,
+        incr_every_n_steps=3,
+        decr_every_n_nan_or_inf=1,
+        incr_ratio=4.0,
+        decr_ratio=0.25,
+    )
     assert ours.loss_scaler == amp.LossScaler(
         64.0, growth_factor=4.0, growth_every=3, backoff_factor=0.25, backoff_after=1
     )
@@ -215,11 +260,16 @@ def test_the_alarm_at_the_floor_is_deepspeeds_error() -> None:
         loop.optimizer.check_alarm(loop.scope)
 
 
-@pytest.mark.parametrize("scale, loss_finite, at_floor, message", [
-    (1024.0, True, False, "only the scale is too high"), (1024.0, False, False, "the loss itself is not finite"),
-    (1.0, True, True, "not even at this scale"), (float("inf"), True, False, "no gradient can be unscaled"),
-    (0.0, True, False, "no gradient can be unscaled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scale, loss_finite, at_floor, message",
+    [
+        (1024.0, True, False, "only the scale is too high"),
+        (1024.0, False, False, "the loss itself is not finite"),
+        (1.0, True, True, "not even at this scale"),
+        (float("inf"), True, False, "no gradient can be unscaled"),
+        (0.0, True, False, "no gradient can be unscaled"),
+    ],
+)
 def test_an_alarm_names_the_cause_and_the_way_out(
     scale: float, loss_finite: bool, at_floor: bool, message: str
 ) -> None:

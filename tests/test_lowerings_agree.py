@@ -23,8 +23,11 @@ def node_by_node(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> dict[
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     for node in model.graph.node:
-        infos = [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(known[n].dtype), known[n].shape)
-                 for n in dict.fromkeys(node.input) if n]  # fmt: skip
+        infos = [
+            onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(known[n].dtype), known[n].shape)
+            for n in dict.fromkeys(node.input)
+            if n
+        ]
         outputs = [onnx.helper.make_empty_tensor_value_info(n) for n in node.output if n]
         graph = onnx.helper.make_graph([node], "one", infos, outputs)
         one = onnx.helper.make_model(graph, ir_version=10, opset_imports=model.opset_import)

@@ -24,39 +24,124 @@ from amp_transpiler.passes.lowering.lowering import lower
 #: Steps at which rates were recorded, from torch's schedulers in float64 with an initial rate of 0.1.
 AT = [0, 1, 2, 3, 5, 7, 9, 10, 11, 15, 19, 20, 25, 29]
 TORCH: list[tuple[str, lr.LRScheduler, list[float]]] = [
-    ("CosineAnnealingLR(20, eta_min=0.01)", lr.CosineAnnealingDecay(0.1, 20, 0.01),
-     [0.1, 0.0994459753268, 0.0977975432333, 0.0950952935885, 0.0868198051534, 0.0754295724883, 0.0620395509268, 0.055,
-      0.0479604490732, 0.0231801948466, 0.0105540246732, 0.01, 0.0231801948466, 0.0479604490732]),
-    ("PolynomialLR(20, power=2)", lr.PolynomialDecay(0.1, 20, end_lr=0, power=2),
-     [0.1, 0.09025, 0.081, 0.07225, 0.05625, 0.04225, 0.03025, 0.025, 0.02025, 0.00625, 0.00025, 0.0, 0.0, 0.0]),
-    ("MultiStepLR([5, 10, 20], 0.1)", lr.PiecewiseDecay([5, 10, 20], [0.1, 0.01, 0.001, 0.0001]),
-     [0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.001, 0.001, 0.001, 0.001, 0.0001, 0.0001, 0.0001]),
-    ("OneCycleLR(0.1, 30, pct_start=0.3)", lr.OneCycleLR(0.1, 30),
-     [0.004, 0.00765378243946, 0.018058874503, 0.0336311952465, 0.0703688047535, 0.0963462175605, 0.0994420997699,
-      0.097780861649, 0.0950533949517, 0.075025, 0.0463172318254, 0.0389350793489, 0.00877937322292, 0.0001]),
-    ("OneCycleLR(three_phase, linear)", lr.OneCycleLR(0.1, 30, anneal_strategy="linear", three_phase=True),
-     [0.004, 0.016, 0.028, 0.04, 0.064, 0.088, 0.088, 0.076, 0.064, 0.016, 0.0031, 0.0028, 0.0013, 0.0001]),
-    ("SequentialLR([LinearLR(0.1, 1, 10), CosineAnnealingLR(20)])",
-     lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 20, 0.01), 10, 0.01, 0.1),
-     [0.01, 0.019, 0.028, 0.037, 0.055, 0.073, 0.091, 0.1, 0.0994459753268, 0.0868198051534, 0.0620395509268, 0.055,
-      0.0231801948466, 0.0105540246732]),
-    ("LambdaLR with the formula of Vaswani et al., 512, 10 steps", lr.NoamDecay(512, 10),
-     [0.0, 0.00139754248594, 0.00279508497187, 0.00419262745781, 0.00698771242969, 0.00978279740156, 0.0125778823734,
-      0.0139754248594, 0.0133250447722, 0.0114108866147, 0.0101388388207, 0.00988211768803, 0.00883883476483,
-      0.00820665205373]),
-]  # fmt: skip
+    (
+        "CosineAnnealingLR(20, eta_min=0.01)",
+        lr.CosineAnnealingDecay(0.1, 20, 0.01),
+        [
+            0.1,
+            0.0994459753268,
+            0.0977975432333,
+            0.0950952935885,
+            0.0868198051534,
+            0.0754295724883,
+            0.0620395509268,
+            0.055,
+            0.0479604490732,
+            0.0231801948466,
+            0.0105540246732,
+            0.01,
+            0.0231801948466,
+            0.0479604490732,
+        ],
+    ),
+    (
+        "PolynomialLR(20, power=2)",
+        lr.PolynomialDecay(0.1, 20, end_lr=0, power=2),
+        [0.1, 0.09025, 0.081, 0.07225, 0.05625, 0.04225, 0.03025, 0.025, 0.02025, 0.00625, 0.00025, 0.0, 0.0, 0.0],
+    ),
+    (
+        "MultiStepLR([5, 10, 20], 0.1)",
+        lr.PiecewiseDecay([5, 10, 20], [0.1, 0.01, 0.001, 0.0001]),
+        [0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.001, 0.001, 0.001, 0.001, 0.0001, 0.0001, 0.0001],
+    ),
+    (
+        "OneCycleLR(0.1, 30, pct_start=0.3)",
+        lr.OneCycleLR(0.1, 30),
+        [
+            0.004,
+            0.00765378243946,
+            0.018058874503,
+            0.0336311952465,
+            0.0703688047535,
+            0.0963462175605,
+            0.0994420997699,
+            0.097780861649,
+            0.0950533949517,
+            0.075025,
+            0.0463172318254,
+            0.0389350793489,
+            0.00877937322292,
+            0.0001,
+        ],
+    ),
+    (
+        "OneCycleLR(three_phase, linear)",
+        lr.OneCycleLR(0.1, 30, anneal_strategy="linear", three_phase=True),
+        [0.004, 0.016, 0.028, 0.04, 0.064, 0.088, 0.088, 0.076, 0.064, 0.016, 0.0031, 0.0028, 0.0013, 0.0001],
+    ),
+    (
+        "SequentialLR([LinearLR(0.1, 1, 10), CosineAnnealingLR(20)])",
+        lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 20, 0.01), 10, 0.01, 0.1),
+        [
+            0.01,
+            0.019,
+            0.028,
+            0.037,
+            0.055,
+            0.073,
+            0.091,
+            0.1,
+            0.0994459753268,
+            0.0868198051534,
+            0.0620395509268,
+            0.055,
+            0.0231801948466,
+            0.0105540246732,
+        ],
+    ),
+    (
+        "LambdaLR with the formula of Vaswani et al., 512, 10 steps",
+        lr.NoamDecay(512, 10),
+        [
+            0.0,
+            0.00139754248594,
+            0.00279508497187,
+            0.00419262745781,
+            0.00698771242969,
+            0.00978279740156,
+            0.0125778823734,
+            0.0139754248594,
+            0.0133250447722,
+            0.0114108866147,
+            0.0101388388207,
+            0.00988211768803,
+            0.00883883476483,
+            0.00820665205373,
+        ],
+    ),
+]
 
 #: Schedules as long as a short training run.
 LONG: list[lr.LRScheduler] = [
-    lr.Constant(0.3), lr.PiecewiseDecay([1, 500, 1500], [0.1, 0.5, 0.05, 0.001]),
-    lr.LinearWarmup(0.1, 300, 0.0, 0.1), lr.CosineAnnealingDecay(0.1, 700, 1e-4), lr.PolynomialDecay(0.1, 1100),
-    lr.PolynomialDecay(0.1, 600, power=0.5, cycle=True), lr.PolynomialDecay(0.1, 1600, end_lr=0.2, power=3.0),
-    lr.NoamDecay(64, 400, 2.0), lr.OneCycleLR(0.1, 1800), lr.OneCycleLR(0.1, 1000, three_phase=True),
+    lr.Constant(0.3),
+    lr.PiecewiseDecay([1, 500, 1500], [0.1, 0.5, 0.05, 0.001]),
+    lr.LinearWarmup(0.1, 300, 0.0, 0.1),
+    lr.CosineAnnealingDecay(0.1, 700, 1e-4),
+    lr.PolynomialDecay(0.1, 1100),
+    lr.PolynomialDecay(0.1, 600, power=0.5, cycle=True),
+    lr.PolynomialDecay(0.1, 1600, end_lr=0.2, power=3.0),
+    lr.NoamDecay(64, 400, 2.0),
+    lr.OneCycleLR(0.1, 1800),
+    lr.OneCycleLR(0.1, 1000, three_phase=True),
     lr.OneCycleLR(0.1, 999, phase_pct=0.21, anneal_strategy="linear"),
-    lr.ExponentialDecay(0.1, 0.995), lr.NaturalExpDecay(0.1, 0.003), lr.InverseTimeDecay(0.1, 0.01),
-    lr.StepDecay(0.1, 300, 0.5), lr.MultiStepDecay(0.1, [100, 900, 1700], 0.3), lr.LinearLR(0.1, 1500, 0.01, 2.0),
+    lr.ExponentialDecay(0.1, 0.995),
+    lr.NaturalExpDecay(0.1, 0.003),
+    lr.InverseTimeDecay(0.1, 0.01),
+    lr.StepDecay(0.1, 300, 0.5),
+    lr.MultiStepDecay(0.1, [100, 900, 1700], 0.3),
+    lr.LinearLR(0.1, 1500, 0.01, 2.0),
     lr.LinearWarmup(lr.LinearWarmup(lr.PiecewiseDecay([100], [0.1, 0.01]), 200, 0.2, 0.1), 300, 0.0, 0.2),
-]  # fmt: skip
+]
 EVERY = pytest.mark.parametrize("schedule", LONG, ids=[f"{i}-{type(s).__name__}" for i, s in enumerate(LONG)])
 
 
@@ -65,9 +150,20 @@ def test_rates_are_torchs(schedule: lr.LRScheduler, recorded: list[float]) -> No
     assert [schedule.value(step) for step in AT] == pytest.approx(recorded, rel=1e-10, abs=1e-15)
 
 
-@pytest.mark.parametrize("step, expected", [
-    (0, 0.5), (1, 0.45), (9, 0.05), (10, 0.0), (11, 0.225), (19, 0.025), (20, 0.0), (21, 0.15), (30, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "step, expected",
+    [
+        (0, 0.5),
+        (1, 0.45),
+        (9, 0.05),
+        (10, 0.0),
+        (11, 0.225),
+        (19, 0.025),
+        (20, 0.0),
+        (21, 0.15),
+        (30, 0.0),
+    ],
+)
 def test_cycles_of_the_polynomial_decay_are_paddles(step: int, expected: float) -> None:
     """0.5 * (1 - step / (10 * ceil(step / 10))), by hand."""
     assert lr.PolynomialDecay(0.5, 10, end_lr=0, cycle=True).value(step) == pytest.approx(expected, abs=1e-15)
@@ -145,12 +241,18 @@ def test_a_bad_step_leaves_the_schedule_where_it_is() -> None:
 
 
 def every_optimizer(rate: Any, **options: Any) -> list[optim.Optimizer]:
-    return [optim.SGD(rate, **options), optim.Momentum(rate, **options), optim.Adam(rate, **options),
-            optim.AdamW(rate, **options), optim.Lamb(rate, **options)]  # fmt: skip
+    return [
+        optim.SGD(rate, **options),
+        optim.Momentum(rate, **options),
+        optim.Adam(rate, **options),
+        optim.AdamW(rate, **options),
+        optim.Lamb(rate, **options),
+    ]
 
 
-def trained(optimizer: Any, scope: amp.Scope, start: int = 0, stop: int = 6, mode: str = "fp32",
-            bad: tuple[int, ...] = ()) -> tuple[Any, Program]:  # fmt: skip
+def trained(
+    optimizer: Any, scope: amp.Scope, start: int = 0, stop: int = 6, mode: str = "fp32", bad: tuple[int, ...] = ()
+) -> tuple[Any, Program]:
     """Steps ``start`` … ``stop`` of a small regression on the executor; bad ones are fed an infinity."""
     main, startup = amp.Program(), amp.Program("startup")
     main.seed = startup.seed = 3
@@ -223,25 +325,28 @@ def test_schedules_compare_by_what_they_describe() -> None:
     assert repr(lr.CosineAnnealingDecay(0.1, 7)) == "CosineAnnealingDecay(learning_rate=0.1, T_max=7, eta_min=0.0)"
 
 
-@pytest.mark.parametrize("make, error, named", [
-    (lambda: lr.Constant(-1.0), ArgumentError, "learning_rate"),
-    (lambda: lr.Constant(float("nan")), ArgumentError, "learning_rate"),
-    (lambda: lr.CosineAnnealingDecay(lr.Constant(1.0), 5), ArgumentTypeError, "LinearWarmup alone"),  # type: ignore[arg-type]
-    (lambda: lr.CosineAnnealingDecay(0.1, 0), ArgumentError, "T_max"),
-    (lambda: lr.CosineAnnealingDecay(0.1, 2.5), ArgumentError, "T_max"),  # type: ignore[arg-type]
-    (lambda: lr.PiecewiseDecay([5, 5], [1, 2, 3]), ArgumentError, "ascending"),
-    (lambda: lr.PiecewiseDecay([5], [1, 2, 3]), ArgumentError, "2 values"),
-    (lambda: lr.PiecewiseDecay(5, [1, 2]), ArgumentTypeError, "boundaries"),  # type: ignore[arg-type]
-    (lambda: lr.PolynomialDecay(0.1, 5, power=0), ArgumentError, "power"),
-    (lambda: lr.PolynomialDecay(0.1, 5, cycle=1), ArgumentTypeError, "cycle"),  # type: ignore[arg-type]
-    (lambda: lr.LinearWarmup("fast", 5, 0, 1), ArgumentError, "learning_rate"),  # type: ignore[arg-type]
-    (lambda: lr.NoamDecay(0, 5), ArgumentError, "d_model"),
-    (lambda: lr.OneCycleLR(0.1, 100, anneal_strategy="cosine"), ArgumentError, "anneal_strategy"),
-    (lambda: lr.OneCycleLR(0.1, 10, phase_pct=0.1), ArgumentError, "phase_pct"),
-    (lambda: lr.OneCycleLR(0.1, 10, phase_pct=1.0), ArgumentError, "phase_pct"),
-    (lambda: lr.OneCycleLR(0.1, 100, phase_pct=0.6, three_phase=True), ArgumentError, "phase_pct"),
-    (lambda: lr.Constant(0.1).value(-1), ArgumentError, "step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, error, named",
+    [
+        (lambda: lr.Constant(-1.0), ArgumentError, "learning_rate"),
+        (lambda: lr.Constant(float("nan")), ArgumentError, "learning_rate"),
+        (lambda: lr.CosineAnnealingDecay(lr.Constant(1.0), 5), ArgumentTypeError, "LinearWarmup alone"),  # type: ignore[arg-type]
+        (lambda: lr.CosineAnnealingDecay(0.1, 0), ArgumentError, "T_max"),
+        (lambda: lr.CosineAnnealingDecay(0.1, 2.5), ArgumentError, "T_max"),  # type: ignore[arg-type]
+        (lambda: lr.PiecewiseDecay([5, 5], [1, 2, 3]), ArgumentError, "ascending"),
+        (lambda: lr.PiecewiseDecay([5], [1, 2, 3]), ArgumentError, "2 values"),
+        (lambda: lr.PiecewiseDecay(5, [1, 2]), ArgumentTypeError, "boundaries"),  # type: ignore[arg-type]
+        (lambda: lr.PolynomialDecay(0.1, 5, power=0), ArgumentError, "power"),
+        (lambda: lr.PolynomialDecay(0.1, 5, cycle=1), ArgumentTypeError, "cycle"),  # type: ignore[arg-type]
+        (lambda: lr.LinearWarmup("fast", 5, 0, 1), ArgumentError, "learning_rate"),  # type: ignore[arg-type]
+        (lambda: lr.NoamDecay(0, 5), ArgumentError, "d_model"),
+        (lambda: lr.OneCycleLR(0.1, 100, anneal_strategy="cosine"), ArgumentError, "anneal_strategy"),
+        (lambda: lr.OneCycleLR(0.1, 10, phase_pct=0.1), ArgumentError, "phase_pct"),
+        (lambda: lr.OneCycleLR(0.1, 10, phase_pct=1.0), ArgumentError, "phase_pct"),
+        (lambda: lr.OneCycleLR(0.1, 100, phase_pct=0.6, three_phase=True), ArgumentError, "phase_pct"),
+        (lambda: lr.Constant(0.1).value(-1), ArgumentError, "step"),
+    ],
+)
 def test_bad_arguments_are_named(make: Callable[[], Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         make()

@@ -47,9 +47,13 @@ def trained(program: amp.Program, mode: str, dtype: str, padded: bool) -> tuple[
         optimizer = amp.optimizer.Adam(0.05, multi_precision=pure)
         if mode != "fp32":
             optimizer = amp.decorate(
-                optimizer, amp.AutoMixedPrecisionLists(preset="bert_pure" if pure else "bert", dtype=dtype),
-                use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype, init_loss_scaling=64.0,
-            )  # fmt: skip
+                optimizer,
+                amp.AutoMixedPrecisionLists(preset="bert_pure" if pure else "bert", dtype=dtype),
+                use_pure_fp16=pure,
+                use_fp16_guard=False,
+                dtype=dtype,
+                init_loss_scaling=64.0,
+            )
         optimizer.minimize(loss)
     executor, scope = amp.Executor(), amp.Scope()
     executor.run(program.startup, scope=scope)
@@ -154,8 +158,11 @@ def test_f13_a_mask_folded_with_biases_is_a_constant_and_clamped(lowest: float, 
             if v.shape == (1, 2, 6, 6) and v.data is not None
         ]
         assert [array.min() for array in stored] == [-32752]
-        np.testing.assert_allclose(stored[0][np.tri(6, dtype=bool)[None, None].repeat(2, 1)],
-                                   bias[np.tri(6, dtype=bool)[None, None].repeat(2, 1)], rtol=1e-3)  # fmt: skip
+        np.testing.assert_allclose(
+            stored[0][np.tri(6, dtype=bool)[None, None].repeat(2, 1)],
+            bias[np.tri(6, dtype=bool)[None, None].repeat(2, 1)],
+            rtol=1e-3,
+        )
 
 
 @pytest.mark.parametrize("content", [-20.0, -3e4])

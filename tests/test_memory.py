@@ -34,19 +34,30 @@ CHAINS = {
     "written over": ("a = Exp(x)  b = Relu(a)  c = Tanh(b)  y = ReduceSum(c)", KIB + 4),
     "not over what is still read": ("a = Exp(x)  b = Relu(a)  c = Mul(a, b)  y = ReduceSum(c)", 3 * KIB),
     "not over a feed": ("a = Relu(x)  y = ReduceSum(a)", KIB + 4),
-    "a view": ("s = Constant <value = int64[2] {16, 16}> ()  a = Exp(x)  b = Reshape(a, s)  c = Exp(b)  y = ReduceSum(c)",
-               2 * KIB),
+    "a view": (
+        "s = Constant <value = int64[2] {16, 16}> ()  a = Exp(x)  b = Reshape(a, s)  c = Exp(b)  y = ReduceSum(c)",
+        2 * KIB,
+    ),
     "a view keeps its source": (
         "s = Constant <value = int64[2] {16, 16}> ()  a = Exp(x)  b = Reshape(a, s)  c = ReduceSum <keepdims = 0> (a)"
         "  d = Mul(b, c)  e = Mul(d, d)  f = ReduceSum <keepdims = 0> (e)  t = Constant <value = int64[1] {1}> ()"
-        "  y = Reshape(f, t)", 2 * KIB + 4),
+        "  y = Reshape(f, t)",
+        2 * KIB + 4,
+    ),
     "equal ones are one": ("a = Exp(x)  b = Exp(x)  c = Mul(a, b)  y = ReduceSum(c)", 2 * KIB),
-    "constants are folded": ("k = Constant <value = float[1] {2.0}> ()  l = Mul(k, k)  a = Mul(x, l)  y = ReduceSum(a)",
-                             KIB + 4),
-    "a cast to half the size": ("a = Exp(x)  b = Cast <to = 10> (a)  c = Cast <to = 1> (b)  y = ReduceSum(c)", KIB * 3 // 2),
-    "selections": ("z = Constant <value = float {0.0}> ()  c = Less(z, x)  a = Where(c, x, z)  y = ReduceSum(a)",
-                   256 + KIB + 2 * KIB),
-}  # fmt: skip
+    "constants are folded": (
+        "k = Constant <value = float[1] {2.0}> ()  l = Mul(k, k)  a = Mul(x, l)  y = ReduceSum(a)",
+        KIB + 4,
+    ),
+    "a cast to half the size": (
+        "a = Exp(x)  b = Cast <to = 10> (a)  c = Cast <to = 1> (b)  y = ReduceSum(c)",
+        KIB * 3 // 2,
+    ),
+    "selections": (
+        "z = Constant <value = float {0.0}> ()  c = Less(z, x)  a = Where(c, x, z)  y = ReduceSum(a)",
+        256 + KIB + 2 * KIB,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -58,15 +69,20 @@ def test_peak_of_small_graphs(name: str) -> None:
 @pytest.mark.parametrize("draw", ["Multinomial <sample_size = 256>", "RandomNormalLike", "Bernoulli"])
 def test_two_draws_are_two_tensors(draw: str) -> None:
     columns, kind = (4, "int32") if draw.startswith("Multinomial") else (256, "float")
-    live = planned(f"a = {draw} (x)  b = {draw} (x)  c = Mul(a, b)  y = ReduceSum <keepdims = 0> (c)",
-                   inputs=f"float[1,{columns}] x", outputs=f"{kind} y")  # fmt: skip
+    live = planned(
+        f"a = {draw} (x)  b = {draw} (x)  c = Mul(a, b)  y = ReduceSum <keepdims = 0> (c)",
+        inputs=f"float[1,{columns}] x",
+        outputs=f"{kind} y",
+    )
     assert max(live.totals()) == 3 * KIB
 
 
 def test_the_order_is_the_runtimes() -> None:
     """Depth first, from the last node that nobody reads, the last producer first."""
-    live = planned("a = Exp(x)  b = Log(x)  c = Mul(a, b)  y = ReduceSum(c)  d = Neg(x)  z = ReduceMax(d)",
-                   outputs="float[1] y, float[1] z")  # fmt: skip
+    live = planned(
+        "a = Exp(x)  b = Log(x)  c = Mul(a, b)  y = ReduceSum(c)  d = Neg(x)  z = ReduceMax(d)",
+        outputs="float[1] y, float[1] z",
+    )
     assert [node.proto.output[0] for node in live.order] == ["d", "z", "b", "a", "c", "y"]
 
 
@@ -140,8 +156,10 @@ def test_the_record() -> None:
 
 def test_cuda_is_forecast_without_a_gpu() -> None:
     net = build("resnet", "pure-fp16")
-    on_cpu, on_cuda = (net.main.memory_estimate({"image": (4, 3, 16, 16), "label": (4, 1)}, place)
-                       for place in (amp.CPUPlace(), amp.CUDAPlace(0)))  # fmt: skip
+    on_cpu, on_cuda = (
+        net.main.memory_estimate({"image": (4, 3, 16, 16), "label": (4, 1)}, place)
+        for place in (amp.CPUPlace(), amp.CUDAPlace(0))
+    )
     assert on_cuda.place == "CUDAPlace(0)" and 0.3 < on_cuda.activations / on_cpu.activations < 0.7
 
 
@@ -168,16 +186,22 @@ def environment() -> dict[str, str]:
 
 def measured(*arguments: str) -> tuple[float, float]:
     """(forecast, measured) MiB of tests/memory_run.py."""
-    done = subprocess.run([sys.executable, str(TESTS / "memory_run.py"), *arguments], capture_output=True, text=True,
-                          check=True, env=environment())  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "memory_run.py"), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+    )
     forecast, found = map(float, done.stdout.split())
     return forecast, found
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
-    "arguments", [("mlp", "fp32"), ("pooled", "pure-fp16"), ("bert", "amp"),
-                  ("lstm", "fp32"), ("ctc", "amp"), ("residual", "amp")], ids=" ".join
+    "arguments",
+    [("mlp", "fp32"), ("pooled", "pure-fp16"), ("bert", "amp"), ("lstm", "fp32"), ("ctc", "amp"), ("residual", "amp")],
+    ids=" ".join,
 )
 def test_f10_against_a_real_step(arguments: tuple[str, ...]) -> None:
     """Matrix products, convolutions, attention, recurrence with CTC: within 10 % of what the process takes."""
@@ -200,8 +224,20 @@ def test_f10_pooling_runs_in_blocks_of_channels() -> None:
               u = Exp(t)  v = Exp(q)  r = ReduceSum(u)  y = ReduceSum(v)"""
     live = planned(body, "float[1, 8, 4, 4] x", "float[1, 1, 1, 1] r, float[1, 1, 1, 1] y")
     kinds = [node.proto.op_type for node in live.order]
-    assert sorted(kinds) == sorted(["Exp", "ReorderInput", "MaxPool", "AveragePool", "ReorderOutput", "Transpose",
-                                    "Exp", "Exp", "ReduceSum", "ReduceSum"])  # fmt: skip
+    assert sorted(kinds) == sorted(
+        [
+            "Exp",
+            "ReorderInput",
+            "MaxPool",
+            "AveragePool",
+            "ReorderOutput",
+            "Transpose",
+            "Exp",
+            "Exp",
+            "ReduceSum",
+            "ReduceSum",
+        ]
+    )
     odd = planned("a = Exp(x)  b = MaxPool <kernel_shape = [2, 2]> (a)  y = ReduceSum(b)", "float[1, 7, 4, 4] x")
     assert [node.proto.op_type for node in odd.order] == ["Exp", "MaxPool", "ReduceSum"]
 
@@ -246,7 +282,12 @@ def test_an_arena_grows_by_regions_of_which_pages_count_once_they_are_used() -> 
 
 def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
     """Eight shapes take little more than one; ``close`` frees what they took."""
-    done = subprocess.run([sys.executable, str(TESTS / "memory_run.py"), "--shapes"], capture_output=True, text=True,
-                          check=True, env=environment())  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "memory_run.py"), "--shapes"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+    )
     one, eight, closed = map(float, done.stdout.split())
     assert one > 50 and eight < 1.5 * one and closed < 0.5 * one, done.stdout

@@ -23,8 +23,9 @@ seeds = st.integers(0, 2**32 - 1)
 HALF = ["float16", "bfloat16"]
 
 
-def operator(type_: str, data: str, inputs: list[np.ndarray], attrs: dict[str, Any], outputs: list[str],
-             scale: str = "float32") -> Operator:  # fmt: skip
+def operator(
+    type_: str, data: str, inputs: list[np.ndarray], attrs: dict[str, Any], outputs: list[str], scale: str = "float32"
+) -> Operator:
     """The operator with its first input and output of type ``data``, everything else of type ``scale``."""
     program = Program()
     xs = [program.add_input(f"x{i}", scale if i else data, a.shape) for i, a in enumerate(inputs)]

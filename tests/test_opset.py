@@ -46,17 +46,29 @@ OLD = {
     "Softmax of flattened axes": (11, "y = Softmax (x)", ""),
     "LogSoftmax of flattened axes": (9, "y = LogSoftmax <axis = 2> (x)", ""),
     "Hardmax": (11, "y = Hardmax <axis = 2> (x)", ""),
-    "BatchNormalization": (7, "y = BatchNormalization <epsilon = 0.01, spatial = 1> (x, a, b, b, a)",
-                           "float[4] a = {1, 2, 0.5, 3}, float[4] b = {0, 1, -1, 0.5}"),
-    "BatchNormalization 9": (9, "y = BatchNormalization (x, a, b, b, a)",
-                             "float[4] a = {1, 2, 0.5, 3}, float[4] b = {0, 1, -1, 0.5}"),
+    "BatchNormalization": (
+        7,
+        "y = BatchNormalization <epsilon = 0.01, spatial = 1> (x, a, b, b, a)",
+        "float[4] a = {1, 2, 0.5, 3}, float[4] b = {0, 1, -1, 0.5}",
+    ),
+    "BatchNormalization 9": (
+        9,
+        "y = BatchNormalization (x, a, b, b, a)",
+        "float[4] a = {1, 2, 0.5, 3}, float[4] b = {0, 1, -1, 0.5}",
+    ),
     "DFT": (17, "r = Unsqueeze(x, last) f = DFT (r) y = ReduceSumSquare <axes = [-1]> (f)", "int64[1] last = {4}"),
-    "DFT of an axis": (17, "r = Unsqueeze(x, last) f = DFT <axis = 2> (r) y = ReduceSumSquare <axes = [-1]> (f)",
-                       "int64[1] last = {4}"),
-    "GroupNormalization": (18, "y = GroupNormalization <num_groups = 2> (x, a, b)",
-                           "float[2] a = {1, 2}, float[2] b = {0.5, -1}"),
+    "DFT of an axis": (
+        17,
+        "r = Unsqueeze(x, last) f = DFT <axis = 2> (r) y = ReduceSumSquare <axes = [-1]> (f)",
+        "int64[1] last = {4}",
+    ),
+    "GroupNormalization": (
+        18,
+        "y = GroupNormalization <num_groups = 2> (x, a, b)",
+        "float[2] a = {1, 2}, float[2] b = {0.5, -1}",
+    ),
     "newer than the target": (22, "y = MaxPool <kernel_shape = [2, 2]> (x)", ""),
-}  # fmt: skip
+}
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -124,8 +136,9 @@ def light() -> list[Path]:
     return sorted(LIGHT.glob("*.onnx")) if LIGHT.exists() else []
 
 
-@pytest.mark.parametrize("path", [p for p in light() if p.stem.split("light_")[-1] in ("squeezenet", "shufflenet")],
-                         ids=lambda p: p.stem)  # fmt: skip
+@pytest.mark.parametrize(
+    "path", [p for p in light() if p.stem.split("light_")[-1] in ("squeezenet", "shufflenet")], ids=lambda p: p.stem
+)
 def test_models_of_opset_9_compute_the_same(path: Path) -> None:
     model = onnx.load(path)
     program = amp.Program.from_onnx(model)

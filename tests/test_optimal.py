@@ -88,10 +88,16 @@ def test_no_other_assignment_moves_fewer_bytes(seed: int) -> None:
         kept = {name for name, half in zip(names, chosen, strict=True) if not half}
         other = program_of(text)
         every = [op for op in other.operators if op.outputs[0] is not None and op.outputs[0].name not in kept]
-        lists = amp.AutoMixedPrecisionLists(custom_black_list=["Exp"],
-                                            custom_white_list=sorted({op.type for op in every} - {"Exp"}))  # fmt: skip
-        assign(other, lists, "auto", Evidence(),
-               outside=lambda op, kept=kept: Reason(Kind.OUTSIDE_ONLY) if op.output(0).name in kept else None)  # fmt: skip
+        lists = amp.AutoMixedPrecisionLists(
+            custom_black_list=["Exp"], custom_white_list=sorted({op.type for op in every} - {"Exp"})
+        )
+        assign(
+            other,
+            lists,
+            "auto",
+            Evidence(),
+            outside=lambda op, kept=kept: Reason(Kind.OUTSIDE_ONLY) if op.output(0).name in kept else None,
+        )
         totals.append(moved(other))
     assert moved(program) == min(totals), text
     assert assignment.cut.value <= min(assignment.all_half, assignment.all_full)
@@ -165,9 +171,14 @@ def test_a_tensor_that_may_not_be_stored_binds_its_maker_and_its_readers() -> No
     assert kept == {"b", "c"} and program.var("b").dtype == "float32"
 
 
-@pytest.mark.parametrize(("dtype", "integer", "target"), [
-    ("float16", "int64", "float16"), ("bfloat16", "bool", "bfloat16"), ("bfloat16", "int64", "float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "integer", "target"),
+    [
+        ("float16", "int64", "float16"),
+        ("bfloat16", "bool", "bfloat16"),
+        ("bfloat16", "int64", "float32"),
+    ],
+)
 def test_integers_are_cast_straight_to_16_bit_where_that_is_the_same(dtype: str, integer: str, target: str) -> None:
     text = f"""m ({integer}[8] i, float[8,8] x) => (float[8,8] y) <float[8,8] w = {{{", ".join(["1"] * 64)}}}>
         {{ m = Cast<to=1>(i) a = MatMul(x, w) y = Mul(a, m) }}"""

@@ -31,8 +31,14 @@ def oracle(name: str) -> Any:
 class Training:
     """One optimizer on parameters whose gradients are fed."""
 
-    def __init__(self, optimizer: Optimizer, arrays: list[np.ndarray[Any, Any]], dtype: str = "float32",
-                 gated: bool = False, level: str = "BASIC") -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        arrays: list[np.ndarray[Any, Any]],
+        dtype: str = "float32",
+        gated: bool = False,
+        level: str = "BASIC",
+    ) -> None:
         self.main, self.startup = Program(), Program("startup")
         with context.program_guard(self.main, self.startup), names.guard():
             parameters = [create_parameter(a.shape, "float32", f"p{i}", a) for i, a in enumerate(arrays)]
@@ -110,8 +116,15 @@ def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
         h = case["hyper"]
         if h["lr_ratio"] != 1:
             continue  # Paddle's CPU kernel applies it to the decay alone; we have no such argument
-        optimizer = optim.AdamW(h["lr"], h["beta1"], h["beta2"], h["eps"], weight_decay=h["coeff"], name="o",
-                                apply_decay_param_fun=lambda name, decays=h["with_decay"]: decays)  # fmt: skip
+        optimizer = optim.AdamW(
+            h["lr"],
+            h["beta1"],
+            h["beta2"],
+            h["eps"],
+            weight_decay=h["coeff"],
+            name="o",
+            apply_decay_param_fun=lambda name, decays=h["with_decay"]: decays,
+        )
         found.append((case, optimizer, adam64, moments | powers))
     for case in oracle("momentum_fp32.json")["cases"]:
         h = case["hyper"]  # rescale_grad: Paddle's CPU kernel ignores it, so do we
@@ -124,12 +137,25 @@ def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
         if case["op"] == "sgd":
             found.append((case, optim.SGD(h["lr"]), sgd64, {}))
         elif case["op"] == "lamb":
-            optimizer = optim.Lamb(h["lr"], h["weight_decay"], h["beta1"], h["beta2"], h["epsilon"], name="o",
-                                   always_adapt=h["always_adapt"])  # fmt: skip
+            optimizer = optim.Lamb(
+                h["lr"],
+                h["weight_decay"],
+                h["beta1"],
+                h["beta2"],
+                h["epsilon"],
+                name="o",
+                always_adapt=h["always_adapt"],
+            )
             found.append((case, optimizer, lamb64, moments | powers))
         else:
-            optimizer = optim.Lars(h["lr"], h["mu"], h["lars_coeff"], h["lars_weight_decay"], epsilon=h["epsilon"],
-                                   rescale_grad=h["rescale_grad"])  # fmt: skip
+            optimizer = optim.Lars(
+                h["lr"],
+                h["mu"],
+                h["lars_coeff"],
+                h["lars_weight_decay"],
+                epsilon=h["epsilon"],
+                rescale_grad=h["rescale_grad"],
+            )
             found.append((case, optimizer, lars64, {"velocity": "p0_velocity_0"}))
     return found
 
@@ -161,10 +187,15 @@ def test_trajectories_are_paddles_and_the_formulas(gated: bool, level: str) -> N
 
 # -- groups, masters, gates ----------------------------------------------------------------------------------
 def every_optimizer(**options: Any) -> list[Optimizer]:
-    return [optim.SGD(0.1, weight_decay=0.1, **options), optim.Momentum(0.1, 0.9, weight_decay=0.1, **options),
-            optim.Momentum(0.1, use_nesterov=True, **options), optim.Adam(0.1, weight_decay=0.1, **options),
-            optim.AdamW(0.1, **options), optim.Lamb(0.1, **options),
-            optim.Lars(1.0, lars_coeff=0.1, **options)]  # fmt: skip
+    return [
+        optim.SGD(0.1, weight_decay=0.1, **options),
+        optim.Momentum(0.1, 0.9, weight_decay=0.1, **options),
+        optim.Momentum(0.1, use_nesterov=True, **options),
+        optim.Adam(0.1, weight_decay=0.1, **options),
+        optim.AdamW(0.1, **options),
+        optim.Lamb(0.1, **options),
+        optim.Lars(1.0, lars_coeff=0.1, **options),
+    ]
 
 
 ALL = pytest.mark.parametrize("which", range(7), ids=["sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "lars"])
@@ -246,20 +277,32 @@ def test_a_bad_step_changes_no_bit(which: int, level: str, dtype: str) -> None:
 
 def test_every_state_is_persistable_and_initialised() -> None:
     training = Training(optim.Adam(multi_precision=True, beta1=0.5), [np.ones((2, 2), np.float32)], "float16")
-    expected = {"p0": "float16", "p0_fp32_master_0": "float32", "p0_fp32_master_0_moment1_0": "float32",
-                "p0_fp32_master_0_moment2_0": "float32", "learning_rate_0": "float32",
-                "adam_beta1_pow_acc_0": "float32", "adam_beta2_pow_acc_0": "float32"}  # fmt: skip
+    expected = {
+        "p0": "float16",
+        "p0_fp32_master_0": "float32",
+        "p0_fp32_master_0_moment1_0": "float32",
+        "p0_fp32_master_0_moment2_0": "float32",
+        "learning_rate_0": "float32",
+        "adam_beta1_pow_acc_0": "float32",
+        "adam_beta2_pow_acc_0": "float32",
+    }
     assert {v.name: v.dtype for v in training.main.variables if v.persistable} == expected
     assert {v.name for v in training.main.updates} == set(expected) - {"learning_rate_0"}
     assert training["adam_beta1_pow_acc_0"] == np.float32(0.5)
 
 
 # -- clipping ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("clip, expected", [
-    (optim.ClipGradByGlobalNorm(1.0), [[3 / 13, 4 / 13], [12 / 13]]), (optim.ClipGradByNorm(1.0), [[0.6, 0.8], [1.0]]),
-    (optim.ClipGradByValue(3.5), [[3, 3.5], [3.5]]), (optim.ClipGradByGlobalNorm(100.0), [[3, 4], [12]]),
-    (optim.ClipGradByNorm(6.0), [[3, 4], [6]]), (optim.ClipGradByValue(5.0, min=4.0), [[4, 4], [5]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "clip, expected",
+    [
+        (optim.ClipGradByGlobalNorm(1.0), [[3 / 13, 4 / 13], [12 / 13]]),
+        (optim.ClipGradByNorm(1.0), [[0.6, 0.8], [1.0]]),
+        (optim.ClipGradByValue(3.5), [[3, 3.5], [3.5]]),
+        (optim.ClipGradByGlobalNorm(100.0), [[3, 4], [12]]),
+        (optim.ClipGradByNorm(6.0), [[3, 4], [6]]),
+        (optim.ClipGradByValue(5.0, min=4.0), [[4, 4], [5]]),
+    ],
+)
 def test_clipping(clip: Any, expected: list[list[float]]) -> None:
     training = Training(optim.SGD(1.0, grad_clip=clip), [np.zeros(2, np.float32), np.zeros(1, np.float32)])
     training.step([3, 4], [12])
@@ -292,14 +335,22 @@ def test_learning_rate_can_be_changed() -> None:
 
 
 # -- wrong arguments -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make, named", [
-    (lambda: optim.Adam(beta1=1.0), "beta1"), (lambda: optim.Adam(beta2=-0.1), "beta2"),
-    (lambda: optim.AdamW(epsilon=-1e-8), "epsilon"), (lambda: optim.SGD(-1.0), "learning_rate"),
-    (lambda: optim.SGD(float("nan")), "learning_rate"), (lambda: optim.SGD("fast"), "learning_rate"),
-    (lambda: optim.Momentum(momentum=-0.5), "momentum"), (lambda: optim.Adam(weight_decay=-1.0), "weight_decay"),
-    (lambda: optim.Lamb(lamb_weight_decay=-1.0), "weight_decay"), (lambda: optim.ClipGradByNorm(0.0), "clip_norm"),
-    (lambda: optim.ClipGradByValue(1.0, min=2.0), "min"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, named",
+    [
+        (lambda: optim.Adam(beta1=1.0), "beta1"),
+        (lambda: optim.Adam(beta2=-0.1), "beta2"),
+        (lambda: optim.AdamW(epsilon=-1e-8), "epsilon"),
+        (lambda: optim.SGD(-1.0), "learning_rate"),
+        (lambda: optim.SGD(float("nan")), "learning_rate"),
+        (lambda: optim.SGD("fast"), "learning_rate"),
+        (lambda: optim.Momentum(momentum=-0.5), "momentum"),
+        (lambda: optim.Adam(weight_decay=-1.0), "weight_decay"),
+        (lambda: optim.Lamb(lamb_weight_decay=-1.0), "weight_decay"),
+        (lambda: optim.ClipGradByNorm(0.0), "clip_norm"),
+        (lambda: optim.ClipGradByValue(1.0, min=2.0), "min"),
+    ],
+)
 def test_numbers_out_of_range_are_refused(make: Callable[[], Any], named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
         make()

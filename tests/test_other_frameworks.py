@@ -108,13 +108,16 @@ def test_a_policy_is_its_name(name: str, compute: str) -> None:
     assert scaled.products() == {"float16" if compute == "float32" else compute}
 
 
-@pytest.mark.parametrize("call, error, said", [
-    (lambda: amp.Policy("float16"), ArgumentError, "'float16' is no policy; known are 'float32', 'mixed_float16'"),
-    (lambda: amp.LossScaleOptimizer(amp.optimizer.SGD(), dynamic=False), ArgumentError, "needs initial_scale"),
-    (lambda: amp.LossScaleOptimizer(amp.optimizer.SGD(), 1024.0), ArgumentTypeError, "initial_scale=1024.0"),  # type: ignore[arg-type]
-    (lambda: amp.LossScaleOptimizer(amp.optimizer.SGD(), initial_scale=0), ArgumentError, "init_scale is 0"),
-    (lambda: amp.LossScaleOptimizer("adam"), ArgumentTypeError, "optimizer is 'adam'"),  # type: ignore[arg-type]
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, error, said",
+    [
+        (lambda: amp.Policy("float16"), ArgumentError, "'float16' is no policy; known are 'float32', 'mixed_float16'"),
+        (lambda: amp.LossScaleOptimizer(amp.optimizer.SGD(), dynamic=False), ArgumentError, "needs initial_scale"),
+        (lambda: amp.LossScaleOptimizer(amp.optimizer.SGD(), 1024.0), ArgumentTypeError, "initial_scale=1024.0"),  # type: ignore[arg-type]
+        (lambda: amp.LossScaleOptimizer(amp.optimizer.SGD(), initial_scale=0), ArgumentError, "init_scale is 0"),
+        (lambda: amp.LossScaleOptimizer("adam"), ArgumentTypeError, "optimizer is 'adam'"),  # type: ignore[arg-type]
+    ],
+)
 def test_wrong_arguments(call: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call()
@@ -137,7 +140,8 @@ def test_a_getter_stores_fp32_where_layers_compute_in_16_bit() -> None:
         _, pairs = amp.optimizer.SGD(1e-4).minimize(net.loss, net.startup)
         net.start()
         assert {p.name: p.dtype for p in net.main.parameters} == dict.fromkeys(
-            ["fc_0.w_0", "fc_0.b_0", "fc_1.w_0", "fc_1.b_0"], "float32")  # fmt: skip
+            ["fc_0.w_0", "fc_0.b_0", "fc_1.w_0", "fc_1.b_0"], "float32"
+        )
         assert {grad.dtype for _, grad in pairs} == {"float32"}
     assert wide.products() == {"float16"} and plain.products() == {"float32"}
     assert {p.dtype for p in narrow.main.parameters} == {"float16"}, "without the getter"

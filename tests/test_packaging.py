@@ -59,10 +59,16 @@ def installed() -> bool:
 def test_a_damaged_onnxruntime_is_named(tmp_path):
     """What is left where onnxruntime and onnxruntime-gpu were both installed and one was removed: a bare module."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    shadow = "import sys, types; m = sys.modules['onnxruntime'] = types.ModuleType('onnxruntime'); import amp_transpiler"
+    shadow = (
+        "import sys, types; m = sys.modules['onnxruntime'] = types.ModuleType('onnxruntime'); import amp_transpiler"
+    )
     done = subprocess.run([sys.executable, "-c", shadow], cwd=tmp_path, env=environment, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "MissingPackageError" in last and "pip uninstall -y onnxruntime onnxruntime-gpu" in last
+    assert (
+        done.returncode == 1
+        and "MissingPackageError" in last
+        and "pip uninstall -y onnxruntime onnxruntime-gpu" in last
+    )
 
 
 @pytest.mark.skipif(not installed(), reason="the package is not installed in this environment (make test installs it)")

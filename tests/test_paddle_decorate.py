@@ -47,11 +47,14 @@ def scaling(decorated: Any) -> tuple[float, bool, int, int, float, float]:
 FP16, FP32 = "float16", "float32"
 
 
-@pytest.mark.parametrize("level, expected", [
-    ("O1", {"Conv": FP16, "Add": FP16, "MatMul": FP16, "ReduceMean": FP32}),
-    ("O2", {"Conv": FP16, "Add": FP16, "MatMul": FP16, "ReduceMean": FP16}),
-    ("OD", {"Conv": FP16, "Add": FP32, "MatMul": FP16, "ReduceMean": FP32}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "level, expected",
+    [
+        ("O1", {"Conv": FP16, "Add": FP16, "MatMul": FP16, "ReduceMean": FP32}),
+        ("O2", {"Conv": FP16, "Add": FP16, "MatMul": FP16, "ReduceMean": FP16}),
+        ("OD", {"Conv": FP16, "Add": FP32, "MatMul": FP16, "ReduceMean": FP32}),
+    ],
+)
 def test_levels(level: str, expected: dict[str, str]) -> None:
     net = Net(amp.decorate(optim.AdamW(0.1), level=level.lower()))
     assert net.run_in() == expected
@@ -99,20 +102,35 @@ def test_the_older_signature_keeps_its_defaults() -> None:
     assert scaling(amp.decorate(optimizers=optim.SGD(0.1), use_dynamic_loss_scaling=False))[:2] == (32768.0, False)
 
 
-@pytest.mark.parametrize("call, error, said", [
-    (lambda: amp.decorate(optim.SGD(), level="O3"), ValueError, "'O1' .* 'O2' .* or 'OD'"),
-    (lambda: amp.decorate(optim.SGD(), level="O0"), ArgumentError, "call minimize of the optimizer itself"),
-    (lambda: amp.decorate(optim.SGD(), level="O2", use_pure_fp16=True), TypeError, "use_pure_fp16 belongs to the other"),
-    (lambda: amp.decorate(optim.SGD(), level="O1", dtype="int8"), ValueError, "dtype is 'int8'"),
-    (lambda: amp.decorate(optim.SGD(), dtype="int8"), ValueError, "dtype is 'int8'; expected 'float16' or 'bfloat16'"),
-    (lambda: amp.decorate(optim.SGD(), amp.CustomOpLists(), level="OD"), ArgumentError, "level='O1'"),
-    (lambda: amp.decorate("sgd", level="O2"), ArgumentTypeError, "optimizer is 'sgd'"),
-    (lambda: amp.decorate(level="O2"), ArgumentTypeError, "optimizer is None"),
-    (lambda: amp.decorate(optim.SGD(), level="O2", master_weight=1), ArgumentTypeError, "master_weight is 1"),
-    (lambda: amp.decorate(optim.SGD(), level="O2", use_promote=True), ArgumentError, "custom_black_list"),
-    (lambda: amp.decorate(models=[], optimizers=optim.SGD(), level="O2"), ArgumentError, "decorate takes the optimizer alone"),
-    (lambda: amp.decorate(optim.SGD(), level="O2", lvl=1), TypeError, "lvl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, error, said",
+    [
+        (lambda: amp.decorate(optim.SGD(), level="O3"), ValueError, "'O1' .* 'O2' .* or 'OD'"),
+        (lambda: amp.decorate(optim.SGD(), level="O0"), ArgumentError, "call minimize of the optimizer itself"),
+        (
+            lambda: amp.decorate(optim.SGD(), level="O2", use_pure_fp16=True),
+            TypeError,
+            "use_pure_fp16 belongs to the other",
+        ),
+        (lambda: amp.decorate(optim.SGD(), level="O1", dtype="int8"), ValueError, "dtype is 'int8'"),
+        (
+            lambda: amp.decorate(optim.SGD(), dtype="int8"),
+            ValueError,
+            "dtype is 'int8'; expected 'float16' or 'bfloat16'",
+        ),
+        (lambda: amp.decorate(optim.SGD(), amp.CustomOpLists(), level="OD"), ArgumentError, "level='O1'"),
+        (lambda: amp.decorate("sgd", level="O2"), ArgumentTypeError, "optimizer is 'sgd'"),
+        (lambda: amp.decorate(level="O2"), ArgumentTypeError, "optimizer is None"),
+        (lambda: amp.decorate(optim.SGD(), level="O2", master_weight=1), ArgumentTypeError, "master_weight is 1"),
+        (lambda: amp.decorate(optim.SGD(), level="O2", use_promote=True), ArgumentError, "custom_black_list"),
+        (
+            lambda: amp.decorate(models=[], optimizers=optim.SGD(), level="O2"),
+            ArgumentError,
+            "decorate takes the optimizer alone",
+        ),
+        (lambda: amp.decorate(optim.SGD(), level="O2", lvl=1), TypeError, "lvl"),
+    ],
+)
 def test_wrong_arguments(call: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call()

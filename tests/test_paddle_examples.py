@@ -38,11 +38,25 @@ def lenet() -> Built:
 
 def conv_bn(input: Any, num_filters: int, filter_size: int, name: str, stride: int = 1, act: str | None = None) -> Any:
     conv = static.nn.conv2d(
-        input=input, num_filters=num_filters, filter_size=filter_size, stride=stride, padding=(filter_size - 1) // 2,
-        groups=1, act=None, param_attr=ParamAttr(name=f"{name}_weights"), bias_attr=False)  # fmt: skip
+        input=input,
+        num_filters=num_filters,
+        filter_size=filter_size,
+        stride=stride,
+        padding=(filter_size - 1) // 2,
+        groups=1,
+        act=None,
+        param_attr=ParamAttr(name=f"{name}_weights"),
+        bias_attr=False,
+    )
     return static.nn.batch_norm(
-        input=conv, act=act, param_attr=ParamAttr(name=f"bn_{name}_scale"), bias_attr=ParamAttr(f"bn_{name}_offset"),
-        moving_mean_name=f"bn_{name}_mean", moving_variance_name=f"bn_{name}_variance", data_layout="NCHW")  # fmt: skip
+        input=conv,
+        act=act,
+        param_attr=ParamAttr(name=f"bn_{name}_scale"),
+        bias_attr=ParamAttr(f"bn_{name}_offset"),
+        moving_mean_name=f"bn_{name}_mean",
+        moving_variance_name=f"bn_{name}_variance",
+        data_layout="NCHW",
+    )
 
 
 def resnet() -> Built:
@@ -57,9 +71,12 @@ def resnet() -> Built:
     block = F.relu(paddle.add(x=short, y=conv1))
     pool = F.adaptive_avg_pool2d(block, 1)
     stdv = 1.0 / 4
-    out = static.nn.fc(x=paddle.flatten(pool, start_axis=1), size=10,
-                       weight_attr=ParamAttr(name="fc_0.w_0", initializer=initializer.Uniform(-stdv, stdv)),
-                       bias_attr=ParamAttr(name="fc_offset"))  # fmt: skip
+    out = static.nn.fc(
+        x=paddle.flatten(pool, start_axis=1),
+        size=10,
+        weight_attr=ParamAttr(name="fc_0.w_0", initializer=initializer.Uniform(-stdv, stdv)),
+        bias_attr=ParamAttr(name="fc_offset"),
+    )
     cost = F.softmax_with_cross_entropy(logits=out, label=label)
     loss = paddle.mean(cost)
     rng = np.random.default_rng(1)
@@ -67,8 +84,10 @@ def resnet() -> Built:
 
 
 def attention(query: Any, width: int, heads: int, mask: Any, dropout: float) -> Any:
-    q, k, v = (static.nn.fc(x=query, size=width, num_flatten_dims=2, weight_attr=ParamAttr(
-        name=f"attention_{n}_fc.w_0")) for n in ("query", "key", "value"))  # fmt: skip
+    q, k, v = (
+        static.nn.fc(x=query, size=width, num_flatten_dims=2, weight_attr=ParamAttr(name=f"attention_{n}_fc.w_0"))
+        for n in ("query", "key", "value")
+    )
 
     def split_heads(x: Any) -> Any:
         return paddle.transpose(x=paddle.reshape(x=x, shape=[0, 0, heads, width // heads]), perm=[0, 2, 1, 3])
@@ -82,8 +101,11 @@ def attention(query: Any, width: int, heads: int, mask: Any, dropout: float) -> 
 
 def norm(x: Any, name: str) -> Any:
     return static.nn.layer_norm(
-        input=x, begin_norm_axis=len(x.shape) - 1, param_attr=ParamAttr(name=f"{name}_scale", initializer=initializer.Constant(1.0)),
-        bias_attr=ParamAttr(name=f"{name}_bias", initializer=initializer.Constant(0.0)))  # fmt: skip
+        input=x,
+        begin_norm_axis=len(x.shape) - 1,
+        param_attr=ParamAttr(name=f"{name}_scale", initializer=initializer.Constant(1.0)),
+        bias_attr=ParamAttr(name=f"{name}_bias", initializer=initializer.Constant(0.0)),
+    )
 
 
 def transformer() -> Built:
@@ -94,8 +116,14 @@ def transformer() -> Built:
     label = static.data("mask_label", [None, 8, 1], "int64")
     width, heads, words = 32, 4, 40
     start = initializer.TruncatedNormal(std=0.02)
-    word = static.nn.embedding(input=ids, size=[words, width], dtype="float32", is_sparse=False, padding_idx=0,
-                               param_attr=ParamAttr(name="word_embedding", initializer=start))  # fmt: skip
+    word = static.nn.embedding(
+        input=ids,
+        size=[words, width],
+        dtype="float32",
+        is_sparse=False,
+        padding_idx=0,
+        param_attr=ParamAttr(name="word_embedding", initializer=start),
+    )
     place = static.nn.embedding(places, size=[8, width], param_attr=ParamAttr(name="pos_embedding", initializer=start))
     seen = paddle.matmul(x=mask, y=mask, transpose_y=True)
     bias = paddle.unsqueeze(paddle.scale(seen, scale=10000.0, bias=-1.0, bias_after_scale=False), axis=1)
@@ -109,8 +137,12 @@ def transformer() -> Built:
     rng = np.random.default_rng(2)
     seen_of = np.ones((4, 8, 1), np.float32)
     seen_of[1, 5:] = 0
-    return loss, {"src_ids": rng.integers(1, words, (4, 8)), "pos_ids": np.tile(np.arange(8), (4, 1)),
-                  "input_mask": seen_of, "mask_label": rng.integers(-1, words, (4, 8, 1))}  # fmt: skip
+    return loss, {
+        "src_ids": rng.integers(1, words, (4, 8)),
+        "pos_ids": np.tile(np.arange(8), (4, 1)),
+        "input_mask": seen_of,
+        "mask_label": rng.integers(-1, words, (4, 8, 1)),
+    }
 
 
 def text_classifier() -> Built:
@@ -142,8 +174,13 @@ def test_trains_as_written(build: Callable[[], Built], mode: str) -> None:
         loss, feed = build()
         optimizer: Any = paddle.optimizer.Adam(learning_rate=0.01, multi_precision=mode == "pure")
         if mode != "fp32":
-            optimizer = static.decorate(optimizer, init_loss_scaling=128.0, use_dynamic_loss_scaling=True,
-                                        use_pure_fp16=mode == "pure", use_fp16_guard=False)  # fmt: skip
+            optimizer = static.decorate(
+                optimizer,
+                init_loss_scaling=128.0,
+                use_dynamic_loss_scaling=True,
+                use_pure_fp16=mode == "pure",
+                use_fp16_guard=False,
+            )
         optimizer.minimize(loss, startup)
     exe, scope = static.Executor(static.CPUPlace(), threads=1), static.Scope()
     exe.run(startup, scope=scope)

@@ -46,13 +46,21 @@ def test_another_name_is_the_same_argument(layer: Any) -> None:
     assert layer(3, data_format="NCHW", seed=None) == (3, 1)
 
 
-@pytest.mark.parametrize("args, kwargs, error, said", [
-    ((3,), {"input": 3}, ArgumentTypeError, "layer: 'input' is another name of 'x', which is given as well"),
-    ((), {"x": 3, "input": 3}, ArgumentTypeError, "'input' is another name of 'x'"),
-    ((3,), {"data_format": "NHWC"}, ArgumentError, "layer: data_format='NHWC' is Paddle's, and not offered: transpose first"),
-    ((3,), {"seed": 0}, ArgumentError, "call amp.seed"),
-    ((3,), {"sise": 3}, TypeError, "sise"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, kwargs, error, said",
+    [
+        ((3,), {"input": 3}, ArgumentTypeError, "layer: 'input' is another name of 'x', which is given as well"),
+        ((), {"x": 3, "input": 3}, ArgumentTypeError, "'input' is another name of 'x'"),
+        (
+            (3,),
+            {"data_format": "NHWC"},
+            ArgumentError,
+            "layer: data_format='NHWC' is Paddle's, and not offered: transpose first",
+        ),
+        ((3,), {"seed": 0}, ArgumentError, "call amp.seed"),
+        ((3,), {"sise": 3}, TypeError, "sise"),
+    ],
+)
 def test_what_is_not_taken_says_why(layer: Any, args: Any, kwargs: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         layer(*args, **kwargs)
@@ -114,27 +122,57 @@ def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() ->
 def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="^layer: there is no argument 'sise'; the arguments are x, size$"):
         layer(3, sise=3)
-    for call, said in ((lambda: amp.optimizer.SGD(lr=0.1), "SGD: there is no argument 'lr'; .* learning_rate, "),
-                       (lambda: amp.optimizer.Adam(betas=(0.9, 0.9)), "Adam: .* 'betas'; .* beta1, beta2, "),
-                       (lambda: amp.decorate(amp.optimizer.SGD(), opt_level="O1"), "decorate: .* 'opt_level'"),
-                       (lambda: amp.nn.functional.relu(x=1, inplace=True, name="r"), "relu: .* 'inplace'; .* are x"),
-                       (lambda: amp.Executor(places=1), "Executor: .* 'places'; the arguments are place, "),
-                       (lambda: amp.ParamAttr(names="w"), "ParamAttr: .* 'names'; the arguments are name, "),
-                       (lambda: amp.Executor().run(amp.Program(), feeds={}), "run: .* 'feeds'; .* program, feed, ")):
+    for call, said in (
+        (lambda: amp.optimizer.SGD(lr=0.1), "SGD: there is no argument 'lr'; .* learning_rate, "),
+        (lambda: amp.optimizer.Adam(betas=(0.9, 0.9)), "Adam: .* 'betas'; .* beta1, beta2, "),
+        (lambda: amp.decorate(amp.optimizer.SGD(), opt_level="O1"), "decorate: .* 'opt_level'"),
+        (lambda: amp.nn.functional.relu(x=1, inplace=True, name="r"), "relu: .* 'inplace'; .* are x"),
+        (lambda: amp.Executor(places=1), "Executor: .* 'places'; the arguments are place, "),
+        (lambda: amp.ParamAttr(names="w"), "ParamAttr: .* 'names'; the arguments are name, "),
+        (lambda: amp.Executor().run(amp.Program(), feeds={}), "run: .* 'feeds'; .* program, feed, "),
+    ):
         with pytest.raises(ArgumentTypeError, match=said):
             call()
 
 
-@pytest.mark.parametrize("path", [
-    "GradScaler", "autocast", "cuda.amp", "optim.SGD", "optimizers.Adam", "keras.mixed_precision", "no_grad", "save",
-    "load", "io.DataLoader", "metric.Accuracy", "distributed.fleet", "jit.to_static", "utils.unique_name", "set_flags",
-    "nn.Module", "nn.ReLU", "nn.MSELoss", "static.nn.switch_case", "static.nn.rnn", "static.serialize_program",
-    "static.amp.fp16_lists.white_list", "static.amp.decorator.GradScaler",
-    "optimizer.Adam().zero_grad", "optimizer.Adam().scale", "optimizer.Adam().unscale_", "optimizer.Adam().update",
-    "static.ExponentialMovingAverage().apply", "static.ExponentialMovingAverage().restore",
-    "static.Executor().train_from_dataset", "global_scope().var", "global_scope().new_scope",
-    "static.default_main_program().global_block().append_op",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "GradScaler",
+        "autocast",
+        "cuda.amp",
+        "optim.SGD",
+        "optimizers.Adam",
+        "keras.mixed_precision",
+        "no_grad",
+        "save",
+        "load",
+        "io.DataLoader",
+        "metric.Accuracy",
+        "distributed.fleet",
+        "jit.to_static",
+        "utils.unique_name",
+        "set_flags",
+        "nn.Module",
+        "nn.ReLU",
+        "nn.MSELoss",
+        "static.nn.switch_case",
+        "static.nn.rnn",
+        "static.serialize_program",
+        "static.amp.fp16_lists.white_list",
+        "static.amp.decorator.GradScaler",
+        "optimizer.Adam().zero_grad",
+        "optimizer.Adam().scale",
+        "optimizer.Adam().unscale_",
+        "optimizer.Adam().update",
+        "static.ExponentialMovingAverage().apply",
+        "static.ExponentialMovingAverage().restore",
+        "static.Executor().train_from_dataset",
+        "global_scope().var",
+        "global_scope().new_scope",
+        "static.default_main_program().global_block().append_op",
+    ],
+)
 def test_a_name_that_is_not_offered_leads_to_ours(path: str) -> None:
     with pytest.raises(MissingNameError, match="has no attribute '[^']+': .{10}"):
         eval(f"amp.{path}")
@@ -144,8 +182,14 @@ def test_functions_are_methods_of_variables() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3) - 2
     with amp.program_guard(amp.Program(), amp.Program()):
         a = amp.static.data("a", [2, 3])
-        fetched = [a.mean(), a.sum(axis=1), a.reshape([3, 2]), a.transpose(perm=[1, 0]), a.exp(),
-                   a.max(axis=0, keepdim=True)]  # fmt: skip
+        fetched = [
+            a.mean(),
+            a.sum(axis=1),
+            a.reshape([3, 2]),
+            a.transpose(perm=[1, 0]),
+            a.exp(),
+            a.max(axis=0, keepdim=True),
+        ]
         got = amp.Executor().run(a.program, feed={"a": x}, fetch_list=fetched)
         for name in ("numpy", "backward", "ndim", "detach", "op", "grad"):
             with pytest.raises(MissingNameError, match=f"'amp_transpiler.Variable' has no attribute '{name}': "):
@@ -168,12 +212,17 @@ def test_the_average_follows_the_current_program_where_none_is_named() -> None:
 def test_initializers_and_schedules_as_paddles_documentation_writes_them() -> None:
     made = amp.nn.initializer
     with amp.static.scope_guard(amp.static.Scope()), amp.program_guard(amp.Program(), amp.Program()):
-        for n, initializer in enumerate((made.Normal(mean=0.0, std=2.0, name=None), made.Constant(value=2.0),
-                                         made.Assign([1.0, 2.0], name=None),
-                                         made.TruncatedNormal(mean=0.0, std=2.0, a=-2.0, b=2.0, name=None),
-                                         made.XavierNormal(fan_in=3, fan_out=4, gain=1.0, name=None),
-                                         made.XavierUniform(fan_in=None, fan_out=None, name=None),
-                                         made.KaimingUniform(fan_in=3, negative_slope=0.0, nonlinearity="relu"))):  # fmt: skip
+        for n, initializer in enumerate(
+            (
+                made.Normal(mean=0.0, std=2.0, name=None),
+                made.Constant(value=2.0),
+                made.Assign([1.0, 2.0], name=None),
+                made.TruncatedNormal(mean=0.0, std=2.0, a=-2.0, b=2.0, name=None),
+                made.XavierNormal(fan_in=3, fan_out=4, gain=1.0, name=None),
+                made.XavierUniform(fan_in=None, fan_out=None, name=None),
+                made.KaimingUniform(fan_in=3, negative_slope=0.0, nonlinearity="relu"),
+            )
+        ):
             amp.create_parameter([2], "float32", f"p{n}", initializer)
         amp.Executor().run(amp.default_startup_program())
         assert amp.global_scope().find_var("p1").tolist() == [2, 2]

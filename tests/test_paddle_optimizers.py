@@ -30,14 +30,25 @@ def trained(optimizer: Any) -> np.ndarray[Any, Any]:
 # -- formulas ------------------------------------------------------------------------------------------------
 def test_lars_takes_paddles_recorded_steps() -> None:
     """Three steps of Paddle 2.6's ``lars_momentum`` kernel."""
-    start = [0.045278556644916534, -0.49926674365997314, -1.271601915359497, -0.517983078956604, 0.5101427435874939,
-             -0.2882019281387329, -0.23757468163967133]  # fmt: skip
-    grads = [[-0.498752117, -0.734062612, 1.24109435, 0.0745119601, 0.214213774, 0.209977776, -1.57064509],
-             [-0.863727987, 1.80902278, 0.669489682, -0.298024237, -0.167692378, -2.0316205, 1.05967295],
-             [-2.25875616, -0.929584146, -0.95586282, 1.00510073, 0.164662078, 0.974701285, 0.318961382]]  # fmt: skip
-    params = [[0.045314461, -0.499213874, -1.2716912, -0.517988443, 0.510127306, -0.288217038, -0.237461597],
-              [0.0453906283, -0.499258131, -1.27180552, -0.517978132, 0.510121882, -0.288127482, -0.237413615],
-              [0.0455792695, -0.499248534, -1.27185762, -0.518022239, 0.510108232, -0.288098693, -0.237387389]]  # fmt: skip
+    start = [
+        0.045278556644916534,
+        -0.49926674365997314,
+        -1.271601915359497,
+        -0.517983078956604,
+        0.5101427435874939,
+        -0.2882019281387329,
+        -0.23757468163967133,
+    ]
+    grads = [
+        [-0.498752117, -0.734062612, 1.24109435, 0.0745119601, 0.214213774, 0.209977776, -1.57064509],
+        [-0.863727987, 1.80902278, 0.669489682, -0.298024237, -0.167692378, -2.0316205, 1.05967295],
+        [-2.25875616, -0.929584146, -0.95586282, 1.00510073, 0.164662078, 0.974701285, 0.318961382],
+    ]
+    params = [
+        [0.045314461, -0.499213874, -1.2716912, -0.517988443, 0.510127306, -0.288217038, -0.237461597],
+        [0.0453906283, -0.499258131, -1.27180552, -0.517978132, 0.510121882, -0.288127482, -0.237413615],
+        [0.0455792695, -0.499248534, -1.27185762, -0.518022239, 0.510108232, -0.288098693, -0.237387389],
+    ]
     training = Training(
         optim.LarsMomentum(0.1, 0.9, lars_coeff=0.001, lars_weight_decay=0.0005), [np.array(start, np.float32)]
     )
@@ -64,9 +75,14 @@ def test_l1_decay_adds_the_sign_to_the_gradient(kind: str, coeff: float) -> None
         assert np.allclose(decayed["p0"], plain["p0"], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("make", [
-    lambda **more: optim.SGD(0.1, **more), lambda **more: optim.Momentum(0.1, **more), lambda **more: optim.Adam(0.1, **more),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **more: optim.SGD(0.1, **more),
+        lambda **more: optim.Momentum(0.1, **more),
+        lambda **more: optim.Adam(0.1, **more),
+    ],
+)
 def test_l2_decay_is_a_number(make: Callable[..., Any]) -> None:
     number = trained(make(weight_decay=0.5))
     assert trained(make(weight_decay=L2Decay(0.5))).tobytes() == number.tobytes()
@@ -98,15 +114,23 @@ def test_lr_ratio_is_a_factor_on_the_rate_of_a_parameter() -> None:
 #: Positional calls in the order of Paddle's signatures, and the same by keyword.
 CALLS: list[tuple[Any, Any]] = [
     (optim.SGD(0.1, None, 0.5, None, True), optim.SGD(0.1, weight_decay=0.5, multi_precision=True)),
-    (optim.Momentum(0.1, 0.8, None, True, 0.5, None, True, 0.25),
-     optim.Momentum(0.1, 0.8, use_nesterov=True, weight_decay=0.5, multi_precision=True, rescale_grad=0.25)),
-    (optim.Adam(0.1, 0.5, 0.75, 1e-3, None, 0.5, None, False, True),
-     optim.Adam(0.1, 0.5, 0.75, 1e-3, weight_decay=0.5, multi_precision=True)),
-    (optim.AdamW(0.1, 0.5, 0.75, 1e-3, None, 0.5, None, None, None, False, True),
-     optim.AdamW(0.1, 0.5, 0.75, 1e-3, weight_decay=0.5, multi_precision=True)),
-    (optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, None, None, None, True, True),
-     optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, multi_precision=True, always_adapt=True)),
-]  # fmt: skip
+    (
+        optim.Momentum(0.1, 0.8, None, True, 0.5, None, True, 0.25),
+        optim.Momentum(0.1, 0.8, use_nesterov=True, weight_decay=0.5, multi_precision=True, rescale_grad=0.25),
+    ),
+    (
+        optim.Adam(0.1, 0.5, 0.75, 1e-3, None, 0.5, None, False, True),
+        optim.Adam(0.1, 0.5, 0.75, 1e-3, weight_decay=0.5, multi_precision=True),
+    ),
+    (
+        optim.AdamW(0.1, 0.5, 0.75, 1e-3, None, 0.5, None, None, None, False, True),
+        optim.AdamW(0.1, 0.5, 0.75, 1e-3, weight_decay=0.5, multi_precision=True),
+    ),
+    (
+        optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, None, None, None, True, True),
+        optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, multi_precision=True, always_adapt=True),
+    ),
+]
 
 
 @pytest.mark.parametrize("positional, named", CALLS, ids=[type(call[0]).__name__ for call in CALLS])
@@ -114,13 +138,18 @@ def test_positional_arguments_are_in_paddles_order(positional: Any, named: Any) 
     assert vars(positional) == vars(named) and positional.multi_precision
 
 
-@pytest.mark.parametrize("make", [
-    lambda: optim.SGD(0.1, parameters=["p0"]), lambda: optim.MomentumOptimizer(0.1, 0.9, parameter_list=["p0"]),
-    lambda: optim.Momentum(0.1, parameters=["p0"], use_multi_tensor=True),
-    lambda: optim.AdamOptimizer(0.1, parameters=["p0"], lazy_mode=True, grad_clip=None),
-    lambda: optim.AdamW(0.1, parameters=["p0"], weight_decay=0.5, lazy_mode=False),
-    lambda: optim.Lamb(0.1, parameters=["p0"]), lambda: optim.LarsMomentumOptimizer(0.1, 0.9, parameters=["p0"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optim.SGD(0.1, parameters=["p0"]),
+        lambda: optim.MomentumOptimizer(0.1, 0.9, parameter_list=["p0"]),
+        lambda: optim.Momentum(0.1, parameters=["p0"], use_multi_tensor=True),
+        lambda: optim.AdamOptimizer(0.1, parameters=["p0"], lazy_mode=True, grad_clip=None),
+        lambda: optim.AdamW(0.1, parameters=["p0"], weight_decay=0.5, lazy_mode=False),
+        lambda: optim.Lamb(0.1, parameters=["p0"]),
+        lambda: optim.LarsMomentumOptimizer(0.1, 0.9, parameters=["p0"]),
+    ],
+)
 def test_paddles_keywords(make: Callable[[], Any]) -> None:
     assert make().parameter_list == ["p0"]
 
@@ -143,18 +172,29 @@ def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decor
     assert [p.name for p, _ in pairs] == ["fc_0.w_0", "fc_0.b_0", "batch_norm_0.w_0", "batch_norm_0.b_0"]
 
 
-@pytest.mark.parametrize("call, error, said", [
-    (lambda: optim.AdamW(weight_decay=L2Decay(0.1)), ArgumentTypeError, r"AdamW: weight_decay is L2Decay\(coeff=0.1\).*the number 0.1"),
-    (lambda: optim.Lamb(regularization=L2Decay(0.1)), ArgumentError, "lamb_weight_decay"),
-    (lambda: optim.SGD(0.1, parameters=["a"], parameter_list=["a"]), ArgumentTypeError, "another name of 'parameter_list'"),
-    (lambda: L2Decay(-1.0), ArgumentError, "L2Decay: coeff is -1.0"),
-    (lambda: optim.Adam(weight_decay="l2"), ArgumentError, "weight_decay is 'l2'"),
-    (lambda: optim.Momentum(rescale_grad=0), ArgumentError, "rescale_grad is 0"),
-    (lambda: optim.RMSProp(0.1), AttributeError, r"Adam\(beta1=0\)"),
-    (lambda: optim.Adam().step(), AttributeError, "minimize appends the step"),
-    (lambda: amp.decorate(optim.Adam()).clear_grad(), AttributeError, "made anew by every run"),
-    (lambda: optim.Adam().stepp, AttributeError, "has no attribute 'stepp'$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, error, said",
+    [
+        (
+            lambda: optim.AdamW(weight_decay=L2Decay(0.1)),
+            ArgumentTypeError,
+            r"AdamW: weight_decay is L2Decay\(coeff=0.1\).*the number 0.1",
+        ),
+        (lambda: optim.Lamb(regularization=L2Decay(0.1)), ArgumentError, "lamb_weight_decay"),
+        (
+            lambda: optim.SGD(0.1, parameters=["a"], parameter_list=["a"]),
+            ArgumentTypeError,
+            "another name of 'parameter_list'",
+        ),
+        (lambda: L2Decay(-1.0), ArgumentError, "L2Decay: coeff is -1.0"),
+        (lambda: optim.Adam(weight_decay="l2"), ArgumentError, "weight_decay is 'l2'"),
+        (lambda: optim.Momentum(rescale_grad=0), ArgumentError, "rescale_grad is 0"),
+        (lambda: optim.RMSProp(0.1), AttributeError, r"Adam\(beta1=0\)"),
+        (lambda: optim.Adam().step(), AttributeError, "minimize appends the step"),
+        (lambda: amp.decorate(optim.Adam()).clear_grad(), AttributeError, "made anew by every run"),
+        (lambda: optim.Adam().stepp, AttributeError, "has no attribute 'stepp'$"),
+    ],
+)
 def test_what_is_not_offered_points_elsewhere(call: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call()

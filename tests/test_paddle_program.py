@@ -49,8 +49,15 @@ def test_blocks_operators_and_variables() -> None:
 
 def test_all_parameters_are_those_of_the_model_and_none_of_the_step() -> None:
     """Paddle's batch normalisation keeps its statistics in parameters, so they count."""
-    expected = {"fc_0.w_0", "fc_0.b_0", "batch_norm_0.w_0", "batch_norm_0.b_0", "batch_norm_0.w_1", "batch_norm_0.w_2",
-                "frozen"}  # fmt: skip
+    expected = {
+        "fc_0.w_0",
+        "fc_0.b_0",
+        "batch_norm_0.w_0",
+        "batch_norm_0.b_0",
+        "batch_norm_0.w_1",
+        "batch_norm_0.w_2",
+        "frozen",
+    }
     for net in (Net(), Net(init_loss_scaling=8.0), Net(use_pure_fp16=True, use_fp16_guard=False)):
         assert {v.name for v in net.main.all_parameters()} == expected
         assert {v.name for v in net.main.parameters} == {

@@ -32,8 +32,12 @@ def fetches(expected: View, before: Program) -> View:
     """Fetches keep their declared type: what nothing reads can only be fetched, and is cast back to fp32."""
     read = {slot[0] for _, ins, _ in expected.ops for slot in ins} | {name for name, _ in expected.casts}
     optional = {"LayerNormalization", "BatchNormalization", "SoftmaxCrossEntropyLoss", "Dropout"}
-    ends = [slot for type_, _, outs in expected.ops for i, slot in enumerate(outs)
-            if slot[0] not in read and slot[1] == "float16" and not (i and type_ in optional)]  # fmt: skip
+    ends = [
+        slot
+        for type_, _, outs in expected.ops
+        for i, slot in enumerate(outs)
+        if slot[0] not in read and slot[1] == "float16" and not (i and type_ in optional)
+    ]
     return View(expected.ops, expected.casts + [(name, "float32") for name, _ in ends], expected.parameters)
 
 
@@ -87,11 +91,24 @@ DEVIATING: dict[tuple[str, str | None, str], set[Deviation]] = {
     ("micro_rewrites_1.json", "layer_norm_after_white", PURE): {feeds, layer_norm_slots, fetches},
 } | {
     ("micro_rewrites_1.json", name, PURE): {feeds, fetches}
-    for name in ("gray_no_producer_relu", "white_gray", "black_gray", "gray_add_X_black_Y_white",
-                 "gray_add_X_white_Y_black", "gray_add_white_data", "gray_chain", "dedupe_two_white_consumers",
-                 "white_black_white", "black_after_white_twice_dedupe", "unlisted_op_gelu_after_white",
-                 "unlisted_between_whites", "batch_norm_after_conv", "dropout_mask", "concat_data_white")
-}  # fmt: skip
+    for name in (
+        "gray_no_producer_relu",
+        "white_gray",
+        "black_gray",
+        "gray_add_X_black_Y_white",
+        "gray_add_X_white_Y_black",
+        "gray_add_white_data",
+        "gray_chain",
+        "dedupe_two_white_consumers",
+        "white_black_white",
+        "black_after_white_twice_dedupe",
+        "unlisted_op_gelu_after_white",
+        "unlisted_between_whites",
+        "batch_norm_after_conv",
+        "dropout_mask",
+        "concat_data_white",
+    )
+}
 
 
 def _data(file: str, name: str | None, variant: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,10 +28,13 @@ FORMULAS: list[tuple[lr.LRScheduler, Callable[[int], float]]] = [
     (lr.LinearLR(0.4, total_steps=5), lambda t: 0.4 * (1 / 3 + min(t, 5) / 5 * 2 / 3)),
     (lr.PiecewiseDecay([3, 6], [0.1, 0.2, 0.3], verbose=True), lambda t: 0.1 if t < 3 else 0.2 if t < 6 else 0.3),
     (lr.PolynomialDecay(0.5, decay_steps=4, last_epoch=-1), lambda t: (0.5 - 1e-4) * (1 - min(t, 4) / 4) + 1e-4),
-    (lr.NoamDecay(d_model=4, warmup_steps=3, learning_rate=2.0), lambda t: 2 * 4**-0.5 * min((t or 1) ** -0.5, t * 3**-1.5)),
+    (
+        lr.NoamDecay(d_model=4, warmup_steps=3, learning_rate=2.0),
+        lambda t: 2 * 4**-0.5 * min((t or 1) ** -0.5, t * 3**-1.5),
+    ),
     (lr.LinearWarmup(lr.StepDecay(0.5, 2), 3, 0.0, 0.3), lambda t: 0.1 * t if t < 3 else 0.5 * 0.1 ** ((t - 3) // 2)),
     (lr.CosineAnnealingDecay(0.5, T_max=10), lambda t: 0.25 * (1 + math.cos(math.pi * t / 10))),
-]  # fmt: skip
+]
 EVERY = pytest.mark.parametrize("rule, formula", FORMULAS, ids=[type(rule).__name__ for rule, _ in FORMULAS])
 
 
@@ -160,16 +163,19 @@ class Own(lr.LRScheduler):
         return 0.1
 
 
-@pytest.mark.parametrize("call, error, said", [
-    (lambda: lr.LambdaDecay(0.5, lr_lambda=lambda t: 1), AttributeError, "set_lr"),
-    (lambda: lr.ReduceOnPlateau(0.5), AttributeError, "set_lr"),
-    (lambda: lr.StepDecay(0.5, 2, last_epoch=3), ArgumentError, r"schedule.step\(epoch\)"),
-    (lambda: Own(0.5), TypeError, r"Own is no schedule of amp.optimizer.lr.*set_lr\(rate\)"),
-    (lambda: lr.LRScheduler(learning_rate=0.5), TypeError, "LRScheduler is no schedule"),
-    (lambda: lr.StepDecay(0.5, 0), ArgumentError, "StepDecay: step_size is 0"),
-    (lambda: lr.ExponentialDecay(0.5, 0.0), ArgumentError, "gamma is 0.0"),
-    (lambda: lr.MultiStepDecay(0.5, [5, 5]), ArgumentError, "ascending"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, error, said",
+    [
+        (lambda: lr.LambdaDecay(0.5, lr_lambda=lambda t: 1), AttributeError, "set_lr"),
+        (lambda: lr.ReduceOnPlateau(0.5), AttributeError, "set_lr"),
+        (lambda: lr.StepDecay(0.5, 2, last_epoch=3), ArgumentError, r"schedule.step\(epoch\)"),
+        (lambda: Own(0.5), TypeError, r"Own is no schedule of amp.optimizer.lr.*set_lr\(rate\)"),
+        (lambda: lr.LRScheduler(learning_rate=0.5), TypeError, "LRScheduler is no schedule"),
+        (lambda: lr.StepDecay(0.5, 0), ArgumentError, "StepDecay: step_size is 0"),
+        (lambda: lr.ExponentialDecay(0.5, 0.0), ArgumentError, "gamma is 0.0"),
+        (lambda: lr.MultiStepDecay(0.5, [5, 5]), ArgumentError, "ascending"),
+    ],
+)
 def test_what_is_not_offered_points_elsewhere(call: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call()

@@ -57,12 +57,18 @@ def test_the_example_of_decorate() -> None:
     test_program = static.default_main_program().clone(for_test=True)
 
     scheduler = paddle.optimizer.lr.PiecewiseDecay(boundaries=[2], values=[0.01, 0.001])
-    optimizer = paddle.optimizer.Momentum(learning_rate=scheduler, weight_decay=paddle.regularizer.L2Decay(1e-4),
-                                          parameters=None, multi_precision=True, rescale_grad=1.0,
-                                          grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0))  # fmt: skip
+    optimizer = paddle.optimizer.Momentum(
+        learning_rate=scheduler,
+        weight_decay=paddle.regularizer.L2Decay(1e-4),
+        parameters=None,
+        multi_precision=True,
+        rescale_grad=1.0,
+        grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0),
+    )
     amp_list = paddle.static.amp.CustomOpLists(custom_black_list=["pool2d"])
-    optimizer = paddle.static.amp.decorate(optimizer, amp_list, init_loss_scaling=128.0,
-                                           use_dynamic_loss_scaling=True, use_pure_fp16=True)  # fmt: skip
+    optimizer = paddle.static.amp.decorate(
+        optimizer, amp_list, init_loss_scaling=128.0, use_dynamic_loss_scaling=True, use_pure_fp16=True
+    )
     ops, params_grads = optimizer.minimize(loss, parameter_list=None, no_grad_set=None)
     assert len(params_grads) == 6 and ops[0].type == "Momentum"
 
@@ -81,8 +87,9 @@ def test_the_example_of_decorate() -> None:
     feed.pop("X")
     for _ in range(2):
         for _ in range(2):
-            value, scale = exe.run(main, feed=feed, use_program_cache=True,
-                                   fetch_list=[loss, optimizer.get_loss_scaling()])  # fmt: skip
+            value, scale = exe.run(
+                main, feed=feed, use_program_cache=True, fetch_list=[loss, optimizer.get_loss_scaling()]
+            )
             losses.append(float(np.ravel(value)[0]))
             rates.append(optimizer.get_lr())
             scheduler.step()
@@ -155,12 +162,20 @@ def test_pure_bf16_and_the_rewrites() -> None:
 
 #: The names of ``paddle.static.amp`` of 2021 and of 2.6, and what each is here.
 NAMES = {
-    "decorate": paddle.decorate, "CustomOpLists": paddle.AutoMixedPrecisionLists, "fp16_guard": paddle.fp16_guard,
-    "AutoMixedPrecisionLists": paddle.AutoMixedPrecisionLists, "cast_model_to_fp16": paddle.cast_model_to_fp16,
-    "cast_parameters_to_fp16": paddle.cast_parameters_to_fp16, "rewrite_program": paddle.rewrite_program,
-    "check_finite_and_unscale": paddle.check_finite_and_unscale, "update_loss_scaling": paddle.update_loss_scaling,
-    "bf16": bf16, "fp16_utils": amp, "fp16_lists": amp, "decorator": amp,
-}  # fmt: skip
+    "decorate": paddle.decorate,
+    "CustomOpLists": paddle.AutoMixedPrecisionLists,
+    "fp16_guard": paddle.fp16_guard,
+    "AutoMixedPrecisionLists": paddle.AutoMixedPrecisionLists,
+    "cast_model_to_fp16": paddle.cast_model_to_fp16,
+    "cast_parameters_to_fp16": paddle.cast_parameters_to_fp16,
+    "rewrite_program": paddle.rewrite_program,
+    "check_finite_and_unscale": paddle.check_finite_and_unscale,
+    "update_loss_scaling": paddle.update_loss_scaling,
+    "bf16": bf16,
+    "fp16_utils": amp,
+    "fp16_lists": amp,
+    "decorator": amp,
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -168,33 +183,63 @@ def test_names_of_static_amp(name: str) -> None:
     assert getattr(paddle.static.amp, name) is NAMES[name]
 
 
-@pytest.mark.parametrize("name", [
-    "Program", "program_guard", "data", "Executor", "CPUPlace", "CUDAPlace", "default_main_program", "append_backward",
-    "default_startup_program", "global_scope", "scope_guard", "name_scope", "create_parameter", "save_inference_model",
-    "load_inference_model", "nn", "Variable",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Program",
+        "program_guard",
+        "data",
+        "Executor",
+        "CPUPlace",
+        "CUDAPlace",
+        "default_main_program",
+        "append_backward",
+        "default_startup_program",
+        "global_scope",
+        "scope_guard",
+        "name_scope",
+        "create_parameter",
+        "save_inference_model",
+        "load_inference_model",
+        "nn",
+        "Variable",
+    ],
+)
 def test_names_of_static_are_those_of_the_package(name: str) -> None:
     assert getattr(paddle.static, name) is getattr(paddle, name)
 
 
-@pytest.mark.parametrize("call, said", [
-    (lambda: paddle.static.CompiledProgram, "compiles a program at its first run"),
-    (lambda: paddle.static.save, "amp.save_checkpoint"), (lambda: paddle.static.InputSpec, "amp.data"),
-    (lambda: amp.debugging, "amp-transpile explain"), (lambda: paddle.amp, "amp.static.amp"),
-    (lambda: paddle.fluid, "Paddle 2"), (lambda: paddle.to_tensor, "numpy arrays"),
-    (lambda: paddle.nn.Linear, r"amp.nn.fc\(x, size\)"), (lambda: bf16.convert_float_to_uint16, "ml_dtypes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda: paddle.static.CompiledProgram, "compiles a program at its first run"),
+        (lambda: paddle.static.save, "amp.save_checkpoint"),
+        (lambda: paddle.static.InputSpec, "amp.data"),
+        (lambda: amp.debugging, "amp-transpile explain"),
+        (lambda: paddle.amp, "amp.static.amp"),
+        (lambda: paddle.fluid, "Paddle 2"),
+        (lambda: paddle.to_tensor, "numpy arrays"),
+        (lambda: paddle.nn.Linear, r"amp.nn.fc\(x, size\)"),
+        (lambda: bf16.convert_float_to_uint16, "ml_dtypes"),
+    ],
+)
 def test_names_that_are_not_offered_point_elsewhere(call: Callable[[], Any], said: str) -> None:
     with pytest.raises(AttributeError, match=said):
         call()
 
 
-@pytest.mark.parametrize("call, said", [
-    (lambda: amp.cast_model_to_fp16(static.Program(), level="O1"), "amp.rewrite_program"),
-    (lambda: amp.cast_model_to_fp16(static.Program(), dest_type="bfloat16"), "amp_lists="),
-    (lambda: paddle.decorate(paddle.optimizer.SGD()).amp_init(paddle.CPUPlace(), rewrite_master_weight=True), "keeps the digits"),
-    (lambda: static.Executor(paddle.CPUPlace()).run(static.Program(), use_prune=True), "clone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda: amp.cast_model_to_fp16(static.Program(), level="O1"), "amp.rewrite_program"),
+        (lambda: amp.cast_model_to_fp16(static.Program(), dest_type="bfloat16"), "amp_lists="),
+        (
+            lambda: paddle.decorate(paddle.optimizer.SGD()).amp_init(paddle.CPUPlace(), rewrite_master_weight=True),
+            "keeps the digits",
+        ),
+        (lambda: static.Executor(paddle.CPUPlace()).run(static.Program(), use_prune=True), "clone"),
+    ],
+)
 def test_keywords_that_are_not_offered_point_elsewhere(call: Callable[[], Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         call()

@@ -65,17 +65,23 @@ CASES = {
             <float step = {0.1}> { co = Identity(ci)  f = Cast<to=1>(i)  t = Mul(f, step)  so = Add(s, t) }> }""",
         {"t": "counts"},
     ),
-}  # fmt: skip
+}
 
 
 MOVERS = {
-    "Compress": "moved = Compress(f, chosen)", "CenterCropPad": "moved = CenterCropPad<axes=[0]>(f, size)",
-    "Concat": "moved = Concat<axis=0>(f, f)", "Dropout": "moved = Dropout(f)", "Expand": "moved = Expand(f, shape)",
-    "GatherND": "moved = GatherND(f, index)", "Identity": "moved = Identity(f)",
+    "Compress": "moved = Compress(f, chosen)",
+    "CenterCropPad": "moved = CenterCropPad<axes=[0]>(f, size)",
+    "Concat": "moved = Concat<axis=0>(f, f)",
+    "Dropout": "moved = Dropout(f)",
+    "Expand": "moved = Expand(f, shape)",
+    "GatherND": "moved = GatherND(f, index)",
+    "Identity": "moved = Identity(f)",
     "ReverseSequence": "moved = ReverseSequence<batch_axis=1, time_axis=0>(f, size)",
-    "ScatterND": "moved = ScatterND(zeros, index, f)", "Split": "moved, rest = Split<num_outputs=2>(f)",
-    "Trilu": "moved = Trilu(f)", "Unsqueeze": "moved = Unsqueeze(f, size)",
-}  # fmt: skip
+    "ScatterND": "moved = ScatterND(zeros, index, f)",
+    "Split": "moved, rest = Split<num_outputs=2>(f)",
+    "Trilu": "moved = Trilu(f)",
+    "Unsqueeze": "moved = Unsqueeze(f, size)",
+}
 
 
 @pytest.mark.parametrize("cast", ["Cast<to=1>(p)", "CastLike(p, half)"])

@@ -52,8 +52,13 @@ def linear() -> amp.Program:
     model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>' + LINEAR.replace("{TIED}", tied))
     for tensor in model.graph.initializer:
         tensor.name = tensor.name.replace("onnx_MatMul", "onnx::MatMul")
-    scopes = {"n1": "/enc/query/MatMul", "n2": "/enc/query/Add", "n3": "/enc/out/MatMul", "n4": "/enc/out/Add",
-              "n5": "/head/MatMul"}  # fmt: skip
+    scopes = {
+        "n1": "/enc/query/MatMul",
+        "n2": "/enc/query/Add",
+        "n3": "/enc/out/MatMul",
+        "n4": "/enc/out/Add",
+        "n5": "/head/MatMul",
+    }
     for node in model.graph.node:
         node.name = scopes.get(node.name, node.name)
         node.input[:] = [name.replace("onnx_MatMul", "onnx::MatMul") for name in node.input]
@@ -65,9 +70,19 @@ def test_weights_are_what_they_were_before_the_export() -> None:
     before = run(program, feed, "y")[0]
     told = amp.prepare_training(program)
     shapes = {v.name: v.shape for v in program.parameters}
-    assert shapes == {"emb": (5, 4), "enc.query.weight": (4, 4), "enc.out.weight": (4, 4), "a_bias": (4,),
-                      "enc.out.bias": (4,)} or shapes == {"emb": (5, 4), "enc.query.weight": (4, 4),
-                      "enc.out.weight": (4, 4), "a_bias": (4,), "enc.query.bias": (4,)}  # fmt: skip
+    assert shapes == {
+        "emb": (5, 4),
+        "enc.query.weight": (4, 4),
+        "enc.out.weight": (4, 4),
+        "a_bias": (4,),
+        "enc.out.bias": (4,),
+    } or shapes == {
+        "emb": (5, 4),
+        "enc.query.weight": (4, 4),
+        "enc.out.weight": (4, 4),
+        "a_bias": (4,),
+        "enc.query.bias": (4,),
+    }
     assert "'val_12' is 'emb' transposed: tied again" in told.notes
     assert any("got 1 copies" in note for note in told.notes)
     program.verify()
@@ -119,21 +134,37 @@ def test_numbers_are_no_weights() -> None:
         angle = Cos(f)
       }}""")
     reasons = {v.name: not_a_weight(v) for v in program.variables if v.data is not None and v.dtype == "float32"}
-    assert reasons == {"scale": "", "bias": "", "mean": "statistics", "var": "statistics", "causal": "a mask",
-                       "real": "", "frequencies": "the frequencies of an angle"}  # fmt: skip
+    assert reasons == {
+        "scale": "",
+        "bias": "",
+        "mean": "statistics",
+        "var": "statistics",
+        "causal": "a mask",
+        "real": "",
+        "frequencies": "the frequencies of an angle",
+    }
     assert {v.name for v in program.parameters} == {"scale", "bias", "real"}
     assert {v.name for v in program.variables if v.persistable} == {"scale", "bias", "real", "mean", "var"}
 
 
 MOVED_NUMBERS = {
     "a causal half": ("a mask", "[4,4]", ["0", "-3.4e38"] * 8, "t = Trilu(c)  y = Add(x, t)"),
-    "a part of a mask": ("a mask", "[4,4]", ["0", "-3.4e38"] * 8, "t, u = Split<axis=0, num_outputs=2>(c)  y = Add(x, t)"),
-    "two frequencies": ("the frequencies of an angle", "[4]", ["0.5"] * 4,
-                        "s, t = Split<num_outputs=2>(c)  u = Sin(s)  v = Cos(t)  y = Add(u, v)"),
+    "a part of a mask": (
+        "a mask",
+        "[4,4]",
+        ["0", "-3.4e38"] * 8,
+        "t, u = Split<axis=0, num_outputs=2>(c)  y = Add(x, t)",
+    ),
+    "two frequencies": (
+        "the frequencies of an angle",
+        "[4]",
+        ["0.5"] * 4,
+        "s, t = Split<num_outputs=2>(c)  u = Sin(s)  v = Cos(t)  y = Add(u, v)",
+    ),
     "half frequencies": ("", "[4]", ["0.5"] * 4, "s, t = Split<num_outputs=2>(c)  u = Sin(s)  y = Add(u, t)"),
     "a dropped weight": ("", "[4,4]", ["0.5"] * 16, "t = Dropout(c)  y = MatMul(x, t)"),
     "a table": ("", "[4,4]", ["0.5"] * 16, "i = ArgMax(x)  t = Gather(c, i)  y = Sin(t)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MOVED_NUMBERS)
@@ -206,8 +237,12 @@ def test_layer_norms_that_were_written_out_are_whole_again(mode: str) -> None:
         return
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         loss = F.mean(program.outputs[0] * program.outputs[0])
-        optimizer = amp.decorate(amp.optimizer.SGD(0.01, multi_precision=True), init_loss_scaling=8.0, use_pure_fp16=True,
-                                 use_fp16_guard=False)  # fmt: skip
+        optimizer = amp.decorate(
+            amp.optimizer.SGD(0.01, multi_precision=True),
+            init_loss_scaling=8.0,
+            use_pure_fp16=True,
+            use_fp16_guard=False,
+        )
         optimizer.minimize(loss)
     scope, exe = amp.Scope(), amp.Executor(threads=1)
     exe.run(program.startup, scope=scope)
@@ -217,10 +252,15 @@ def test_layer_norms_that_were_written_out_are_whole_again(mode: str) -> None:
     np.testing.assert_allclose(y, expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("change, count", [
-    (("ReduceMean <axes = [-1]> (s)", "ReduceMean <axes = [0]> (s)"), 1), (("Pow(d, two)", "Pow(d, eps)"), 1),
-    (("n = Div(d, r)", "n = Div(x, r)"), 1), (("(float[4,6] y)", "(float[4,6] y, float[4,6] n)"), 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, count",
+    [
+        (("ReduceMean <axes = [-1]> (s)", "ReduceMean <axes = [0]> (s)"), 1),
+        (("Pow(d, two)", "Pow(d, eps)"), 1),
+        (("n = Div(d, r)", "n = Div(x, r)"), 1),
+        (("(float[4,6] y)", "(float[4,6] y, float[4,6] n)"), 2),
+    ],
+)
 def test_what_is_no_layer_norm_stays_as_it_is(change: tuple[str, str], count: int) -> None:
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     text = NORMS.replace(*change, 1)
@@ -279,7 +319,9 @@ def test_merged_statistics_of_two_layers_are_two_states() -> None:
         <float[2] one = {1.0, 1.0}, float[2] zero = {0.0, 0.0}>
       { a = BatchNormalization(x, one, zero, zero, one)  y = BatchNormalization(a, one, zero, zero, one) }""")
     amp.prepare_training(program)
-    states = [[op.inputs[slot].name for slot in (1, 2, 3, 4)] for op in program.operators if op.type == "BatchNormalization"]  # type: ignore[union-attr]
+    states = [
+        [op.inputs[slot].name for slot in (1, 2, 3, 4)] for op in program.operators if op.type == "BatchNormalization"
+    ]  # type: ignore[union-attr]
     assert len({name for row in states for name in row}) == 8
     assert len(program.updates) == 4
 
@@ -311,18 +353,21 @@ def test_a_second_preparation_changes_nothing() -> None:
     assert program.to_onnx().SerializeToString() == once
 
 
-@pytest.mark.parametrize("options, told", [
-    ({"trainable": ["decoder*"]}, "trainable: pattern 'decoder\\*' matches no parameter of program 'net'"),
-    ({"freeze": "emb"}, "freeze takes strings"),
-    ({"freeze": ["*"]}, "no parameter of program 'net' is left to train"),
-    ({"batch_norm": "eval"}, "'train' or 'frozen'"),
-    ({"dropout": {"nowhere": 0.1}}, "dropout: pattern 'nowhere' matches no operator"),
-    ({"dropout": {"enc/*": 1.0}}, "rate of pattern 'enc/\\*' is 1.0"),
-    ({"dropout": [0.1]}, "expected {pattern: rate}"),
-    ({"values": {"n": 3}}, "has no input 'n'; its inputs are ids"),
-    ({"values": {"ids": 3}}, "does not fit input 'ids'"),
-    ({"feed_shapes": {"ids": (3,)}}, "does not fit input 'ids' of shape \\[2\\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"trainable": ["decoder*"]}, "trainable: pattern 'decoder\\*' matches no parameter of program 'net'"),
+        ({"freeze": "emb"}, "freeze takes strings"),
+        ({"freeze": ["*"]}, "no parameter of program 'net' is left to train"),
+        ({"batch_norm": "eval"}, "'train' or 'frozen'"),
+        ({"dropout": {"nowhere": 0.1}}, "dropout: pattern 'nowhere' matches no operator"),
+        ({"dropout": {"enc/*": 1.0}}, "rate of pattern 'enc/\\*' is 1.0"),
+        ({"dropout": [0.1]}, "expected {pattern: rate}"),
+        ({"values": {"n": 3}}, "has no input 'n'; its inputs are ids"),
+        ({"values": {"ids": 3}}, "does not fit input 'ids'"),
+        ({"feed_shapes": {"ids": (3,)}}, "does not fit input 'ids' of shape \\[2\\]"),
+    ],
+)
 def test_what_it_refuses_leaves_the_program_alone(options: dict[str, Any], told: str) -> None:
     program = linear()
     before = program.to_onnx().SerializeToString()

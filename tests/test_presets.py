@@ -79,9 +79,15 @@ def test_bert_keeps_norms_activations_and_logits_fp32():
     rewritten = program(WHOLE)
     amp.rewrite_program(rewritten, amp.AutoMixedPrecisionLists(preset="bert"))
     assert precisions(rewritten) == {
-        "Gather": "float32", "LayerNormalization": "float32", "d": "float16", "Gelu": "float32", "Tanh": "float32",
-        "Add": "float32", "y": "float32", "Identity": "float32",
-    }  # fmt: skip
+        "Gather": "float32",
+        "LayerNormalization": "float32",
+        "d": "float16",
+        "Gelu": "float32",
+        "Tanh": "float32",
+        "Add": "float32",
+        "y": "float32",
+        "Identity": "float32",
+    }
     plain = program(WHOLE)
     amp.rewrite_program(plain)
     assert precisions(plain)["y"] == precisions(plain)["Tanh"] == "float16", "the preset made the difference"
@@ -122,11 +128,14 @@ def test_custom_lists_change_a_preset():
         amp.AutoMixedPrecisionLists(preset="brt")
 
 
-@pytest.mark.parametrize("text, message", [
-    ('[a]\nwhy = "x"\n[[a.gray]]\nwhy = "y"\noperators = ["Add"]', "no list 'gray'"),
-    ('[a]\nwhy = "x"\n[[a.black]]\nwhy = "y"\noperators = ["Gelly"]', "no operator 'Gelly'. Did you mean 'Gelu'"),
-    ('[a]\nwhy = "x"\n[[a.black]]\nwhy = "y"\noperators = ["Add", "Add"]', "'Add' stands there twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('[a]\nwhy = "x"\n[[a.gray]]\nwhy = "y"\noperators = ["Add"]', "no list 'gray'"),
+        ('[a]\nwhy = "x"\n[[a.black]]\nwhy = "y"\noperators = ["Gelly"]', "no operator 'Gelly'. Did you mean 'Gelu'"),
+        ('[a]\nwhy = "x"\n[[a.black]]\nwhy = "y"\noperators = ["Add", "Add"]', "'Add' stands there twice"),
+    ],
+)
 def test_a_broken_preset_file_is_refused(text: str, message: str):
     with pytest.raises(ListError, match=message):
         parse_presets(text, "presets.toml")

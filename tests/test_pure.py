@@ -301,7 +301,11 @@ def test_types_that_an_attribute_sets_stay_and_are_cast_at_the_reader() -> None:
     assert found["r"] == "untouched: an attribute sets its element type"
     assert found["c"] == "untouched: no input sets its element type"
     assert {op.outputs[0].name for op in p.operators if op.type == "Cast"} == {
-        "x.cast_fp16", "r.cast_fp16", "c.cast_fp16", "y"}  # fmt: skip
+        "x.cast_fp16",
+        "r.cast_fp16",
+        "c.cast_fp16",
+        "y",
+    }
 
 
 def test_a_state_that_an_operator_starts_itself_has_the_type_of_its_data() -> None:

@@ -23,13 +23,16 @@ def program_of(text: str, opset: int) -> amp.Program:
     return program
 
 
-@pytest.mark.parametrize(("tail", "opset", "expected"), [
-    ("Neg(b)", 9, 22),  # Conv takes bfloat16 from 22 on, and nothing loses its kernel
-    ("Neg(b)", 17, 22),
-    ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 9, 21),  # at 22 MaxPool would leave CUDA; Relu gains at 14
-    ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 17, 17),  # nothing to gain below 22
-    ("Neg(b)", 22, 22),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tail", "opset", "expected"),
+    [
+        ("Neg(b)", 9, 22),  # Conv takes bfloat16 from 22 on, and nothing loses its kernel
+        ("Neg(b)", 17, 22),
+        ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 9, 21),  # at 22 MaxPool would leave CUDA; Relu gains at 14
+        ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 17, 17),  # nothing to gain below 22
+        ("Neg(b)", 22, 22),
+    ],
+)
 def test_the_opset_at_which_most_can_run(tail: str, opset: int, expected: int) -> None:
     program = program_of(CONV.replace("TAIL", tail), opset)
     told = raise_for(program, "bfloat16")
@@ -58,5 +61,6 @@ def test_the_note_says_so() -> None:
     program = amp.convert(model, dtype="bfloat16")
     assert program.conversion.notes == ("opset 17 raised to 22, at which 3 operators can run in bfloat16",)
     assert {op.type: op.precision for op in program.operators if op.type != "Cast"} == dict.fromkeys(
-        ("Conv", "Relu", "Neg"), "bfloat16")  # fmt: skip
+        ("Conv", "Relu", "Neg"), "bfloat16"
+    )
     assert amp.convert(program.to_onnx(), dtype="bfloat16").conversion.notes == ()

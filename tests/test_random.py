@@ -46,8 +46,12 @@ def _wrapping() -> Iterator[None]:
         yield
 
 
-def emitted(place: str, body: Callable[[Emitter, Value, Value], Value], options: ort.SessionOptions | None = None,
-            providers: tuple[str, ...] = ("CPUExecutionProvider",)) -> ort.InferenceSession:  # fmt: skip
+def emitted(
+    place: str,
+    body: Callable[[Emitter, Value, Value], Value],
+    options: ort.SessionOptions | None = None,
+    providers: tuple[str, ...] = ("CPUExecutionProvider",),
+) -> ort.InferenceSession:
     """A session whose inputs are the seed and the step."""
     e = Emitter(place)
     e.reserve(["seed", "step"])
@@ -159,8 +163,10 @@ def worst_uniformity(bits: Bits) -> float:
     for key in KEYS:
         x = bits(COUNT, *key)
         found += [chi_square(x >> np.uint32(20), 4096), chi_square(x >> np.uint32(8) & np.uint32(4095), 4096)]
-        found += [chi_square((x[:-lag] >> np.uint32(26) << np.uint32(6)) + (x[lag:] >> np.uint32(26)), 4096)
-                  for lag in (1, 2, 28, 64, 1024, 4096)]  # fmt: skip
+        found += [
+            chi_square((x[:-lag] >> np.uint32(26) << np.uint32(6)) + (x[lag:] >> np.uint32(26)), 4096)
+            for lag in (1, 2, 28, 64, 1024, 4096)
+        ]
     return max(found)
 
 

@@ -25,20 +25,69 @@ CONSTANTS = f"""<float[8,8] w = {{{W8}}}, float[8] s = {{{C8}}}, float[8] b = {{
 
 #: Operators on x [4, 8] in a declared range; each is one step of a random program.
 STEPS = [
-    "Relu(X)", "Sigmoid(X)", "HardSigmoid(X)", "Tanh(X)", "Softsign(X)", "Erf(X)", "Sin(X)", "Cos(X)", "Softmax(X)",
-    "LogSoftmax(X)", "Hardmax(X)", "Exp(X)", "Abs(X)", "Neg(X)", "Floor(X)", "Ceil(X)", "Round(X)", "Softplus(X)",
-    "LeakyRelu<alpha=0.3>(X)", "Elu(X)", "Selu(X)", "Gelu(X)", "HardSwish(X)", "Mish(X)", "ThresholdedRelu(X)", "PRelu(X, s)",
-    "Clip(X, low, high)", "Clip(X, low)", "Add(X, Y)", "Sub(X, Y)", "Mul(X, Y)", "Mul(X, X)", "Max(X, Y)", "Min(X, Y, low)",
-    "Mean(X, Y)", "Sum(X, Y, X)", "Pow(X, two)", "Pow(X, three)", "Div(X, s)", "Reciprocal(s)", "Identity(X)", "Trilu(X)",
-    "Where(c, X, Y)", "MatMul(X, w)", "Gemm<transB=1, alpha=0.5, beta=2.0>(X, w, b)", "Expand(X, twice)",
-    "LayerNormalization(X, s, b)", "ReduceMax<keepdims=1>(X, last)", "CumSum(X, zero)", "Sign(X)", "Sqrt(s)", "Log(s)",
-    "Concat<axis=0>(X, Y)", "Transpose<perm=[0,1]>(X)",
-]  # fmt: skip
+    "Relu(X)",
+    "Sigmoid(X)",
+    "HardSigmoid(X)",
+    "Tanh(X)",
+    "Softsign(X)",
+    "Erf(X)",
+    "Sin(X)",
+    "Cos(X)",
+    "Softmax(X)",
+    "LogSoftmax(X)",
+    "Hardmax(X)",
+    "Exp(X)",
+    "Abs(X)",
+    "Neg(X)",
+    "Floor(X)",
+    "Ceil(X)",
+    "Round(X)",
+    "Softplus(X)",
+    "LeakyRelu<alpha=0.3>(X)",
+    "Elu(X)",
+    "Selu(X)",
+    "Gelu(X)",
+    "HardSwish(X)",
+    "Mish(X)",
+    "ThresholdedRelu(X)",
+    "PRelu(X, s)",
+    "Clip(X, low, high)",
+    "Clip(X, low)",
+    "Add(X, Y)",
+    "Sub(X, Y)",
+    "Mul(X, Y)",
+    "Mul(X, X)",
+    "Max(X, Y)",
+    "Min(X, Y, low)",
+    "Mean(X, Y)",
+    "Sum(X, Y, X)",
+    "Pow(X, two)",
+    "Pow(X, three)",
+    "Div(X, s)",
+    "Reciprocal(s)",
+    "Identity(X)",
+    "Trilu(X)",
+    "Where(c, X, Y)",
+    "MatMul(X, w)",
+    "Gemm<transB=1, alpha=0.5, beta=2.0>(X, w, b)",
+    "Expand(X, twice)",
+    "LayerNormalization(X, s, b)",
+    "ReduceMax<keepdims=1>(X, last)",
+    "CumSum(X, zero)",
+    "Sign(X)",
+    "Sqrt(s)",
+    "Log(s)",
+    "Concat<axis=0>(X, Y)",
+    "Transpose<perm=[0,1]>(X)",
+]
 
 
 @settings(max_examples=300, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6),
-       ends=st.tuples(st.floats(-6, 6), st.floats(-6, 6)), seed=st.integers(0, 2**16))  # fmt: skip
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    ends=st.tuples(st.floats(-6, 6), st.floats(-6, 6)),
+    seed=st.integers(0, 2**16),
+)
 def test_every_value_lies_in_its_interval(
     steps: list[tuple[str, int, int]], ends: tuple[float, float], seed: int
 ) -> None:
@@ -85,20 +134,32 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
     return Ranges(program, input_ranges).bound(program.var(name))
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("m (float[2,4] x) => (float[2,4] y) { y = Softmax(x) }", (0, 1)),
-    ("m (float[2,4] x) => (float[2,4] y) <float a = {-3}, float b = {5}> { y = Clip(x, a, b) }", (-3, 5)),
-    ("m (float[2,4] x) => (float[2,4] y) { a = Tanh(x) y = Mul(a, a) }", (0, 1)),
-    ("m (float[2,4] x) => (float[2,4] y) { y = Mul(x, x) }", (0, math.inf)),
-    ("m (float[2,4] x) => (float[2,4] y) { a = Abs(x) y = Neg(a) }", (-math.inf, 0)),
-    ("m (uint8[2,4] x) => (float[2,4] y) <float s = {255}> { a = Cast<to=1>(x) y = Div(a, s) }", (0, 1)),
-    ("m (float[2,4] x) => (float[2,4] y) { y = Neg(x) }", None),
-    ("m (float[2,16] x, float[16] q) => (float[2,16] y) <float[16] s = {S}> { y = LayerNormalization(x, s) }", (-4, 4)),
-    ("m (float[2,4] x, float[4,3] q) => (float[2,3] y) <float[4,3] v = {V}> { p = Softmax(x) y = MatMul(p, v) }", (-1, 2)),
-    ("m (float[2,4] x) => (float[2,3] y) <float[4,3] v = {V}> { p = Sigmoid(x) y = MatMul(p, v) }", (-2, 4)),
-    ("m (float[1,1,9] x) => (float[1,1,7] y) <float[1,1,3] k = {1, -2, 3}> { p = Sigmoid(x) y = Conv(p, k) }", (-2, 4)),
-    ("m (float[2,4] x) => (float[2,1] y) <int64[1] a = {-1}> { p = Sigmoid(x) y = ReduceSum(p, a) }", (0, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("m (float[2,4] x) => (float[2,4] y) { y = Softmax(x) }", (0, 1)),
+        ("m (float[2,4] x) => (float[2,4] y) <float a = {-3}, float b = {5}> { y = Clip(x, a, b) }", (-3, 5)),
+        ("m (float[2,4] x) => (float[2,4] y) { a = Tanh(x) y = Mul(a, a) }", (0, 1)),
+        ("m (float[2,4] x) => (float[2,4] y) { y = Mul(x, x) }", (0, math.inf)),
+        ("m (float[2,4] x) => (float[2,4] y) { a = Abs(x) y = Neg(a) }", (-math.inf, 0)),
+        ("m (uint8[2,4] x) => (float[2,4] y) <float s = {255}> { a = Cast<to=1>(x) y = Div(a, s) }", (0, 1)),
+        ("m (float[2,4] x) => (float[2,4] y) { y = Neg(x) }", None),
+        (
+            "m (float[2,16] x, float[16] q) => (float[2,16] y) <float[16] s = {S}> { y = LayerNormalization(x, s) }",
+            (-4, 4),
+        ),
+        (
+            "m (float[2,4] x, float[4,3] q) => (float[2,3] y) <float[4,3] v = {V}> { p = Softmax(x) y = MatMul(p, v) }",
+            (-1, 2),
+        ),
+        ("m (float[2,4] x) => (float[2,3] y) <float[4,3] v = {V}> { p = Sigmoid(x) y = MatMul(p, v) }", (-2, 4)),
+        (
+            "m (float[1,1,9] x) => (float[1,1,7] y) <float[1,1,3] k = {1, -2, 3}> { p = Sigmoid(x) y = Conv(p, k) }",
+            (-2, 4),
+        ),
+        ("m (float[2,4] x) => (float[2,1] y) <int64[1] a = {-1}> { p = Sigmoid(x) y = ReduceSum(p, a) }", (0, 4)),
+    ],
+)
 def test_known_intervals(text: str, expected: tuple[float, float] | None) -> None:
     text = text.replace("{S}", "{" + ", ".join(["1"] * 16) + "}").replace(
         "{V}", "{2, 1, -1, 0, 1, -1, 2, 0, 0, 0, 1, 0}"
@@ -110,8 +171,11 @@ def test_known_intervals(text: str, expected: tuple[float, float] | None) -> Non
 def test_declared_input_ranges() -> None:
     text = "m (float[2,4] image) => (float[2,4] y) <float s = {0.5}> { y = Sub(image, s) }"
     assert bound(text, "y") is None and bound(text, "y", image=(0, 1)) == (-0.5, 0.5)
-    for wrong, complaint in (({"imag": (0.0, 1.0)}, "did you mean 'image'"), ({"image": (1.0, 0.0)}, "least value first"),
-                             ({"image": (math.nan, 1.0)}, "least value first")):  # fmt: skip
+    for wrong, complaint in (
+        ({"imag": (0.0, 1.0)}, "did you mean 'image'"),
+        ({"image": (1.0, 0.0)}, "least value first"),
+        ({"image": (math.nan, 1.0)}, "least value first"),
+    ):
         with pytest.raises(ArgumentError, match=complaint):
             bound(text, "y", **wrong)
 

@@ -37,7 +37,11 @@ def test_training_example() -> None:
 
 
 def test_loop_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with amp.scope_guard(amp.Scope()), amp.unique_name.guard(), pytest.warns(RuntimeWarning, match="MatMulGrad -> fc_0"):
+    with (
+        amp.scope_guard(amp.Scope()),
+        amp.unique_name.guard(),
+        pytest.warns(RuntimeWarning, match="MatMulGrad -> fc_0"),
+    ):
         exec(block("get_unscaled_gradients"), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and "scale 1024, lr 0.002," in lines[4] and "scale 1024 -> 512, skipped" in lines[5]
@@ -96,8 +100,13 @@ def test_the_first_ten_minutes(
     exec(block("onnxruntime.InferenceSession"), {})
     assert capsys.readouterr().out == f"{last}% right\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "digits.onnx", "digits.onnx.data", "digits_fp16.onnx", "test.npz", "train.npz", "tuned.onnx",
-    ]  # fmt: skip
+        "digits.onnx",
+        "digits.onnx.data",
+        "digits_fp16.onnx",
+        "test.npz",
+        "train.npz",
+        "tuned.onnx",
+    ]
 
 
 def test_the_recorded_export_is_that_of_the_example(

@@ -14,8 +14,18 @@ from amp_transpiler.ir.reasons import Kind, Reason, pack, parse, unpack
 from amp_transpiler.passes.partition.assign_precision import assign
 
 #: Names that look like parts of other texts.
-NAMES = ["x", "a/b -> c", "it's", "f, where the program itself goes to float32", "a to b: fp32: after c: d", "cast: x",
-         "two\nlines", "' is in the preset", "…", "after a: after b: c"]  # fmt: skip
+NAMES = [
+    "x",
+    "a/b -> c",
+    "it's",
+    "f, where the program itself goes to float32",
+    "a to b: fp32: after c: d",
+    "cast: x",
+    "two\nlines",
+    "' is in the preset",
+    "…",
+    "after a: after b: c",
+]
 
 
 def reason_of(kind: Kind, name: str, detail: str = "17", runs: str = "fp32") -> Reason:
@@ -45,10 +55,19 @@ def test_a_plain_text_is_of_its_kind_and_any_other_of_kind_text() -> None:
 
 @pytest.mark.parametrize(
     "packed",
-    ["{", "[]", "7", '["NOBODY","","",null,""]', '["WHITE_LIST","",[],null]', '["WHITE_LIST","",[1],null,"fp16"]',
-     '["WHITE_LIST","",["a"],null,"fp16"]', '["AFTER","",[],null,"fp16"]', '["BLACK_LIST","",[],null,"fp16"]',
-     "[" * 5000],
-)  # fmt: skip
+    [
+        "{",
+        "[]",
+        "7",
+        '["NOBODY","","",null,""]',
+        '["WHITE_LIST","",[],null]',
+        '["WHITE_LIST","",[1],null,"fp16"]',
+        '["WHITE_LIST","",["a"],null,"fp16"]',
+        '["AFTER","",[],null,"fp16"]',
+        '["BLACK_LIST","",[],null,"fp16"]',
+        "[" * 5000,
+    ],
+)
 def test_data_that_are_not_the_texts_own_give_way_to_the_text(packed: str) -> None:
     assert unpack("fp16: white list", packed) == Reason(Kind.WHITE_LIST, runs="fp16")
     assert unpack("", packed) is None

@@ -83,9 +83,12 @@ def assert_equal_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray
 
 ASKS: dict[str, tuple[str, Ask]] = {
     "scopes": ("transformer", lambda main: amp.recompute(main, ["encoder/layer_*"])),
-    "checkpoints": ("transformer", lambda main: amp.recompute(main, ["layer_norm_2.tmp_0", main.var("layer_norm_4.tmp_0")])),
+    "checkpoints": (
+        "transformer",
+        lambda main: amp.recompute(main, ["layer_norm_2.tmp_0", main.var("layer_norm_4.tmp_0")]),
+    ),
     "statistics": ("resnet", lambda main: amp.recompute(main, ["batch_norm_1.tmp_3", "batch_norm_2.tmp_0"])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])

@@ -35,8 +35,9 @@ def model(place: str, steps: int, reverse: bool = False) -> onnx.ModelProto:
         b = e.Add(e.Mul(b, e.Sigmoid(v)), e.Mul(a, e.like(0.5, a)))
         return [a, b], [b, e.Mul(a, b)]
 
-    states, outputs = recurrence.recur(e, operator(), step, [values["a"], values["b"]], [values["u"], values["v"]],
-                                       reverse=reverse)  # fmt: skip
+    states, outputs = recurrence.recur(
+        e, operator(), step, [values["a"], values["b"]], [values["u"], values["v"]], reverse=reverse
+    )
     infos = [tensor_info(name, "float32", shape) for name, shape in fed.items()]
     results = [tensor_info(v.name, v.dtype, v.shape or ()) for v in (*states, *outputs)]
     graph = onnx.helper.make_graph(e.nodes, "recurrence", infos, results, list(e.initializers.values()))
@@ -76,8 +77,10 @@ def test_both_forms_give_equal_bits(steps: int, reverse: bool) -> None:
 def uneven(model: onnx.ModelProto) -> list[str]:
     """Splits and Concats of more than 32 tensors, or of tensors of different sizes."""
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
-    sizes = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim]
-             for i in (*graph.value_info, *graph.input, *graph.output)}  # fmt: skip
+    sizes = {
+        i.name: [d.dim_value for d in i.type.tensor_type.shape.dim]
+        for i in (*graph.value_info, *graph.input, *graph.output)
+    }
     sizes |= {t.name: list(t.dims) for t in graph.initializer}
     many = {"Split": lambda node: node.output, "Concat": lambda node: node.input}
     parts = [(node.name, many[node.op_type](node)) for node in graph.node if node.op_type in many]

@@ -16,9 +16,22 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 TYPES = sorted(GATES)
 
 
-def inputs(type_: str, *, directions: int = 1, steps: int = 4, batch: int = 3, width: int = 2, hidden: int = 3,
-           lengths: list[int] | None = None, states: bool = True, bias: bool = True, peepholes: bool = False,
-           first: bool = False, scale: float = 0.7, seed: int = 0) -> list[np.ndarray | None]:  # fmt: skip
+def inputs(
+    type_: str,
+    *,
+    directions: int = 1,
+    steps: int = 4,
+    batch: int = 3,
+    width: int = 2,
+    hidden: int = 3,
+    lengths: list[int] | None = None,
+    states: bool = True,
+    bias: bool = True,
+    peepholes: bool = False,
+    first: bool = False,
+    scale: float = 0.7,
+    seed: int = 0,
+) -> list[np.ndarray | None]:
     """Inputs of one recurrent operator."""
     rng = np.random.default_rng(seed)
     gates = GATES[type_] * hidden
@@ -26,28 +39,45 @@ def inputs(type_: str, *, directions: int = 1, steps: int = 4, batch: int = 3, w
     def normal(*shape: int) -> np.ndarray:
         return scale * rng.normal(size=shape)
 
-    x, state = ((batch, steps, width), (batch, directions, hidden)) if first else (
-        (steps, batch, width), (directions, batch, hidden))  # fmt: skip
+    x, state = (
+        ((batch, steps, width), (batch, directions, hidden))
+        if first
+        else ((steps, batch, width), (directions, batch, hidden))
+    )
     found = [
-        normal(*x), normal(directions, gates, width), normal(directions, gates, hidden),
+        normal(*x),
+        normal(directions, gates, width),
+        normal(directions, gates, hidden),
         normal(directions, 2 * gates) if bias else None,
         None if lengths is None else np.array(lengths, np.int32),
         normal(*state) if states else None,
-    ]  # fmt: skip
+    ]
     if type_ == "LSTM":
         found += [normal(*state) if states else None, normal(directions, 3 * hidden) if peepholes else None]
     return found
 
 
-def check(type_: str, *, through: tuple[int, ...] | None = None, attrs: dict[str, Any] | None = None,
-          half: tuple[str, ...] = ("float16",), **shape: Any) -> None:  # fmt: skip
+def check(
+    type_: str,
+    *,
+    through: tuple[int, ...] | None = None,
+    attrs: dict[str, Any] | None = None,
+    half: tuple[str, ...] = ("float16",),
+    **shape: Any,
+) -> None:
     given = inputs(type_, first=bool((attrs or {}).get("layout")), **shape)
     attrs = {"hidden_size": shape.get("hidden", 3), **(attrs or {})}
     outputs = 3 if type_ == "LSTM" else 2
     check_gradient(
-        type_, given, attrs=attrs, outputs=outputs, through=tuple(range(outputs)) if through is None else through,
-        forward=partial(recurrent_oracle.run, type_, attrs), feeds=(4,), half=half,
-    )  # fmt: skip
+        type_,
+        given,
+        attrs=attrs,
+        outputs=outputs,
+        through=tuple(range(outputs)) if through is None else through,
+        forward=partial(recurrent_oracle.run, type_, attrs),
+        feeds=(4,),
+        half=half,
+    )
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -88,8 +118,13 @@ def test_each_output_alone(type_: str) -> None:
 @pytest.mark.parametrize("before", [0, 1])
 def test_gru_resets_before_or_after_the_product(before: int) -> None:
     for bias in (True, False):
-        check("GRU", attrs={"linear_before_reset": before, "direction": "bidirectional"}, directions=2,
-              lengths=[4, 1, 3], bias=bias)  # fmt: skip
+        check(
+            "GRU",
+            attrs={"linear_before_reset": before, "direction": "bidirectional"},
+            directions=2,
+            lengths=[4, 1, 3],
+            bias=bias,
+        )
 
 
 @pytest.mark.parametrize("coupled", [0, 1])
@@ -123,8 +158,12 @@ def test_activations(type_: str, name: str) -> None:
 
 def test_activations_take_their_numbers_in_order() -> None:
     names = ["HardSigmoid", "Tanh", "LeakyRelu", "Sigmoid", "Affine", "Elu"]
-    attrs = {"activations": names, "activation_alpha": [0.3, 0.1, 0.8, 0.6], "activation_beta": [0.45, 0.2],
-             "direction": "bidirectional"}  # fmt: skip
+    attrs = {
+        "activations": names,
+        "activation_alpha": [0.3, 0.1, 0.8, 0.6],
+        "activation_beta": [0.45, 0.2],
+        "direction": "bidirectional",
+    }
     check("LSTM", attrs=attrs, directions=2, half=())
 
 
@@ -132,8 +171,9 @@ def forward(type_: str, attrs: dict[str, Any], **shape: Any) -> None:
     given = inputs(type_, first=bool(attrs.get("layout")), **shape)
     attrs = {"hidden_size": shape.get("hidden", 3), **attrs}
     oracle = partial(recurrent_oracle.run, type_, attrs)
-    check_forward(type_, given, attrs=attrs, outputs=3 if type_ == "LSTM" else 2, feeds=(4,), half=("float16",),
-                  forward=oracle)  # fmt: skip
+    check_forward(
+        type_, given, attrs=attrs, outputs=3 if type_ == "LSTM" else 2, feeds=(4,), half=("float16",), forward=oracle
+    )
 
 
 @pytest.mark.parametrize("type_", TYPES)

@@ -46,8 +46,10 @@ def test_gradients_are_torchs(type_: str) -> None:
     with amp.program_guard(program, startup), amp.scope_guard(amp.Scope()):
         made = [amp.create_parameter(list(a.shape), "float32", initializer=a.astype(np.float32)) for a in inputs]
         wired = [*made[:4], program.add_constant("lengths", lengths), *made[4:]]
-        ys = [program.add_variable(f"y{i}", "float32", shape) for i, shape in enumerate(
-            [(6, 2, 3, 4), *[(2, 3, 4)] * len(states)])]  # fmt: skip
+        ys = [
+            program.add_variable(f"y{i}", "float32", shape)
+            for i, shape in enumerate([(6, 2, 3, 4), *[(2, 3, 4)] * len(states)])
+        ]
         attrs = {"hidden_size": 4, "direction": "bidirectional", "linear_before_reset": 1}
         if type_ != "GRU":
             del attrs["linear_before_reset"]
@@ -71,8 +73,15 @@ def test_gradients_are_torchs(type_: str) -> None:
 MODES = ("fp32", "mixed", "pure")
 
 
-def losses(program: amp.Program, startup: amp.Program, loss: amp.Variable, mode: str, feed: dict[str, np.ndarray],
-           steps: int, rate: float = 1e-3) -> list[float]:  # fmt: skip
+def losses(
+    program: amp.Program,
+    startup: amp.Program,
+    loss: amp.Variable,
+    mode: str,
+    feed: dict[str, np.ndarray],
+    steps: int,
+    rate: float = 1e-3,
+) -> list[float]:
     """The loss of each step in one of three modes, the gradients scaled in 16 bit."""
     optimizer = amp.optimizer.Adam(rate, multi_precision=mode == "pure")
     if mode != "fp32":
@@ -105,8 +114,11 @@ def test_built_layers_train(layer: str, mode: str) -> None:
     names = [v.name for v in program.parameters]
     assert names[:6] == [f"{layer}_0.{part}" for part in ("w_0", "w_1", "b_0", "w_2", "w_3", "b_1")]
     rng = np.random.default_rng(0)
-    feed = {"x": rng.normal(size=(4, 12, 6)).astype(np.float32), "lengths": np.array([12, 7, 1, 9]),
-            "target": rng.normal(size=(4, 4, 3)).astype(np.float32)}  # fmt: skip
+    feed = {
+        "x": rng.normal(size=(4, 12, 6)).astype(np.float32),
+        "lengths": np.array([12, 7, 1, 9]),
+        "target": rng.normal(size=(4, 4, 3)).astype(np.float32),
+    }
     with amp.program_guard(program, startup), amp.scope_guard(amp.Scope()):
         found = losses(program, startup, loss, mode, feed, 40, 2e-2)
     assert np.isfinite(found).all() and found[-1] < 0.4 * found[0], found
@@ -116,8 +128,9 @@ def test_built_layers_train(layer: str, mode: str) -> None:
 def test_a_cuda_step_has_no_control_flow_and_no_gaps(layer: str) -> None:
     program, startup, loss = built(layer)
     with amp.program_guard(program, startup):
-        optimizer = amp.decorate(amp.optimizer.Adam(1e-3, multi_precision=True), use_pure_fp16=True,
-                                 use_fp16_guard=False)  # fmt: skip
+        optimizer = amp.decorate(
+            amp.optimizer.Adam(1e-3, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False
+        )
         optimizer.minimize(loss, startup)
     model = program.lower(amp.CUDAPlace(0)).model
     assert not {"Scan", "Loop", "If"} & {node.op_type for node in model.graph.node}
@@ -133,8 +146,14 @@ def test_layers_are_what_numpy_computes() -> None:
             states = [amp.data(f"s{i}", [2, 2, 4], "float32") for i in range(count)]
             fed = {f"s{i}": rng.normal(size=(2, 2, 4)).astype(np.float32) for i in range(count)}
             given = tuple(states) if count == 2 else states[0]
-            y, *last = getattr(amp.nn, layer)(amp.data("x", [5, 2, 3], "float32"), 4, num_layers=2, time_major=True,
-                                              initial_states=given, direction="reverse")  # fmt: skip
+            y, *last = getattr(amp.nn, layer)(
+                amp.data("x", [5, 2, 3], "float32"),
+                4,
+                num_layers=2,
+                time_major=True,
+                initial_states=given,
+                direction="reverse",
+            )
             exe = amp.Executor(amp.CPUPlace())
             exe.run(startup)
             weights = {v.name: amp.global_scope().find_var(v.name) for v in program.parameters}

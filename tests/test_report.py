@@ -137,10 +137,14 @@ def test_counts_casts_and_reasons_follow_from_the_record():
     "reason, expected",
     [
         (Reason(Kind.FOLLOWS, "a/b -> c", runs="fp32"), "fp32: follows …"),
-        (Reason(Kind.REACHES, "a.b c", ("1.5e+05", "float16", "65504"), runs="fp32"),
-         "fp32: measured: '…' reaches …, and float16 ends at …"),
-        (Reason(Kind.AFTER, "Exp -> e", cause=Reason(Kind.CONSTANT_BEYOND, "c", ("1e+05", "fp16"))),
-         "after …: constant '…' holds …, beyond fp16"),
+        (
+            Reason(Kind.REACHES, "a.b c", ("1.5e+05", "float16", "65504"), runs="fp32"),
+            "fp32: measured: '…' reaches …, and float16 ends at …",
+        ),
+        (
+            Reason(Kind.AFTER, "Exp -> e", cause=Reason(Kind.CONSTANT_BEYOND, "c", ("1e+05", "fp16"))),
+            "after …: constant '…' holds …, beyond fp16",
+        ),
         (Reason(Kind.SUMS, detail=("12",)), "sums 12 elements"),
         (Reason(Kind.CAST, "x y", ("float16",)), "cast: … to float16"),
         (Reason(Kind.BETWEEN, runs="fp16"), "fp16: between 16-bit operators"),
@@ -441,8 +445,14 @@ def test_the_script_places_magnitudes_on_the_axis():
     )
     assert found["axis"] == {"low": -42, "high": 32}
     assert found["ends"] == [0, 100, 0, 100] and found["middle"] == 50
-    assert found["kinds"] == ["fits", "overflows", "some subnormal", "some below the smallest number",
-                              "all below the smallest number", "all zero"]  # fmt: skip
+    assert found["kinds"] == [
+        "fits",
+        "overflows",
+        "some subnormal",
+        "some below the smallest number",
+        "all below the smallest number",
+        "all zero",
+    ]
     assert found["numbers"] == ["0", "1235", "1.00e-9", "NaN"] and found["bytes"] == ["0 B", "1.5 kB", "2.4 GB"]
 
 
@@ -451,8 +461,16 @@ def in_browser(page: Path, size: str) -> tuple[str, str]:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("needs Chromium")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}", "--enable-logging=stderr",
-             "--virtual-time-budget=3000", f"--window-size={size}", "--dump-dom"]  # fmt: skip
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={page.parent / 'profile'}",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=3000",
+        f"--window-size={size}",
+        "--dump-dom",
+    ]
     done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=90)
     return done.stdout, done.stderr
 
@@ -487,7 +505,9 @@ def test_the_page_opens_on_what_stayed_fp32_and_leaves_room_for_it(tmp_path):
     (tmp_path / "frame.html").write_text(f"<head><title></title></head><body>{frame}</body>", encoding="utf-8")
     for name, narrow in (("page.html", False), ("frame.html", True)):
         document, _ = in_browser(tmp_path / name, "1400,900")
-        top, folds, panels, first, no_details, filters = json.loads(html.unescape(re.findall("<title>(.*?)</title>", document)[0]))
+        top, folds, panels, first, no_details, filters = json.loads(
+            html.unescape(re.findall("<title>(.*?)</title>", document)[0])
+        )
         assert top < (0.35 if narrow else 0.25) and (panels, first, no_details) == (1, "panel-kept", True)
         assert filters is not narrow and folds >= 1
         if not narrow:

@@ -41,9 +41,11 @@ def test_white_black_gray() -> None:
     }""",
     )
     assert reasons(p) == {
-        "m": "fp16: white list", "r": "fp16: follows MatMul -> m", "s": "fp32: black list",
+        "m": "fp16: white list",
+        "r": "fp16: follows MatMul -> m",
+        "s": "fp32: black list",
         "y.fp16": "fp16: white list",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("add", ["Add(m, e)", "Add(e, m)"])

@@ -87,18 +87,22 @@ def test_other_types_are_untouched() -> None:
     rewrite_program(p)
     assert_becomes(p, text)
     assert reasons(p) == {
-        "a": "untouched: it computes in float64", "b": "untouched: no floating-point tensor",
+        "a": "untouched: it computes in float64",
+        "b": "untouched: no floating-point tensor",
         "t": "untouched: no floating-point tensor",
-    }  # fmt: skip
+    }
 
 
 def test_foreign_operators_are_fp32() -> None:
-    p = program("""main (float[2,2] x) => (float[2,2] y)
+    p = program(
+        """main (float[2,2] x) => (float[2,2] y)
     {
       m = MatMul(x, x)
       f = acme.Blend(m)
       y = Relu(f)
-    }""", domains=', "acme" : 1')  # fmt: skip
+    }""",
+        domains=', "acme" : 1',
+    )
     p.var("f").dtype = "float32"
     rewrite_program(p)
     assert reasons(p)["f"] == "fp32: in no list"

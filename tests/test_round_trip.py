@@ -67,8 +67,9 @@ def feeds_of(path, loaded):
             feeds[value.name] = numpy_helper.to_list(onnx.SequenceProto.FromString(recorded.read_bytes()))
         else:
             shape = [size if isinstance(size, int) else 2 for size in value.shape]
-            feeds[value.name] = rng.random(shape).astype({"tensor(float)": np.float32, "tensor(int64)": np.int64,
-                                                          "tensor(bool)": np.bool_}[value.type])  # fmt: skip
+            feeds[value.name] = rng.random(shape).astype(
+                {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}[value.type]
+            )
     return feeds
 
 
@@ -197,8 +198,10 @@ def test_every_element_type():
     copied = [t for t in arrays if not t.name.startswith("FLOAT6")]  # no operator takes those yet
     nodes = [helper.make_node("Identity", [t.name], [f"{t.name}_out"]) for t in copied]
     outputs = [helper.make_tensor_value_info(f"{t.name}_out", t.data_type, list(t.dims)) for t in copied]
-    model = helper.make_model(helper.make_graph(nodes, "types", [], outputs, arrays),
-                              opset_imports=[helper.make_opsetid("", onnx.defs.onnx_opset_version())])  # fmt: skip
+    model = helper.make_model(
+        helper.make_graph(nodes, "types", [], outputs, arrays),
+        opset_imports=[helper.make_opsetid("", onnx.defs.onnx_opset_version())],
+    )
     program = Program.from_onnx(model)
     assert program.to_onnx().SerializeToString(deterministic=True) == model.SerializeToString(deterministic=True)
     assert not program.untyped()
@@ -240,8 +243,11 @@ def test_initializers_that_are_inputs():
 
 
 def test_nodes_out_of_order_are_put_in_order():
-    model = text(EVERYTHING.replace("custom.Thing", "Relu").replace("(mid, , one)", "(mid)").replace(
-        "<alpha: float = 0.5, names: strings = [\"a\", \"b\"], empty: ints = []>", ""))  # fmt: skip
+    model = text(
+        EVERYTHING.replace("custom.Thing", "Relu")
+        .replace("(mid, , one)", "(mid)")
+        .replace('<alpha: float = 0.5, names: strings = ["a", "b"], empty: ints = []>', "")
+    )
     shuffled = copy.deepcopy(model)
     nodes = list(shuffled.graph.node)[::-1]
     del shuffled.graph.node[:]
@@ -288,10 +294,17 @@ def test_inlined_functions_compute_the_same_and_keep_marks():
     assert not inlined.info.functions and program.info.functions
     assert inlined.var("w").data is program.var("w").data and inlined.var("w").trainable
     marks = [(op.type, op.guard, op.scope, op.role) for op in inlined.operators]
-    assert marks == [("Constant", True, "head", "forward"), ("Mul", True, "head", "forward"),
-                     ("Add", True, "head", "forward"), ("Neg", True, "head", "forward"),
-                     ("Relu", False, "", "backward"), ("Constant", False, "", "forward"),
-                     ("Mul", False, "", "forward"), ("Add", False, "", "forward"), ("Neg", False, "", "forward")]  # fmt: skip
+    assert marks == [
+        ("Constant", True, "head", "forward"),
+        ("Mul", True, "head", "forward"),
+        ("Add", True, "head", "forward"),
+        ("Neg", True, "head", "forward"),
+        ("Relu", False, "", "backward"),
+        ("Constant", False, "", "forward"),
+        ("Mul", False, "", "forward"),
+        ("Add", False, "", "forward"),
+        ("Neg", False, "", "forward"),
+    ]
     feeds = {"x": np.array([0.5, -2], np.float32), "c": np.array(True)}
     feeds = {i.name: feeds[i.name] for i in session(model).get_inputs()}
     assert same(run(inlined.to_onnx(), feeds), run(model, feeds))

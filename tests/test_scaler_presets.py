@@ -57,41 +57,79 @@ def machine(scaler: LossScaler) -> Machine:
 
 
 def rows(name: str, preset: Any, rule: Any, **variants: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
-    return [pytest.param(preset(**ours), functools.partial(rule, **theirs), id=f"{name}-{variant}")
-            for variant, (ours, theirs) in variants.items()]  # fmt: skip
+    return [
+        pytest.param(preset(**ours), functools.partial(rule, **theirs), id=f"{name}-{variant}")
+        for variant, (ours, theirs) in variants.items()
+    ]
 
 
 #: A scaler, and its rule with the same numbers.
 RULES = [
-    *rows("paddle", LossScaler.paddle, rules.Paddle,
-          short=({"growth_every": 3}, {"every": 3}),
-          patient=({"growth_every": 2, "backoff_after": 3}, {"every": 2, "after": 3})),
-    *rows("exponential", LossScaler.exponential, rules.Exponential,
-          short=({"growth_every": 3}, {"every": 3}),
-          patient=({"growth_every": 4, "backoff_after": 3}, {"every": 4, "after": 3})),
+    *rows(
+        "paddle",
+        LossScaler.paddle,
+        rules.Paddle,
+        short=({"growth_every": 3}, {"every": 3}),
+        patient=({"growth_every": 2, "backoff_after": 3}, {"every": 2, "after": 3}),
+    ),
+    *rows(
+        "exponential",
+        LossScaler.exponential,
+        rules.Exponential,
+        short=({"growth_every": 3}, {"every": 3}),
+        patient=({"growth_every": 4, "backoff_after": 3}, {"every": 4, "after": 3}),
+    ),
     *rows("torch", LossScaler.torch, rules.Torch, short=({"growth_every": 3}, {"every": 3})),
     *rows("keras", LossScaler.keras, rules.Keras, short=({"growth_every": 3}, {"every": 3})),
     *rows("tf_keras", LossScaler.tf_keras, rules.TfKeras, short=({"growth_every": 3}, {"every": 3})),
-    *rows("apex", LossScaler.apex, rules.Apex,
-          short=({"growth_every": 2}, {"every": 2}),
-          floor=({"growth_every": 3, "floor": 8.0}, {"every": 3, "lowest": 8.0})),
-    *rows("deepspeed", LossScaler.deepspeed, rules.DeepSpeed,
-          short=({"growth_every": 3}, {"every": 3}),
-          patient=({"growth_every": 4, "backoff_after": 3}, {"every": 4, "shift": 3}),
-          consecutive=({"growth_every": 3, "accumulate": False}, {"every": 3, "consecutive": True}),
-          none=({"growth_every": 3, "backoff_after": 1, "accumulate": False, "hysteresis": False},
-                {"every": 3, "shift": 1})),
-    *rows("deepspeed_fused", LossScaler.deepspeed_fused, rules.DeepSpeedFused,
-          short=({"growth_every": 3}, {"every": 3}), each=({"growth_every": 1}, {"every": 1})),
-    *rows("megatron", LossScaler.megatron, rules.Megatron,
-          short=({"growth_every": 3}, {"every": 3}),
-          patient=({"growth_every": 4, "backoff_after": 3}, {"every": 4, "hysteresis": 3})),
-    *rows("jmp", LossScaler.jmp, rules.Jmp,
-          short=({"growth_every": 3}, {"every": 3}), low=({"growth_every": 2, "floor": 0.25}, {"every": 2, "lowest": 0.25})),
-    *rows("mindspore", LossScaler.mindspore, rules.MindSpore,
-          short=({"growth_every": 3, "max_bad_in_a_row": 2}, {"every": 3, "most": 2})),
+    *rows(
+        "apex",
+        LossScaler.apex,
+        rules.Apex,
+        short=({"growth_every": 2}, {"every": 2}),
+        floor=({"growth_every": 3, "floor": 8.0}, {"every": 3, "lowest": 8.0}),
+    ),
+    *rows(
+        "deepspeed",
+        LossScaler.deepspeed,
+        rules.DeepSpeed,
+        short=({"growth_every": 3}, {"every": 3}),
+        patient=({"growth_every": 4, "backoff_after": 3}, {"every": 4, "shift": 3}),
+        consecutive=({"growth_every": 3, "accumulate": False}, {"every": 3, "consecutive": True}),
+        none=(
+            {"growth_every": 3, "backoff_after": 1, "accumulate": False, "hysteresis": False},
+            {"every": 3, "shift": 1},
+        ),
+    ),
+    *rows(
+        "deepspeed_fused",
+        LossScaler.deepspeed_fused,
+        rules.DeepSpeedFused,
+        short=({"growth_every": 3}, {"every": 3}),
+        each=({"growth_every": 1}, {"every": 1}),
+    ),
+    *rows(
+        "megatron",
+        LossScaler.megatron,
+        rules.Megatron,
+        short=({"growth_every": 3}, {"every": 3}),
+        patient=({"growth_every": 4, "backoff_after": 3}, {"every": 4, "hysteresis": 3}),
+    ),
+    *rows(
+        "jmp",
+        LossScaler.jmp,
+        rules.Jmp,
+        short=({"growth_every": 3}, {"every": 3}),
+        low=({"growth_every": 2, "floor": 0.25}, {"every": 2, "lowest": 0.25}),
+    ),
+    *rows(
+        "mindspore",
+        LossScaler.mindspore,
+        rules.MindSpore,
+        short=({"growth_every": 3, "max_bad_in_a_row": 2}, {"every": 3, "most": 2}),
+    ),
     *rows("oneflow", LossScaler.oneflow, rules.OneFlow, short=({"growth_every": 3}, {"every": 3})),
-]  # fmt: skip
+]
 
 
 def bits(values: Any) -> tuple[Any, ...]:
@@ -115,8 +153,11 @@ def test_every_transition_is_that_of_the_published_rule(scaler: LossScaler, rule
 
     @seed(5)
     @settings(max_examples=8, deadline=None, database=None)
-    @given(st.integers(0, 12), st.lists(st.sampled_from([False, False, False, True]), min_size=15, max_size=30),
-           st.lists(st.booleans(), max_size=15))  # fmt: skip
+    @given(
+        st.integers(0, 12),
+        st.lists(st.sampled_from([False, False, False, True]), min_size=15, max_size=30),
+        st.lists(st.booleans(), max_size=15),
+    )
     def walk(exponent: int, calm: list[bool], rough: list[bool]) -> None:
         start = 2.0**exponent
         oracle, bad_steps = rule(start), calm + rough

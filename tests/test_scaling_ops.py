@@ -37,8 +37,18 @@ def scaling_program(params: dict[str, Any], stop_update: bool = False) -> tuple[
     grads = [feed(program, "x", "float32", (3,))]
     scale = state(program, "scale", "float32", (1,))
     good, bad = (state(program, name, "int32", (1,)) for name in ("good", "bad"))
-    zeroed, *_ = update_loss_scaling(grads, found, scale, good, bad, params["incr_every"], params["decr_every"],
-                                     params["incr_ratio"], params["decr_ratio"], stop_update)  # fmt: skip
+    zeroed, *_ = update_loss_scaling(
+        grads,
+        found,
+        scale,
+        good,
+        bad,
+        params["incr_every"],
+        params["decr_every"],
+        params["incr_ratio"],
+        params["decr_ratio"],
+        stop_update,
+    )
     return program, zeroed
 
 
@@ -89,9 +99,13 @@ def test_stop_update_zeroes_gradients_and_leaves_the_state() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.floats(2**-7, 2.0**127, width=32), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1.0, 1.5, 2.0, 1e30]),
-    st.sampled_from([0.3, 0.5, 0.8, 1.0]), st.lists(st.booleans(), min_size=12, max_size=12),
-)  # fmt: skip
+    st.floats(2**-7, 2.0**127, width=32),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([1.0, 1.5, 2.0, 1e30]),
+    st.sampled_from([0.3, 0.5, 0.8, 1.0]),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+)
 def test_scaling_follows_its_description(
     scale: float, incr: int, decr: int, up: float, down: float, run: list[bool]
 ) -> None:
@@ -220,9 +234,14 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="float32"):
         check_finite_and_unscale([g], i)
     found, good, bad = (feed(program, n, t, (1,)) for n, t in (("f", "bool"), ("a", "int32"), ("b", "int32")))
-    for wrong, named in (((0, 2, 2.0, 0.5), "incr_every"), ((1, 2.5, 2.0, 0.5), "decr_every"),
-                         ((1, 1, 0.5, 0.5), "incr_ratio"), ((1, 1, 2.0, 1.5), "decr_ratio"),
-                         ((1, 1, 2.0, 0.0), "decr_ratio"), ((1, 1, float("nan"), 0.5), "incr_ratio")):  # fmt: skip
+    for wrong, named in (
+        ((0, 2, 2.0, 0.5), "incr_every"),
+        ((1, 2.5, 2.0, 0.5), "decr_every"),
+        ((1, 1, 0.5, 0.5), "incr_ratio"),
+        ((1, 1, 2.0, 1.5), "decr_ratio"),
+        ((1, 1, 2.0, 0.0), "decr_ratio"),
+        ((1, 1, float("nan"), 0.5), "incr_ratio"),
+    ):
         with pytest.raises(ArgumentError, match=named):
             update_loss_scaling([g], found, scale, good, bad, *wrong)
     with pytest.raises(ArgumentTypeError, match="num_good_steps"):

@@ -22,10 +22,15 @@ def reference(logits: np.ndarray, place: np.ndarray) -> tuple[float, np.ndarray]
     return (float(np.mean(losses)) if losses else 0.0), gradient / max(1, inside.sum())
 
 
-@pytest.mark.parametrize("start, end, column", [
-    ([0, 6, 3, 2], [1, 6, 4, 2], False), ([0, -1, 7, 2], [1, -100, 3, 9], True), ([-1, 7, 8, -2], [0, 0, 0, 0], False),
-    ([-1, 7, 8, -2], [-1, 7, 8, -2], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "start, end, column",
+    [
+        ([0, 6, 3, 2], [1, 6, 4, 2], False),
+        ([0, -1, 7, 2], [1, -100, 3, 9], True),
+        ([-1, 7, 8, -2], [0, 0, 0, 0], False),
+        ([-1, 7, 8, -2], [-1, 7, 8, -2], False),
+    ],
+)
 @pytest.mark.parametrize("length", [7, None])
 def test_span_loss_is_the_mean_of_two_cross_entropies(start, end, column, length):
     rng = np.random.default_rng(0)

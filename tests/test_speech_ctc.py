@@ -48,13 +48,16 @@ def test_the_error_rate_weighs_strings_by_length() -> None:
     assert spoken.error_rate([[], [4, 4, 4]], [[7], [4]]) == 3 / 2  # more can be inserted than there is
 
 
-@pytest.mark.parametrize("path, digits", [
-    ([0, 1, 1, 0, 1, 2, 2, 0], [0, 0, 1]),  # a repeat counts only across a blank
-    ([3, 3, 3], [2]),
-    ([1, 2, 1], [0, 1, 0]),
-    ([0, 0], []),
-    ([10, 0, 10, 10], [9, 9]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, digits",
+    [
+        ([0, 1, 1, 0, 1, 2, 2, 0], [0, 0, 1]),  # a repeat counts only across a blank
+        ([3, 3, 3], [2]),
+        ([1, 2, 1], [0, 1, 0]),
+        ([0, 0], []),
+        ([10, 0, 10, 10], [9, 9]),
+    ],
+)
 def test_greedy_decoding_merges_repeats_then_drops_blanks(path: list[int], digits: list[int]) -> None:
     assert spoken.greedy(np.eye(spoken.CLASSES)[path]) == digits
 
@@ -168,10 +171,15 @@ def test_every_mode_trains_and_is_served(monkeypatch, capsys, tmp_path: Path) ->
     assert "bare onnxruntime hears: " in out and (tmp_path / "speech.onnx").exists()
 
 
-@pytest.mark.parametrize("more", [
-    ("--mode", "pure-fp16", "--dtype", "bf16"), ("--mode", "amp", "--dtype", "bf16"),
-    ("--mode", "pure-fp16", "--loss-scale", "512"), ("--mode", "pure-fp16", "--cell", "lstm", "--layers", "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--mode", "pure-fp16", "--dtype", "bf16"),
+        ("--mode", "amp", "--dtype", "bf16"),
+        ("--mode", "pure-fp16", "--loss-scale", "512"),
+        ("--mode", "pure-fp16", "--cell", "lstm", "--layers", "2"),
+    ],
+)
 def test_options_reach_the_program(more: tuple[str, ...], monkeypatch, capsys, tmp_path: Path) -> None:
     assert run(monkeypatch, *more, "--steps", "3", "--out", str(tmp_path)) == 0
     out = capsys.readouterr().out

@@ -43,11 +43,31 @@ def replaced(evidence: Evidence) -> dict[str, float]:
 
 # ---------------------------------------------------------------- counting
 
-FLOATS = arrays.arrays(np.float32, st.integers(1, 40), elements=st.one_of(
-    st.floats(width=32),
-    st.sampled_from([65504.0, 65519.0, 65520.0, -65520.0, 2.0**-24, 2.0**-25, 2.0**-25 + 2.0**-40, 0.0, -0.0, FLT_MAX,
-                     3.3895313892515355e38, 3.39e38, 2.0**-133, 2.0**-134]),
-))  # fmt: skip
+FLOATS = arrays.arrays(
+    np.float32,
+    st.integers(1, 40),
+    elements=st.one_of(
+        st.floats(width=32),
+        st.sampled_from(
+            [
+                65504.0,
+                65519.0,
+                65520.0,
+                -65520.0,
+                2.0**-24,
+                2.0**-25,
+                2.0**-25 + 2.0**-40,
+                0.0,
+                -0.0,
+                FLT_MAX,
+                3.3895313892515355e38,
+                3.39e38,
+                2.0**-133,
+                2.0**-134,
+            ]
+        ),
+    ),
+)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -108,7 +128,7 @@ MASKS = {
         m = If (k) <then_branch = t () => (float[2,4] tv) { tv = Where(c, zero, low) },
                     else_branch = e () => (float[2,4] ev) { ev = Identity(low2) }>
         a = Add(x, m)  y = Softmax(a)""",
-}  # fmt: skip
+}
 CONSTANTS = """float low = {-3.4028235e38}, float high = {1e9}, float zero = {0}, float one = {1}, float eight = {8},
     int64[1] last = {-1}, int64[1] first = {0}, int64[1] four = {4}, int64[2] shape = {2, 4},
     int64[4] pads = {0, 1, 0, 1}"""
@@ -172,7 +192,7 @@ NO_MASKS = {
         b = Loop (, k, a) <body = b (int64 i, bool go, float[2,4] s) => (bool on, float[2,4] n)
             { on = Not(go)  n = Neg(s) }>
         y = Softmax(b)""",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("pattern", NO_MASKS)
@@ -239,7 +259,7 @@ EPS = [
     ("a = Add(x, eps)  y = Relu(a)", {"a"}),  # nothing divides by it
     ("m = Mul(x, eps)  n = Neg(m)  y = Add(x, n)", {"m", "n"}),
     ("m = Div(x, eps)  t = Tanh(m)  y = Relu(t)", {"m", "t"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "expected"), EPS)
@@ -264,14 +284,19 @@ def test_an_eps_that_would_vanish_keeps_fp32_until_the_division(text: str, expec
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "double"])
-@pytest.mark.parametrize(("text", "expected"), [
-    ("a = Add(h, eps)  s = Cast<to = 1>(a)  y = Log(s)", {"y"}),
-    ("a = Add(h, eps)  b = Reshape(a, shape)  s = Cast<to = 1>(b)  t = Transpose(s)  y = Div(x, t)", {"t", "y"}),
-    ("a = Add(h, eps)  d = Relu(a)  s = Cast<to = 1>(d)  y = Relu(s)", set()),
-    ("c = Cast<to = 1>(eps)  a = Add(x, c)  y = Log(a)", {"a", "y"}),
-    ("a = Add(h, large)  s = Cast<to = 1>(a)  y = Tanh(s)", {"y"}),
-])  # fmt: skip
-def test_a_constant_of_a_third_type_is_followed_to_where_16_bit_begins(text: str, expected: set[str], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a = Add(h, eps)  s = Cast<to = 1>(a)  y = Log(s)", {"y"}),
+        ("a = Add(h, eps)  b = Reshape(a, shape)  s = Cast<to = 1>(b)  t = Transpose(s)  y = Div(x, t)", {"t", "y"}),
+        ("a = Add(h, eps)  d = Relu(a)  s = Cast<to = 1>(d)  y = Relu(s)", set()),
+        ("c = Cast<to = 1>(eps)  a = Add(x, c)  y = Log(a)", {"a", "y"}),
+        ("a = Add(h, large)  s = Cast<to = 1>(a)  y = Tanh(s)", {"y"}),
+    ],
+)
+def test_a_constant_of_a_third_type_is_followed_to_where_16_bit_begins(
+    text: str, expected: set[str], kind: str
+) -> None:
     """What computes in bfloat16 or in double stays so; what it is cast to does not sink to zero on the way to float16."""
     p = without_parameters(Program.from_onnx(third_type(text, kind)))
     evidence = check(p)
@@ -382,16 +407,18 @@ def test_external_data_is_read_where_it_lies(tmp_path: Path) -> None:
     node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
     info = onnx.helper.make_tensor_value_info
     model = onnx.helper.make_model(
-        onnx.helper.make_graph([node], "g", [info("x", 1, [2, 600])], [info("y", 1, [2, 700])],
-                               [onnx.numpy_helper.from_array(w, "w")]),
+        onnx.helper.make_graph(
+            [node], "g", [info("x", 1, [2, 600])], [info("y", 1, [2, 700])], [onnx.numpy_helper.from_array(w, "w")]
+        ),
         opset_imports=[onnx.helper.make_opsetid("", 21)],
-    )  # fmt: skip
+    )
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="w.bin")
     evidence = check(Program.from_onnx(path))
     assert [(n.problem, n.count, n.size, n.worst) for n in evidence.constants] == [
-        ("overflow", 1, 420000, 1e6), ("underflow", 1, 420000, float(np.float32(1e-9))),
-    ]  # fmt: skip
+        ("overflow", 1, 420000, 1e6),
+        ("underflow", 1, 420000, float(np.float32(1e-9))),
+    ]
 
 
 def test_check_constants_changes_nothing() -> None:

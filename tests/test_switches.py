@@ -58,7 +58,7 @@ SMALL = {
            g, y = Scan <num_scan_inputs = 1,
                         body = step (float[8] s, float[8] e) => (float[8] t, float[8] o)
                                {{ m = MatMul(e, w) n = Add(m, s) t = Tanh(n) o = Mul(t, e) }}>(h, x1) }}""",
-}  # fmt: skip
+}
 BRANCH = {"x": X, "c": np.array(True)}
 FEEDS: dict[str, dict[str, Any]] = {"a scan": {"h": X[0] / 9, "x": X}} | {
     n: BRANCH for n in SMALL if "bool c" in SMALL[n]

@@ -34,9 +34,21 @@ def steering(text: str) -> set[str]:
     return {c for c in text if (c < " " and c != "\n") or "\x7f" <= c < "\xa0" or c in "\u202a\u202e\u2066\u2069\u200f"}
 
 
-@pytest.mark.parametrize("command", ["info {m}", "explain {m}", "explain {m} *", "explain {o}", "diff {m} {o}",
-                                     "convert {m} {o} --check", "convert {m} {m}", "convert {m} {o} --input-range q=1:2",
-                                     "convert {m} {o} --keep-io q", "explain {m} ab"])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info {m}",
+        "explain {m}",
+        "explain {m} *",
+        "explain {o}",
+        "diff {m} {o}",
+        "convert {m} {o} --check",
+        "convert {m} {m}",
+        "convert {m} {o} --input-range q=1:2",
+        "convert {m} {o} --keep-io q",
+        "explain {m} ab",
+    ],
+)
 def test_names_cannot_steer_the_terminal(command: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = model.parent / "out.onnx"
     main(["convert", str(model), str(out), "--quiet"])
@@ -51,16 +63,36 @@ def test_names_cannot_steer_the_terminal(command: str, model: Path, capsys: pyte
 def test_the_report_cannot_be_steered_either(model: Path, tmp_path: Path) -> None:
     for source in (model, ORACLES / "hostile" / "s_metadata_evil.onnx"):
         page, data = tmp_path / "r.html", tmp_path / "r.json"
-        assert main(["convert", str(source), str(tmp_path / "o.onnx"), "--report", str(page), "--json", str(data), "--quiet"]) == 0
+        assert (
+            main(
+                [
+                    "convert",
+                    str(source),
+                    str(tmp_path / "o.onnx"),
+                    "--report",
+                    str(page),
+                    "--json",
+                    str(data),
+                    "--quiet",
+                ]
+            )
+            == 0
+        )
         text = page.read_text("utf-8")
         assert not steering(text) and not steering(data.read_text("ascii"))
         assert text.count("<script") == text.count("</script") == Path(page).read_text("utf-8").lower().count("<script")
 
 
 def run(*arguments: str, stdout: int | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "amp_transpiler.cli", *arguments], text=True, stderr=subprocess.PIPE,
-                          stdout=subprocess.PIPE if stdout is None else stdout, encoding="utf-8", timeout=120,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)} | environment)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "amp_transpiler.cli", *arguments],
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE if stdout is None else stdout,
+        encoding="utf-8",
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -79,8 +111,11 @@ def test_a_reader_that_has_gone_is_no_error(model: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
-                         ids=["ascii", "C"])  # fmt: skip
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["ascii", "C"],
+)
 def test_explain_under_an_ascii_locale(environment: dict[str, str], tmp_path: Path) -> None:
     made = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
         g (float[2,2] x) => (float[2,2] y) <float[2,2] w = {1, 2, 3, 4}> { h = MatMul(x, w)  y = Relu(h) }""")
@@ -100,5 +135,7 @@ def test_ordinary_text_is_printed_as_it_is() -> None:
 def test_a_message_shows_both_ends_of_a_very_long_name(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(model), "a" * 100_000 + "z"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("amp-transpile: explain: the model has no operator or tensor 'aaa") and line.endswith("aaaz'\n")
+    assert line.startswith("amp-transpile: explain: the model has no operator or tensor 'aaa") and line.endswith(
+        "aaaz'\n"
+    )
     assert len(line) < 2100 and " … " in line

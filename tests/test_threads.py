@@ -397,8 +397,10 @@ def test_f20_a_cache_that_thrashes_says_so_once() -> None:
     scope, exe = net.started(), amp.Executor(threads=1, max_sessions=2)
     for batch in (2, 4):
         exe.run(net.main, ones(batch), scope=scope)
-    message = (r"program 'counting' has been fed 3 different shapes, the last 'x' \[8, 4\]\. Each is compiled, in "
-               r"[\d.e-]+ s on average, and the executor keeps 2; .*Pad the feeds .*max_sessions=8")  # fmt: skip
+    message = (
+        r"program 'counting' has been fed 3 different shapes, the last 'x' \[8, 4\]\. Each is compiled, in "
+        r"[\d.e-]+ s on average, and the executor keeps 2; .*Pad the feeds .*max_sessions=8"
+    )
     with pytest.warns(UserWarning, match=message) as found:
         exe.run(net.main, ones(8), scope=scope)
     assert found[0].filename == __file__

@@ -21,10 +21,12 @@ LISTS = AutoMixedPrecisionLists()
 BESIDES = {"Cast", "CastLike"}
 #: What the node tests show with numbers that happen to be among the inputs, and why it is declared as computing.
 COMPUTES = {
-    "Clip": "bounds may stand in attributes", "OneHot": "its two values are numbers that it writes, as a fill does",
-    "OptionalGetElement": "what it hands on may be a sequence", "Sign": "the test has 0 and 1 among its inputs",
+    "Clip": "bounds may stand in attributes",
+    "OneHot": "its two values are numbers that it writes, as a fill does",
+    "OptionalGetElement": "what it hands on may be a sequence",
+    "Sign": "the test has 0 and 1 among its inputs",
     "Upsample": "linear modes interpolate",
-}  # fmt: skip
+}
 Array = np.ndarray[Any, Any]
 Case = tuple[onnx.NodeProto, list[Array], list[Array]]
 
@@ -108,7 +110,9 @@ def test_slots_are_asked_one_by_one() -> None:
     assert not moves(add) and not moves(add, 0)
 
 
-@pytest.mark.parametrize("view", ["Reshape(w, shape)", "Squeeze(w, one)", "Unsqueeze(w, one)", "Flatten(w)", "Transpose(w)"])
+@pytest.mark.parametrize(
+    "view", ["Reshape(w, shape)", "Squeeze(w, one)", "Unsqueeze(w, one)", "Flatten(w)", "Transpose(w)"]
+)
 def test_a_parameter_has_the_name_of_the_layer_that_reads_it_as_a_view(view: str) -> None:
     text = f"""<ir_version: 10, opset_import: ["" : 21]>
       m (float[4] x) => (float[N] y) <float[4,1] w = {{1, 2, 3, 4}}, int64[1] shape = {{4}}, int64[1] one = {{1}}>

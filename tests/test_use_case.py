@@ -37,8 +37,9 @@ class UseCase:
             self.prediction, self.loss, _ = use_case_layers()
             adam = amp.optimizer.Adam(0.001, multi_precision=True)
             lists = amp.AutoMixedPrecisionLists(custom_black_list=["pool2d"], dtype=dtype)
-            self.optimizer = amp.decorate(adam, lists, init_loss_scaling=128.0, use_dynamic_loss_scaling=True,
-                                          use_pure_fp16=True, dtype=dtype)  # fmt: skip
+            self.optimizer = amp.decorate(
+                adam, lists, init_loss_scaling=128.0, use_dynamic_loss_scaling=True, use_pure_fp16=True, dtype=dtype
+            )
             self.optimizer.minimize(self.loss, self.startup)
         with amp.program_guard(test, amp.Program("test_startup")), amp.unique_name.guard():
             self.test_prediction, self.test_loss, _ = use_case_layers()
@@ -50,8 +51,12 @@ class UseCase:
 
     def step(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
         """One training step: (loss, loss scale after it)."""
-        loss, scale = self.executor.run(self.main, feed={"image": images, "label": labels}, scope=self.scope,
-                                        fetch_list=[self.loss, self.optimizer.get_loss_scaling()])  # fmt: skip
+        loss, scale = self.executor.run(
+            self.main,
+            feed={"image": images, "label": labels},
+            scope=self.scope,
+            fetch_list=[self.loss, self.optimizer.get_loss_scaling()],
+        )
         return float(np.ravel(loss)[0]), float(np.ravel(scale)[0])
 
     def accuracy(self, images: np.ndarray, labels: np.ndarray) -> float:
@@ -70,11 +75,20 @@ def forward(program: amp.Program) -> list[tuple[str, str]]:
 def test_precision_of_every_operator(place: amp.CPUPlace | amp.CUDAPlace) -> None:
     case = UseCase(place)
     assert forward(case.main) == [
-        ("Conv", "float32"), ("BatchNormalization", "float16"), ("Relu", "float16"), ("MaxPool", "float32"),
-        ("MatMul", "float16"), ("Add", "float16"), ("Softmax", "float16"), ("SoftmaxCrossEntropyLoss", "float16"),
-    ]  # fmt: skip
-    casts = [(op.inputs[0].dtype, op.outputs[0].dtype) for op in case.main.operators
-             if op.type == "Cast" and op.role == "forward"]  # fmt: skip
+        ("Conv", "float32"),
+        ("BatchNormalization", "float16"),
+        ("Relu", "float16"),
+        ("MaxPool", "float32"),
+        ("MatMul", "float16"),
+        ("Add", "float16"),
+        ("Softmax", "float16"),
+        ("SoftmaxCrossEntropyLoss", "float16"),
+    ]
+    casts = [
+        (op.inputs[0].dtype, op.outputs[0].dtype)
+        for op in case.main.operators
+        if op.type == "Cast" and op.role == "forward"
+    ]
     assert casts[:3] == [("float32", "float16"), ("float16", "float32"), ("float32", "float16")]
     pool = next(op for op in case.main.operators if op.type == "MaxPool")
     assert pool.inputs[0].producer.type == "Cast" and "black" in pool.reason
@@ -117,8 +131,9 @@ def test_trains_tests_and_serves(place: amp.CPUPlace | amp.CUDAPlace, dtype: str
     assert np.array_equal(before, case.scope.find_var("fc_0.w_0_fp32_master_0")), "evaluation changes nothing"
     path = tmp_path / "model.onnx"
     with amp.scope_guard(case.scope):
-        amp.save_inference_model(str(path), [case.test.var("image")], [case.test.var(case.test_prediction.name)],
-                                 case.executor, case.test)  # fmt: skip
+        amp.save_inference_model(
+            str(path), [case.test.var("image")], [case.test.var(case.test_prediction.name)], case.executor, case.test
+        )
     if dtype == "float16":  # stock onnxruntime has no bfloat16 arithmetic on CPU
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         (scores,) = session.run(None, {"image": images[1500:]})
@@ -146,8 +161,13 @@ def test_a_scale_far_too_high_recovers(place: amp.CPUPlace | amp.CUDAPlace) -> N
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
         _, loss, _ = use_case_layers()
-        optimizer = amp.decorate(amp.optimizer.Adam(0.001, multi_precision=True), init_loss_scaling=2.0**60,
-                                 decr_every_n_nan_or_inf=1, decr_ratio=0.125, use_pure_fp16=True)  # fmt: skip
+        optimizer = amp.decorate(
+            amp.optimizer.Adam(0.001, multi_precision=True),
+            init_loss_scaling=2.0**60,
+            decr_every_n_nan_or_inf=1,
+            decr_ratio=0.125,
+            use_pure_fp16=True,
+        )
         optimizer.minimize(loss, startup)
     executor, scope = amp.Executor(place), amp.Scope()
     executor.run(startup, scope=scope)
@@ -172,8 +192,9 @@ def tiny_gradients(scaling: dict[str, object] | None, place: amp.CPUPlace | amp.
             y = x @ w
         loss = F.mean(y) * 1e-8
         sgd = amp.optimizer.SGD(1e5, multi_precision=True)
-        optimizer = amp.decorate(sgd, use_pure_fp16=True, **(scaling or {"init_loss_scaling": 1.0,
-                                 "use_dynamic_loss_scaling": False}))  # fmt: skip
+        optimizer = amp.decorate(
+            sgd, use_pure_fp16=True, **(scaling or {"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
+        )
         optimizer.minimize(loss, startup)
     executor, scope = amp.Executor(place), amp.Scope()
     executor.run(startup, scope=scope)

@@ -201,8 +201,9 @@ def training():
     label = program.add_input("label", "float32", (2,))
     state = {}
     for name, shape in (("w", (2,)), ("mean", (2,)), ("moment", (2,)), ("count", (1,))):
-        state[name] = program.add_variable(name, "float32", shape, persistable=True, trainable=name == "w",
-                                           data=np.ones(shape, np.float32))  # fmt: skip
+        state[name] = program.add_variable(
+            name, "float32", shape, persistable=True, trainable=name == "w", data=np.ones(shape, np.float32)
+        )
 
     def op(type_, inputs, output, shape=(2,), **more):
         made = program.add_variable(output, "float32", shape)

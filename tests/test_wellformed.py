@@ -112,7 +112,7 @@ TENSORS: dict[str, tuple[TensorProto, str]] = {
     "unknown type": (tensor(97, [1], raw_data=b"a"), "element type 97, which ONNX does not define"),
     "no type": (tensor(0, [1], raw_data=b"a"), "element type 0"),
     "a segment": (tensor(F, [1], raw_data=bytes(4), segment=TensorProto.Segment(begin=0, end=1)), "segment"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("place", ["initializer", "attribute", "nested", "function"])
@@ -129,20 +129,30 @@ def test_tensors_whose_parts_disagree(case: str, place: str, tmp_path: Path) -> 
     else:
         nodes = model.graph.node if place == "attribute" else model.functions[0].node
         nodes.add(op_type="Constant", output=["k"], name="const").attribute.append(
-            onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR, t=proto))  # fmt: skip
+            onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR, t=proto)
+        )
     refused(model, tmp_path, message)
 
 
-GOOD = [tensor(F, [], float_data=[1]), tensor(F, [0], raw_data=b""), tensor(F, [0, 7]), tensor(H, [2], int32_data=[1, 2]),
-        tensor(TensorProto.UINT4, [3], int32_data=[1, 2]), tensor(TensorProto.COMPLEX128, [1], double_data=[1, 2]),
-        tensor(TensorProto.BOOL, [2], int32_data=[0, 1]), tensor(TensorProto.UINT32, [1], uint64_data=[3]),
-        tensor(TensorProto.INT2, [5], raw_data=bytes(2)), tensor(TensorProto.BFLOAT16, [1], raw_data=bytes(2))]  # fmt: skip
+GOOD = [
+    tensor(F, [], float_data=[1]),
+    tensor(F, [0], raw_data=b""),
+    tensor(F, [0, 7]),
+    tensor(H, [2], int32_data=[1, 2]),
+    tensor(TensorProto.UINT4, [3], int32_data=[1, 2]),
+    tensor(TensorProto.COMPLEX128, [1], double_data=[1, 2]),
+    tensor(TensorProto.BOOL, [2], int32_data=[0, 1]),
+    tensor(TensorProto.UINT32, [1], uint64_data=[3]),
+    tensor(TensorProto.INT2, [5], raw_data=bytes(2)),
+    tensor(TensorProto.BFLOAT16, [1], raw_data=bytes(2)),
+]
 
 
 @pytest.mark.parametrize("where", ["input", "output", "value_info"])
 def test_a_tensor_of_too_many_dimensions_is_named(where: str) -> None:
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>\n'
-                                    "net (float x) => (float y) <float m> { m = Relu(x)  y = Relu(m) }")  # fmt: skip
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\nnet (float x) => (float y) <float m> { m = Relu(x)  y = Relu(m) }'
+    )
     tensor = getattr(model.graph, where)[0]
     tensor.type.tensor_type.CopyFrom(onnx.helper.make_tensor_type_proto(1, [1] * 65).tensor_type)
     with pytest.raises(GraphError, match=f"'{tensor.name}' has 65 dimensions; numpy, .* knows 64"):
@@ -160,17 +170,27 @@ def test_every_way_to_hold_content_is_accepted(proto: TensorProto) -> None:
 
 
 def sparse(dims: list[int], indices: Any, values: int = 2) -> onnx.SparseTensorProto:
-    return onnx.SparseTensorProto(values=onnx.numpy_helper.from_array(np.ones(values, np.float32), "s"), dims=dims,
-                                  indices=onnx.numpy_helper.from_array(np.asarray(indices)))  # fmt: skip
+    return onnx.SparseTensorProto(
+        values=onnx.numpy_helper.from_array(np.ones(values, np.float32), "s"),
+        dims=dims,
+        indices=onnx.numpy_helper.from_array(np.asarray(indices)),
+    )
 
 
-@pytest.mark.parametrize("proto, message", [
-    (sparse([4], [0, 4]), "an index of it lies outside"), (sparse([4], [-1, 0]), "an index of it lies outside"),
-    (sparse([2, 2], [[0, 0], [0, 2]]), "an index of it lies outside"), (sparse([4], [0]), "its indices have the shape [1]"),
-    (sparse([2, 2], [[0], [1]]), "its indices have the shape [2, 1]"), (sparse([4], np.zeros(2, np.int32)), "indices of int32"),
-    (sparse([2**20, 2**20], [0, 1]), "above the limit"), (sparse([-4], [0, 1]), "negative dimension"),
-    (sparse([2**62, 4], [0, 1]), "more elements than 64 bits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "proto, message",
+    [
+        (sparse([4], [0, 4]), "an index of it lies outside"),
+        (sparse([4], [-1, 0]), "an index of it lies outside"),
+        (sparse([2, 2], [[0, 0], [0, 2]]), "an index of it lies outside"),
+        (sparse([4], [0]), "its indices have the shape [1]"),
+        (sparse([2, 2], [[0], [1]]), "its indices have the shape [2, 1]"),
+        (sparse([4], np.zeros(2, np.int32)), "indices of int32"),
+        (sparse([2**20, 2**20], [0, 1]), "above the limit"),
+        (sparse([-4], [0, 1]), "negative dimension"),
+        (sparse([2**62, 4], [0, 1]), "more elements than 64 bits"),
+    ],
+)
 def test_sparse_tensors_that_leave_their_shape(proto: onnx.SparseTensorProto, message: str, tmp_path: Path) -> None:
     model = parsed(PLAIN)
     model.graph.sparse_initializer.append(proto)
@@ -195,24 +215,36 @@ def attribute(**fields: Any) -> Callable[[onnx.NodeProto], Any]:
 A = onnx.AttributeProto
 RNN = "r = Unsqueeze(x, x)  y, z = GRU <hidden_size = 2> (x, x, x)"
 NODES: dict[str, tuple[onnx.ModelProto, str]] = {
-    "too few inputs": (changed(lambda n: n.input.pop(), "y = Add(x, x)"), "'node' (Add) of graph 'g' has 1 input; the operator has 2"),
+    "too few inputs": (
+        changed(lambda n: n.input.pop(), "y = Add(x, x)"),
+        "'node' (Add) of graph 'g' has 1 input; the operator has 2",
+    ),
     "none": (changed(lambda n: n.input.pop()), "has 0 inputs; the operator has 1"),
     "too many": (changed(lambda n: n.input.extend("xx")), "has 3 inputs; the operator has 1"),
     "too many outputs": (changed(lambda n: n.output.append("z")), "has 2 outputs; the operator has 1"),
     "an input left out": (changed(lambda n: n.input.__setitem__(0, ""), "y = Add(x, x)"), "leaves out its input 0"),
     "no operator": (changed(lambda n: n.ClearField("op_type")), "names no operator"),
     "a float axis": (changed(attribute(name="axis", type=A.FLOAT, f=1)), "'axis' as FLOAT; the operator takes INT"),
-    "a list of axes": (changed(attribute(name="axis", type=A.INTS, ints=[1])), "'axis' as INTS; the operator takes INT"),
+    "a list of axes": (
+        changed(attribute(name="axis", type=A.INTS, ints=[1])),
+        "'axis' as INTS; the operator takes INT",
+    ),
     "an axis in text": (changed(attribute(name="axis", type=A.STRING, s=b"1")), "'axis' as STRING"),
-    "float activations": (changed(attribute(name="activations", type=A.FLOAT, f=1), "y = LSTM(x, x, x)"), "'activations' as FLOAT; the operator takes STRINGS"),
+    "float activations": (
+        changed(attribute(name="activations", type=A.FLOAT, f=1), "y = LSTM(x, x, x)"),
+        "'activations' as FLOAT; the operator takes STRINGS",
+    ),
     "a tensor in another field": (changed(attribute(name="axis", type=A.INT, f=1)), "says that it is INT, and holds f"),
     "two values": (changed(attribute(name="axis", type=A.INT, i=1, f=1)), "says that it is INT, and holds f, i"),
     "no type": (changed(attribute(name="axis", i=1)), "'axis' that says no type"),
     "an unknown type": (changed(attribute(name="axis", type=A.TENSOR)), "says that it is TENSOR, and holds nothing"),
-    "a reference": (changed(attribute(name="axis", type=A.INT, ref_attr_name="a")), "refers to 'a' of a function around it"),
+    "a reference": (
+        changed(attribute(name="axis", type=A.INT, ref_attr_name="a")),
+        "refers to 'a' of a function around it",
+    ),
     "the same twice": (changed(lambda n: n.attribute.append(n.attribute[0])), "two attributes of one name (axis)"),
     "one missing": (changed(lambda n: n.attribute.pop(), "y = Cast<to = 1>(x)"), "lacks the attribute 'to'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NODES)
@@ -249,18 +281,38 @@ CONTROL: dict[str, tuple[str, Callable[[onnx.ModelProto], Any], str]] = {
     "0 scanned": (SCAN, lambda m: number(m, 0), "has num_scan_inputs=0"),
     "-1 scanned": (SCAN, lambda m: number(m, -1), "has num_scan_inputs=-1"),
     "2^63-1 scanned": (SCAN, lambda m: number(m, 2**63 - 1), "has num_scan_inputs=9223372036854775807"),
-    "states without outputs": (SCAN, lambda m: (number(m, 1), m.graph.node[0].output.pop(), body(m).output.pop()), "carries 2 states and has 1 outputs"),
-    "axes": (SCAN, lambda m: m.graph.node[0].attribute.append(helper.make_attribute("scan_input_axes", [0])), "has 1 entries in 'scan_input_axes'"),
-    "scan body's inputs": (SCAN, lambda m: [body(m).input.pop() for _ in range(2)], "'body' with 1 inputs; the node's own ask for 3"),
+    "states without outputs": (
+        SCAN,
+        lambda m: (number(m, 1), m.graph.node[0].output.pop(), body(m).output.pop()),
+        "carries 2 states and has 1 outputs",
+    ),
+    "axes": (
+        SCAN,
+        lambda m: m.graph.node[0].attribute.append(helper.make_attribute("scan_input_axes", [0])),
+        "has 1 entries in 'scan_input_axes'",
+    ),
+    "scan body's inputs": (
+        SCAN,
+        lambda m: [body(m).input.pop() for _ in range(2)],
+        "'body' with 1 inputs; the node's own ask for 3",
+    ),
     "scan body's outputs": (SCAN, lambda m: body(m).output.pop(), "'body' with 1 outputs; the node's own ask for 2"),
     "loop body's inputs": (LOOP, lambda m: body(m).input.pop(), "'body' with 2 inputs; the node's own ask for 3"),
     "loop body's outputs": (LOOP, lambda m: body(m).output.pop(), "'body' with 2 outputs; the node's own ask for 3"),
     "loop without body outputs": (LOOP, lambda m: body(m).ClearField("output"), "'body' with 0 outputs"),
     "loop without a body": (LOOP, lambda m: m.graph.node[0].ClearField("attribute"), "lacks the attribute 'body'"),
-    "an input of a branch": (IF, lambda m: body(m).input.add(name="i"), "'then_branch' with 1 inputs; the node's own ask for 0"),
-    "no output of a branch": (IF, lambda m: body(m).output.pop(), "'then_branch' with 0 outputs; the node's own ask for 1"),
+    "an input of a branch": (
+        IF,
+        lambda m: body(m).input.add(name="i"),
+        "'then_branch' with 1 inputs; the node's own ask for 0",
+    ),
+    "no output of a branch": (
+        IF,
+        lambda m: body(m).output.pop(),
+        "'then_branch' with 0 outputs; the node's own ask for 1",
+    ),
     "one branch": (IF, lambda m: m.graph.node[0].attribute.pop(), "lacks the attribute 'else_branch'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CONTROL)
@@ -320,19 +372,34 @@ def fill(node: onnx.NodeProto, depth: int, domain: str) -> None:
 
 
 FUNCTIONS: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
-    "itself": (lambda: functions({"A": "b = f.A(a)"}), "in a circle: 'f::A' -> 'f::A'; a function may not be recursive"),
+    "itself": (
+        lambda: functions({"A": "b = f.A(a)"}),
+        "in a circle: 'f::A' -> 'f::A'; a function may not be recursive",
+    ),
     "mutual": (lambda: functions({"A": "b = f.B(a)", "B": "b = f.A(a)"}), "in a circle: 'f::A' -> 'f::B' -> 'f::A'"),
-    "three, behind another": (lambda: functions({"A": "b = f.B(a)", "B": "b = f.C(a)", "C": "b = f.D(a)", "D": "b = f.B(a)"}), "circle: 'f::B' -> 'f::C'"),
+    "three, behind another": (
+        lambda: functions({"A": "b = f.B(a)", "B": "b = f.C(a)", "C": "b = f.D(a)", "D": "b = f.B(a)"}),
+        "circle: 'f::B' -> 'f::C'",
+    ),
     "twice": (lambda: twice(functions({"A": "b = Neg(a)"})), "'f::A' is defined twice"),
     "41 doublings": (lambda: doubling(41), "expand to 1,099,511,627,776 operators, above the limit of 50,000"),
     "a long chain of doublings": (lambda: doubling(102), "in a row"),
-    "a long chain": (lambda: functions({"A0": "b = Neg(a)"} | {f"A{i}": f"b = f.A{i - 1}(a)" for i in range(1, 120)}, "f.A119(x)"), "in a row"),
-    "too many inputs": (lambda: functions({"A": "b = Neg(a)"}, "f.A(x, x)"), "calls function 'f::A' with 2 inputs; it has 1"),
+    "a long chain": (
+        lambda: functions({"A0": "b = Neg(a)"} | {f"A{i}": f"b = f.A{i - 1}(a)" for i in range(1, 120)}, "f.A119(x)"),
+        "in a row",
+    ),
+    "too many inputs": (
+        lambda: functions({"A": "b = Neg(a)"}, "f.A(x, x)"),
+        "calls function 'f::A' with 2 inputs; it has 1",
+    ),
     "nothing gives its output": (lambda: functions({"A": "c = Neg(a)"}), "function 'A' gives the output 'b'"),
     "writes twice": (lambda: functions({"A": "b = Neg(a)  b = Abs(a)"}), "function 'A' writes 'b' twice"),
     "a node of it": (lambda: functions({"A": "b = Relu(a, a)"}), "of function 'A' has 2 inputs"),
-    "deep once expanded": (lambda: nested(20, function=True), "with its functions expanded nests graphs (of If, Loop, Scan) more than 30 deep"),
-}  # fmt: skip
+    "deep once expanded": (
+        lambda: nested(20, function=True),
+        "with its functions expanded nests graphs (of If, Loop, Scan) more than 30 deep",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
@@ -367,8 +434,19 @@ def test_29_deep_is_not_too_deep() -> None:
 
 
 # -- operators of this package's own domain in foreign models -----------------------------------------------------
-@pytest.mark.parametrize("type_, inputs", [("MatMulGrad", 1), ("MatMulGrad", 5), ("Adam", 1), ("UpdateLossScaling", 2),
-                                           ("CTCLoss", 1), ("ClipGradByNorm", 1), ("ConcatGrad", 2), ("SoftmaxGrad", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "type_, inputs",
+    [
+        ("MatMulGrad", 1),
+        ("MatMulGrad", 5),
+        ("Adam", 1),
+        ("UpdateLossScaling", 2),
+        ("CTCLoss", 1),
+        ("ClipGradByNorm", 1),
+        ("ConcatGrad", 2),
+        ("SoftmaxGrad", 0),
+    ],
+)
 def test_own_operators_that_this_package_did_not_write(type_: str, inputs: int) -> None:
     model = parsed("g (float[2,3] x) => (float[2,3] y) { y = Neg(x) }")
     model.opset_import.add(domain="amp_transpiler", version=1)
@@ -377,7 +455,10 @@ def test_own_operators_that_this_package_did_not_write(type_: str, inputs: int) 
     del node.input[:]
     node.input.extend(["x"] * inputs)
     program = amp.Program.from_onnx(model)
-    with pytest.raises(GraphError, match=rf"'own' \(amp_transpiler::{type_}\): its inputs, outputs or attributes do not fit|body of 'own'"):
+    with pytest.raises(
+        GraphError,
+        match=rf"'own' \(amp_transpiler::{type_}\): its inputs, outputs or attributes do not fit|body of 'own'",
+    ):
         program.lower(amp.CPUPlace(), {"x": (2, 3)}, program.outputs)
 
 
@@ -390,7 +471,11 @@ def test_operators_too_old_for_the_casts_of_today_are_refused() -> None:
 
 @pytest.mark.parametrize("name, value", [("to", 0), ("to", 97)])
 def test_element_types_in_attributes_exist(name: str, value: int, tmp_path: Path) -> None:
-    refused(changed(attribute(name=name, type=A.INT, i=value), "y = Cast<to = 1>(x)"), tmp_path, f"'{name}' as {value}, an element type")
+    refused(
+        changed(attribute(name=name, type=A.INT, i=value), "y = Cast<to = 1>(x)"),
+        tmp_path,
+        f"'{name}' as {value}, an element type",
+    )
 
 
 @pytest.mark.parametrize("version", [0, -1, 2**40])
@@ -400,8 +485,18 @@ def test_versions_of_operator_sets_that_cannot_be(version: int, tmp_path: Path) 
     refused(model, tmp_path, f"version {version} of the operator set f")
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "[" * 100_000, '{"trainable": [1], "persistable": [], "updates": {}}', "null", "x",
-                                  '{"trainable": [], "persistable": [], "updates": {}, "window": {"steps": "a"}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"trainable": [1], "persistable": [], "updates": {}}',
+        "null",
+        "x",
+        '{"trainable": [], "persistable": [], "updates": {}, "window": {"steps": "a"}}',
+    ],
+)
 def test_state_that_this_package_did_not_write(text: str, tmp_path: Path) -> None:
     model = parsed(PLAIN)
     model.graph.metadata_props.add(key="amp_transpiler.state", value=text)
@@ -414,6 +509,9 @@ def test_contrib_operators_that_do_not_fit_are_named_where_they_are_taken_apart(
     model.graph.node[0].domain = "com.microsoft"
     model.opset_import.add(domain="com.microsoft", version=1)
     program = amp.Program.from_onnx(model)
-    with pytest.raises(GraphError, match=r"'odd' \(com.microsoft::SkipLayerNormalization\): its inputs, outputs or attributes do not fit"):
+    with pytest.raises(
+        GraphError,
+        match=r"'odd' \(com.microsoft::SkipLayerNormalization\): its inputs, outputs or attributes do not fit",
+    ):
         take_apart(program.operators[0])
     program.verify()

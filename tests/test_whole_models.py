@@ -20,8 +20,19 @@ import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 
 WORKER = Path(__file__).parent / "benchmarks" / "torch_graph.py"
-MODELS = ["bert_l2_dyn", "bert_l2_leg", "gpt2_dyn", "vit_small_dyn", "lstm_leg", "gru_leg", "llama_l3_leg",
-          "whisper_tiny_enc_dyn", "mobilenetv3_dyn", "efficientnet_b0_leg", "resnet50_leg"]  # fmt: skip
+MODELS = [
+    "bert_l2_dyn",
+    "bert_l2_leg",
+    "gpt2_dyn",
+    "vit_small_dyn",
+    "lstm_leg",
+    "gru_leg",
+    "llama_l3_leg",
+    "whisper_tiny_enc_dyn",
+    "mobilenetv3_dyn",
+    "efficientnet_b0_leg",
+    "resnet50_leg",
+]
 
 
 def exported(request: pytest.FixtureRequest, name: str) -> tuple[Path, dict[str, np.ndarray]]:
@@ -69,8 +80,10 @@ def test_gradients_are_those_of_torch(request: pytest.FixtureRequest, name: str,
     names = [f"d:{p.name}" for p, _ in pairs]
     ours = _distances(dict(zip(names, found[1:], strict=True)), truth)
     torchs = _distances(theirs, truth)
-    print(f"{name}: {len(names)} gradients, relative L2 distance from float64: median {np.median(list(ours.values())):.1e}, "
-          f"worst {max(ours.values()):.1e}; torch's fp32: worst {max(torchs.values()):.1e}")  # fmt: skip
+    print(
+        f"{name}: {len(names)} gradients, relative L2 distance from float64: median {np.median(list(ours.values())):.1e}, "
+        f"worst {max(ours.values()):.1e}; torch's fp32: worst {max(torchs.values()):.1e}"
+    )
     # Where rounding turns ReLUs on and off (a ResNet with random weights), fp32 is further off: in torch as well.
     limit = max(1e-4, 2 * max(torchs.values()))
     assert max(ours.values()) < limit, sorted(ours.items(), key=lambda item: -item[1])[:5]
@@ -96,8 +109,9 @@ def train(program: amp.Program, feeds: dict[str, np.ndarray], out: np.ndarray, m
     loss = squared(program)
     optimizer: Any = amp.optimizer.Adam(2e-5, multi_precision=mode != "fp32")
     if mode != "fp32":
-        optimizer = amp.decorate(optimizer, init_loss_scaling=1024.0, use_pure_fp16=mode == "pure-fp16",
-                                 use_fp16_guard=False)  # fmt: skip
+        optimizer = amp.decorate(
+            optimizer, init_loss_scaling=1024.0, use_pure_fp16=mode == "pure-fp16", use_fp16_guard=False
+        )
     optimizer.minimize(loss, program.startup)
     scope, exe = amp.Scope(), amp.Executor(threads=2)
     exe.run(program.startup, scope=scope)
@@ -140,7 +154,9 @@ def test_trained_models_train_on(name: str, mode: str) -> None:
 
 def _torch(python: str, path: Path, folder: Path, dtype: str) -> Any:
     out = folder / f"{dtype}.npz"
-    subprocess.run([python, str(WORKER), "gradients", str(path), str(folder / "feeds.npz"), str(out), dtype], check=True)
+    subprocess.run(
+        [python, str(WORKER), "gradients", str(path), str(folder / "feeds.npz"), str(out), dtype], check=True
+    )
     return np.load(out)
 
 

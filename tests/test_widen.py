@@ -67,7 +67,10 @@ def test_f7_weights_casts_and_constants_are_fp32() -> None:
             narrow = Cast <to = 10> (soft)
             z = Neg (narrow)
             y = Cast <to = 1> (z)
-        }""", w=w, b=b)  # fmt: skip
+        }""",
+        w=w,
+        b=b,
+    )
     after = widened(model)
     assert not types_in(after) & HALF
     assert "Cast" not in {n.op_type for n in after.graph.node}
@@ -89,8 +92,13 @@ def test_f7_inputs_and_outputs_keep_their_types(half: Any) -> None:
 
 
 def test_f7_what_takes_no_fp32_stays_between_casts() -> None:
-    after = widened(model_of("net (float16[4] x) => (float16[4] y) <float16[4] b> { a = Mul (x, k)\n b = other.Odd (a, k)\n "
-                             "y = Add (b, k) }", k=np.ones(4, np.float16)))  # fmt: skip
+    after = widened(
+        model_of(
+            "net (float16[4] x) => (float16[4] y) <float16[4] b> { a = Mul (x, k)\n b = other.Odd (a, k)\n "
+            "y = Add (b, k) }",
+            k=np.ones(4, np.float16),
+        )
+    )
     odd = next(n for n in after.graph.node if n.op_type == "Odd")
     made = {n.output[0]: n for n in after.graph.node}
     assert [made[name].op_type for name in odd.input] == ["Cast", "Cast"], "it still reads float16"
@@ -133,7 +141,9 @@ def test_f7_a_copy_for_16_bit_readers_is_the_weight_again() -> None:
 
 
 def test_f7_what_is_in_fp32_stays_as_it_is() -> None:
-    program = amp.Program.from_onnx(model_of("net (float[4] x) => (float[4] y) { y = Mul (x, k) }", k=np.ones(4, np.float32)))
+    program = amp.Program.from_onnx(
+        model_of("net (float[4] x) => (float[4] y) { y = Mul (x, k) }", k=np.ones(4, np.float32))
+    )
     before = program.version
     assert widen(program) == [] and program.version == before
 
@@ -143,15 +153,19 @@ def test_f7_a_16_bit_model_trains_from_fp32_masters(pure: bool, dtype: str) -> N
     half = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
     w = np.random.default_rng(2).normal(size=(4, 3)).astype(half)
     to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(half))
-    model = model_of(f"net (float[n, 4] x) => (float[n, 3] y) {{ h = Cast <to = {to}> (x)\n m = MatMul (h, w)\n "
-                     "y = Cast <to = 1> (m) }", w=w)  # fmt: skip
+    model = model_of(
+        f"net (float[n, 4] x) => (float[n, 3] y) {{ h = Cast <to = {to}> (x)\n m = MatMul (h, w)\n "
+        "y = Cast <to = 1> (m) }",
+        w=w,
+    )
     program = amp.Program.from_onnx(model)
     amp.prepare_training(program)
     assert [v.dtype for v in program.parameters] == ["float32"]
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         loss = amp.nn.functional.cross_entropy(program.outputs[0], amp.data("label", ["n"], "int64"))
-        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=pure, use_fp16_guard=False,
-                                 dtype=dtype)  # fmt: skip
+        optimizer = amp.decorate(
+            amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype
+        )
         optimizer.minimize(loss)
     executor, scope = amp.Executor(threads=1), amp.Scope()
     executor.run(program.startup, scope=scope)

@@ -48,8 +48,14 @@ def counting(mode: str = "fp32", width: int = 4, runs: int = 1, rule: Callable[.
         loss = F.mean(x @ w)
         optimizer = (rule or amp.optimizer.SGD)(1.0, multi_precision=mode == "pure-fp16")
         if mode != "fp32" or runs > 1:
-            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure-fp16", init_loss_scaling=16.0,
-                                     incr_every_n_steps=1500, decr_ratio=0.5, accumulate_steps=runs)  # fmt: skip
+            optimizer = amp.decorate(
+                optimizer,
+                use_pure_fp16=mode == "pure-fp16",
+                init_loss_scaling=16.0,
+                incr_every_n_steps=1500,
+                decr_ratio=0.5,
+                accumulate_steps=runs,
+            )
         optimizer.minimize(loss, startup)
     return Counting(main, startup, loss, optimizer, runs)
 
@@ -81,8 +87,9 @@ def together(tasks: Sequence[Callable[[], None]], timeout: float = TIMEOUT) -> N
     assert not any(thread.is_alive() for thread in threads), f"{sum(t.is_alive() for t in threads)} threads wait"
 
 
-def train(net: Counting, executors: Sequence[object], scope: amp.Scope, updates: int,
-          batches: Sequence[int] = (4,)) -> None:  # fmt: skip
+def train(
+    net: Counting, executors: Sequence[object], scope: amp.Scope, updates: int, batches: Sequence[int] = (4,)
+) -> None:
     """``updates`` steps of ``net``, shared out among one thread for each of ``executors``."""
     share = updates * net.runs // len(executors)
 

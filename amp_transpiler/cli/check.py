@@ -29,8 +29,15 @@ from amp_transpiler.runtime.budget import (
 _SAMPLE = 1 << 28
 
 
-def check(source: str, output: str, program: Program, calibration: Any, tolerance: float, seconds: float | None = None,
-          memory: int | None = None) -> int:  # fmt: skip
+def check(
+    source: str,
+    output: str,
+    program: Program,
+    calibration: Any,
+    tolerance: float,
+    seconds: float | None = None,
+    memory: int | None = None,
+) -> int:
     """Print what was found; 3 where something failed.
 
     The file passes ``onnx.checker`` with full checks and loads in onnxruntime on CPU (without bfloat16 alone: it
@@ -67,8 +74,9 @@ def _unusable(output: str, program: Program) -> list[str]:
         settings = ort.SessionOptions()
         settings.log_severity_level = 4
         try:
-            ort.InferenceSession(output, settings, providers=["CPUExecutionProvider"],
-                                 disabled_optimizers=unbounded_optimizers())  # fmt: skip
+            ort.InferenceSession(
+                output, settings, providers=["CPUExecutionProvider"], disabled_optimizers=unbounded_optimizers()
+            )
             print("  check: onnxruntime loads it")
         except Exception as error:  # onnxruntime raises classes of its own, without a common base
             failures.append(f"onnxruntime does not load the file: {_first_line(error)}")
@@ -104,8 +112,10 @@ def _sample(program: Program) -> dict[str, np.ndarray]:
         shape = [size if isinstance(size, int) else 1 for size in variable.shape or ()]
         size = byte_size(variable.dtype, shape)
         if size > left:
-            raise FeedError(f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and a made-up "
-                            f"sample at most {_SAMPLE:,}")  # fmt: skip
+            raise FeedError(
+                f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and a made-up "
+                f"sample at most {_SAMPLE:,}"
+            )
         left -= size
         if variable.dtype in FLOATS:
             made = rng.standard_normal(shape, np.float32)

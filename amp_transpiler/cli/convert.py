@@ -120,8 +120,12 @@ def _check_paths(options: argparse.Namespace) -> None:
     read = model_files(options.input)
     beside = output.parent / (data if isinstance(data, str) else f"{output.name}.data")
     external = data is not None or len(read) > 1  # else it is large models alone that get a data file
-    outputs = {"OUT.onnx": options.output, "--external-data": beside if external else None, "--report": options.report,
-               "--json": options.json}  # fmt: skip
+    outputs = {
+        "OUT.onnx": options.output,
+        "--external-data": beside if external else None,
+        "--report": options.report,
+        "--json": options.json,
+    }
     check_outputs(outputs, {"IN.onnx": read, "--calibration": options.calibration or []})
     if external and not isinstance(data, str):
         check_unnamed(output, beside)
@@ -153,8 +157,10 @@ def _summary(program: Program, options: argparse.Namespace, size: int) -> str:
     casts = sum(inserted(op) for op in program.walk())
     halves = sum(op.precision == options.dtype for op in own)
     done = program.conversion
-    lines = [f"{options.output}: {halves} of {len(own)} operators in {options.dtype}, {casts} casts inserted, "
-             f"{model_size(options.input):,} -> {size:,} bytes"]  # fmt: skip
+    lines = [
+        f"{options.output}: {halves} of {len(own)} operators in {options.dtype}, {casts} casts inserted, "
+        f"{model_size(options.input):,} -> {size:,} bytes"
+    ]
     actions: dict[str, list[str]] = {}
     for note in done.constants:
         actions.setdefault(note.action, []).append(note.name)

@@ -73,8 +73,11 @@ def _some(names: list[str], every: bool) -> str:
 
 def _weights(before: Program, after: Program) -> list[str]:
     old, new = sizes(before), sizes(after)
-    return [f"weights in {kind}: {old[kind]:,} -> {new[kind]:,} bytes"
-            for kind in sorted(old.keys() | new.keys()) if old[kind] != new[kind]]  # fmt: skip
+    return [
+        f"weights in {kind}: {old[kind]:,} -> {new[kind]:,} bytes"
+        for kind in sorted(old.keys() | new.keys())
+        if old[kind] != new[kind]
+    ]
 
 
 def sizes(program: Program) -> Counter[str]:

@@ -68,9 +68,12 @@ def _groups(program: Program) -> str:
 
 
 def _operator(op: Operator) -> str:
-    lines = [label(op), f"  type       {printable(op.full_type)}",
-             f"  precision  {printable(op.precision) or '-'}",
-             f"  reason     {printable(op.reason) or 'none recorded'}"]  # fmt: skip
+    lines = [
+        label(op),
+        f"  type       {printable(op.full_type)}",
+        f"  precision  {printable(op.precision) or '-'}",
+        f"  reason     {printable(op.reason) or 'none recorded'}",
+    ]
     if op.scope:
         lines.append(f"  scope      {printable(op.scope)}")
     if op.program.parent is not None:

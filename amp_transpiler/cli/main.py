@@ -37,9 +37,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"amp-transpile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _convert_options(commands.add_parser(
-        "convert", help="write a 16-bit copy of a model for inference", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter))  # fmt: skip
+    _convert_options(
+        commands.add_parser(
+            "convert",
+            help="write a 16-bit copy of a model for inference",
+            epilog=_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     train.add_options(commands.add_parser("train", help="train or fine-tune a model on arrays"))
     reasons = commands.add_parser("explain", help="why each operator, or one, has its precision")
     reasons.add_argument("model", metavar="MODEL.onnx")
@@ -79,24 +84,43 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--no-keep-io", action="store_true", help="float32 inputs and outputs become 16 bit")
     data = parser.add_argument_group("calibration")
     many(data, "--calibration", "FILE", "samples of the inputs: npz files, or folders of npz or npy files")
-    data.add_argument("--tolerance", type=float, metavar="ERROR",
-                      help="relative L2 error of an output to keep to (default: 0.01, bfloat16 0.05)")  # fmt: skip
+    data.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="ERROR",
+        help="relative L2 error of an output to keep to (default: 0.01, bfloat16 0.05)",
+    )
     many(data, "--input-range", "NAME=LOW:HIGH", "what an input can hold, for the static range analysis")
     written = parser.add_argument_group("what is written")
-    written.add_argument("--external-data", nargs="?", const=True, default=None, metavar="NAME",
-                         help="weights in a file beside the model (default: as before)")  # fmt: skip
+    written.add_argument(
+        "--external-data",
+        nargs="?",
+        const=True,
+        default=None,
+        metavar="NAME",
+        help="weights in a file beside the model (default: as before)",
+    )
     written.add_argument("--report", metavar="OUT.html", help="a page that shows what was done and why")
     written.add_argument("--json", metavar="OUT.json", help="the same as data")
-    written.add_argument("--check", action="store_true",
-                         help="check and load the file, and compare its outputs with the original's")  # fmt: skip
+    written.add_argument(
+        "--check", action="store_true", help="check and load the file, and compare its outputs with the original's"
+    )
     written.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
     limits = parser.add_argument_group("limits of running the model (--check, --calibration)")
-    limits.add_argument("--time-budget", type=float, metavar="SECONDS",
-                        help="for one run (default: 8 for --check on a made-up sample, 60 on calibration data, and one "
-                        "more for every 2 MB of weights and data)")  # fmt: skip
-    limits.add_argument("--memory-budget", type=float, metavar="GIB",
-                        help="beyond the model itself (default: 0.7 and 16 times the weights for --check on a made-up "
-                        "sample, what is free on calibration data)")  # fmt: skip
+    limits.add_argument(
+        "--time-budget",
+        type=float,
+        metavar="SECONDS",
+        help="for one run (default: 8 for --check on a made-up sample, 60 on calibration data, and one "
+        "more for every 2 MB of weights and data)",
+    )
+    limits.add_argument(
+        "--memory-budget",
+        type=float,
+        metavar="GIB",
+        help="beyond the model itself (default: 0.7 and 16 times the weights for --check on a made-up "
+        "sample, what is free on calibration data)",
+    )
 
 
 _COMMANDS = {"convert": convert.run, "train": train.run, "explain": explain.run, "diff": diff.run, "info": info.run}

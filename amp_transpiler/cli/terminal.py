@@ -16,8 +16,17 @@ from typing import Any
 from amp_transpiler.warn import AmpWarning
 
 #: Control characters, those that turn or join text unseen, other ends of lines, and halves of characters.
-_STEERING = frozenset([*range(0x20), *range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F),
-                       *range(0x2060, 0x2070), 0xFEFF])  # fmt: skip
+_STEERING = frozenset(
+    [
+        *range(0x20),
+        *range(0x7F, 0xA0),
+        0x061C,
+        *range(0x200B, 0x2010),
+        *range(0x2028, 0x202F),
+        *range(0x2060, 0x2070),
+        0xFEFF,
+    ]
+)
 #: Characters of a message that are shown.
 _LONGEST = 2000
 _LINE = {ord("\n"): "\n", ord("\t"): "\t"}

@@ -22,13 +22,26 @@ _OTHERS = ("command", "input", "output", "data", "test", "checkpoint", "log", "p
 def run(options: argparse.Namespace) -> int:
     """Train and write."""
     given = {name: value for name, value in vars(options).items() if name not in _OTHERS}
-    given |= {name: _pairs(given[name], flag, kind) for name, flag, kind in (
-        ("dropout", "--dropout", float), ("values", "--value", _number)) if name in given}  # fmt: skip
+    given |= {
+        name: _pairs(given[name], flag, kind)
+        for name, flag, kind in (("dropout", "--dropout", float), ("values", "--value", _number))
+        if name in given
+    }
     bar = _Bar(not options.quiet and sys.stderr.isatty())
     try:
-        fit(options.input, options.output, data=options.data, test=options.test, checkpoint=options.checkpoint,
-            log=options.log, place=options.place, say=bar.say if not options.quiet else _silent, progress=bar.step,
-            flags=True, **given)  # fmt: skip
+        fit(
+            options.input,
+            options.output,
+            data=options.data,
+            test=options.test,
+            checkpoint=options.checkpoint,
+            log=options.log,
+            place=options.place,
+            say=bar.say if not options.quiet else _silent,
+            progress=bar.step,
+            flags=True,
+            **given,
+        )
     except KeyboardInterrupt as stopped:
         bar.close()
         stands = str(stopped) or f"{options.output} was not written"
@@ -92,11 +105,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's arguments. What is not given is left to the checkpoint, where there is one, else to FitOptions."""
     parser.add_argument("input", metavar="IN.onnx")
     parser.add_argument("output", metavar="OUT.onnx")
-    parser.add_argument("--data", required=True, metavar="FILE", help="npz file, or folder of npy files: one array for "
-                        "each input and one for the label; the first dimension counts samples")  # fmt: skip
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="npz file, or folder of npy files: one array for "
+        "each input and one for the label; the first dimension counts samples",
+    )
     parser.add_argument("--test", metavar="FILE", help="data to evaluate before training and after each epoch")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="save all state there after each epoch, and go on from "
-                        "what lies there; options given win over those it was made with")  # fmt: skip
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="save all state there after each epoch, and go on from "
+        "what lies there; options given win over those it was made with",
+    )
     parser.add_argument("--log", metavar="FOLDER", help="steps.csv, epochs.csv and TensorBoard")
     parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no report")
@@ -127,10 +149,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--clip-norm", "limit of the global norm of the gradients", type=float, metavar="NORM")
     option("--accumulate", "batches to an update", type=int, metavar="N")
     option("--epochs", "passes over the data", type=int)
-    option("--batch-size", "what the model has, else 32, where not given; another than the model's fixed one frees it, "
-           "where its operators let it", type=int)  # fmt: skip
-    many("--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them: all where not "
-         "given")  # fmt: skip
+    option(
+        "--batch-size",
+        "what the model has, else 32, where not given; another than the model's fixed one frees it, "
+        "where its operators let it",
+        type=int,
+    )
+    many(
+        "--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them: all where not given"
+    )
     many("--freeze", "PATTERN", "parameters to leave as they are")
     many("--dropout", "PATTERN=RATE", "a dropout behind each operator that matches")
     many("--value", "INPUT=NUMBER", "inputs that get one value for good", dest="values")

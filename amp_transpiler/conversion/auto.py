@@ -100,8 +100,9 @@ def search(
 
 
 class _Search:
-    def __init__(self, program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float,
-                 steps: Steps) -> None:  # fmt: skip
+    def __init__(
+        self, program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float, steps: Steps
+    ) -> None:
         self.program, self.batches, self.dtype = program, batches, dtype
         self.tolerance, self.steps = tolerance, steps
         self.tensors: dict[str, Reason] = {}
@@ -125,23 +126,35 @@ class _Search:
             self._note(first, "" if math.isinf(self.tolerance) else f", within {self.tolerance:g}")
             return first
         self._note(first, f", above {self.tolerance:g}: operators return to float32")
-        everything = {i: Reason(Kind.TOGETHER)
-                      for i, op in enumerate(first.operators) if op.precision == self.dtype}  # fmt: skip
+        everything = {i: Reason(Kind.TOGETHER) for i, op in enumerate(first.operators) if op.precision == self.dtype}
         last = self._measured(self._converted(everything), tensors=False)
         if not self._keeps(last):
-            self._note(last, f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met"
-                             f"{_why(*last.worst)}")  # fmt: skip
+            self._note(
+                last,
+                f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met{_why(*last.worst)}",
+            )
             return self._measured(last)
         return self._chosen(first, last)
 
     def _chosen(self, first: Outcome, last: Outcome) -> Outcome:
         """Between the conversion that keeps nothing and the one that keeps all that it can."""
-        free = [i for i, (op, back) in enumerate(zip(first.operators, last.operators, strict=True))
-                if op.precision == self.dtype != back.precision]  # fmt: skip
+        free = [
+            i
+            for i, (op, back) in enumerate(zip(first.operators, last.operators, strict=True))
+            if op.precision == self.dtype != back.precision
+        ]
         names = [v.name for v in self.program.outputs]
         some = slice(None, None, math.ceil(len(self.batches) / SAMPLES))
-        trials = Trials(list(self.reference.walk()), first.operators, free, first.program, self.dtype,
-                        self.batches[some], self.expected[some], names)  # fmt: skip
+        trials = Trials(
+            list(self.reference.walk()),
+            first.operators,
+            free,
+            first.program,
+            self.dtype,
+            self.batches[some],
+            self.expected[some],
+            names,
+        )
         missed = [name for name, error in first.outputs.items() if not error <= self.tolerance]
 
         worst: dict[frozenset[int], str] = {}
@@ -165,8 +178,11 @@ class _Search:
             limit *= min(self.tolerance / _key(outcome.worst[1]), TIGHTER)
         least = min(search.groups, key=lambda group: group.error)
         adds = f"{_count(least.members)}, adds {_percent(least.error)} by itself"
-        self._note(last, f", within {self.tolerance:g}; no choice that leaves more does: of {len(search.groups)} "
-                         f"groups the one that adds least, {adds} ({trials.runs} runs)")  # fmt: skip
+        self._note(
+            last,
+            f", within {self.tolerance:g}; no choice that leaves more does: of {len(search.groups)} "
+            f"groups the one that adds least, {adds} ({trials.runs} runs)",
+        )
         return self._measured(last)
 
     def _reasons(self, found: Found, trials: Trials, worst: Mapping[frozenset[int], str]) -> dict[int, Reason]:
@@ -196,8 +212,9 @@ class _Search:
 
     def _measured(self, outcome: Outcome, *, tensors: bool = True) -> Outcome:
         self._progress(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}")
-        outcome.measurement = measure(self.reference, outcome.program, self.batches, self.dtype,
-                                      expected=self.expected, tensors=tensors)  # fmt: skip
+        outcome.measurement = measure(
+            self.reference, outcome.program, self.batches, self.dtype, expected=self.expected, tensors=tensors
+        )
         return outcome
 
     def _keeps(self, outcome: Outcome) -> bool:
@@ -205,8 +222,10 @@ class _Search:
 
     def _note(self, outcome: Outcome, what: str) -> None:
         name, error = outcome.worst
-        self.rounds.append(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}; worst output "
-                           f"'{name}': error {error:.3g}{what}")  # fmt: skip
+        self.rounds.append(
+            f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}; worst output "
+            f"'{name}': error {error:.3g}{what}"
+        )
 
     def _progress(self, what: str) -> None:
         self.runs += 1

@@ -105,8 +105,18 @@ def convert(
     """
     _check(mode, keep_io, calibration, tolerance, only, exclude)
     lists = AutoMixedPrecisionLists(white_list, black_list, black_varnames, dtype)
-    job = _Job(model_or_path, mode, lists, keep_io, only, exclude, input_ranges or {}, numeric_guards,
-               progress or (lambda line: None), (time_budget, memory_budget))  # fmt: skip
+    job = _Job(
+        model_or_path,
+        mode,
+        lists,
+        keep_io,
+        only,
+        exclude,
+        input_ranges or {},
+        numeric_guards,
+        progress or (lambda line: None),
+        (time_budget, memory_budget),
+    )
     return job.run(calibration, tolerance if tolerance is not None else TOLERANCE[lists.dtype], record)
 
 
@@ -117,8 +127,10 @@ def _check(mode: str, keep_io: Any, calibration: Any, tolerance: float | None, o
         raise ArgumentTypeError(f"convert: keep_io is True, False or a list of names, got {keep_io!r}")
     if tolerance is not None and (calibration is None or mode != "auto"):
         given = "none" if calibration is None else "given"
-        raise ArgumentError(f"convert: a tolerance is kept to in mode 'auto', on calibration data; mode is {mode!r}, "
-                            f"calibration data {given}")  # fmt: skip
+        raise ArgumentError(
+            f"convert: a tolerance is kept to in mode 'auto', on calibration data; mode is {mode!r}, "
+            f"calibration data {given}"
+        )
     if tolerance is not None and not tolerance > 0:
         raise ArgumentError(f"convert: tolerance is a relative error above 0, got {tolerance}")
     for name, patterns in (("only", only), ("exclude", exclude)):
@@ -170,11 +182,19 @@ class _Job:
         notes += _gaps(program, self.dtype)
         if self.mode == "auto" and not batches:
             proved, tensors = Ranges(program, self.input_ranges).proved(self.dtype)
-            notes.append(f"static ranges prove that {proved} of {tensors} tensors fit {self.dtype}; of the others only "
-                         "calibration data would tell")  # fmt: skip
+            notes.append(
+                f"static ranges prove that {proved} of {tensors} tensors fit {self.dtype}; of the others only "
+                "calibration data would tell"
+            )
         narrow_io(program, narrow, self.dtype)
-        cut = CutRecord(assignment.free, assignment.cut.value, assignment.all_half, assignment.all_full,
-                        assignment.cut.exact, assignment.cut.rounding)  # fmt: skip
+        cut = CutRecord(
+            assignment.free,
+            assignment.cut.value,
+            assignment.all_half,
+            assignment.all_full,
+            assignment.cut.exact,
+            assignment.cut.rounding,
+        )
         program.conversion = Conversion(
             source=str(_path(self.model_or_path) or ""),
             mode=self.mode,
@@ -213,8 +233,10 @@ class _Job:
             kept = self.keep_io
             unknown = sorted(set(kept) - set(every))
             if unknown:
-                raise ArgumentError(f"convert: keep_io names '{unknown[0]}', which is no input or output of the model; "
-                                    f"it has {', '.join(map(repr, every))}")  # fmt: skip
+                raise ArgumentError(
+                    f"convert: keep_io names '{unknown[0]}', which is no input or output of the model; "
+                    f"it has {', '.join(map(repr, every))}"
+                )
         return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype == "float32")
 
     def _outside(self, program: Program) -> Callable[[Operator], Reason | None]:
@@ -224,8 +246,10 @@ class _Job:
         exclude = matching(ops, self.exclude, "except") if self.exclude else {}
         both = [op for op in exclude if only and op in only]
         if only is not None and len(both) == len(only):
-            raise ArgumentError(f"convert: every operator that {list(self.only or ())} selects is excepted by "
-                                f"{list(self.exclude or ())}; nothing is left to convert")  # fmt: skip
+            raise ArgumentError(
+                f"convert: every operator that {list(self.only or ())} selects is excepted by "
+                f"{list(self.exclude or ())}; nothing is left to convert"
+            )
 
         def outside(op: Operator) -> Reason | None:
             inner: Operator | None = op

@@ -54,9 +54,11 @@ def _able(program: Program, dtype: str) -> int:
         not isinstance(narrowed(op, dtype), Obstacle)
         and has_kernel(_CUDA, op.type, dtype, op.program.opset(op.domain), op.domain)
         for op in program.walk()
-        if has_float(op) and operator_name(op) not in ("Cast", "CastLike", "Constant") and not op.attrs.programs
+        if has_float(op)
+        and operator_name(op) not in ("Cast", "CastLike", "Constant")
+        and not op.attrs.programs
         and op.domain in ("", "ai.onnx")
-    )  # fmt: skip
+    )
 
 
 def _lost(program: Program, before: Program, after: Program) -> list[str]:

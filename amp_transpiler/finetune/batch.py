@@ -32,15 +32,19 @@ def fixed_batch(inputs: list[Variable]) -> int | None:
     return next((v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)), None)
 
 
-def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarray],
-          values: Mapping[str, Any] | None = None) -> Program | str:  # fmt: skip
+def freed(
+    program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarray], values: Mapping[str, Any] | None = None
+) -> Program | str:
     """The program with a free batch, or why it cannot have one.
 
     ``inputs`` are those that are fed samples, all of one fixed batch; ``feed`` has one sample more than that for each.
     ``values`` are those of other inputs.
     """
-    others = {v.name: np.asarray(values[v.name], numpy_dtype(str(v.dtype))) for v in program.inputs
-              if values and v.name in values}  # fmt: skip
+    others = {
+        v.name: np.asarray(values[v.name], numpy_dtype(str(v.dtype)))
+        for v in program.inputs
+        if values and v.name in values
+    }
     model = program.to_onnx(external_data=False)
     names = {v.name for v in inputs}
     sizes = {v.name: v.shape[0] for v in inputs if v.shape}
@@ -62,8 +66,10 @@ def freed(program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarra
         _repeat_tokens(program, model.graph, inputs, reached)
     try:
         free = Program.from_onnx(model, name=program.name)
-        own = [_run(program, {name: rows[start : start + batch] for name, rows in feed.items()} | others)
-               for start in (0, 1)]  # fmt: skip
+        own = [
+            _run(program, {name: rows[start : start + batch] for name, rows in feed.items()} | others)
+            for start in (0, 1)
+        ]
         larger = _run(free, {**feed, **others})
     except AmpError as error:
         return f"a larger batch does not pass: {error}"
@@ -107,8 +113,7 @@ def _free_reshapes(program: Program, graph: onnx.GraphProto, reached: list[Opera
             node.attribute.extend(kept)
 
 
-def _repeat_tokens(program: Program, graph: onnx.GraphProto, inputs: list[Variable],
-                   reached: list[Operator]) -> None:  # fmt: skip
+def _repeat_tokens(program: Program, graph: onnx.GraphProto, inputs: list[Variable], reached: list[Operator]) -> None:
     """Let what stands beside each sample, as a class token does, be repeated for every sample of a batch."""
     made = {*inputs, *(v for op in reached for v in op.outputs)}
     if program.opset() < _SHAPE_OF_A_PART:
@@ -126,9 +131,11 @@ def _repeat_tokens(program: Program, graph: onnx.GraphProto, inputs: list[Variab
             graph.node[at].input[slot] = new
             held = np.array(token.shape[1:], np.int64)
             graph.initializer.append(onnx.numpy_helper.from_array(held, rest))
-            for node in (onnx.helper.make_node("Expand", [token.name, sizes], [new]),
-                         onnx.helper.make_node("Concat", [part, rest], [sizes], axis=0),
-                         onnx.helper.make_node("Shape", [sample.name], [part], start=0, end=1)):  # fmt: skip
+            for node in (
+                onnx.helper.make_node("Expand", [token.name, sizes], [new]),
+                onnx.helper.make_node("Concat", [part, rest], [sizes], axis=0),
+                onnx.helper.make_node("Shape", [sample.name], [part], start=0, end=1),
+            ):
                 graph.node.insert(at, node)
 
 

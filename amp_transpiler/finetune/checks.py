@@ -40,15 +40,15 @@ def chosen_place(place: Place | str, options: FitOptions) -> Place:
     return place
 
 
-def check_files(model: Any, output: Any, data: Any, test: Any, log: Any,
-                 options: FitOptions) -> None:  # fmt: skip
+def check_files(model: Any, output: Any, data: Any, test: Any, log: Any, options: FitOptions) -> None:
     """Refuse before the work what could not be written after it, or would overwrite what is read."""
     if not isinstance(output, str | os.PathLike):
         raise ArgumentTypeError(f"fit: output is {output!r}; expected the path of a file")
     inputs: dict[str, list[Any]] = {
-        options.called(name): [source] for name, source in (("data", data), ("test", test))
+        options.called(name): [source]
+        for name, source in (("data", data), ("test", test))
         if isinstance(source, str | os.PathLike)
-    }  # fmt: skip
+    }
     outputs: dict[str, Any] = {"OUT.onnx" if options.flags else "output": output}
     if isinstance(model, str | os.PathLike):
         inputs["IN.onnx" if options.flags else "model"] = list(model_files(model))
@@ -81,8 +81,9 @@ def check_folder(path: Any, output: Any, what: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise kind(f"{what} '{path}' is a file; give the name of a folder")
     if isinstance(output, str | os.PathLike) and same_file(folder, output):
-        raise ArgumentError(f"{what} '{path}' is a folder, and the model that is written has the same name; choose "
-                            "another")  # fmt: skip
+        raise ArgumentError(
+            f"{what} '{path}' is a folder, and the model that is written has the same name; choose another"
+        )
     place = folder if folder.exists() else folder.absolute().parent
     if not place.is_dir():
         raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")

@@ -34,12 +34,15 @@ def read(source: Source, wanted: list[str], what: str) -> dict[str, np.ndarray]:
         if len(arrays) < len(wanted):
             known = array_names(source)
     else:
-        raise ArgumentTypeError(f"{what} is {source!r:.80}; expected the path of an npz file or of a folder of npy "
-                                "files, or arrays by name")  # fmt: skip
+        raise ArgumentTypeError(
+            f"{what} is {source!r:.80}; expected the path of an npz file or of a folder of npy files, or arrays by name"
+        )
     missing = [name for name in wanted if name not in arrays]
     if missing:
-        raise FeedError(f"{what} has no array '{missing[0]}'; the program is fed {', '.join(wanted)}, and there is "
-                        f"{', '.join(known) or 'nothing'}")  # fmt: skip
+        raise FeedError(
+            f"{what} has no array '{missing[0]}'; the program is fed {', '.join(wanted)}, and there is "
+            f"{', '.join(known) or 'nothing'}"
+        )
     return arrays
 
 
@@ -73,8 +76,10 @@ class Samples:
 
     def rows(self, chosen: Any) -> dict[str, np.ndarray]:
         """A feed of these samples."""
-        return {name: as_declared(np.ascontiguousarray(array[chosen]), self.dtypes[name], self._array(name))
-                for name, array in self.arrays.items()}  # fmt: skip
+        return {
+            name: as_declared(np.ascontiguousarray(array[chosen]), self.dtypes[name], self._array(name))
+            for name, array in self.arrays.items()
+        }
 
     def _array(self, name: str) -> str:
         return f"{self.what}: array '{name}'"
@@ -139,8 +144,9 @@ def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:
             return
         if wrong.any():
             place = _place(wrong, start)
-            raise FeedError(f"{what} holds {array[place]} at index {list(place)}; the loss {loss} on this output takes "
-                            f"{expected}")  # fmt: skip
+            raise FeedError(
+                f"{what} holds {array[place]} at index {list(place)}; the loss {loss} on this output takes {expected}"
+            )
 
 
 def check_classes(array: np.ndarray, what: str, ways: str) -> None:
@@ -151,23 +157,34 @@ def check_classes(array: np.ndarray, what: str, ways: str) -> None:
         wrong = np.isfinite(piece) & (piece != np.floor(piece))
         if wrong.any():
             place = _place(wrong, start)
-            raise FeedTypeError(f"{what} is {array.dtype} and holds {array[place]} at index {list(place)}; the loss "
-                                f"cross_entropy takes classes, which are whole numbers. {ways}")  # fmt: skip
+            raise FeedTypeError(
+                f"{what} is {array.dtype} and holds {array[place]} at index {list(place)}; the loss "
+                f"cross_entropy takes classes, which are whole numbers. {ways}"
+            )
 
 
 def _fitted(array: np.ndarray, variable: Variable, what: str) -> np.ndarray:
     """The array with the rank of an input; FeedError where its sizes are others."""
     shape = variable.shape
     if shape is not None and not shape:
-        raise FeedError(f"input '{variable.name}' is a single number, which has no samples; give it a value for good "
-                        f"(--value {variable.name}=NUMBER, or values={{'{variable.name}': …}})")  # fmt: skip
+        raise FeedError(
+            f"input '{variable.name}' is a single number, which has no samples; give it a value for good "
+            f"(--value {variable.name}=NUMBER, or values={{'{variable.name}': …}})"
+        )
     array = as_ranked(array, shape)
-    wrong = array.ndim == 0 or (shape is not None and (len(shape) != array.ndim or any(
-        isinstance(d, int) and d != size for d, size in zip(shape[1:], array.shape[1:], strict=True))))  # fmt: skip
+    wrong = array.ndim == 0 or (
+        shape is not None
+        and (
+            len(shape) != array.ndim
+            or any(isinstance(d, int) and d != size for d, size in zip(shape[1:], array.shape[1:], strict=True))
+        )
+    )
     if wrong:
         sizes = ", ".join("?" if d is None else str(d) for d in shape or ())
-        raise FeedError(f"{what}: array '{variable.name}' has the shape {list(array.shape)}; the program is fed "
-                        f"[{sizes}], the first of which counts samples")  # fmt: skip
+        raise FeedError(
+            f"{what}: array '{variable.name}' has the shape {list(array.shape)}; the program is fed "
+            f"[{sizes}], the first of which counts samples"
+        )
     return array
 
 
@@ -178,8 +195,10 @@ def _check_finite(array: np.ndarray, what: str) -> None:
         wrong = ~np.isfinite(piece.astype(np.float32) if piece.dtype == ml_dtypes.bfloat16 else piece)
         if wrong.any():
             place = _place(wrong, start)
-            raise FeedError(f"{what} holds {array[place]} at index {list(place)}; no training survives that: correct "
-                            "or leave out such samples")  # fmt: skip
+            raise FeedError(
+                f"{what} holds {array[place]} at index {list(place)}; no training survives that: correct "
+                "or leave out such samples"
+            )
 
 
 def _place(wrong: np.ndarray, start: int) -> tuple[int, ...]:

@@ -29,24 +29,31 @@ def model_fault(programs: Programs, feeds: Iterable[Feed], loss: LossOf) -> NonF
     found = next((value for feed in feeds if not math.isfinite(value := loss(programs.reference, feed))), None)
     if found is None:
         return None
-    return NonFiniteError(f"the model as it was given is at fault, not the training: before the first step, in fp32, "
-                          f"its loss is {found} on this data, which is finite (its output leaves the range of numbers, "
-                          "or the loss does not fit what it puts out). Nothing was written")  # fmt: skip
+    return NonFiniteError(
+        f"the model as it was given is at fault, not the training: before the first step, in fp32, "
+        f"its loss is {found} on this data, which is finite (its output leaves the range of numbers, "
+        "or the loss does not fit what it puts out). Nothing was written"
+    )
 
 
-def training_fault(programs: Programs, options: FitOptions, feeds: Iterable[Feed], loss: LossOf,
-                   where: str) -> NonFiniteError:  # fmt: skip
+def training_fault(
+    programs: Programs, options: FitOptions, feeds: Iterable[Feed], loss: LossOf, where: str
+) -> NonFiniteError:
     """The error for a training of a finite model whose loss is not finite ``where``."""
     batches = list(feeds)
     first = sum(loss(programs.reference, feed) for feed in batches) / len(batches)
     if options.mode != "fp32" and not all(math.isfinite(loss(programs.evaluation, feed)) for feed in batches):
-        return NonFiniteError(f"the loss is not finite {where}, because of {options.dtype}: before the first step it "
-                              f"is {first:.4g} in fp32, and not finite in {options.dtype}. Train with "
-                              f"{_way_out(options)}. Nothing was written")  # fmt: skip
+        return NonFiniteError(
+            f"the loss is not finite {where}, because of {options.dtype}: before the first step it "
+            f"is {first:.4g} in fp32, and not finite in {options.dtype}. Train with "
+            f"{_way_out(options)}. Nothing was written"
+        )
     warmup, clip = options.called("warmup_steps"), options.called("clip_norm")
-    return NonFiniteError(f"the loss is not finite {where}. Before the first step it was {first:.4g}, and data and "
-                          f"model are finite, so the steps are too long: lower the learning rate "
-                          f"({options.said('lr')}), or try {warmup} or {clip}. Nothing was written")  # fmt: skip
+    return NonFiniteError(
+        f"the loss is not finite {where}. Before the first step it was {first:.4g}, and data and "
+        f"model are finite, so the steps are too long: lower the learning rate "
+        f"({options.said('lr')}), or try {warmup} or {clip}. Nothing was written"
+    )
 
 
 def _way_out(options: FitOptions) -> str:

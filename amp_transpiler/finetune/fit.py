@@ -34,10 +34,19 @@ _BATCH = 32
 Say = Callable[[str], None]
 
 
-def fit(model: onnx.ModelProto | str | os.PathLike[str], output: str | os.PathLike[str], *, data: Source,
-        test: Source | None = None, checkpoint: str | os.PathLike[str] | None = None,
-        log: str | os.PathLike[str] | None = None, place: Place | str = "cpu", say: Say | None = None,
-        progress: Callable[[int, int], None] | None = None, **options: Any) -> FitResult:  # fmt: skip
+def fit(
+    model: onnx.ModelProto | str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    data: Source,
+    test: Source | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    log: str | os.PathLike[str] | None = None,
+    place: Place | str = "cpu",
+    say: Say | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> FitResult:
     """Train a model on arrays and write it for inference; ``amp-transpile train`` is this.
 
     All of the arguments and of the data is checked before the first step. Every sample counts: an epoch's last batch
@@ -115,8 +124,9 @@ class _Told:
 class _Run:
     """One training: programs and data that fit each other."""
 
-    def __init__(self, program: Program, options: FitOptions, place: Place, data: Source, test: Source | None,
-                 tell: _Told) -> None:  # fmt: skip
+    def __init__(
+        self, program: Program, options: FitOptions, place: Place, data: Source, test: Source | None, tell: _Told
+    ) -> None:
         self.options, self.place, self.tell = options, place, tell
         fed = [v for v in _fed(program) if v.name not in options.values]
         what = _named("data", data, options)
@@ -143,12 +153,15 @@ class _Run:
         options = self.options
         if options.loss == "cross_entropy":
             spelled = f"{options.called('loss')}{' ' if options.flags else '='}"
-            check_classes(arrays[options.label], f"{what}: label array '{options.label}'",
-                          f"For numbers to predict choose {spelled}mse, for probabilities from 0 to 1 "
-                          f"{spelled}bce_with_logits")  # fmt: skip
+            check_classes(
+                arrays[options.label],
+                f"{what}: label array '{options.label}'",
+                f"For numbers to predict choose {spelled}mse, for probabilities from 0 to 1 {spelled}bce_with_logits",
+            )
 
-    def _with_batch(self, program: Program, fed: list[Variable], arrays: Mapping[str, np.ndarray],
-                    what: str) -> tuple[Program, int, bool]:  # fmt: skip
+    def _with_batch(
+        self, program: Program, fed: list[Variable], arrays: Mapping[str, np.ndarray], what: str
+    ) -> tuple[Program, int, bool]:
         """The program, the batch, and whether the model fixes it."""
         options, wanted = self.options, self.options.batch_size
         fixed = fixed_batch(fed)
@@ -157,8 +170,9 @@ class _Run:
         exported = f"the model was exported with a fixed batch of {fixed}"
         if wanted is None:
             larger = f"{options.called('batch_size')}{' ' if options.flags else '='}{_BATCH}"
-            self.tell(f"{exported}, and is trained in batches of {fixed}; {larger}, say, frees it where its operators "
-                      "let it")  # fmt: skip
+            self.tell(
+                f"{exported}, and is trained in batches of {fixed}; {larger}, say, frees it where its operators let it"
+            )
             return program, fixed, True
         rows = {}
         for variable in fed:
@@ -172,8 +186,10 @@ class _Run:
             self.tell(f"{exported}: freed of it, and so will be what is written (tried on samples of the data)")
             return result, wanted, False
         if wanted != fixed:
-            raise ArgumentError(f"{options.said('batch_size')}: {exported}, and cannot be freed of it: {result}. "
-                                "Export it with a dynamic batch, or leave the option out")  # fmt: skip
+            raise ArgumentError(
+                f"{options.said('batch_size')}: {exported}, and cannot be freed of it: {result}. "
+                "Export it with a dynamic batch, or leave the option out"
+            )
         return program, fixed, True
 
     def _with_labels(self, samples: Samples, arrays: Mapping[str, np.ndarray]) -> Samples:
@@ -191,17 +207,27 @@ class _Run:
             added = f" ({options.said('accumulate')})" if options.accumulate > 1 else ""
             raise FeedError(f"{train.what} holds {train.count} samples, fewer than {of}{added}")
         if self.test_data is not None and self.whole and self.test_data.count < self.batch:
-            raise FeedError(f"{self.test_data.what} holds {self.test_data.count} samples, fewer than the model's fixed "
-                            f"batch of {self.batch}")  # fmt: skip
+            raise FeedError(
+                f"{self.test_data.what} holds {self.test_data.count} samples, fewer than the model's fixed "
+                f"batch of {self.batch}"
+            )
         if not self.whole:
             return
         for samples, size in ((train, window), (self.test_data, self.batch)):
             if samples is not None and samples.count % size:
-                self.tell(f"{samples.what}: {samples.count % size} of {samples.count} samples do not fill the model's "
-                          f"fixed batch of {self.batch} and are left out")  # fmt: skip
+                self.tell(
+                    f"{samples.what}: {samples.count % size} of {samples.count} samples do not fill the model's "
+                    f"fixed batch of {self.batch} and are left out"
+                )
 
-    def train(self, output: Path, checkpoint: Any, found: resume.Resumed | None, log: Log | None,
-              progress: Callable[[int, int], None] | None) -> FitResult:  # fmt: skip
+    def train(
+        self,
+        output: Path,
+        checkpoint: Any,
+        found: resume.Resumed | None,
+        log: Log | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> FitResult:
         """Compile, go on from ``found``, train, write."""
         options, programs = self.options, self.programs
         now = resume.identity(programs.program, self.train_data.identity()) if checkpoint is not None else {}
@@ -210,8 +236,10 @@ class _Run:
         runs = len(batch_sizes(self.train_data.count, self.batch, options.accumulate, whole=self.whole))
         updates = options.epochs * runs // options.accumulate
         if options.warmup_steps >= updates:
-            self.tell(f"{options.said('warmup_steps')}: there are {updates} updates in all, so the learning rate does "
-                      f"not reach {options.lr:g}")  # fmt: skip
+            self.tell(
+                f"{options.said('warmup_steps')}: there are {updates} updates in all, so the learning rate does "
+                f"not reach {options.lr:g}"
+            )
         optimizer = programs.compile(options, max(updates, 1))
         scope, executor = Scope(), Executor(self.place)
         executor.run(programs.program.startup, scope=scope)
@@ -225,13 +253,25 @@ class _Run:
             if options.loss_scale is not None and options.loss_scale != found.options.get("loss_scale"):
                 state = optimizer.get_loss_scale_state(scope)
                 optimizer.set_loss_scale_state(state._replace(scale=float(options.loss_scale)), scope)
-        loop = Loop(programs, optimizer, options, executor, scope, self.batch, self.whole, log, progress,
-                    self.tell, found.steps if found is not None else 0)  # fmt: skip
+        loop = Loop(
+            programs,
+            optimizer,
+            options,
+            executor,
+            scope,
+            self.batch,
+            self.whole,
+            log,
+            progress,
+            self.tell,
+            found.steps if found is not None else 0,
+        )
         self.tell.begin()
         before, done = _stamp(output), found.epochs if found is not None else 0
         if found is not None and done >= options.epochs:
-            self.tell(f"{done} epochs are done, and {options.said('epochs')} asks for no more; what they came to is "
-                      "written")  # fmt: skip
+            self.tell(
+                f"{done} epochs are done, and {options.said('epochs')} asks for no more; what they came to is written"
+            )
         try:
             if self.test_data is not None and found is None:
                 history = (self._first(loop, log),)
@@ -277,8 +317,13 @@ class _Run:
             Program.from_onnx(model).to_onnx(output)
         else:
             rows = self.train_data.rows(slice(0, self.batch))
-            convert(model, mode=options.saved, dtype=options.dtype, black_list=list(options.black_list) or None,
-                    calibration={v.name: rows[v.name] for v in _fed(self.programs.model)}).to_onnx(output)  # fmt: skip
+            convert(
+                model,
+                mode=options.saved,
+                dtype=options.dtype,
+                black_list=list(options.black_list) or None,
+                calibration={v.name: rows[v.name] for v in _fed(self.programs.model)},
+            ).to_onnx(output)
         self.tell(f"{output}: the trained model in {options.saved}, {model_size(output):,} bytes")
 
 

@@ -28,10 +28,16 @@ _ANONYMOUS = re.compile(
 )
 #: What the slots of weights are called, by operator.
 _SLOTS = {
-    "LSTM": (None, "W", "R", "B"), "GRU": (None, "W", "R", "B"), "RNN": (None, "W", "R", "B"),
-    "Gather": ("weight",), "PRelu": (None, "weight"), "MatMul": ("weight", "weight"), "Add": ("bias", "bias"),
-    "Mul": ("weight", "weight"), "Concat": ("token",) * 8,
-}  # fmt: skip
+    "LSTM": (None, "W", "R", "B"),
+    "GRU": (None, "W", "R", "B"),
+    "RNN": (None, "W", "R", "B"),
+    "Gather": ("weight",),
+    "PRelu": (None, "weight"),
+    "MatMul": ("weight", "weight"),
+    "Add": ("bias", "bias"),
+    "Mul": ("weight", "weight"),
+    "Concat": ("token",) * 8,
+}
 _MODULE = (None, "weight", "bias")  # Conv, Gemm and the normalisations
 _ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compared
 _CHANNELS = 4  # of an image
@@ -76,8 +82,14 @@ def _hoist(nested: Program, op: Operator) -> int:
     for variable in list(nested.variables):
         if variable.outer is not None or variable.is_input or not _adopt(variable):
             continue
-        outer = op.program.add_variable(op.program.unique(variable.name), variable.dtype, variable.shape,
-                                        persistable=True, trainable=variable.trainable, data=variable.data)  # fmt: skip
+        outer = op.program.add_variable(
+            op.program.unique(variable.name),
+            variable.dtype,
+            variable.shape,
+            persistable=True,
+            trainable=variable.trainable,
+            data=variable.data,
+        )
         variable.outer, variable.data = outer, None
         variable.persistable = variable.trainable = False
         op.add_capture(outer)
@@ -110,10 +122,14 @@ def _scales_image(op: Operator, variable: Variable) -> bool:
     """Whether the operator combines an image with one number a channel."""
     made = op.output(0)
     return (
-        op.type in ("Add", "Sub", "Mul", "Div") and not op.domain and variable.is_parameter
+        op.type in ("Add", "Sub", "Mul", "Div")
+        and not op.domain
+        and variable.is_parameter
         and math.prod(d for d in variable.shape or () if isinstance(d, int)) <= _CHANNELS
-        and made is not None and made.shape is not None and len(made.shape) >= 3
-    )  # fmt: skip
+        and made is not None
+        and made.shape is not None
+        and len(made.shape) >= 3
+    )
 
 
 def retie(program: Program) -> list[str]:
@@ -181,8 +197,14 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
         for op, slot in uses[1:]:
             first = next(v.name for v in op.outputs if v is not None)
             name = _name(op, int(slot)) or f"{variable.name}.{first}"
-            new = program.add_variable(program.unique(name), variable.dtype, variable.shape, persistable=True,
-                                       trainable=variable.trainable, data=variable.data)  # fmt: skip
+            new = program.add_variable(
+                program.unique(name),
+                variable.dtype,
+                variable.shape,
+                persistable=True,
+                trainable=variable.trainable,
+                data=variable.data,
+            )
             op.set_input(int(slot), new)
             copies += 1
     if not copies:

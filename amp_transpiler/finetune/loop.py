@@ -88,8 +88,9 @@ class Loop:
         if not seen or self._bad_in_a_row >= _LOST_AT_END:
             self._check(number, len(sizes) - 1, train, sizes, go_on=False)
         value = metric.value() if metric.name != "none" else None
-        return EpochRecord(number, total / seen, value, loss_scale=scale,
-                           skipped_steps=None if scale is None else skipped)  # fmt: skip
+        return EpochRecord(
+            number, total / seen, value, loss_scale=scale, skipped_steps=None if scale is None else skipped
+        )
 
     def evaluate(self, samples: Samples) -> tuple[float, float | None]:
         """The mean loss over the samples, and the metric."""
@@ -97,8 +98,9 @@ class Loop:
         total, seen = 0.0, 0
         names = [self.programs.loss.name, self.programs.prediction.name]
         for size, feed in samples.batches(batch_sizes(samples.count, self.batch, 1, whole=self.whole), None):
-            loss, prediction = self.executor.run(self.programs.evaluation, feed=feed, fetch_list=names,
-                                                 scope=self.scope)  # fmt: skip
+            loss, prediction = self.executor.run(
+                self.programs.evaluation, feed=feed, fetch_list=names, scope=self.scope
+            )
             total, seen = total + float(np.ravel(loss)[0]) * size, seen + size
             if metric.name != "none":
                 metric.update(prediction, feed[self.options.label])
@@ -123,19 +125,23 @@ class Loop:
         elif state is not start:
             lower = max(state.scale / _HEADROOM, 1.0)
             self.optimizer.set_loss_scale_state(
-                self.optimizer.get_loss_scale_state(self.scope)._replace(scale=lower), self.scope)  # fmt: skip
+                self.optimizer.get_loss_scale_state(self.scope)._replace(scale=lower), self.scope
+            )
             values[2] = np.full_like(values[2], lower)
             if self.say is not None:
                 scale = f"{self.options.called('loss_scale')}{' ' if self.options.flags else '='}{lower:g}"
-                self.say(f"the gradients of the first batch overflow at the loss scale {start.scale:g}, and no longer "
-                         f"at {state.scale:g}: the training goes on at {lower:g}, and no sample is lost ({scale} "
-                         "begins there)")  # fmt: skip
+                self.say(
+                    f"the gradients of the first batch overflow at the loss scale {start.scale:g}, and no longer "
+                    f"at {state.scale:g}: the training goes on at {lower:g}, and no sample is lost ({scale} "
+                    "begins there)"
+                )
         return values
 
     def _step(self, feed: Feed) -> list[Any]:
         """Run a step; its results without the report, which goes to the log."""
-        values: list[Any] = self.executor.run(self.programs.program, feed=dict(feed), fetch_list=self._fetches,
-                                              scope=self.scope)  # fmt: skip
+        values: list[Any] = self.executor.run(
+            self.programs.program, feed=dict(feed), fetch_list=self._fetches, scope=self.scope
+        )
         self.steps += 1
         if self.log is not None:
             self.log.step(values.pop())

@@ -69,8 +69,11 @@ class Metric:
         """The metric over all that was added; NaN where nothing was."""
         if self.name != "f1":
             return self._sum / self._count if self._count else float("nan")
-        scores = [2 * right / (predicted + labelled) for right, predicted, labelled in self._classes.values()
-                  if predicted + labelled]  # fmt: skip
+        scores = [
+            2 * right / (predicted + labelled)
+            for right, predicted, labelled in self._classes.values()
+            if predicted + labelled
+        ]
         return float(np.mean(scores)) if scores else float("nan")
 
     def _add(self, values: np.ndarray) -> None:

@@ -18,9 +18,15 @@ MODES = ("fp32", "mixed", "pure-fp16")
 SCHEDULES = ("constant", "cosine", "linear")
 
 _CHOICES: dict[str, Sequence[str]] = {
-    "loss": LOSSES, "mode": MODES, "dtype": ("float16", "bfloat16"), "save": MODES, "optimizer": tuple(OPTIMIZERS),
-    "schedule": SCHEDULES, "batch_norm": ("train", "frozen"), "metric": METRICS,
-}  # fmt: skip
+    "loss": LOSSES,
+    "mode": MODES,
+    "dtype": ("float16", "bfloat16"),
+    "save": MODES,
+    "optimizer": tuple(OPTIMIZERS),
+    "schedule": SCHEDULES,
+    "batch_norm": ("train", "frozen"),
+    "metric": METRICS,
+}
 #: Whole numbers, with the least that each may be.
 _COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0}
 #: Other numbers: the least, and whether that itself is taken.
@@ -30,8 +36,21 @@ _NAMES = ("label", "target")
 #: The command line's spelling, where it is not the field's.
 _FLAGS = {"target": "--output", "values": "--value"}
 #: What another value of which would make a checkpoint one of another training.
-FIXED = ("label", "loss", "target", "mode", "dtype", "optimizer", "accumulate", "black_list", "trainable", "freeze",
-         "dropout", "values", "batch_norm")  # fmt: skip
+FIXED = (
+    "label",
+    "loss",
+    "target",
+    "mode",
+    "dtype",
+    "optimizer",
+    "accumulate",
+    "black_list",
+    "trainable",
+    "freeze",
+    "dropout",
+    "values",
+    "batch_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -147,32 +166,41 @@ class FitOptions:
         if name == "dropout":
             for pattern, rate in value.items():
                 if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < 1:
-                    raise ArgumentError(f"{called}: the rate of {pattern!r} is {rate!r}; expected a number from 0 to "
-                                        "below 1")  # fmt: skip
+                    raise ArgumentError(
+                        f"{called}: the rate of {pattern!r} is {rate!r}; expected a number from 0 to below 1"
+                    )
 
     def _check_number(self, name: str, value: Any) -> None:
         least, taken = _NUMBERS[name]
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ArgumentTypeError(f"{self.called(name)} is {value!r}; expected a number")
         if not math.isfinite(value) or value < least or (value == least and not taken):
-            raise ArgumentError(f"{self.called(name)} is {value}; expected a number {'from' if taken else 'above'} "
-                                f"{least:g}{' on' if taken else ''}")  # fmt: skip
+            raise ArgumentError(
+                f"{self.called(name)} is {value}; expected a number {'from' if taken else 'above'} "
+                f"{least:g}{' on' if taken else ''}"
+            )
 
     def _check_together(self) -> None:
         if self.mode == "fp32":
             for name, value in (("accumulate", self.accumulate > 1), ("loss_scale", self.loss_scale)):
                 if value:
-                    raise ArgumentError(f"{self.called(name)} goes with {self.called('mode')} mixed or pure-fp16, "
-                                        "whose gradients are scaled, and added up in fp32")  # fmt: skip
+                    raise ArgumentError(
+                        f"{self.called(name)} goes with {self.called('mode')} mixed or pure-fp16, "
+                        "whose gradients are scaled, and added up in fp32"
+                    )
             if self.black_list and self.saved == "fp32":
-                raise ArgumentError(f"{self.called('black_list')}: training and file are fp32 altogether; choose "
-                                    f"another {self.called('mode')} or {self.called('save')}")  # fmt: skip
+                raise ArgumentError(
+                    f"{self.called('black_list')}: training and file are fp32 altogether; choose "
+                    f"another {self.called('mode')} or {self.called('save')}"
+                )
         both = sorted(set(self.trainable or ()) & set(self.freeze))
         if both:
             raise ArgumentError(f"{self.called('trainable')} and {self.called('freeze')} both name {both[0]!r}")
         if not fits_loss(self.measured, self.loss):
-            raise ArgumentError(f"{self.said('metric')} does not go with {self.said('loss')}; "
-                                f"{', '.join(m for m in METRICS if fits_loss(m, self.loss))} do")  # fmt: skip
+            raise ArgumentError(
+                f"{self.said('metric')} does not go with {self.said('loss')}; "
+                f"{', '.join(m for m in METRICS if fits_loss(m, self.loss))} do"
+            )
 
 
 def options_of(given: Mapping[str, Any]) -> FitOptions:

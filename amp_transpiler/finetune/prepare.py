@@ -50,11 +50,20 @@ class Preparation:
         return "\n".join([head, *self.notes])
 
 
-def prepare_training(program: Program, *, trainable: Sequence[str] | None = None, freeze: Sequence[str] = (),
-                     batch_norm: str = "train", dropout: Mapping[str, float] | None = None,
-                     values: Mapping[str, Any] | None = None, feed_shapes: Mapping[str, Sequence[int]] | None = None,
-                     keep_tied: Sequence[str] = (), restore: bool = True,
-                     numeric_guards: bool = True, calibration: Any = None) -> Preparation:  # fmt: skip
+def prepare_training(
+    program: Program,
+    *,
+    trainable: Sequence[str] | None = None,
+    freeze: Sequence[str] = (),
+    batch_norm: str = "train",
+    dropout: Mapping[str, float] | None = None,
+    values: Mapping[str, Any] | None = None,
+    feed_shapes: Mapping[str, Sequence[int]] | None = None,
+    keep_tied: Sequence[str] = (),
+    restore: bool = True,
+    numeric_guards: bool = True,
+    calibration: Any = None,
+) -> Preparation:
     """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
@@ -95,8 +104,9 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"prepare_training takes a Program (Program.from_onnx), not {type(program).__name__}")
     if any(op.role == BACKWARD for op in program.operators):
-        raise OrderError(f"prepare_training: program '{program.name}' has a backward pass already; prepare it before "
-                         "minimize")  # fmt: skip
+        raise OrderError(
+            f"prepare_training: program '{program.name}' has a backward pass already; prepare it before minimize"
+        )
     if batch_norm not in ("train", "frozen"):
         raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected 'train' or 'frozen'")
     with unchanged_on_error(program, program.startup):
@@ -119,8 +129,9 @@ def prepare_training(program: Program, *, trainable: Sequence[str] | None = None
         _settle_startup(program)
         notes += _keep_measured(program, calibration) if calibration is not None else []
     kept = [v for v in program.variables if v.persistable and v.data is not None and not not_a_weight(v)]
-    done = Preparation(tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable),
-                       tuple(notes))  # fmt: skip
+    done = Preparation(
+        tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable), tuple(notes)
+    )
     _log.info("program '%s': %s", program.name, done)
     return done
 
@@ -132,8 +143,10 @@ def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, 
         variable = _input(program, name, "feed_shapes")
         sizes = tuple(shape)
         declared = variable.shape
-        if declared is not None and (len(declared) != len(sizes) or any(
-                isinstance(d, int) and d != s for d, s in zip(declared, sizes, strict=False))):  # fmt: skip
+        if declared is not None and (
+            len(declared) != len(sizes)
+            or any(isinstance(d, int) and d != s for d, s in zip(declared, sizes, strict=False))
+        ):
             raise ArgumentError(f"feed_shapes: {list(sizes)} does not fit input '{name}' of shape {list(declared)}")
         variable.shape = sizes
     for name, value in values.items():
@@ -172,8 +185,10 @@ def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[
             variable.trainable = False
     program._touch()
     if not program.parameters:
-        raise ArgumentError(f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
-                            f"{trainable!r}, freeze={freeze!r})")  # fmt: skip
+        raise ArgumentError(
+            f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
+            f"{trainable!r}, freeze={freeze!r})"
+        )
 
 
 def _keep_measured(program: Program, calibration: Any) -> list[str]:

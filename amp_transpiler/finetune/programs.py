@@ -22,9 +22,11 @@ from amp_transpiler.optimizer import decorate
 
 #: Loss by name: its function, and the activation at a model's end that it applies itself.
 _CALLS: dict[str, tuple[Callable[..., Variable], str]] = {
-    "cross_entropy": (F.cross_entropy, "Softmax"), "mse": (F.mse_loss, ""),
-    "bce_with_logits": (F.bce_with_logits, "Sigmoid"), "kl_div": (F.kl_div, ""),
-}  # fmt: skip
+    "cross_entropy": (F.cross_entropy, "Softmax"),
+    "mse": (F.mse_loss, ""),
+    "bce_with_logits": (F.bce_with_logits, "Sigmoid"),
+    "kl_div": (F.kl_div, ""),
+}
 
 
 @dataclass
@@ -45,17 +47,29 @@ class Programs:
     label: Variable
 
     @classmethod
-    def of(cls, program: Program, options: FitOptions, rows: Mapping[str, Any], labels: tuple[int, ...],
-           say: Callable[[str], None]) -> Programs:  # fmt: skip
+    def of(
+        cls,
+        program: Program,
+        options: FitOptions,
+        rows: Mapping[str, Any],
+        labels: tuple[int, ...],
+        say: Callable[[str], None],
+    ) -> Programs:
         """Prepare an imported program and attach the loss.
 
         ``rows``, a batch, tells what leaves the range of float16 (bfloat16 has that of fp32); ``labels``, the shape of
         the label's array, where the classes lie.
         """
         measured = options.mode != "fp32" and options.dtype == "float16"
-        told = prepare_training(program, trainable=options.trainable, freeze=options.freeze, values=options.values,
-                                batch_norm=options.batch_norm, dropout=options.dropout,
-                                calibration=dict(rows) if measured else None)  # fmt: skip
+        told = prepare_training(
+            program,
+            trainable=options.trainable,
+            freeze=options.freeze,
+            values=options.values,
+            batch_norm=options.batch_norm,
+            dropout=options.dropout,
+            calibration=dict(rows) if measured else None,
+        )
         say(str(told))
         model = program.clone(for_test=True)
         prediction = _prediction(program, options, say)
@@ -79,8 +93,15 @@ class Programs:
         if options.mode != "fp32":
             lists = AutoMixedPrecisionLists(custom_black_list=list(options.black_list) or None, dtype=options.dtype)
             scaling: dict[str, Any] = {"init_loss_scaling": options.loss_scale} if options.loss_scale else {}
-            optimizer = decorate(optimizer, lists, use_pure_fp16=options.mode == "pure-fp16", use_fp16_guard=False,
-                                 dtype=options.dtype, accumulate_steps=options.accumulate, **scaling)  # fmt: skip
+            optimizer = decorate(
+                optimizer,
+                lists,
+                use_pure_fp16=options.mode == "pure-fp16",
+                use_fp16_guard=False,
+                dtype=options.dtype,
+                accumulate_steps=options.accumulate,
+                **scaling,
+            )
         with program_guard(self.program, self.program.startup), unique_name.guard():
             optimizer.minimize(self.loss, self.program.startup)
         return optimizer
@@ -104,8 +125,10 @@ def _prediction(program: Program, options: FitOptions, say: Callable[[str], None
         say(f"the model ends in {applied}, which {options.loss} applies itself: the loss reads its input")
         out = out.producer.inputs[0]
     if not out.shape:
-        raise ArgumentError(f"the loss reads '{out.name}', whose shape is not known, or which is a single number; "
-                            f"choose another output ({options.called('target')})")  # fmt: skip
+        raise ArgumentError(
+            f"the loss reads '{out.name}', whose shape is not known, or which is a single number; "
+            f"choose another output ({options.called('target')})"
+        )
     return out
 
 
@@ -129,12 +152,15 @@ def _label(prediction: Variable, options: FitOptions) -> Variable:
     """The input for the label, in the shape that the loss takes."""
     shape = list(prediction.shape or ())
     if prediction.program.has_var(options.label):
-        raise ArgumentError(f"{options.said('label')}: the model has a tensor of that name; give the label's array "
-                            "another")  # fmt: skip
+        raise ArgumentError(
+            f"{options.said('label')}: the model has a tensor of that name; give the label's array another"
+        )
     if options.loss == "cross_entropy":
         if len(shape) < 2:
-            raise ArgumentError(f"{options.said('loss')}: output '{prediction.name}' of shape {shape} has no classes; "
-                                "bce_with_logits takes one logit a sample")  # fmt: skip
+            raise ArgumentError(
+                f"{options.said('loss')}: output '{prediction.name}' of shape {shape} has no classes; "
+                "bce_with_logits takes one logit a sample"
+            )
         return data(options.label, shape[:-1], "int64")
     return data(options.label, shape, str(prediction.dtype))
 

@@ -46,8 +46,10 @@ class EpochRecord:
 
     def plain(self) -> dict[str, Any]:
         """The record as a checkpoint holds it: numbers that are not finite are None."""
-        return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in asdict(self).items()}  # fmt: skip
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
 
 @dataclass(frozen=True)

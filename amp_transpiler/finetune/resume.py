@@ -47,11 +47,14 @@ def find(folder: str | os.PathLike[str]) -> Resumed | None:
     try:
         said = meta["extra"][_KEY]
         history = tuple(EpochRecord(**_numbers(record)) for record in said["history"])
-        return Resumed(path, int(meta["step"]), int(said["steps"]), dict(said["options"]), dict(said["identity"]),
-                       history)  # fmt: skip
+        return Resumed(
+            path, int(meta["step"]), int(said["steps"]), dict(said["options"]), dict(said["identity"]), history
+        )
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"'{path}' is not a checkpoint of amp.fit or `amp-transpile train`, which keep their "
-                              "options in it; choose another folder") from None  # fmt: skip
+        raise CheckpointError(
+            f"'{path}' is not a checkpoint of amp.fit or `amp-transpile train`, which keep their "
+            "options in it; choose another folder"
+        ) from None
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +78,10 @@ def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[s
     wrong = [name for name in changed if name in FIXED]
     if wrong:
         listed = ", ".join(f"{asked.said(name)} (the checkpoint has {found.options[name]})" for name in wrong)
-        raise ArgumentError(f"'{found.path}' is a checkpoint of another training: {listed}. Leave that out to go on, "
-                            "or give another folder to begin anew")  # fmt: skip
+        raise ArgumentError(
+            f"'{found.path}' is a checkpoint of another training: {listed}. Leave that out to go on, "
+            "or give another folder to begin anew"
+        )
     told = [f"{options.said(name)} from now on, where the checkpoint has {found.options[name]}" for name in changed]
     return options, told
 
@@ -94,14 +99,18 @@ def identity(program: Program, data: Mapping[str, Any]) -> dict[str, Any]:
 def check_identity(found: Resumed, now: Mapping[str, Any], data: str) -> None:
     """ArgumentError where the checkpoint was made with another model or other data."""
     if found.identity.get("model") != now["model"]:
-        raise ArgumentError(f"'{found.path}' is a checkpoint of another model: its weights or its operators are "
-                            "others than those given. Give that model, or another folder to begin anew")  # fmt: skip
+        raise ArgumentError(
+            f"'{found.path}' is a checkpoint of another model: its weights or its operators are "
+            "others than those given. Give that model, or another folder to begin anew"
+        )
     was = found.identity.get("data", {})
     other = [name for name in now["data"] if was.get(name) != now["data"][name]]
     if other or set(was) != set(now["data"]):
         named = f": array '{other[0]}' differs" if other else ""
-        raise ArgumentError(f"'{found.path}' is a checkpoint of a training on other data than {data}{named}. Give the "
-                            "same, or another folder to begin anew")  # fmt: skip
+        raise ArgumentError(
+            f"'{found.path}' is a checkpoint of a training on other data than {data}{named}. Give the "
+            "same, or another folder to begin anew"
+        )
 
 
 def load(found: Resumed, program: Program, scope: Scope) -> None:
@@ -111,8 +120,15 @@ def load(found: Resumed, program: Program, scope: Scope) -> None:
         load_checkpoint(found.path, program, scope)
 
 
-def save(folder: str | os.PathLike[str], program: Program, scope: Scope, options: FitOptions, steps: int,
-         now: Mapping[str, Any], history: tuple[EpochRecord, ...]) -> None:  # fmt: skip
+def save(
+    folder: str | os.PathLike[str],
+    program: Program,
+    scope: Scope,
+    options: FitOptions,
+    steps: int,
+    now: Mapping[str, Any],
+    history: tuple[EpochRecord, ...],
+) -> None:
     """Write the state behind the last epoch of ``history``, and keep the one before it."""
     said = {"options": options.plain(), "steps": steps, "identity": now, "history": [one.plain() for one in history]}
     save_checkpoint(folder, program, scope, step=history[-1].epoch, extra={_KEY: said}, keep_last=2)

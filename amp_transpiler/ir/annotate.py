@@ -64,8 +64,10 @@ def _fill(variable: Variable, dtype: str | None, shape: Shape | None) -> None:
     if variable.shape is None:
         variable.shape = shape
     elif len(shape) == len(variable.shape):
-        variable.shape = tuple(new if old is None or (isinstance(new, int) and isinstance(old, str)) else old
-                               for old, new in zip(variable.shape, shape, strict=True))  # fmt: skip
+        variable.shape = tuple(
+            new if old is None or (isinstance(new, int) and isinstance(old, str)) else old
+            for old, new in zip(variable.shape, shape, strict=True)
+        )
 
 
 def _typed(variable: Variable) -> bool:

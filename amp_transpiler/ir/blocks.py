@@ -82,8 +82,13 @@ class Blocks:
 
         State of the training step (moments, masters, the scale) is not among them; ``parameters`` has trainable ones.
         """
-        return [v for v in self.global_block().variables if v.persistable and not v.name.startswith("@")
-                and (v.trainable or any(op.role == FORWARD for op, _ in v.readers))]  # fmt: skip
+        return [
+            v
+            for v in self.global_block().variables
+            if v.persistable
+            and not v.name.startswith("@")
+            and (v.trainable or any(op.role == FORWARD for op, _ in v.readers))
+        ]
 
     @property
     def random_seed(self) -> int:

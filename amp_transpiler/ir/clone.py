@@ -28,8 +28,9 @@ def clone_graph(nested: Program) -> Program:
     return new
 
 
-def insert_graph(nested: Program, program: Program, given: dict[Variable, Variable], prefix: str,
-                 taken: set[str]) -> list[Variable]:  # fmt: skip
+def insert_graph(
+    nested: Program, program: Program, given: dict[Variable, Variable], prefix: str, taken: set[str]
+) -> list[Variable]:
     """Copy the operators of a nested program into the program around it.
 
     ``given`` maps inputs of the nested program, and whatever else is to be shared, to variables of ``program``; what
@@ -89,8 +90,9 @@ class _Cloner:
 
     def variable(self, old: Variable, new: Program, outer: dict[Variable, Variable], name: str) -> Variable:
         """A copy of one variable, without its producer."""
-        made = new.add_variable(name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable,
-                                data=old.data)  # fmt: skip
+        made = new.add_variable(
+            name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable, data=old.data
+        )
         made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
         made.declared = old.declared
         made.metadata = dict(old.metadata)
@@ -104,8 +106,15 @@ class _Cloner:
     def operator(self, old: Operator, new: Program, copies: dict[Variable, Variable]) -> Operator:
         """A copy of one operator, nested programs included."""
         attrs = old.attrs.copy_with(lambda nested: self.program(nested, copies))
-        op = new.add_operator(old.type, _mapped(old.inputs, copies), _mapped(old.outputs, copies), attrs=attrs,
-                              domain=old.domain, name=old.name, role=old.role)  # fmt: skip
+        op = new.add_operator(
+            old.type,
+            _mapped(old.inputs, copies),
+            _mapped(old.outputs, copies),
+            attrs=attrs,
+            domain=old.domain,
+            name=old.name,
+            role=old.role,
+        )
         op.guard, op.scope, op.precision = old.guard, old.scope, old.precision
         op.why, op.inserted = old.why, old.inserted
         op.overload, op.doc, op.metadata, op.source = old.overload, old.doc, dict(old.metadata), old.source
@@ -122,8 +131,14 @@ def _mapped(variables: Iterable[Variable | None], copies: dict[Variable, Variabl
 
 def _copy_info(old: Program, new: Program, copies: dict[Variable, Variable]) -> None:
     info = old.info
-    new.info = replace(info, opsets=dict(info.opsets), metadata=dict(info.metadata), functions=list(info.functions),
-                       graph_metadata=dict(info.graph_metadata), extra=dict(info.extra))  # fmt: skip
+    new.info = replace(
+        info,
+        opsets=dict(info.opsets),
+        metadata=dict(info.metadata),
+        functions=list(info.functions),
+        graph_metadata=dict(info.graph_metadata),
+        extra=dict(info.extra),
+    )
     source = source_of(old)
     if source is not None:
         alive = {before: after for before, after in copies.items() if new.has_var(after.name)}

@@ -118,5 +118,15 @@ def role() -> str:
     return _role.get()
 
 
-__all__ = ["default_main_program", "default_startup_program", "fp16_guard", "in_fp16_guard", "name_scope", "names",
-           "operator_role", "program_guard", "role", "scope_name"]  # fmt: skip
+__all__ = [
+    "default_main_program",
+    "default_startup_program",
+    "fp16_guard",
+    "in_fp16_guard",
+    "name_scope",
+    "names",
+    "operator_role",
+    "program_guard",
+    "role",
+    "scope_name",
+]

@@ -45,8 +45,13 @@ def _scan(node: onnx.NodeProto) -> str:
     if problem:
         return problem
     stacked = len(node.output) - (given - scanned)
-    for name, wanted in (("scan_input_axes", scanned), ("scan_input_directions", scanned), ("directions", scanned),
-                         ("scan_output_axes", stacked), ("scan_output_directions", stacked)):  # fmt: skip
+    for name, wanted in (
+        ("scan_input_axes", scanned),
+        ("scan_input_directions", scanned),
+        ("directions", scanned),
+        ("scan_output_axes", stacked),
+        ("scan_output_directions", stacked),
+    ):
         entries = next((len(attribute.ints) for attribute in node.attribute if attribute.name == name), 0)
         if entries not in (0, wanted):
             return f"has {entries} entries in '{name}'; its inputs and outputs ask for {wanted}"
@@ -64,5 +69,8 @@ def _sequence_map(node: onnx.NodeProto) -> str:
 
 #: Operators of ai.onnx with graphs -> what is wrong with a node that fits its schema, as the rest of a sentence.
 CONTROL: dict[str, Callable[[onnx.NodeProto], str]] = {
-    "If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _sequence_map,
-}  # fmt: skip
+    "If": _if,
+    "Loop": _loop,
+    "Scan": _scan,
+    "SequenceMap": _sequence_map,
+}

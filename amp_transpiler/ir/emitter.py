@@ -100,11 +100,27 @@ class Emitter:
         return partial(self.op, type_)  # type: ignore[return-value]  # of the overloads mypy keeps one
 
     @overload
-    def op(self, type_: str, *inputs: Value | None, outputs: int, domain: str = "", dtype: str | None = None,
-           shape: Sequence[int] | None = None, **attrs: Any) -> tuple[Value, ...]: ...  # fmt: skip
+    def op(
+        self,
+        type_: str,
+        *inputs: Value | None,
+        outputs: int,
+        domain: str = "",
+        dtype: str | None = None,
+        shape: Sequence[int] | None = None,
+        **attrs: Any,
+    ) -> tuple[Value, ...]: ...
     @overload
-    def op(self, type_: str, *inputs: Value | None, outputs: None = None, domain: str = "", dtype: str | None = None,
-           shape: Sequence[int] | None = None, **attrs: Any) -> Value: ...  # fmt: skip
+    def op(
+        self,
+        type_: str,
+        *inputs: Value | None,
+        outputs: None = None,
+        domain: str = "",
+        dtype: str | None = None,
+        shape: Sequence[int] | None = None,
+        **attrs: Any,
+    ) -> Value: ...
     def op(
         self,
         type_: str,

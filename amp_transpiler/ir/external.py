@@ -43,8 +43,9 @@ class Layout:
     ArgumentError, ModelFileWriteError: a path that is no target, or a file that holds weights of the program.
     """
 
-    def __init__(self, program: Program, values: dict[Variable, Any], path: Path | None,
-                 external_data: bool | str | None) -> None:  # fmt: skip
+    def __init__(
+        self, program: Program, values: dict[Variable, Any], path: Path | None, external_data: bool | str | None
+    ) -> None:
         self.path = path
         self.values = values
         self.stays = path is None and external_data is not False  # what lies outside, for nothing is written
@@ -54,8 +55,9 @@ class Layout:
         if path is not None:
             self._check_paths(path, program, held, named=isinstance(external_data, str))
 
-    def _moved(self, program: Program, held: list[tuple[Variable, Any]],
-               external_data: bool | str | None) -> list[tuple[Variable, Any]]:  # fmt: skip
+    def _moved(
+        self, program: Program, held: list[tuple[Variable, Any]], external_data: bool | str | None
+    ) -> list[tuple[Variable, Any]]:
         """What goes into the data file."""
         if self.path is None or external_data is False:
             return []
@@ -64,8 +66,9 @@ class Layout:
             return large
         source = source_of(program)
         came = source is not None and bool(source.external)
-        moved = [(v, data) for v, data in large
-                 if came and (v in self.values or not isinstance(data, onnx.TensorProto))]  # fmt: skip
+        moved = [
+            (v, data) for v, data in large if came and (v in self.values or not isinstance(data, onnx.TensorProto))
+        ]
         inside = sum(_size(data) for _, data in held) - sum(_size(data) for _, data in moved)
         return large if inside > serializing.LIMIT else moved
 
@@ -100,8 +103,9 @@ class Layout:
             others = [] if in_place else [*read, *([source.path] if source is not None and source.path else [])]
             taken = taken or next((file for file in others if same_file(file, beside)), None)
         if taken is not None:
-            raise ArgumentError(f"'{taken}' cannot be written: the model that was read consists of it; choose another "
-                                "name")  # fmt: skip
+            raise ArgumentError(
+                f"'{taken}' cannot be written: the model that was read consists of it; choose another name"
+            )
         if self.places and not named:
             check_unnamed(path, beside)
 
@@ -137,8 +141,10 @@ class Layout:
 def check_unnamed(path: Path, beside: Path) -> None:
     """ArgumentError where the data file that nobody named is there, and the model at ``path`` does not refer to it."""
     if os.path.exists(beside) and not any(same_file(file, beside) for file in model_files(path)):
-        raise ArgumentError(f"'{beside}' is there, and is not the data of a model '{path.name}'; remove it, or give "
-                            f"external_data (--external-data) the name '{beside.name}' to replace it")  # fmt: skip
+        raise ArgumentError(
+            f"'{beside}' is there, and is not the data of a model '{path.name}'; remove it, or give "
+            f"external_data (--external-data) the name '{beside.name}' to replace it"
+        )
 
 
 def _contents(program: Program, values: dict[Variable, Any]) -> list[Variable]:
@@ -147,9 +153,11 @@ def _contents(program: Program, values: dict[Variable, Any]) -> list[Variable]:
         v
         for one in programs_of(program)
         for v in one.variables
-        if v.producer is None and v.outer is None and (v in values or v.data is not None)
+        if v.producer is None
+        and v.outer is None
+        and (v in values or v.data is not None)
         and not isinstance(v.data, onnx.SparseTensorProto)
-    ]  # fmt: skip
+    ]
 
 
 def _size(data: Any) -> int:
@@ -176,8 +184,10 @@ def _location(path: Path | None, external_data: bool | str | None) -> str:
     if path is None and external_data:
         raise ArgumentError("external data needs a file to lie beside; give to_onnx a path")
     if not name.isascii() and name != name.encode("utf-8", "replace").decode("utf-8"):
-        raise ArgumentError(f"the file of external data would be called {name!r}, which is not UTF-8, as names in a "
-                            "model are; give it another (external_data, --external-data)")  # fmt: skip
+        raise ArgumentError(
+            f"the file of external data would be called {name!r}, which is not UTF-8, as names in a "
+            "model are; give it another (external_data, --external-data)"
+        )
     if path is not None and name == path.name:
         raise ArgumentError(f"external_data and the model cannot both be the file '{name}'")
     return name

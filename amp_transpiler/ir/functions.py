@@ -52,16 +52,20 @@ def check_functions(model: onnx.ModelProto) -> None:
         _add(whole, node, depth, functions, sizes)
         plain += _key(node) not in functions
     if whole.operators - plain > EXPANDED:
-        raise GraphError(f"its functions expand to {whole.operators - plain:,} operators, above the limit of "
-                         f"{EXPANDED:,}; inline them, or export the model without")  # fmt: skip
+        raise GraphError(
+            f"its functions expand to {whole.operators - plain:,} operators, above the limit of "
+            f"{EXPANDED:,}; inline them, or export the model without"
+        )
     if whole.depth > NESTED:
         raise GraphError(too_deep("the model with its functions expanded"))
 
 
 def too_deep(what: str) -> str:
     """The message for graphs that lie too deep in one another."""
-    return (f"{what} nests graphs (of If, Loop, Scan) more than {NESTED} deep, near which protobuf ends; flatten them "
-            "where the model is made")  # fmt: skip
+    return (
+        f"{what} nests graphs (of If, Loop, Scan) more than {NESTED} deep, near which protobuf ends; flatten them "
+        "where the model is made"
+    )
 
 
 def _measure(start: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[Key, _Size]) -> None:
@@ -74,8 +78,10 @@ def _measure(start: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[K
         called = next((k for k in path[key] if k not in sizes), None)
         if called in path:
             circle = [*list(path)[list(path).index(called) :], called]
-            raise GraphError(f"functions call one another in a circle: {' -> '.join(map(_name, circle[:8]))}; a "
-                             "function may not be recursive")  # fmt: skip
+            raise GraphError(
+                f"functions call one another in a circle: {' -> '.join(map(_name, circle[:8]))}; a "
+                "function may not be recursive"
+            )
         if called is not None:
             path[called] = iter(_called(functions[called], functions))
             continue
@@ -84,18 +90,22 @@ def _measure(start: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[K
         for node, depth in _nodes(functions[key].node):
             _add(size, node, depth, functions, sizes)
         if size.calls >= CALLS:
-            raise GraphError(f"function {_name(key)} is the end of more than {CALLS} functions that call one another "
-                             "in a row")  # fmt: skip
+            raise GraphError(
+                f"function {_name(key)} is the end of more than {CALLS} functions that call one another in a row"
+            )
 
 
-def _add(size: _Size, node: onnx.NodeProto, depth: int, functions: dict[Key, onnx.FunctionProto],
-         sizes: dict[Key, _Size]) -> None:  # fmt: skip
+def _add(
+    size: _Size, node: onnx.NodeProto, depth: int, functions: dict[Key, onnx.FunctionProto], sizes: dict[Key, _Size]
+) -> None:
     key = _key(node)
     inner = sizes[key] if key in functions else _Size(operators=1)
     if key in functions:
         function = functions[key]
-        for kind, found, most in (("inputs", len(node.input), len(function.input)),
-                                  ("outputs", len(node.output), len(function.output))):  # fmt: skip
+        for kind, found, most in (
+            ("inputs", len(node.input), len(function.input)),
+            ("outputs", len(node.output), len(function.output)),
+        ):
             if found > most:
                 raise GraphError(f"node '{node.name}' calls function {_name(key)} with {found} {kind}; it has {most}")
         size.calls = max(size.calls, 1 + inner.calls)

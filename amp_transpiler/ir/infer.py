@@ -69,8 +69,12 @@ def constant_array(variable: Variable) -> np.ndarray | None:
         if value is not None:
             data = value
         else:
-            for name, kind in (("value_int", np.int64), ("value_ints", np.int64), ("value_float", np.float32),
-                               ("value_floats", np.float32)):  # fmt: skip
+            for name, kind in (
+                ("value_int", np.int64),
+                ("value_ints", np.int64),
+                ("value_float", np.float32),
+                ("value_floats", np.float32),
+            ):
                 if name in variable.producer.attrs:
                     return np.asarray(variable.producer.attrs[name], kind)
     if data is None:
@@ -85,8 +89,9 @@ class Shapes:
     shapes of the program around a nested one.
     """
 
-    def __init__(self, program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None,
-                 around: Shapes | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None, around: Shapes | None = None
+    ) -> None:
         self.program = program
         self.types: dict[int, tuple[str | None, Shape | None]] = {}
         self.values: dict[int, np.ndarray] = {}
@@ -267,8 +272,9 @@ def _of_branches(op: Operator, env: Shapes, declared: Types) -> Types:
         inner = [[Shapes(branch, around=env)[v] for v in branch.outputs] for branch in branches]
     except GraphError:  # a branch that is not taken need not fit
         return declared
-    return [one if told is not None and one == other else told
-            for told, one, other in zip(declared, *inner, strict=True)]  # fmt: skip
+    return [
+        one if told is not None and one == other else told for told, one, other in zip(declared, *inner, strict=True)
+    ]
 
 
 def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env: Shapes) -> None:

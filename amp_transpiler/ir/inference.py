@@ -13,8 +13,16 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
 #: What calls into onnx raise: its own classes, and what pybind makes of C++ exceptions.
-ONNX_ERRORS = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, TypeError,
-               MemoryError, DecodeError, EncodeError)  # fmt: skip
+ONNX_ERRORS = (
+    onnx.shape_inference.InferenceError,
+    onnx.checker.ValidationError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    MemoryError,
+    DecodeError,
+    EncodeError,
+)
 #: Elements from which on a tensor of one dimension is no shape, and takes no part in data propagation.
 LONG = 1 << 16
 #: Nodes up to which a model is looked at twice: once for such tensors inside it.

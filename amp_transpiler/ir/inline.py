@@ -34,8 +34,9 @@ def inline_functions(program: Program) -> Program:
         made.path, made.external = source.path, source.external
     if new.info.functions:
         left = ", ".join(f"'{function.name}'" for function in new.info.functions)
-        raise GraphError(f"program '{program.name}' still calls {left} after inlining; every function must be "
-                         "defined once")  # fmt: skip
+        raise GraphError(
+            f"program '{program.name}' still calls {left} after inlining; every function must be defined once"
+        )
     _carry_variables(program, new)
     _carry_marks(program, new, _calls(program))
     new.startup = program.startup

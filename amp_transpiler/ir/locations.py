@@ -22,9 +22,27 @@ from amp_transpiler.errors import ModelFileError, ModelFileNotFoundError
 
 _SHOWN = 200  # characters of a location in a message
 #: The fields through which a message holds tensors.
-_HOLDERS = frozenset({"graph", "node", "attribute", "t", "tensors", "g", "graphs", "initializer", "sparse_initializer",
-                      "values", "indices", "sparse_tensor", "sparse_tensors", "functions", "training_info",
-                      "initialization", "algorithm"})  # fmt: skip
+_HOLDERS = frozenset(
+    {
+        "graph",
+        "node",
+        "attribute",
+        "t",
+        "tensors",
+        "g",
+        "graphs",
+        "initializer",
+        "sparse_initializer",
+        "values",
+        "indices",
+        "sparse_tensor",
+        "sparse_tensors",
+        "functions",
+        "training_info",
+        "initialization",
+        "algorithm",
+    }
+)
 
 
 def located(location: str, folder: Path, model: Path | None, what: str) -> Path:
@@ -45,11 +63,14 @@ def located(location: str, folder: Path, model: Path | None, what: str) -> Path:
     except FileNotFoundError:
         raise ModelFileNotFoundError(f"{what} lies in the external file '{file}', which is missing") from None
     except OSError as error:
-        raise ModelFileError(f"{what} lies in the external file {shown} of '{folder}', which cannot be read: "
-                             f"{error.strerror or error}") from None  # fmt: skip
+        raise ModelFileError(
+            f"{what} lies in the external file {shown} of '{folder}', which cannot be read: {error.strerror or error}"
+        ) from None
     if not any(_below(real, tree) for tree in _trees(folder, model)):
-        raise ModelFileError(f"{what} refers to the external file {shown}, a link out of the model's folder, to "
-                             f"'{real}'; put a copy of the data beside the model")  # fmt: skip
+        raise ModelFileError(
+            f"{what} refers to the external file {shown}, a link out of the model's folder, to "
+            f"'{real}'; put a copy of the data beside the model"
+        )
     if not stat.S_ISREG(found.st_mode):
         raise ModelFileError(f"{what} refers to the external file {shown}, which is no ordinary file")
     return file

@@ -133,8 +133,9 @@ def read_state(program: Program) -> bool:
         if not all(isinstance(name, str) for name in named):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        raise GraphError(f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes "
-                         "it") from None  # fmt: skip
+        raise GraphError(
+            f"the metadata entry '{_STATE}' of graph '{program.name}' is not as this package writes it"
+        ) from None
     for name, trainable in kept:
         variable = program.var(name)
         variable.persistable, variable.trainable, variable.is_input = True, trainable, False

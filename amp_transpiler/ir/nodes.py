@@ -39,9 +39,26 @@ class Variable:
     ``grad_of`` is the forward variable that this one is the gradient of; it has its shape.
     """
 
-    __slots__ = ("data", "declared", "doc", "dtype", "grad_of", "is_input", "key", "metadata", "name", "outer",
-                 "persistable", "producer", "producer_slot", "program", "shape", "stop_gradient", "trainable",
-                 "type_proto")  # fmt: skip
+    __slots__ = (
+        "data",
+        "declared",
+        "doc",
+        "dtype",
+        "grad_of",
+        "is_input",
+        "key",
+        "metadata",
+        "name",
+        "outer",
+        "persistable",
+        "producer",
+        "producer_slot",
+        "program",
+        "shape",
+        "stop_gradient",
+        "trainable",
+        "type_proto",
+    )
 
     if TYPE_CHECKING:  # attached by nn.math, which lies above this module
 
@@ -116,8 +133,26 @@ class Operator:
     """One operator. ``why`` says why it has its precision, ``guard`` whether it lies in an fp16 guard, ``inserted``
     whether it is a cast that a pass put in: passes look through those, so that running twice changes nothing."""
 
-    __slots__ = ("_inputs", "_outputs", "attrs", "doc", "domain", "guard", "inserted", "key", "metadata", "name",
-                 "overload", "precision", "program", "role", "scope", "source", "type", "why")  # fmt: skip
+    __slots__ = (
+        "_inputs",
+        "_outputs",
+        "attrs",
+        "doc",
+        "domain",
+        "guard",
+        "inserted",
+        "key",
+        "metadata",
+        "name",
+        "overload",
+        "precision",
+        "program",
+        "role",
+        "scope",
+        "source",
+        "type",
+        "why",
+    )
 
     def __init__(self, program: Program, key: int, type: str, domain: str) -> None:
         self.program = program

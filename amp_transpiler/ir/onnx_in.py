@@ -31,8 +31,9 @@ __all__ = ["load", "program_of", "tensor_array"]
 _GRAPH_LISTS = ("node", "initializer", "sparse_initializer", "input", "output", "value_info")
 
 
-def load(model_or_path: Any, *, name: str | None = None,
-         external_data_dir: str | os.PathLike[str] | None = None) -> Program:  # fmt: skip
+def load(
+    model_or_path: Any, *, name: str | None = None, external_data_dir: str | os.PathLike[str] | None = None
+) -> Program:
     """A program, and its startup program, from a model file or ModelProto; see ``Program.from_onnx``."""
     read = read_model(model_or_path, external_data_dir)
     try:
@@ -77,9 +78,10 @@ def _as_read(program: Program, model: onnx.ModelProto) -> onnx.ModelProto | None
         return None
     copy = without_weights(model)
     copy.graph.initializer.extend(
-        stripped(v.data, v.name) for v in program.variables
+        stripped(v.data, v.name)
+        for v in program.variables
         if v.data is not None and v.producer is None and not isinstance(v.data, onnx.SparseTensorProto)
-    )  # fmt: skip
+    )
     return copy
 
 
@@ -89,8 +91,10 @@ def _check_domain(program: Program, label: str) -> None:
         return
     for op in program.walk():
         if not op.domain:
-            raise ModelFileError(f"{label} says no version of the operator set ai.onnx (opset_import), but operator "
-                                 f"'{op.label}' ({op.type}) is of it")  # fmt: skip
+            raise ModelFileError(
+                f"{label} says no version of the operator set ai.onnx (opset_import), but operator "
+                f"'{op.label}' ({op.type}) is of it"
+            )
 
 
 def _mark_parameters(program: Program) -> None:
@@ -105,8 +109,11 @@ def _mark_parameters(program: Program) -> None:
             if data is not None and not isinstance(data, onnx.SparseTensorProto) and variable.producer is None:
                 why_not = not_a_weight(variable)
                 variable.persistable, variable.trainable = why_not in ("", STATISTICS), not why_not
-    contents = [(v.name, v.dtype, v.shape, v.data) for v in program.variables
-                if v.persistable and v.producer is None and v.data is not None]  # fmt: skip
+    contents = [
+        (v.name, v.dtype, v.shape, v.data)
+        for v in program.variables
+        if v.persistable and v.producer is None and v.data is not None
+    ]
     program.defer_startup(lambda: _startup(program.name, contents))
 
 
@@ -157,8 +164,13 @@ class _Reader:
     def __init__(self, files: DataFiles) -> None:
         self.files = files
 
-    def graph(self, graph: onnx.GraphProto, initializers: Iterable[onnx.TensorProto], outer: _Frame | None,
-              name: str | None = None) -> _Frame:  # fmt: skip
+    def graph(
+        self,
+        graph: onnx.GraphProto,
+        initializers: Iterable[onnx.TensorProto],
+        outer: _Frame | None,
+        name: str | None = None,
+    ) -> _Frame:
         """Read one graph. ``outer`` is the frame of the graph around a nested one."""
         program = Program(name or graph.name)
         program.info = ModelInfo(opsets={}, graph_doc=graph.doc_string, graph_metadata=_entries(graph.metadata_props))
@@ -181,8 +193,13 @@ class _Reader:
             source.value_info.append(_entry(program.var(info.name) if program.has_var(info.name) else None, info))
         return frame
 
-    def _initializers(self, program: Program, source: Source, dense: Iterable[onnx.TensorProto],
-                      sparse: Iterable[onnx.SparseTensorProto]) -> None:  # fmt: skip
+    def _initializers(
+        self,
+        program: Program,
+        source: Source,
+        dense: Iterable[onnx.TensorProto],
+        sparse: Iterable[onnx.SparseTensorProto],
+    ) -> None:
         for tensor in dense:
             self._content(program, source, tensor.name, self.files.content(tensor))
         for item in sparse:
@@ -206,8 +223,10 @@ class _Reader:
     def _declare_outputs(self, program: Program, node: onnx.NodeProto) -> None:
         for output in node.output:
             if output and program.has_var(output):
-                raise GraphError(f"node {node_label(node)} of graph '{program.name}' writes '{output}', which another "
-                                 "node, an input or an initializer gives already; a name is written once")  # fmt: skip
+                raise GraphError(
+                    f"node {node_label(node)} of graph '{program.name}' writes '{output}', which another "
+                    "node, an input or an initializer gives already; a name is written once"
+                )
             if output:
                 program.add_variable(output)
 
@@ -219,8 +238,15 @@ class _Reader:
             self._attribute(attributes, attribute, frame, captured)
         inputs = [self._read(frame, node, name) for name in node.input]
         outputs = [program.var(name) if name else None for name in node.output]
-        op = program.add_operator(node.op_type, inputs, outputs, attrs=attributes, domain=plain_domain(node.domain),
-                                  name=node.name, role=FORWARD)  # fmt: skip
+        op = program.add_operator(
+            node.op_type,
+            inputs,
+            outputs,
+            attrs=attributes,
+            domain=plain_domain(node.domain),
+            name=node.name,
+            role=FORWARD,
+        )
         op.overload, op.doc, op.guard = node.overload, node.doc_string, False
         read_marks(op, _entries(node.metadata_props))
         op.source = leftover(node)
@@ -234,12 +260,14 @@ class _Reader:
             return None
         variable = frame.find(name)
         if variable is None:
-            raise GraphError(f"node {node_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing "
-                             "produces")  # fmt: skip
+            raise GraphError(
+                f"node {node_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing produces"
+            )
         return variable
 
-    def _attribute(self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame,
-                   captured: dict[Variable, None]) -> None:  # fmt: skip
+    def _attribute(
+        self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame, captured: dict[Variable, None]
+    ) -> None:
         if not attribute.HasField("g") and not attribute.graphs:
             attributes[attribute.name] = self.files.embedded(attribute)
             return

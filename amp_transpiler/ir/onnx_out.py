@@ -28,8 +28,9 @@ _FREE_INITIALIZERS = 4
 Content = Callable[[Variable, Any], Tensor]
 
 
-def model_of(program: Program, content: Content | None = None, values: dict[Variable, Any] | None = None,
-             results: bool = False) -> onnx.ModelProto:  # fmt: skip
+def model_of(
+    program: Program, content: Content | None = None, values: dict[Variable, Any] | None = None, results: bool = False
+) -> onnx.ModelProto:
     """The program as a ModelProto; with ``results``, what :func:`results_of` names are its outputs.
 
     ``content`` makes the TensorProtos (default: with everything inside). ``values`` replaces the content that
@@ -50,8 +51,12 @@ def results_of(program: Program) -> list[Variable]:
     if program.outputs or any(op.role != FORWARD for op in program.operators):
         return program.outputs
     last = [op for op in program.operators if not any(v is not None and v.readers for v in op.outputs)]
-    return [v for op in last for slot, v in enumerate(op.outputs)
-            if v is not None and not v.persistable and not _optional(op, slot)]  # fmt: skip
+    return [
+        v
+        for op in last
+        for slot, v in enumerate(op.outputs)
+        if v is not None and not v.persistable and not _optional(op, slot)
+    ]
 
 
 def _optional(op: Operator, slot: int) -> bool:
@@ -71,8 +76,14 @@ def weightless(program: Program) -> onnx.ModelProto:
     return model_of(program, content)
 
 
-def save(program: Program, path: str | os.PathLike[str] | None = None, *, scope: Any = None,
-         external_data: bool | str | None = None, group: Group | None = None) -> onnx.ModelProto:  # fmt: skip
+def save(
+    program: Program,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    scope: Any = None,
+    external_data: bool | str | None = None,
+    group: Group | None = None,
+) -> onnx.ModelProto:
     """The program as a ModelProto, written to ``path`` where one is given; see ``Program.to_onnx``.
 
     With ``group`` the files become part of it, and appear with the others.
@@ -133,9 +144,14 @@ class _Writer:
         ir_version = info.ir_version
         if ir_version < _FREE_INITIALIZERS and self._free_initializers(model.graph):
             ir_version = _FREE_INITIALIZERS
-        for field, value in (("ir_version", ir_version), ("producer_name", info.producer_name), ("domain", info.domain),
-                             ("producer_version", info.producer_version), ("model_version", info.model_version),
-                             ("doc_string", info.doc)):  # fmt: skip
+        for field, value in (
+            ("ir_version", ir_version),
+            ("producer_name", info.producer_name),
+            ("domain", info.domain),
+            ("producer_version", info.producer_version),
+            ("model_version", info.model_version),
+            ("doc_string", info.doc),
+        ):
             if getattr(model, field) != value:
                 setattr(model, field, value)
         _write_opsets(model, self._opsets(program))
@@ -205,8 +221,10 @@ class _Writer:
                 graph.input.append(value_info(variable))
             elif variable.readers:
                 reader = variable.readers[0][0]
-                raise GraphError(f"operator '{reader.label}' of program '{program.name}' reads '{variable.name}', "
-                                 "which nothing writes, feeds or initialises")  # fmt: skip
+                raise GraphError(
+                    f"operator '{reader.label}' of program '{program.name}' reads '{variable.name}', "
+                    "which nothing writes, feeds or initialises"
+                )
 
     def _outputs(self, program: Program, graph: onnx.GraphProto) -> None:
         source = source_of(program)
@@ -244,8 +262,13 @@ class _Writer:
         """Write the operator into an empty NodeProto."""
         node.input.extend("" if v is None else exported_name(v) for v in op.inputs)
         node.output.extend("" if v is None else v.name for v in op.outputs)
-        for field, value in (("name", op.name), ("op_type", op.type), ("domain", op.domain), ("overload", op.overload),
-                             ("doc_string", op.doc)):  # fmt: skip
+        for field, value in (
+            ("name", op.name),
+            ("op_type", op.type),
+            ("domain", op.domain),
+            ("overload", op.overload),
+            ("doc_string", op.doc),
+        ):
             if value:
                 setattr(node, field, value)
         for name in op.attrs:

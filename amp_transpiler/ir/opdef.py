@@ -189,8 +189,10 @@ def rule_of(op: Operator) -> Iterator[None]:
         if isinstance(error, AmpError):
             raise
         said = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
-        raise GraphError(f"operator '{op.label}' ({op.full_type}): its inputs, outputs or attributes do not fit what "
-                         f"is known of it ({said})") from error  # fmt: skip
+        raise GraphError(
+            f"operator '{op.label}' ({op.full_type}): its inputs, outputs or attributes do not fit what "
+            f"is known of it ({said})"
+        ) from error
 
 
 def gradient_type(domain: str, type_: str) -> str:

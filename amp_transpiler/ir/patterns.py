@@ -62,8 +62,9 @@ def _names(op: Operator) -> list[str]:
     return [op.scope, *own, *(f"{op.scope}/{name}" for name in own if op.scope)]
 
 
-def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, names: Callable[[Item], list[str]],
-                   kind: str) -> dict[Item, str]:  # fmt: skip
+def matching_names(
+    items: Iterable[Item], patterns: Sequence[str], what: str, names: Callable[[Item], list[str]], kind: str
+) -> dict[Item, str]:
     """The items with a name that fits a pattern, each with the first pattern that it fits; errors as above.
 
     ``names`` gives the names of an item, its own first; ``kind`` says in errors what is looked for.
@@ -78,8 +79,9 @@ def matching_names(items: Iterable[Item], patterns: Sequence[str], what: str, na
     return _fitting(called, patterns, what, nothing)
 
 
-def _fitting(called: Sequence[tuple[Item, list[str]]], patterns: Sequence[str], what: str,
-             nothing: Callable[[str], str] | None) -> dict[Item, str]:  # fmt: skip
+def _fitting(
+    called: Sequence[tuple[Item, list[str]]], patterns: Sequence[str], what: str, nothing: Callable[[str], str] | None
+) -> dict[Item, str]:
     """The items with a name that fits; ``nothing`` says of a pattern that fits none what it does not match."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")

@@ -40,8 +40,21 @@ from amp_transpiler.lists import TARGET_OPSET
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["BACKWARD", "CAPTURE", "FORWARD", "OWN", "ROLES", "SCALING", "UPDATE", "ModelInfo", "Operator", "Program",
-           "Shape", "Variable", "other_program"]  # fmt: skip
+__all__ = [
+    "BACKWARD",
+    "CAPTURE",
+    "FORWARD",
+    "OWN",
+    "ROLES",
+    "SCALING",
+    "UPDATE",
+    "ModelInfo",
+    "Operator",
+    "Program",
+    "Shape",
+    "Variable",
+    "other_program",
+]
 
 
 class Program(Blocks):
@@ -54,8 +67,9 @@ class Program(Blocks):
 
     if TYPE_CHECKING:  # attached by passes.lowering, passes.opset and report.memory, which lie above this module
 
-        def lower(self, place: Any, feed_shapes: dict[str, tuple[int, ...]] | None = None,
-                  fetches: Sequence[Variable] = ()) -> Any:  # fmt: skip
+        def lower(
+            self, place: Any, feed_shapes: dict[str, tuple[int, ...]] | None = None, fetches: Sequence[Variable] = ()
+        ) -> Any:
             """The ONNX model that ``place`` runs."""
 
         def memory_estimate(self, feed_shapes: Any = None, place: Any = None, fetch_list: Sequence[Any] = ()) -> Any:
@@ -109,8 +123,13 @@ class Program(Blocks):
 
     # -- files and copies ----------------------------------------------------------------------
     @classmethod
-    def from_onnx(cls, model_or_path: str | os.PathLike[str] | onnx.ModelProto, *, name: str | None = None,
-                  external_data_dir: str | os.PathLike[str] | None = None) -> Program:  # fmt: skip
+    def from_onnx(
+        cls,
+        model_or_path: str | os.PathLike[str] | onnx.ModelProto,
+        *,
+        name: str | None = None,
+        external_data_dir: str | os.PathLike[str] | None = None,
+    ) -> Program:
         """The program of an ONNX model, with its startup program in ``startup``; nothing of the model is lost.
 
         A ModelProto is not changed; its weights are shared, not copied. External data is mapped from disk (from the
@@ -125,8 +144,9 @@ class Program(Blocks):
 
         return load(model_or_path, name=name, external_data_dir=external_data_dir)
 
-    def to_onnx(self, path: str | os.PathLike[str] | None = None, *, scope: Any = None,
-                external_data: bool | str | None = None) -> onnx.ModelProto:  # fmt: skip
+    def to_onnx(
+        self, path: str | os.PathLike[str] | None = None, *, scope: Any = None, external_data: bool | str | None = None
+    ) -> onnx.ModelProto:
         """The program as a ModelProto, written to ``path`` where one is given: whole, or not at all.
 
         Persistable variables get the value that ``scope.find_var(name)`` gives, else the content that they carry
@@ -260,15 +280,24 @@ class Program(Blocks):
     def _takes(self, name: str) -> bool:
         return name in self._variables or (self.parent is not None and self.parent.program._takes(name))
 
-    def add_variable(self, name: str, dtype: Any = None, shape: Iterable[Any] | None = None, *,
-                     persistable: bool = False, trainable: bool = False, data: Any = None) -> Variable:  # fmt: skip
+    def add_variable(
+        self,
+        name: str,
+        dtype: Any = None,
+        shape: Iterable[Any] | None = None,
+        *,
+        persistable: bool = False,
+        trainable: bool = False,
+        data: Any = None,
+    ) -> Variable:
         """A new variable; GraphError where the name is taken."""
         if name in self._variables:
             raise GraphError(f"program '{self.name}' already has a variable '{name}'")
         key = self._next_key
         self._next_key += 1
-        variable = Variable(self, key, name, None if dtype is None else element_type(dtype),
-                            None if shape is None else tuple(shape))  # fmt: skip
+        variable = Variable(
+            self, key, name, None if dtype is None else element_type(dtype), None if shape is None else tuple(shape)
+        )
         variable.persistable, variable.trainable, variable.data = persistable, trainable, data
         self._variables[name] = variable
         self.graph.add_node(key, item=variable)
@@ -286,9 +315,17 @@ class Program(Blocks):
         """A new variable with fixed content (a numpy array)."""
         return self.add_variable(self.unique(name), array.dtype, array.shape, data=array)
 
-    def add_operator(self, type: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], *,
-                     attrs: dict[str, Any] | Attributes | None = None, domain: str = "", name: str = "",
-                     role: str | None = None) -> Operator:  # fmt: skip
+    def add_operator(
+        self,
+        type: str,
+        inputs: Sequence[Variable | None],
+        outputs: Sequence[Variable | None],
+        *,
+        attrs: dict[str, Any] | Attributes | None = None,
+        domain: str = "",
+        name: str = "",
+        role: str | None = None,
+    ) -> Operator:
         """A new operator that reads ``inputs`` and writes ``outputs``; marks and scope come from the context.
 
         ``role``: that of the context where it is left out, but what reads a part of the training step is of that part.

@@ -116,8 +116,17 @@ class Source:
             ]
 
         initializers = [variables[v] for v in self.initializers if v in variables]
-        return Source(self.header, self.name, self.model, self.path, entries(self.inputs), entries(self.outputs),
-                      entries(self.value_info), initializers, self.external)  # fmt: skip
+        return Source(
+            self.header,
+            self.name,
+            self.model,
+            self.path,
+            entries(self.inputs),
+            entries(self.outputs),
+            entries(self.value_info),
+            initializers,
+            self.external,
+        )
 
 
 def source_of(program: Program) -> Source | None:

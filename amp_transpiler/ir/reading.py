@@ -60,8 +60,9 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
         folder = path.parent if external_data_dir is None else Path(external_data_dir)
         read = ModelFile(model, f"'{path}'", folder, list(model.graph.initializer), path)
     else:
-        raise ArgumentTypeError("a model is given as a path or an onnx.ModelProto, not as "
-                                f"{type(model_or_path).__name__}")  # fmt: skip
+        raise ArgumentTypeError(
+            f"a model is given as a path or an onnx.ModelProto, not as {type(model_or_path).__name__}"
+        )
     _check_model(read)
     return read
 
@@ -87,8 +88,9 @@ def _parse(path: Path) -> onnx.ModelProto:
     except DecodeError:
         if nesting(content) > NESTED:
             raise ModelFileError(too_deep(f"'{path}'")) from None
-        raise ModelFileError(f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not "
-                             "parse") from None  # fmt: skip
+        raise ModelFileError(
+            f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not parse"
+        ) from None
     return model
 
 
@@ -120,8 +122,10 @@ def _check_model(read: ModelFile) -> None:
     if not model.HasField("graph") or model.ir_version < 1:
         raise ModelFileError(f"{label} is not an ONNX model, or is cut short: it holds no graph and no format version")
     if model.ir_version > onnx.IR_VERSION:
-        raise ModelFileError(f"{label} has ONNX format version {model.ir_version}; the installed onnx "
-                             f"{onnx.__version__} reads up to {onnx.IR_VERSION}. Install a newer onnx")  # fmt: skip
+        raise ModelFileError(
+            f"{label} has ONNX format version {model.ir_version}; the installed onnx "
+            f"{onnx.__version__} reads up to {onnx.IR_VERSION}. Install a newer onnx"
+        )
     if model.ir_version >= 3 and model.graph.node and not model.opset_import:
         raise ModelFileError(f"{label} says no operator set version (opset_import), as a file that is cut short does")
     _check_opsets(label, model.opset_import)
@@ -134,13 +138,16 @@ def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None
     newest = onnx.defs.C.schema_version_map()
     for opset in opsets:
         if not 1 <= opset.version < 2**31:
-            raise ModelFileError(f"{label} says version {opset.version} of the operator set "
-                                 f"{opset.domain or 'ai.onnx'}, which cannot be")  # fmt: skip
+            raise ModelFileError(
+                f"{label} says version {opset.version} of the operator set {opset.domain or 'ai.onnx'}, which cannot be"
+            )
         known = newest.get(plain_domain(opset.domain))
         if known is not None and opset.version > known[1]:
-            raise ModelFileError(f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the "
-                                 f"installed onnx {onnx.__version__} knows {known[1]}. "
-                                 "Install a newer one")  # fmt: skip
+            raise ModelFileError(
+                f"{label} uses operator set {opset.domain or 'ai.onnx'} {opset.version}; the "
+                f"installed onnx {onnx.__version__} knows {known[1]}. "
+                "Install a newer one"
+            )
 
 
 class DataFiles:
@@ -173,8 +180,10 @@ class DataFiles:
         for tensor in external_tensors(copy):
             data = self.find(tensor)
             if byte_size(*tensor_type(tensor)) > LIMIT:
-                raise ModelFileError(f"tensor '{tensor.name}' of {self.label} is no initializer and takes more than "
-                                     "the 2 GB that a model can hold")  # fmt: skip
+                raise ModelFileError(
+                    f"tensor '{tensor.name}' of {self.label} is no initializer and takes more than "
+                    "the 2 GB that a model can hold"
+                )
             tensor.CopyFrom(to_proto(data, tensor.name))
         return copy
 
@@ -189,21 +198,28 @@ class DataFiles:
         needed = byte_size(dtype, shape)
         entries = {entry.key: entry.value for entry in tensor.external_data}
         file, mapped = self._file(entries.get("location", ""), tensor.name)
-        offset, length = (self._number(tensor.name, entries, key, default)
-                          for key, default in (("offset", 0), ("length", needed)))  # fmt: skip
+        offset, length = (
+            self._number(tensor.name, entries, key, default) for key, default in (("offset", 0), ("length", needed))
+        )
         if dtype == "string" or length != needed:
-            raise ModelFileError(f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) "
-                                 f"refers to {length} bytes at offset {offset} of '{file}'")  # fmt: skip
+            raise ModelFileError(
+                f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) "
+                f"refers to {length} bytes at offset {offset} of '{file}'"
+            )
         if offset + length > mapped.size:
-            raise ModelFileError(f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} "
-                                 f"bytes, tensor '{tensor.name}' ends at byte {offset + length}")  # fmt: skip
+            raise ModelFileError(
+                f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} "
+                f"bytes, tensor '{tensor.name}' ends at byte {offset + length}"
+            )
         return ExternalTensor(tensor, file, mapped, offset, length)
 
     def _number(self, tensor: str, entries: dict[str, str], key: str, default: int) -> int:
         text = entries.get(key) or str(default)
         if not _DIGITS.fullmatch(text):  # int() would take 0_0, spaces and the digits of every script
-            raise ModelFileError(f"tensor '{tensor}' of {self.label}: external {key} is {text[:40]!r}; expected a "
-                                 "number in digits from 0 to 9, of at most 19")  # fmt: skip
+            raise ModelFileError(
+                f"tensor '{tensor}' of {self.label}: external {key} is {text[:40]!r}; expected a "
+                "number in digits from 0 to 9, of at most 19"
+            )
         return int(text)
 
     def _file(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
@@ -213,12 +229,15 @@ class DataFiles:
 
     def _open(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
         if self.folder is None:
-            raise ModelFileError(f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the "
-                                 "folder of that file as external_data_dir, or give the path of the model")  # fmt: skip
+            raise ModelFileError(
+                f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the "
+                "folder of that file as external_data_dir, or give the path of the model"
+            )
         file = located(location, self.folder, self.model, f"tensor '{tensor}' of {self.label}")
         try:
             mapped = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
         except OSError as error:
-            raise ModelFileError(f"the external data file '{file}' of {self.label} cannot be read: "
-                                 f"{error.strerror}") from None  # fmt: skip
+            raise ModelFileError(
+                f"the external data file '{file}' of {self.label} cannot be read: {error.strerror}"
+            ) from None
         return file, mapped

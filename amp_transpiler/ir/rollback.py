@@ -54,8 +54,10 @@ class _Snapshot:
         self.fields = {name: _copied(value) for name, value in vars(program).items() if name != "graph"}
         self.fields["info"] = _info(program.info)
         self.variables = [(variable, _slots(variable)) for variable in program.variables]
-        self.operators = [(op, _slots(op), _slots(op.attrs), op.captures if op.attrs.graphs else [])
-                          for op in program._operators.values()]  # fmt: skip
+        self.operators = [
+            (op, _slots(op), _slots(op.attrs), op.captures if op.attrs.graphs else [])
+            for op in program._operators.values()
+        ]
         self.nested = [_Snapshot(inner) for op, *_ in self.operators for inner in op.attrs.programs]
 
     def restore(self) -> None:

@@ -19,8 +19,10 @@ def serialized(model: onnx.ModelProto) -> bytes:
     try:
         data: bytes = model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError):
-        raise ModelFileError(f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it "
-                             "with external_data=True") from None  # fmt: skip
+        raise ModelFileError(
+            f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it "
+            "with external_data=True"
+        ) from None
     return data
 
 

@@ -126,8 +126,10 @@ def as_array(data: Any) -> np.ndarray:
     """
     if isinstance(data, onnx.TensorProto):
         if data.data_location == onnx.TensorProto.EXTERNAL:
-            raise ModelFileError(f"the content of tensor '{data.name}' lies in an external file that is not known "
-                                 "here; load its model with Program.from_onnx")  # fmt: skip
+            raise ModelFileError(
+                f"the content of tensor '{data.name}' lies in an external file that is not known "
+                "here; load its model with Program.from_onnx"
+            )
         if data.data_type == onnx.TensorProto.FLOAT and data.raw_data:  # most of them, and a third of the time
             return np.frombuffer(data.raw_data, "<f4").reshape(tuple(data.dims))
         return onnx.numpy_helper.to_array(data)
@@ -158,8 +160,9 @@ def tensor_type(data: Any) -> tuple[str, tuple[int, ...]]:
     """Element type name and shape of constant content, without reading it."""
     if isinstance(data, onnx.TensorProto):
         if data.data_type not in NAMES:
-            raise ModelFileError(f"tensor '{data.name}' has the element type {data.data_type}, which ONNX does not "
-                                 "define")  # fmt: skip
+            raise ModelFileError(
+                f"tensor '{data.name}' has the element type {data.data_type}, which ONNX does not define"
+            )
         return NAMES[data.data_type], tuple(data.dims)
     if isinstance(data, onnx.SparseTensorProto):
         return NAMES[data.values.data_type], tuple(data.dims)

@@ -30,8 +30,15 @@ HALF = frozenset({"float16", "bfloat16"})
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2}
 
-_ALIASES = {"fp16": "float16", "fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "half": "float16",
-            "float": "float32", "double": "float64"}  # fmt: skip
+_ALIASES = {
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "bf16": "bfloat16",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
 # ml_dtypes spells its small floats otherwise: float8_e4m3fn, float4_e2m1fn, …
 _ALIASES |= {
     np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number)).name: name

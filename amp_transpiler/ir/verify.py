@@ -85,8 +85,13 @@ def _variable(program: Program, name: str, variable: Variable) -> Iterator[str]:
         yield f"variable '{name}' has more than one producer"
     if variable.producer is not None and variable.producer.key not in producers:
         yield f"variable '{name}' says that '{variable.producer.label}' writes it, but no edge does"
-    given = (variable.producer is not None or variable.is_input or variable.persistable or variable.data is not None
-             or variable.outer is not None)  # fmt: skip
+    given = (
+        variable.producer is not None
+        or variable.is_input
+        or variable.persistable
+        or variable.data is not None
+        or variable.outer is not None
+    )
     needed = bool(program.graph._succ[variable.key]) or any(variable is v for v in program.outputs if not given)
     if needed and not given:
         readers = variable.readers
@@ -117,19 +122,24 @@ def _captures(program: Program) -> Iterator[str]:
         for v in inner:
             assert v.outer is not None
             if v.outer.program is not program:
-                yield (f"variable '{v.name}' in a nested graph of '{op.label}' stands for '{v.outer.name}' of another "
-                       "program")  # fmt: skip
+                yield (
+                    f"variable '{v.name}' in a nested graph of '{op.label}' stands for '{v.outer.name}' of another "
+                    "program"
+                )
                 continue
             captured.add(v.outer.key)
             if v.outer.key not in drawn:
                 yield f"a nested graph of operator '{op.label}' reads '{v.outer.name}', but no capture edge says so"
             name = _root(v).name
             if v.program.has_var(name) and v.program.var(name) is not v:
-                yield (f"variable '{name}' in a nested graph of '{op.label}' hides the captured variable of the same "
-                       "name")  # fmt: skip
+                yield (
+                    f"variable '{name}' in a nested graph of '{op.label}' hides the captured variable of the same name"
+                )
             if (v.dtype, v.type_proto is None) != (v.outer.dtype, v.outer.type_proto is None):
-                yield (f"variable '{v.name}' in a nested graph of '{op.label}' is {v.dtype}, but stands for "
-                       f"'{v.outer.name}', which is {v.outer.dtype}")  # fmt: skip
+                yield (
+                    f"variable '{v.name}' in a nested graph of '{op.label}' is {v.dtype}, but stands for "
+                    f"'{v.outer.name}', which is {v.outer.dtype}"
+                )
         for key in drawn - captured:
             name = program.graph.nodes[key]["item"].name
             yield f"a capture edge says that a nested graph of operator '{op.label}' reads '{name}', but none does"
@@ -149,8 +159,9 @@ def _updates(program: Program) -> Iterator[str]:
         if not state.persistable or new.program is not program or not program.has_var(state.name):
             yield f"the update of '{state.name}' does not go from a variable of the program to a persistable one"
         if state.dtype != new.dtype:
-            yield (f"the update of '{state.name}' ({state.dtype}) is '{new.name}' ({new.dtype}); an update keeps the "
-                   "type")  # fmt: skip
+            yield (
+                f"the update of '{state.name}' ({state.dtype}) is '{new.name}' ({new.dtype}); an update keeps the type"
+            )
         if not same_shape(state.shape, new.shape):
             yield f"the update of '{state.name}' {state.shape} is '{new.name}' {new.shape}; an update keeps the shape"
 
@@ -184,10 +195,13 @@ def _slots(type: str, opset: int, domain: str) -> tuple[tuple[Any, ...], tuple[A
 
     def rules(formals: Any) -> tuple[Any, ...]:
         return tuple(
-            (f.type_str if f.type_str in allowed and f.is_homogeneous else None,
-             allowed.get(f.type_str) or frozenset(f.types), f.option == _VARIADIC)
+            (
+                f.type_str if f.type_str in allowed and f.is_homogeneous else None,
+                allowed.get(f.type_str) or frozenset(f.types),
+                f.option == _VARIADIC,
+            )
             for f in formals
-        )  # fmt: skip
+        )
 
     return rules(schema.inputs), rules(schema.outputs)
 
@@ -210,13 +224,17 @@ def operator_clashes(op: Operator) -> Iterator[str]:
                 continue
             parameter, allowed, _ = rules[min(slot, len(rules) - 1)]
             if spelled not in allowed:
-                yield (f"operator '{op.label}' ({op.full_type}): {what} '{variable.name}' is {_short(spelled)}, which "
-                       "the operator does not take")  # fmt: skip
+                yield (
+                    f"operator '{op.label}' ({op.full_type}): {what} '{variable.name}' is {_short(spelled)}, which "
+                    "the operator does not take"
+                )
             elif parameter is not None:
                 first = bound.setdefault(parameter, (spelled, variable.name))
                 if first[0] != spelled:
-                    yield (f"operator '{op.label}' ({op.full_type}): '{first[1]}' is {_short(first[0])} and "
-                           f"'{variable.name}' is {_short(spelled)}; both must have one type")  # fmt: skip
+                    yield (
+                        f"operator '{op.label}' ({op.full_type}): '{first[1]}' is {_short(first[0])} and "
+                        f"'{variable.name}' is {_short(spelled)}; both must have one type"
+                    )
     yield from _cast_clash(op)
 
 

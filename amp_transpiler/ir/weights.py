@@ -21,17 +21,35 @@ from amp_transpiler.ir.types import FLOATS
 STATISTICS = "statistics"
 #: Slots that hold no weights, by operator: statistics, bounds, sizes, fill values.
 _NUMBERS: dict[str, tuple[int, ...]] = {
-    "BatchNormalization": (3, 4), "Clip": (1, 2), "Dropout": (1,), "OneHot": (2,), "Pad": (2,), "Range": (0, 1, 2),
-    "Resize": (1, 2), "Upsample": (1,), "ConstantOfShape": (0,), "QuantizeLinear": (1,), "DequantizeLinear": (1,),
-    "DynamicQuantizeLinear": (0,), "STFT": (2,), "MelWeightMatrix": (3, 4), "NonMaxSuppression": (0, 1, 3, 4),
+    "BatchNormalization": (3, 4),
+    "Clip": (1, 2),
+    "Dropout": (1,),
+    "OneHot": (2,),
+    "Pad": (2,),
+    "Range": (0, 1, 2),
+    "Resize": (1, 2),
+    "Upsample": (1,),
+    "ConstantOfShape": (0,),
+    "QuantizeLinear": (1,),
+    "DequantizeLinear": (1,),
+    "DynamicQuantizeLinear": (0,),
+    "STFT": (2,),
+    "MelWeightMatrix": (3, 4),
+    "NonMaxSuppression": (0, 1, 3, 4),
     "RotaryEmbedding": (1, 2, 3),  # of com.microsoft too, which has the positions first
-}  # fmt: skip
+}
 #: Slots that hold the weights of a layer, by operator.
 _LAYERS: dict[str, tuple[int, ...]] = {
-    "Gemm": (1, 2), "Conv": (1, 2), "ConvTranspose": (1, 2), "MatMul": (1,), "PRelu": (1,),
+    "Gemm": (1, 2),
+    "Conv": (1, 2),
+    "ConvTranspose": (1, 2),
+    "MatMul": (1,),
+    "PRelu": (1,),
     "BatchNormalization": (1, 2, 3, 4),
-    "InstanceNormalization": (1, 2), "GroupNormalization": (1, 2), "LayerNormalization": (1, 2),
-}  # fmt: skip
+    "InstanceNormalization": (1, 2),
+    "GroupNormalization": (1, 2),
+    "LayerNormalization": (1, 2),
+}
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"})
 _ANGLES = frozenset({"Sin", "Cos"})
 #: Where an attention mask meets the scores, perhaps combined with another before.
@@ -86,8 +104,13 @@ def _uses(variable: Variable, hops: int) -> list[tuple[Operator, int]]:
     found: list[tuple[Operator, int]] = []
     for op, slot in variable.readers:
         if isinstance(slot, str):
-            found += [use for nested in op.attrs.programs for inner in nested.variables if inner.outer is variable
-                      for use in _uses(inner, hops)]  # fmt: skip
+            found += [
+                use
+                for nested in op.attrs.programs
+                for inner in nested.variables
+                if inner.outer is variable
+                for use in _uses(inner, hops)
+            ]
         elif hops and _passes_on(op, slot) and (made := [v for v in op.outputs if v is not None]):
             found += [use for out in made if out.dtype == made[0].dtype for use in _uses(out, hops - 1)]
         else:

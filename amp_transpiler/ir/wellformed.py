@@ -33,11 +33,21 @@ _Attribute = onnx.AttributeProto
 _type_name = _Attribute.AttributeType.Name
 #: The field of an AttributeProto that holds the value of each type.
 _FIELDS = {
-    _Attribute.FLOAT: "f", _Attribute.INT: "i", _Attribute.STRING: "s", _Attribute.TENSOR: "t", _Attribute.GRAPH: "g",
-    _Attribute.SPARSE_TENSOR: "sparse_tensor", _Attribute.TYPE_PROTO: "tp", _Attribute.FLOATS: "floats",
-    _Attribute.INTS: "ints", _Attribute.STRINGS: "strings", _Attribute.TENSORS: "tensors",
-    _Attribute.GRAPHS: "graphs", _Attribute.SPARSE_TENSORS: "sparse_tensors", _Attribute.TYPE_PROTOS: "type_protos",
-}  # fmt: skip
+    _Attribute.FLOAT: "f",
+    _Attribute.INT: "i",
+    _Attribute.STRING: "s",
+    _Attribute.TENSOR: "t",
+    _Attribute.GRAPH: "g",
+    _Attribute.SPARSE_TENSOR: "sparse_tensor",
+    _Attribute.TYPE_PROTO: "tp",
+    _Attribute.FLOATS: "floats",
+    _Attribute.INTS: "ints",
+    _Attribute.STRINGS: "strings",
+    _Attribute.TENSORS: "tensors",
+    _Attribute.GRAPHS: "graphs",
+    _Attribute.SPARSE_TENSORS: "sparse_tensors",
+    _Attribute.TYPE_PROTOS: "type_protos",
+}
 _VALUES = frozenset(_FIELDS.values())
 _CONTENT = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 #: Attributes of standard operators that are element types, without a number that means another one's.
@@ -63,8 +73,12 @@ def check_model(model: onnx.ModelProto, initializers: Iterable[onnx.TensorProto]
         checker.graph(model.graph, opsets, None)
         for function in model.functions:
             of_function = {plain_domain(opset.domain): opset.version for opset in function.opset_import}
-            checker.nodes(function.node, opsets | of_function, f"function '{function.name}'", frozenset(
-                [*function.attribute, *(a.name for a in function.attribute_proto)]))  # fmt: skip
+            checker.nodes(
+                function.node,
+                opsets | of_function,
+                f"function '{function.name}'",
+                frozenset([*function.attribute, *(a.name for a in function.attribute_proto)]),
+            )
     except ModelFileError as error:
         raise ModelFileError(f"{label}: {error}") from None
     except GraphError as error:
@@ -88,8 +102,10 @@ def _check_text(message: Any, depth: int = 0) -> None:
         elif kind == FieldDescriptor.TYPE_STRING:
             for item in (value,) if isinstance(value, str | bytes) else value:
                 if not isinstance(item, str):
-                    raise ModelFileError(f"holds text that is not UTF-8: field '{field.name}' of a "
-                                         f"{type(message).__name__} is {bytes(item)[:40]!r}")  # fmt: skip
+                    raise ModelFileError(
+                        f"holds text that is not UTF-8: field '{field.name}' of a "
+                        f"{type(message).__name__} is {bytes(item)[:40]!r}"
+                    )
     if tensor and message.data_type == onnx.TensorProto.STRING:
         _check_strings(message)
 
@@ -110,8 +126,7 @@ def _check_strings(tensor: onnx.TensorProto) -> None:
         try:
             item.decode("utf-8")
         except UnicodeDecodeError:
-            raise ModelFileError(f"tensor '{tensor.name}' of strings holds {item[:40]!r}, which is not "
-                                 "UTF-8") from None  # fmt: skip
+            raise ModelFileError(f"tensor '{tensor.name}' of strings holds {item[:40]!r}, which is not UTF-8") from None
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------
@@ -135,8 +150,10 @@ def check_tensor(tensor: onnx.TensorProto, what: str) -> None:
             raise ModelFileError(f"{typed} has raw_data, which strings cannot have")
         length = len(tensor.raw_data)
         if length != needed:
-            raise ModelFileError(f"{typed} {'is cut short' if length < needed else 'is too long'}: it takes {needed} "
-                                 f"bytes, and raw_data holds {length}")  # fmt: skip
+            raise ModelFileError(
+                f"{typed} {'is cut short' if length < needed else 'is too long'}: it takes {needed} "
+                f"bytes, and raw_data holds {length}"
+            )
         return
     field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
     if given and given != [field]:
@@ -144,15 +161,18 @@ def check_tensor(tensor: onnx.TensorProto, what: str) -> None:
         raise ModelFileError(f"{typed} has content in {wrong}; {dtype} belongs into raw_data or {field}")
     entries = len(getattr(tensor, field))
     if entries != _entries(dtype, count):
-        raise ModelFileError(f"{typed} {'has no content' if not entries else 'is cut short or too long'}: it takes "
-                             f"{_entries(dtype, count)} entries, and {field} holds {entries}")  # fmt: skip
+        raise ModelFileError(
+            f"{typed} {'has no content' if not entries else 'is cut short or too long'}: it takes "
+            f"{_entries(dtype, count)} entries, and {field} holds {entries}"
+        )
 
 
 def _elements(dims: Iterable[int], dtype: str, what: str) -> int:
     dims = list(dims)
     if len(dims) > RANK:
-        raise ModelFileError(f"{what.partition(' (')[0]} has {len(dims)} dimensions; numpy, through which arrays go, "
-                             f"knows {RANK}")  # fmt: skip
+        raise ModelFileError(
+            f"{what.partition(' (')[0]} has {len(dims)} dimensions; numpy, through which arrays go, knows {RANK}"
+        )
     if any(size < 0 for size in dims):
         raise ModelFileError(f"{what} has a negative dimension")
     itemsize = 1 if dtype == "string" else numpy_dtype(dtype).itemsize
@@ -181,15 +201,21 @@ def check_sparse(sparse: onnx.SparseTensorProto, what: str) -> None:
     dtype = NAMES[values.data_type]
     count = _elements(dims, dtype, what)
     if byte_size(dtype, dims) > DENSE:
-        raise ModelFileError(f"{what} ({dtype}{dims}) takes {byte_size(dtype, dims):,} bytes where it is used dense, "
-                             f"above the limit of {DENSE:,}")  # fmt: skip
+        raise ModelFileError(
+            f"{what} ({dtype}{dims}) takes {byte_size(dtype, dims):,} bytes where it is used dense, "
+            f"above the limit of {DENSE:,}"
+        )
     if len(values.dims) != 1 or NAMES[indices.data_type] != "int64":
-        raise ModelFileError(f"{what} is sparse: its values have one dimension, its indices are int64; found values "
-                             f"{list(values.dims)}, indices of {NAMES[indices.data_type]}")  # fmt: skip
+        raise ModelFileError(
+            f"{what} is sparse: its values have one dimension, its indices are int64; found values "
+            f"{list(values.dims)}, indices of {NAMES[indices.data_type]}"
+        )
     nonzero = values.dims[0]
     if list(indices.dims) not in ([nonzero], [nonzero, len(dims)]):
-        raise ModelFileError(f"{what} is sparse of shape {dims} with {nonzero} values, and its indices have the shape "
-                             f"{list(indices.dims)}; expected [{nonzero}] or [{nonzero}, {len(dims)}]")  # fmt: skip
+        raise ModelFileError(
+            f"{what} is sparse of shape {dims} with {nonzero} values, and its indices have the shape "
+            f"{list(indices.dims)}; expected [{nonzero}] or [{nonzero}, {len(dims)}]"
+        )
     array = onnx.numpy_helper.to_array(indices)
     limits = np.asarray(dims) if array.ndim == 2 else count
     if array.size and ((array < 0) | (array >= limits)).any():
@@ -242,16 +268,18 @@ class _Checker:
         elif kind == "map_type":
             self.type(proto.map_type.value_type, what)
 
-    def nodes(self, nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], where: str,
-              parameters: frozenset[str] | None) -> None:  # fmt: skip
+    def nodes(
+        self, nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], where: str, parameters: frozenset[str] | None
+    ) -> None:
         """``parameters``: attributes of the function around, None outside of functions."""
         for node in nodes:
             problem = self.node(node, opsets, where, parameters)
             if problem:
                 raise GraphError(f"node {node_label(node)} of {where} {problem}")
 
-    def node(self, node: onnx.NodeProto, opsets: Mapping[str, int], where: str,
-             parameters: frozenset[str] | None) -> str:  # fmt: skip
+    def node(
+        self, node: onnx.NodeProto, opsets: Mapping[str, int], where: str, parameters: frozenset[str] | None
+    ) -> str:
         """What is wrong with a node, as the rest of a sentence that begins with it; "" where nothing is."""
         type_, domain = node.op_type, plain_domain(node.domain)
         if not type_:
@@ -272,8 +300,9 @@ class _Checker:
         problem = _against(node, given, schema)
         return problem or (CONTROL[type_](node) if not domain and type_ in CONTROL else "")
 
-    def attribute(self, attribute: onnx.AttributeProto, opsets: Mapping[str, int], node: str,
-                  parameters: frozenset[str] | None) -> str:  # fmt: skip
+    def attribute(
+        self, attribute: onnx.AttributeProto, opsets: Mapping[str, int], node: str, parameters: frozenset[str] | None
+    ) -> str:
         """What is wrong with one attribute by itself: its type, its value; its tensors and graphs raise."""
         field = _FIELDS.get(attribute.type)
         if field is None:
@@ -299,8 +328,10 @@ class _Checker:
 
 def _against(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], schema: _Schema) -> str:
     """How a node breaks its schema: numbers of inputs and outputs, types of attributes."""
-    for kind, found, (least, most) in (("input", len(node.input), schema.inputs),
-                                       ("output", len(node.output), schema.outputs)):  # fmt: skip
+    for kind, found, (least, most) in (
+        ("input", len(node.input), schema.inputs),
+        ("output", len(node.output), schema.outputs),
+    ):
         if not least <= found <= most:
             takes = least if least == most else f"at least {least}" if found < least else f"at most {most}"
             return f"has {found} {kind}{'s' * (found != 1)}; the operator has {takes}"
@@ -310,8 +341,9 @@ def _against(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], sch
     for name, attribute in given.items():
         wanted = schema.attributes.get(name)
         if wanted is not None and attribute.type != wanted:
-            return (f"has the attribute '{name}' as {_type_name(attribute.type)}; the operator takes "
-                    f"{_type_name(wanted)}")  # fmt: skip
+            return (
+                f"has the attribute '{name}' as {_type_name(attribute.type)}; the operator takes {_type_name(wanted)}"
+            )
         if name in _ELEMENT_TYPES and wanted == _Attribute.INT and not attribute.ref_attr_name:
             if attribute.i not in NAMES:
                 return f"has the attribute '{name}' as {attribute.i}, an element type that ONNX does not define"

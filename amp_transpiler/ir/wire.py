@@ -4,9 +4,12 @@ from __future__ import annotations
 
 #: Kind of message -> number of a field -> kind of the message in it. Graphs are the steps that are counted.
 _PARTS: dict[str, dict[int, str]] = {
-    "model": {7: "graph", 25: "function"}, "graph": {1: "node"}, "function": {7: "node"}, "node": {5: "attribute"},
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
     "attribute": {6: "graph", 11: "graph"},
-}  # fmt: skip
+}
 
 
 def nesting(content: bytes) -> int:

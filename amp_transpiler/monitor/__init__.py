@@ -8,6 +8,16 @@ from amp_transpiler.monitor.watching import Watch, watch
 from amp_transpiler.monitor.writers import CsvWriter, JsonlWriter, TensorBoardWriter
 
 __all__ = [
-    "CsvWriter", "Culprit", "GradientUnderflow", "JsonlWriter", "StepReports", "TensorBoardWriter", "Watch",
-    "find_culprit", "gradient_underflow", "save_step", "step_state", "watch",
-]  # fmt: skip
+    "CsvWriter",
+    "Culprit",
+    "GradientUnderflow",
+    "JsonlWriter",
+    "StepReports",
+    "TensorBoardWriter",
+    "Watch",
+    "find_culprit",
+    "gradient_underflow",
+    "save_step",
+    "step_state",
+    "watch",
+]

@@ -93,9 +93,15 @@ class Culprit:
         return f"{self.role} operator '{self.operator}' ({self.type}{where}{why}) makes '{self.variable}' not finite"
 
 
-def find_culprit(program: Program | str | os.PathLike[str], feed: Mapping[Any, Any] | None = None,
-                 scope: Scope | None = None, *, executor: Executor | None = None,
-                 before: Mapping[str, Any] | None = None, cures: bool = True) -> Culprit | None:  # fmt: skip
+def find_culprit(
+    program: Program | str | os.PathLike[str],
+    feed: Mapping[Any, Any] | None = None,
+    scope: Scope | None = None,
+    *,
+    executor: Executor | None = None,
+    before: Mapping[str, Any] | None = None,
+    cures: bool = True,
+) -> Culprit | None:
     """Run a step again with every float variable watched, and name where its first number that is not finite came from.
 
     That is, in the order of execution, the first operator, forward or backward, that reads finite numbers, makes one
@@ -235,8 +241,20 @@ class _Search:
         if op.domain == OWN and op.type == CHECK:
             reason = "the unscaled gradients, or their sum, leave fp32"
         name = wrong.name if wrong is not None else next(v.name for v in op.outputs if v is not None)
-        return Culprit("operator", name, called(op), op.full_type, op.role, op.scope, op.precision, reason,
-                       tuple(ranges), output, tuple(others), **self._common())  # fmt: skip
+        return Culprit(
+            "operator",
+            name,
+            called(op),
+            op.full_type,
+            op.role,
+            op.scope,
+            op.precision,
+            reason,
+            tuple(ranges),
+            output,
+            tuple(others),
+            **self._common(),
+        )
 
 
 def called(op: Operator) -> str:

@@ -73,8 +73,15 @@ def _sum(program: Program, x: Variable, one: Variable) -> Variable:
     return _appended(program, "Reshape", [total, one], f"{name}.flat", "float32", (1,))
 
 
-def _appended(program: Program, type_: str, inputs: list[Variable], name: str, dtype: str | None,
-              shape: Shape | None, attrs: dict[str, Any] | None = None) -> Variable:  # fmt: skip
+def _appended(
+    program: Program,
+    type_: str,
+    inputs: list[Variable],
+    name: str,
+    dtype: str | None,
+    shape: Shape | None,
+    attrs: dict[str, Any] | None = None,
+) -> Variable:
     made = program.add_variable(program.unique(name), dtype, shape)
     program.add_operator(type_, inputs, [made], attrs=attrs)
     return made

@@ -38,8 +38,13 @@ class StepReports(ReportRequest):
         that matches nothing, a step below 0.
     """
 
-    def __init__(self, program: Program, loss: Variable | str | Sequence[Variable | str] | None = None,
-                 groups: Mapping[str, str | Sequence[str]] | None = None, step: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        loss: Variable | str | Sequence[Variable | str] | None = None,
+        groups: Mapping[str, str | Sequence[str]] | None = None,
+        step: int = 0,
+    ) -> None:
         parts = training_step(program)
         if not parts.rates:
             raise OrderError(f"StepReports: program '{program.name}' updates no parameter; minimize a loss first")
@@ -91,8 +96,10 @@ def _append(parts: TrainingStep, losses: list[Variable]) -> list[Variable]:
     scalars = [parts.found_inf, scale, after, good, bad, turn, *losses, *parts.rates]
     count = len(parts.gradients)
     summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
-    inspected = [program.add_variable(program.unique(f"step_report.{name}"), dtype, (count,))
-                 for name, dtype in (("found_inf", "bool"), ("squares", "float32"), ("zeros", "float32"))]  # fmt: skip
+    inspected = [
+        program.add_variable(program.unique(f"step_report.{name}"), dtype, (count,))
+        for name, dtype in (("found_inf", "bool"), ("squares", "float32"), ("zeros", "float32"))
+    ]
     with context.operator_role(UPDATE):
         program.add_operator(SUMMARY, scalars, [summary], domain=OWN)
         program.add_operator(INSPECT, [gradient for _, gradient in parts.gradients], inspected, domain=OWN)

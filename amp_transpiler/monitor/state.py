@@ -41,8 +41,14 @@ def changed_names(program: Program) -> list[str]:
     return list(dict.fromkeys([*found, *(name for name in UNGATED if program.has_var(name))]))
 
 
-def save_step(path: str | os.PathLike[str], program: Program, feed: Mapping[Any, Any] | None = None,
-              scope: Scope | None = None, *, before: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+def save_step(
+    path: str | os.PathLike[str],
+    program: Program,
+    feed: Mapping[Any, Any] | None = None,
+    scope: Scope | None = None,
+    *,
+    before: Mapping[str, Any] | None = None,
+) -> None:
     """Write one step to a file that :func:`find_culprit` can run elsewhere: the program, its feed and its state.
 
     The file is an ``.npz`` of plain arrays (the program as the bytes of an ONNX model), without pickles; it appears
@@ -57,16 +63,20 @@ def save_step(path: str | os.PathLike[str], program: Program, feed: Mapping[Any,
     content = {_PROGRAM: np.frombuffer(serialized(stripped.to_onnx()), np.uint8)}
     with scope.reading():
         states = {v.name: scope.find_var(v.name) for v in program.variables if v.persistable}
-    states |= {name: np.asarray(v, states[name].dtype).reshape(states[name].shape) for name, v in (before or {}).items()
-               if name in states}  # fmt: skip
+    states |= {
+        name: np.asarray(v, states[name].dtype).reshape(states[name].shape)
+        for name, v in (before or {}).items()
+        if name in states
+    }
     arrays = {_STATE + name: value for name, value in states.items()}
     for key, value in (feed or {}).items():
         name = key.name if isinstance(key, Variable) else key
         array = tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
         arrays[_FEED + name] = array
     types = {name: element_type(array.dtype) for name, array in arrays.items() if array.dtype.isbuiltin == 2}
-    content |= {name: array.view(_BITS[array.dtype.itemsize]) if name in types else array
-                for name, array in arrays.items()}  # fmt: skip
+    content |= {
+        name: array.view(_BITS[array.dtype.itemsize]) if name in types else array for name, array in arrays.items()
+    }
     meta = {"format": "amp_transpiler step", "version": 1, "name": program.name, "types": types}
     content[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
 

@@ -93,8 +93,9 @@ def entries(op: Operator) -> list[tuple[str, Callable[[Operator], bool]]]:
     name = written_name(made)
 
     def touches(other: Operator) -> bool:
-        return any(v is not None and name in (v.name, source(v).name, written_name(v))
-                   for v in (*other.inputs, *other.outputs))  # fmt: skip
+        return any(
+            v is not None and name in (v.name, source(v).name, written_name(v)) for v in (*other.inputs, *other.outputs)
+        )
 
     found: list[tuple[str, Callable[[Operator], bool]]] = [(f"custom_black_varnames=[{name!r}]", touches)]
     forward = forward_of(op) if op.role == BACKWARD else op

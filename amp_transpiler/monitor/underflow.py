@@ -69,8 +69,10 @@ class GradientUnderflow:
         lines = [head]
         if self.suggested is not None:
             small = "no scale that is finite" if self.smallest is None else f"{self.smallest:.10g} on"
-            lines.append(f"  finite up to scale {self.largest:.10g}; below {self.target:.0%} lost from {small}; "
-                         f"suggested {self.suggested:.10g}")  # fmt: skip
+            lines.append(
+                f"  finite up to scale {self.largest:.10g}; below {self.target:.0%} lost from {small}; "
+                f"suggested {self.suggested:.10g}"
+            )
         worst = sorted((p for p in self.parameters if p.lost), key=lambda p: -p.lost)
         lines += [f"  {p.lost:7.2%}  {p.parameter} ({p.elements} elements, absmax {p.absmax:.3g})" for p in worst[:10]]
         if len(worst) > 10:
@@ -78,9 +80,16 @@ class GradientUnderflow:
         return "\n".join(lines)
 
 
-def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, scope: Scope | None = None, *,
-                       executor: Executor | None = None, before: Mapping[str, Any] | None = None,
-                       target: float = 0.01, margin: float = 2.0) -> GradientUnderflow:  # fmt: skip
+def gradient_underflow(
+    program: Program,
+    feed: Mapping[Any, Any] | None = None,
+    scope: Scope | None = None,
+    *,
+    executor: Executor | None = None,
+    before: Mapping[str, Any] | None = None,
+    target: float = 0.01,
+    margin: float = 2.0,
+) -> GradientUnderflow:
     """Compare the gradients of one step in 16 bit with those of the same program in fp32, and look for a loss scale.
 
     The fp32 gradients come from the same program, feed, parameters and masks with the rounding to 16 bit left out
@@ -102,8 +111,10 @@ def gradient_underflow(program: Program, feed: Mapping[Any, Any] | None = None, 
     if not parts.gradients:
         raise OrderError(f"gradient_underflow: program '{program.name}' has no gradients; minimize a loss first")
     if not any(v.dtype in HALF for v in program.variables):
-        raise PrecisionError(f"gradient_underflow: nothing in program '{program.name}' is 16 bit, so nothing is lost; "
-                             "decorate the optimizer before it minimizes")  # fmt: skip
+        raise PrecisionError(
+            f"gradient_underflow: nothing in program '{program.name}' is 16 bit, so nothing is lost; "
+            "decorate the optimizer before it minimizes"
+        )
     with check_scope(scope).reading():  # a step of another thread would change what the step is run on
         return _compared(parts, Rerun(feed, scope, executor, before), target, margin)
 
@@ -135,8 +146,10 @@ class _Comparison:
         self.exact = [np.asarray(g, np.float64) for g in rerun.run(parts.program, self.names, wide)]
         for name, value in zip(self.names, self.exact, strict=True):
             if is_nonfinite(value):
-                raise ArgumentError(f"gradient_underflow: gradient '{name}' is not finite in fp32 either; "
-                                    "find_culprit names what makes it so")  # fmt: skip
+                raise ArgumentError(
+                    f"gradient_underflow: gradient '{name}' is not finite in fp32 either; "
+                    "find_culprit names what makes it so"
+                )
         self.alive = [value != 0 for value in self.exact]
 
     def _gone(self) -> list[int]:

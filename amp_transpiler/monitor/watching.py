@@ -70,9 +70,14 @@ class Watch:
             raise AttributeError(name)
         return getattr(self.executor, name)
 
-    def run(self, program: Program | None = None, feed: Mapping[Any, Any] | None = None,
-            fetch_list: Sequence[Any] | None = None, scope: Scope | None = None,
-            return_numpy: bool = True) -> list[Any]:  # fmt: skip
+    def run(
+        self,
+        program: Program | None = None,
+        feed: Mapping[Any, Any] | None = None,
+        fetch_list: Sequence[Any] | None = None,
+        scope: Scope | None = None,
+        return_numpy: bool = True,
+    ) -> list[Any]:
         """As ``Executor.run``. NonFiniteError, with ``on_bad="raise"``: the step was bad; its results are lost."""
         program = context.default_main_program() if program is None else program
         watched = self._parts(program)

@@ -34,8 +34,9 @@ class _Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -100,8 +101,9 @@ class TensorBoardWriter(_Writer):
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise MissingPackageError("TensorBoardWriter needs the package tensorboardX; install it with "
-                                      "`pip install tensorboardX`") from None  # fmt: skip
+            raise MissingPackageError(
+                "TensorBoardWriter needs the package tensorboardX; install it with `pip install tensorboardX`"
+            ) from None
         try:
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders, or one that cannot be

@@ -180,8 +180,10 @@ def prelu(x: Variable, weight: Variable) -> Variable:
     variable(call, "weight", weight, dtypes=(str(x.dtype),), rank=1)
     size, channels = fixed(call, "weight", weight, 0), fixed(call, "x", x, 1)
     if size not in (1, channels):
-        raise ArgumentError(f"{call}: weight {describe(weight)} must have 1 element, or one for each of the {channels} "
-                            f"channels of {describe(x)}")  # fmt: skip
+        raise ArgumentError(
+            f"{call}: weight {describe(weight)} must have 1 element, or one for each of the {channels} "
+            f"channels of {describe(x)}"
+        )
     prefix = fresh(call)
     if size > 1 and rank > 2:
         ones = np.array([size, *[1] * (rank - 2)], np.int64)
@@ -222,9 +224,29 @@ def maxout(x: Variable, groups: int, axis: int = 1) -> Variable:
 #: What the ``act`` argument of a layer names; those alone whose constants are the same wherever they are named so.
 ACTIVATIONS: dict[str, Callable[[Variable], Variable]] = {
     f.__name__: f
-    for f in (relu, gelu, sigmoid, tanh, softmax, log_softmax, relu6, silu, hardswish, elu, celu, selu, softplus,
-              softsign, mish, log_sigmoid, hardshrink, softshrink, tanhshrink, thresholded_relu)
-} | {"swish": silu, "hard_swish": hardswish}  # fmt: skip
+    for f in (
+        relu,
+        gelu,
+        sigmoid,
+        tanh,
+        softmax,
+        log_softmax,
+        relu6,
+        silu,
+        hardswish,
+        elu,
+        celu,
+        selu,
+        softplus,
+        softsign,
+        mish,
+        log_sigmoid,
+        hardshrink,
+        softshrink,
+        tanhshrink,
+        thresholded_relu,
+    )
+} | {"swish": silu, "hard_swish": hardswish}
 
 
 def check_activation(call: str, act: str | None) -> None:
@@ -232,11 +254,14 @@ def check_activation(call: str, act: str | None) -> None:
     if act is None or (isinstance(act, str) and act in ACTIVATIONS):
         return
     if not isinstance(act, str):
-        raise ArgumentTypeError(f"{call}: act must be the name of an activation, not {act!r}; give other arguments by "
-                                "name")  # fmt: skip
+        raise ArgumentTypeError(
+            f"{call}: act must be the name of an activation, not {act!r}; give other arguments by name"
+        )
     if act in ("leaky_relu", "hardsigmoid", "hard_sigmoid", "hardtanh", "prelu"):
-        raise ArgumentError(f"{call}: act={act!r} does not say its constants; apply the function of that name in "
-                            "amp.nn.functional, or amp.nn.prelu, to the result")  # fmt: skip
+        raise ArgumentError(
+            f"{call}: act={act!r} does not say its constants; apply the function of that name in "
+            "amp.nn.functional, or amp.nn.prelu, to the result"
+        )
     raise ArgumentError(f"{call}: act={act!r} is no activation; known are {', '.join(ACTIVATIONS)}")
 
 

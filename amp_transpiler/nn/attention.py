@@ -20,9 +20,18 @@ from amp_transpiler.nn.parameters import Attr
 _MASKED = -1e4
 
 
-def multi_head_attention(query: Variable, key: Variable | None = None, value: Variable | None = None, *, num_heads: int,
-                         attn_mask: Variable | None = None, dropout: float = 0.0, training: bool = True,
-                         bias_attr: Attr = None, name: str | None = None) -> Variable:  # fmt: skip
+def multi_head_attention(
+    query: Variable,
+    key: Variable | None = None,
+    value: Variable | None = None,
+    *,
+    num_heads: int,
+    attn_mask: Variable | None = None,
+    dropout: float = 0.0,
+    training: bool = True,
+    bias_attr: Attr = None,
+    name: str | None = None,
+) -> Variable:
     """Scaled dot-product attention with several heads (Vaswani et al. 2017).
 
     ``query``: float [batch, length, width], width known and divisible by ``num_heads``. ``key`` [batch, source

@@ -27,14 +27,22 @@ INTEGER = ("int64", "int32")
 _INFERENCE = re.compile(r".*\[\w*InferenceError\]\s*(\(op_type:[^)]*\):\s*)?", re.DOTALL)
 
 
-def append(call: str, type_: str, inputs: Sequence[Input], *, attrs: dict[str, Any] | None = None,
-           prefix: str | None = None) -> Variable:  # fmt: skip
+def append(
+    call: str, type_: str, inputs: Sequence[Input], *, attrs: dict[str, Any] | None = None, prefix: str | None = None
+) -> Variable:
     """Add an operator with one output; see :func:`append_many`."""
     return append_many(call, type_, inputs, 1, attrs=attrs, prefix=prefix)[0]
 
 
-def append_many(call: str, type_: str, inputs: Sequence[Input], outputs: int, *, attrs: dict[str, Any] | None = None,
-                prefix: str | None = None) -> list[Variable]:  # fmt: skip
+def append_many(
+    call: str,
+    type_: str,
+    inputs: Sequence[Input],
+    outputs: int,
+    *,
+    attrs: dict[str, Any] | None = None,
+    prefix: str | None = None,
+) -> list[Variable]:
     """Add a standard operator to the current program; its output variables, named ``<prefix>.tmp_<n>``.
 
     ``call`` is the function that the user called; ``prefix`` defaults to a fresh name made from it. An imported
@@ -148,8 +156,15 @@ def check_program(call: str, item: Input, program: Program | None = None) -> Non
         )
 
 
-def variable(call: str, argument: str, value: Any, *, dtypes: Sequence[str] | None = None,
-             rank: int | None = None, min_rank: int = 0) -> Variable:  # fmt: skip
+def variable(
+    call: str,
+    argument: str,
+    value: Any,
+    *,
+    dtypes: Sequence[str] | None = None,
+    rank: int | None = None,
+    min_rank: int = 0,
+) -> Variable:
     """``value`` if it is a variable of the current program with this element type and rank."""
     if not isinstance(value, Variable):
         raise ArgumentTypeError(f"{call}: {argument} must be a Variable, not {type(value).__name__}")
@@ -247,6 +262,8 @@ def operand(call: str, value: Any, like: Variable) -> Input:
     given = np.asarray(value)
     array = given.astype(numpy_dtype(like.dtype))
     if like.dtype not in FLOATING and not np.array_equal(array, given):
-        raise ArgumentError(f"{call}: {value!r} is no {like.dtype}, the element type of '{like.name}'; cast the "
-                            "variable with amp.nn.functional.cast first")  # fmt: skip
+        raise ArgumentError(
+            f"{call}: {value!r} is no {like.dtype}, the element type of '{like.name}'; cast the "
+            "variable with amp.nn.functional.cast first"
+        )
     return array

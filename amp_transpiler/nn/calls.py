@@ -40,8 +40,9 @@ def function(*tables: str) -> Callable[[Called], Called]:
     return carry
 
 
-def simple(name: str, type_: str, text: str, *tables: str, dtypes: tuple[str, ...] | None = FLOATING,
-           **attrs: Any) -> Callable[[Variable], Variable]:  # fmt: skip
+def simple(
+    name: str, type_: str, text: str, *tables: str, dtypes: tuple[str, ...] | None = FLOATING, **attrs: Any
+) -> Callable[[Variable], Variable]:
     """The function ``name`` of one variable that is one operator; ``text`` says what it computes."""
 
     def called(x: Variable) -> Variable:

@@ -60,9 +60,17 @@ def _labels(call: str, input: Variable, label: Variable, prefix: str) -> Variabl
 
 
 @function()
-def cross_entropy(input: Variable, label: Variable, reduction: str = "mean", ignore_index: int = -100,
-                  weight: Variable | None = None, soft_label: bool = False, axis: int = -1, use_softmax: bool = True,
-                  label_smoothing: float = 0.0) -> Variable:  # fmt: skip
+def cross_entropy(
+    input: Variable,
+    label: Variable,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    weight: Variable | None = None,
+    soft_label: bool = False,
+    axis: int = -1,
+    use_softmax: bool = True,
+    label_smoothing: float = 0.0,
+) -> Variable:
     """Softmax, then the negative logarithm of the label's probability.
 
     ``input``: float logits [N, …, classes]. ``label``: int64 or int32 classes [N, …] or [N, …, 1]; elements equal
@@ -100,8 +108,16 @@ def cross_entropy(input: Variable, label: Variable, reduction: str = "mean", ign
     return loss if reduction != "none" or loss.shape == given else _as_label(call, loss, given, prefix)
 
 
-def _hard_cross_entropy(call: str, logits: Variable, target: Variable, ignore: int, weight: Variable | None,
-                        use_softmax: bool, reduction: str, prefix: str) -> Variable:  # fmt: skip
+def _hard_cross_entropy(
+    call: str,
+    logits: Variable,
+    target: Variable,
+    ignore: int,
+    weight: Variable | None,
+    use_softmax: bool,
+    reduction: str,
+    prefix: str,
+) -> Variable:
     assert logits.shape is not None
     if len(logits.shape) > 2:  # the operator has its classes in dimension 1
         classes = fixed(call, "input", logits, -1)
@@ -115,9 +131,18 @@ def _hard_cross_entropy(call: str, logits: Variable, target: Variable, ignore: i
     return append(call, type_, inputs, attrs=attrs, prefix=prefix)
 
 
-def _soft_cross_entropy(call: str, logits: Variable, label: Variable, soft: bool, smooth: float, ignore: int,
-                        weight: Variable | None, use_softmax: bool, reduction: str,
-                        prefix: str) -> Variable:  # fmt: skip
+def _soft_cross_entropy(
+    call: str,
+    logits: Variable,
+    label: Variable,
+    soft: bool,
+    smooth: float,
+    ignore: int,
+    weight: Variable | None,
+    use_softmax: bool,
+    reduction: str,
+    prefix: str,
+) -> Variable:
     """-sum(label * log(p)) over the classes, which come last; hard labels are made soft first."""
 
     def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
@@ -173,8 +198,14 @@ def _back(call: str, value: Variable, axis: int, input: Variable, prefix: str) -
 
 
 @function("nn.stable")
-def softmax_with_cross_entropy(logits: Variable, label: Variable, soft_label: bool = False, ignore_index: int = -100,
-                               return_softmax: bool = False, axis: int = -1) -> Any:  # fmt: skip
+def softmax_with_cross_entropy(
+    logits: Variable,
+    label: Variable,
+    soft_label: bool = False,
+    ignore_index: int = -100,
+    return_softmax: bool = False,
+    axis: int = -1,
+) -> Any:
     """:func:`cross_entropy` of each element, with a dimension of size 1 where the classes were.
 
     ``return_softmax``: (loss, softmax of the logits along ``axis``) instead of the loss.
@@ -191,8 +222,9 @@ def softmax_with_cross_entropy(logits: Variable, label: Variable, soft_label: bo
 
 
 @function()
-def nll_loss(input: Variable, label: Variable, weight: Variable | None = None, ignore_index: int = -100,
-             reduction: str = "mean") -> Variable:  # fmt: skip
+def nll_loss(
+    input: Variable, label: Variable, weight: Variable | None = None, ignore_index: int = -100, reduction: str = "mean"
+) -> Variable:
     """The negative logarithm of the label's probability.
 
     ``input``: float *logarithms* of probabilities [N, classes] or [N, classes, …]; ``label``: int64 or int32 [N, …];

@@ -32,8 +32,9 @@ _Attributes = dict[str, Any]
 def _groups(call: str, groups: int | None, channels: int, filters: int, x: Variable) -> int:
     count = 1 if groups is None else whole(call, "groups", groups)
     if channels % count or filters % count:
-        raise ArgumentError(f"{call}: groups={count} must divide the {channels} channels of '{x.name}' and the "
-                            f"{filters} filters")  # fmt: skip
+        raise ArgumentError(
+            f"{call}: groups={count} must divide the {channels} channels of '{x.name}' and the {filters} filters"
+        )
     return count
 
 
@@ -47,8 +48,16 @@ def _sliding(at: Image, kernel: list[int], stride: Sizes, pad: Padding, dilation
     return {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": group, **attrs}
 
 
-def _transposed(at: Image, kernel: list[int], stride: Sizes, pad: Padding, dilation: Sizes, group: int,
-                extra: Sizes, output_size: Sizes | None) -> _Attributes:  # fmt: skip
+def _transposed(
+    at: Image,
+    kernel: list[int],
+    stride: Sizes,
+    pad: Padding,
+    dilation: Sizes,
+    group: int,
+    extra: Sizes,
+    output_size: Sizes | None,
+) -> _Attributes:
     """The attributes of ConvTranspose."""
     call, rank = at.call, len(kernel)
     strides = numbers(call, "stride", stride, rank)
@@ -66,12 +75,19 @@ def _transposed(at: Image, kernel: list[int], stride: Sizes, pad: Padding, dilat
             for i, size in enumerate(at.known_sizes())
         ]
         more = output_sizes(at, output_size, natural, strides)
-    return {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": group,
-            "output_padding": more, **attrs}  # fmt: skip
+    return {
+        "kernel_shape": kernel,
+        "strides": strides,
+        "dilations": dilations,
+        "group": group,
+        "output_padding": more,
+        **attrs,
+    }
 
 
-def _kernel_of(at: Image, output_size: Sizes | None, stride: Sizes, pad: Padding, dilation: Sizes,
-               rank: int) -> list[int]:  # fmt: skip
+def _kernel_of(
+    at: Image, output_size: Sizes | None, stride: Sizes, pad: Padding, dilation: Sizes, rank: int
+) -> list[int]:
     """The kernel that makes ``output_size`` of the image's sizes, where no filter_size is given."""
     call = at.call
     if output_size is None:
@@ -92,8 +108,19 @@ def _kernel_of(at: Image, output_size: Sizes | None, stride: Sizes, pad: Padding
 
 
 # -- layers -------------------------------------------------------------------------------------------------
-def _layer(call: str, type_: str, at: Image, attrs: _Attributes, shape: list[int], filters: int, start: Initializer,
-           param_attr: Attr, bias_attr: Attr, act: str | None, name: str | None) -> Variable:  # fmt: skip
+def _layer(
+    call: str,
+    type_: str,
+    at: Image,
+    attrs: _Attributes,
+    shape: list[int],
+    filters: int,
+    start: Initializer,
+    param_attr: Attr,
+    bias_attr: Attr,
+    act: str | None,
+    name: str | None,
+) -> Variable:
     check_activation(call, act)
     required(call, "param_attr", param_attr)
     name = name or names.generate(call)
@@ -104,15 +131,28 @@ def _layer(call: str, type_: str, at: Image, attrs: _Attributes, shape: list[int
     return activate(call, _applied(type_, at, weights, bias, attrs, name), act, name)
 
 
-def _applied(type_: str, at: Image, weights: Variable, bias: Variable | None, attrs: _Attributes,
-             prefix: str) -> Variable:  # fmt: skip
+def _applied(
+    type_: str, at: Image, weights: Variable, bias: Variable | None, attrs: _Attributes, prefix: str
+) -> Variable:
     inputs = [at.channels_first(prefix), weights, *([] if bias is None else [bias])]
     return at.as_given(append(at.call, type_, inputs, attrs=attrs, prefix=prefix), prefix)
 
 
-def _convolution(rank: int, x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes, padding: Padding,
-                 dilation: Sizes, groups: int | None, param_attr: Attr, bias_attr: Attr, act: str | None,
-                 name: str | None, data_format: str | None) -> Variable:  # fmt: skip
+def _convolution(
+    rank: int,
+    x: Variable,
+    num_filters: int,
+    filter_size: Sizes,
+    stride: Sizes,
+    padding: Padding,
+    dilation: Sizes,
+    groups: int | None,
+    param_attr: Attr,
+    bias_attr: Attr,
+    act: str | None,
+    name: str | None,
+    data_format: str | None,
+) -> Variable:
     call = f"conv{rank}d"
     at = image(call, x, rank, data_format)
     filters, kernel = whole(call, "num_filters", num_filters), numbers(call, "filter_size", filter_size, rank)
@@ -123,18 +163,41 @@ def _convolution(rank: int, x: Variable, num_filters: int, filter_size: Sizes, s
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
-def conv1d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
-           dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
-           act: str | None = None, name: str | None = None, data_format: str = "NCL") -> Variable:  # fmt: skip
+def conv1d(
+    x: Variable,
+    num_filters: int,
+    filter_size: Sizes,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCL",
+) -> Variable:
     """1-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, length]."""
-    return _convolution(1, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act,
-                        name, data_format)  # fmt: skip
+    return _convolution(
+        1, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act, name, data_format
+    )
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
-def conv2d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
-           dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
-           act: str | None = None, name: str | None = None, data_format: str = "NCHW") -> Variable:  # fmt: skip
+def conv2d(
+    x: Variable,
+    num_filters: int,
+    filter_size: Sizes,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCHW",
+) -> Variable:
     """2-D convolution (cross-correlation) with a bias.
 
     ``x``: float [batch, channels, height, width], channels known. ``padding``: see the module's text. Filters w_0
@@ -142,24 +205,49 @@ def conv2d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1,
     (as Paddle's, standard deviation sqrt(2 / fan in)), the bias b_0 [num_filters] at 0.
     ArgumentError: unknown channels, groups that do not divide them, a filter larger than the padded image.
     """
-    return _convolution(2, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act,
-                        name, data_format)  # fmt: skip
+    return _convolution(
+        2, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act, name, data_format
+    )
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
-def conv3d(x: Variable, num_filters: int, filter_size: Sizes, stride: Sizes = 1, padding: Padding = 0,
-           dilation: Sizes = 1, groups: int | None = 1, param_attr: Attr = None, bias_attr: Attr = None,
-           act: str | None = None, name: str | None = None, data_format: str = "NCDHW") -> Variable:  # fmt: skip
+def conv3d(
+    x: Variable,
+    num_filters: int,
+    filter_size: Sizes,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCDHW",
+) -> Variable:
     """3-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, depth, height,
     width]."""
-    return _convolution(3, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act,
-                        name, data_format)  # fmt: skip
+    return _convolution(
+        3, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act, name, data_format
+    )
 
 
-def _transposition(rank: int, x: Variable, num_filters: int, output_size: Sizes | None, filter_size: Sizes | None,
-                   stride: Sizes, padding: Padding, dilation: Sizes, groups: int | None, param_attr: Attr,
-                   bias_attr: Attr, act: str | None, name: str | None,
-                   data_format: str | None) -> Variable:  # fmt: skip
+def _transposition(
+    rank: int,
+    x: Variable,
+    num_filters: int,
+    output_size: Sizes | None,
+    filter_size: Sizes | None,
+    stride: Sizes,
+    padding: Padding,
+    dilation: Sizes,
+    groups: int | None,
+    param_attr: Attr,
+    bias_attr: Attr,
+    act: str | None,
+    name: str | None,
+    data_format: str | None,
+) -> Variable:
     call = f"conv{rank}d_transpose"
     at = image(call, x, rank, data_format)
     filters = whole(call, "num_filters", num_filters)
@@ -174,20 +262,56 @@ def _transposition(rank: int, x: Variable, num_filters: int, output_size: Sizes 
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
-def conv1d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
-                     stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
-                     param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
-                     data_format: str = "NCL") -> Variable:  # fmt: skip
+def conv1d_transpose(
+    x: Variable,
+    num_filters: int,
+    output_size: Sizes | None = None,
+    filter_size: Sizes | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCL",
+) -> Variable:
     """1-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, length]."""
-    return _transposition(1, x, num_filters, output_size, filter_size, stride, padding, dilation, groups, param_attr,
-                          bias_attr, act, name, data_format)  # fmt: skip
+    return _transposition(
+        1,
+        x,
+        num_filters,
+        output_size,
+        filter_size,
+        stride,
+        padding,
+        dilation,
+        groups,
+        param_attr,
+        bias_attr,
+        act,
+        name,
+        data_format,
+    )
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
-def conv2d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
-                     stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
-                     param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
-                     data_format: str = "NCHW") -> Variable:  # fmt: skip
+def conv2d_transpose(
+    x: Variable,
+    num_filters: int,
+    output_size: Sizes | None = None,
+    filter_size: Sizes | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCHW",
+) -> Variable:
     """2-D transposed convolution (the gradient of :func:`conv2d` with respect to its input) with a bias.
 
     Each axis becomes ``(size - 1) * stride - padding + dilation * (filter_size - 1) + 1`` long, padding on both sides
@@ -195,18 +319,57 @@ def conv2d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = 
     where that is left out. Filters w_0 [channels, num_filters / groups, height, width] start Xavier uniform, the bias
     b_0 [num_filters] at 0. ArgumentError: as :func:`conv2d`, and an ``output_size`` out of reach.
     """
-    return _transposition(2, x, num_filters, output_size, filter_size, stride, padding, dilation, groups, param_attr,
-                          bias_attr, act, name, data_format)  # fmt: skip
+    return _transposition(
+        2,
+        x,
+        num_filters,
+        output_size,
+        filter_size,
+        stride,
+        padding,
+        dilation,
+        groups,
+        param_attr,
+        bias_attr,
+        act,
+        name,
+        data_format,
+    )
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
-def conv3d_transpose(x: Variable, num_filters: int, output_size: Sizes | None = None, filter_size: Sizes | None = None,
-                     stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: int | None = 1,
-                     param_attr: Attr = None, bias_attr: Attr = None, act: str | None = None, name: str | None = None,
-                     data_format: str = "NCDHW") -> Variable:  # fmt: skip
+def conv3d_transpose(
+    x: Variable,
+    num_filters: int,
+    output_size: Sizes | None = None,
+    filter_size: Sizes | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str = "NCDHW",
+) -> Variable:
     """3-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, depth, height, width]."""
-    return _transposition(3, x, num_filters, output_size, filter_size, stride, padding, dilation, groups, param_attr,
-                          bias_attr, act, name, data_format)  # fmt: skip
+    return _transposition(
+        3,
+        x,
+        num_filters,
+        output_size,
+        filter_size,
+        stride,
+        padding,
+        dilation,
+        groups,
+        param_attr,
+        bias_attr,
+        act,
+        name,
+        data_format,
+    )
 
 
 # -- functions of given filters ---------------------------------------------------------------------------------
@@ -217,16 +380,26 @@ def _filters(call: str, at: Image, weight: Variable, rank: int, groups: int | No
     group = _groups(call, groups, at.channels, fixed(call, "weight", weight, 0), at.x)
     wanted = at.channels // group if own else at.channels
     if fixed(call, "weight", weight, own) != wanted:
-        raise ArgumentError(f"{call}: weight {describe(weight)} must have {wanted} in dimension {own}: x "
-                            f"{describe(at.x)} has {at.channels} channels in {group} groups")  # fmt: skip
+        raise ArgumentError(
+            f"{call}: weight {describe(weight)} must have {wanted} in dimension {own}: x "
+            f"{describe(at.x)} has {at.channels} channels in {group} groups"
+        )
     return kernel, group
 
 
 def _functional(rank: int) -> Callable[..., Variable]:
     call = f"conv{rank}d"
 
-    def called(x: Variable, weight: Variable, bias: Variable | None = None, stride: Sizes = 1, padding: Padding = 0,
-                 dilation: Sizes = 1, groups: int | None = 1, data_format: str | None = None) -> Variable:  # fmt: skip
+    def called(
+        x: Variable,
+        weight: Variable,
+        bias: Variable | None = None,
+        stride: Sizes = 1,
+        padding: Padding = 0,
+        dilation: Sizes = 1,
+        groups: int | None = 1,
+        data_format: str | None = None,
+    ) -> Variable:
         at = image(call, x, rank, data_format)
         kernel, group = _filters(call, at, weight, rank, groups, 1)
         attrs = _sliding(at, kernel, stride, padding, dilation, group)
@@ -243,9 +416,18 @@ def _functional(rank: int) -> Callable[..., Variable]:
 def _functional_transpose(rank: int) -> Callable[..., Variable]:
     call = f"conv{rank}d_transpose"
 
-    def called(x: Variable, weight: Variable, bias: Variable | None = None, stride: Sizes = 1, padding: Padding = 0,
-                 output_padding: Sizes = 0, groups: int | None = 1, dilation: Sizes = 1,
-                 data_format: str | None = None, output_size: Sizes | None = None) -> Variable:  # fmt: skip
+    def called(
+        x: Variable,
+        weight: Variable,
+        bias: Variable | None = None,
+        stride: Sizes = 1,
+        padding: Padding = 0,
+        output_padding: Sizes = 0,
+        groups: int | None = 1,
+        dilation: Sizes = 1,
+        data_format: str | None = None,
+        output_size: Sizes | None = None,
+    ) -> Variable:
         at = image(call, x, rank, data_format)
         kernel, group = _filters(call, at, weight, rank, groups, 0)
         attrs = _transposed(at, kernel, stride, padding, dilation, group, output_padding, output_size)

@@ -11,8 +11,15 @@ from amp_transpiler.nn.classification import check_reduction
 
 
 @function()
-def ctc_loss(log_probs: Variable, labels: Variable, input_lengths: Variable, label_lengths: Variable, blank: int = 0,
-             reduction: str = "mean", zero_infinity: bool = False) -> Variable:  # fmt: skip
+def ctc_loss(
+    log_probs: Variable,
+    labels: Variable,
+    input_lengths: Variable,
+    label_lengths: Variable,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Variable:
     """Negative log-probability of ``labels`` under all their alignments (Graves et al. 2006), in fp32.
 
     ``log_probs``: float [T, N, C], time first: logits (as Paddle's ``ctc_loss`` takes them) or the log-probabilities of

@@ -221,8 +221,9 @@ def clip(x: Variable, min: float | None = None, max: float | None = None) -> Var
 
 
 @function()
-def scale(x: Variable, scale: float = 1.0, bias: float = 0.0, bias_after_scale: bool = True,
-          act: None = None) -> Variable:  # fmt: skip
+def scale(
+    x: Variable, scale: float = 1.0, bias: float = 0.0, bias_after_scale: bool = True, act: None = None
+) -> Variable:
     """``scale * x + bias``, or ``scale * (x + bias)`` where the bias does not come after the scale."""
     call = "scale"
     variable(call, "x", x, dtypes=FLOATING)

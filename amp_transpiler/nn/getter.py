@@ -33,8 +33,9 @@ def custom_getter(getter: Getter) -> Iterator[None]:
     ArgumentTypeError: no function.
     """
     if not callable(getter):
-        raise ArgumentTypeError(f"custom_getter takes a function, such as amp.float32_variable_storage_getter, not "
-                                f"{getter!r}")  # fmt: skip
+        raise ArgumentTypeError(
+            f"custom_getter takes a function, such as amp.float32_variable_storage_getter, not {getter!r}"
+        )
     before = _getters.get()
     _getters.set((*before, getter))
     try:
@@ -43,9 +44,15 @@ def custom_getter(getter: Getter) -> Iterator[None]:
         _getters.set(before)
 
 
-def float32_variable_storage_getter(create: Getter, name: str, shape: Any = None, dtype: Any = None,
-                                    initializer: Any = None, trainable: bool = True,
-                                    **more: Any) -> Variable:  # fmt: skip
+def float32_variable_storage_getter(
+    create: Getter,
+    name: str,
+    shape: Any = None,
+    dtype: Any = None,
+    initializer: Any = None,
+    trainable: bool = True,
+    **more: Any,
+) -> Variable:
     """A trainable parameter of 16 bit is stored in fp32, under its name, and what the layer gets is its cast.
 
     The optimizer finds the fp32 parameter, and its gradient is fp32.
@@ -56,12 +63,25 @@ def float32_variable_storage_getter(create: Getter, name: str, shape: Any = None
     return cast(stored, dtype) if wide else stored
 
 
-def got(call: str, create: Callable[..., Variable], name: str, shape: tuple[int, ...], dtype: str, initializer: Any,
-        trainable: bool) -> Variable:  # fmt: skip
+def got(
+    call: str,
+    create: Callable[..., Variable],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    initializer: Any,
+    trainable: bool,
+) -> Variable:
     """The parameter by way of the getters around; ArgumentTypeError for one that gives no variable of this type."""
 
-    def make(name: str, shape: Any = None, dtype: Any = "float32", initializer: Any = initializer,
-             trainable: bool = True, **more: Any) -> Variable:  # fmt: skip
+    def make(
+        name: str,
+        shape: Any = None,
+        dtype: Any = "float32",
+        initializer: Any = initializer,
+        trainable: bool = True,
+        **more: Any,
+    ) -> Variable:
         given = sorted(key for key, value in more.items() if value is not None)
         if given:
             raise ArgumentError(f"{call}: a custom getter gives {given[0]}, and a parameter has none")
@@ -73,8 +93,9 @@ def got(call: str, create: Callable[..., Variable], name: str, shape: tuple[int,
         function = partial(getter, function)
     made = function(name, shape=shape, dtype=dtype, initializer=initializer, trainable=trainable)
     if getters and not (isinstance(made, Variable) and made.shape == shape and made.dtype == dtype):
-        raise ArgumentTypeError(f"{call}: the custom getter gave {made!r} for '{name}'; expected a variable, {dtype} "
-                                f"{list(shape)}")  # fmt: skip
+        raise ArgumentTypeError(
+            f"{call}: the custom getter gave {made!r} for '{name}'; expected a variable, {dtype} {list(shape)}"
+        )
     return made
 
 

@@ -117,8 +117,10 @@ class Assign(Initializer):
             )
         if isinstance(self.array, onnx.TensorProto):
             if NAMES[self.array.data_type] != variable.dtype:
-                raise ArgumentError(f"the initial value of '{variable.name}' is {NAMES[self.array.data_type]}, the "
-                                    f"parameter {variable.dtype}")  # fmt: skip
+                raise ArgumentError(
+                    f"the initial value of '{variable.name}' is {NAMES[self.array.data_type]}, the "
+                    f"parameter {variable.dtype}"
+                )
             variable.data = self.array
         else:
             assert variable.dtype is not None
@@ -215,5 +217,18 @@ class KaimingNormal(Kaiming):
 
 
 __getattr__ = paddle_attributes("amp_transpiler.nn.initializer")
-__all__ = ["Assign", "Constant", "Initializer", "Kaiming", "KaimingNormal", "KaimingUniform", "Normal",
-           "TruncatedNormal", "Uniform", "Xavier", "XavierNormal", "XavierUniform", "set_seed"]  # fmt: skip
+__all__ = [
+    "Assign",
+    "Constant",
+    "Initializer",
+    "Kaiming",
+    "KaimingNormal",
+    "KaimingUniform",
+    "Normal",
+    "TruncatedNormal",
+    "Uniform",
+    "Xavier",
+    "XavierNormal",
+    "XavierUniform",
+    "set_seed",
+]

@@ -28,8 +28,15 @@ from amp_transpiler.nn.parameters import Attr, parameter, required
 
 
 @paddle_arguments("nn.layer")
-def fc(x: Variable, size: int, act: str | None = None, num_flatten_dims: int = 1, param_attr: Attr = None,
-       bias_attr: Attr = None, name: str | None = None) -> Variable:  # fmt: skip
+def fc(
+    x: Variable,
+    size: int,
+    act: str | None = None,
+    num_flatten_dims: int = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    name: str | None = None,
+) -> Variable:
     """Fully connected layer: x @ w_0 + b_0 on the flattened trailing dimensions.
 
     ``x``: float; its first ``num_flatten_dims`` dimensions are kept, the others, whose sizes are known, are
@@ -70,8 +77,14 @@ def _merged(call: str, x: Variable, kept: int, features: int, prefix: str) -> Va
 
 
 @paddle_arguments("nn.input", "nn.weights", "nn.embedding")
-def embedding(x: Variable, size: Sequence[int], dtype: Any = "float32", param_attr: Attr = None,
-              name: str | None = None, padding_idx: int | None = None) -> Variable:  # fmt: skip
+def embedding(
+    x: Variable,
+    size: Sequence[int],
+    dtype: Any = "float32",
+    param_attr: Attr = None,
+    name: str | None = None,
+    padding_idx: int | None = None,
+) -> Variable:
     """Rows of a table: result [shape of ``x``, width].
 
     ``x``: int64 or int32 row numbers, any shape. ``size``: [rows, width]. The table w_0 starts Xavier uniform. Where
@@ -118,8 +131,9 @@ def functional_embedding(x: Variable, weight: Variable, padding_idx: int | None 
 
 
 @paddle_arguments("nn.input", "nn.weights")
-def prelu(x: Variable, mode: str, param_attr: Attr = None, data_format: str = "NCHW",
-          name: str | None = None) -> Variable:  # fmt: skip
+def prelu(
+    x: Variable, mode: str, param_attr: Attr = None, data_format: str = "NCHW", name: str | None = None
+) -> Variable:
     """``x`` where it is above 0, w_0 * x elsewhere (He et al. 2015); the slopes w_0 start at 0.25.
 
     ``mode``: "all" for one slope [1], "channel" for one a channel [channels], "element" for one an element

@@ -76,8 +76,13 @@ def smooth_l1_loss(input: Variable, label: Variable, reduction: str = "mean", de
 
 
 @function()
-def bce_with_logits(input: Variable, label: Variable, reduction: str = "mean", weight: Variable | None = None,
-                    pos_weight: Variable | None = None) -> Variable:  # fmt: skip
+def bce_with_logits(
+    input: Variable,
+    label: Variable,
+    reduction: str = "mean",
+    weight: Variable | None = None,
+    pos_weight: Variable | None = None,
+) -> Variable:
     """Sigmoid, then binary cross entropy: ``-label * log(p) - (1 - label) * log(1 - p)``, finite for every logit.
 
     ``input``: float logits. ``label``: float probabilities in [0, 1] of the same shape. ``reduction``: "mean" and
@@ -101,16 +106,21 @@ def bce_with_logits(input: Variable, label: Variable, reduction: str = "mean", w
 
 
 @function()
-def binary_cross_entropy_with_logits(logit: Variable, label: Variable, weight: Variable | None = None,
-                                     reduction: str = "mean",
-                                     pos_weight: Variable | None = None) -> Variable:  # fmt: skip
+def binary_cross_entropy_with_logits(
+    logit: Variable,
+    label: Variable,
+    weight: Variable | None = None,
+    reduction: str = "mean",
+    pos_weight: Variable | None = None,
+) -> Variable:
     """:func:`bce_with_logits`, with Paddle's order of arguments."""
     return bce_with_logits(logit, label, reduction, weight, pos_weight)
 
 
 @function()
-def binary_cross_entropy(input: Variable, label: Variable, weight: Variable | None = None,
-                         reduction: str = "mean") -> Variable:  # fmt: skip
+def binary_cross_entropy(
+    input: Variable, label: Variable, weight: Variable | None = None, reduction: str = "mean"
+) -> Variable:
     """``-label * log(input) - (1 - label) * log(1 - input)``, the logarithm of 0 being -100, with gradient 0.
 
     ``input``: float probabilities (of logits: :func:`bce_with_logits`); ``label``: float in [0, 1] of the same shape;

@@ -142,8 +142,9 @@ def split(x: Variable, num_or_sections: int | Sequence[int], axis: int = 0) -> l
 
 
 @function()
-def slice(x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int],
-          steps: Sequence[int] | None = None) -> Variable:  # fmt: skip
+def slice(
+    x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int], steps: Sequence[int] | None = None
+) -> Variable:
     """``x[start:end:step]`` on each of ``axes``, with python's meaning of negative and large numbers."""
     call = "slice"
     places = [axis_of(call, a, x, "axes") for a in _ints(call, "axes", axes).tolist()]
@@ -160,8 +161,9 @@ def slice(x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequenc
 
 
 @function()
-def strided_slice(x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int],
-                  strides: Sequence[int]) -> Variable:  # fmt: skip
+def strided_slice(
+    x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int], strides: Sequence[int]
+) -> Variable:
     """:func:`slice` with steps."""
     return slice(x, axes, starts, ends, strides)
 
@@ -242,8 +244,12 @@ def tile(x: Variable, repeat_times: Sequence[int]) -> Variable:
     if len(times) > rank:
         lead = np.arange(len(times) - rank)
         prefix = fresh(call)
-        return append(call, "Tile", [append(call, "Unsqueeze", [x, lead], prefix=prefix), np.array(times, np.int64)],
-                      prefix=prefix)  # fmt: skip
+        return append(
+            call,
+            "Tile",
+            [append(call, "Unsqueeze", [x, lead], prefix=prefix), np.array(times, np.int64)],
+            prefix=prefix,
+        )
     return append(call, "Tile", [x, np.array([1] * (rank - len(times)) + times, np.int64)])
 
 
@@ -293,8 +299,9 @@ _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "ci
 
 
 @function()
-def pad(x: Variable, pad: int | Sequence[int], mode: str = "constant", value: float = 0.0,
-        data_format: str = "NCHW") -> Variable:  # fmt: skip
+def pad(
+    x: Variable, pad: int | Sequence[int], mode: str = "constant", value: float = 0.0, data_format: str = "NCHW"
+) -> Variable:
     """``x`` with elements added around it.
 
     ``pad``: two numbers for each dimension, in their order, (before, behind, before, …); or for the axes of an image
@@ -317,8 +324,10 @@ def pad(x: Variable, pad: int | Sequence[int], mode: str = "constant", value: fl
         last = channels_last(call, None if data_format == "NCHW" else data_format, image)
         pairs = [(0, 0), *axes, (0, 0)] if last else [(0, 0), (0, 0), *axes]
     else:
-        raise ArgumentError(f"{call}: pad has {len(widths)} numbers; {describe(x)} takes {2 * rank}, or {2 * image} "
-                            "for the axes of an image")  # fmt: skip
+        raise ArgumentError(
+            f"{call}: pad has {len(widths)} numbers; {describe(x)} takes {2 * rank}, or {2 * image} "
+            "for the axes of an image"
+        )
     array = np.array([low for low, _ in pairs] + [high for _, high in pairs], np.int64)
     inputs: list[Input] = [x, array]
     if mode == "constant":

@@ -48,8 +48,9 @@ def _image(call: str, x: Variable, data_layout: str | None) -> Image:
     return Image(call, x, channels_last(call, data_layout, rank, "data_layout"))
 
 
-def _scale_and_bias(call: str, name: str, shape: list[int], dtype: str, param_attr: Attr,
-                    bias_attr: Attr) -> list[Input]:  # fmt: skip
+def _scale_and_bias(
+    call: str, name: str, shape: list[int], dtype: str, param_attr: Attr, bias_attr: Attr
+) -> list[Input]:
     """The parameters w_0 and b_0, or constants where they are left out."""
     found: list[Input] = []
     for suffix, attr, start in (("w_0", param_attr, 1.0), ("b_0", bias_attr, 0.0)):
@@ -68,10 +69,20 @@ def _epsilon(call: str, epsilon: Any) -> float:
 
 
 @paddle_arguments("nn.layer", "nn.batch_norm")
-def batch_norm(x: Variable, act: str | None = None, momentum: float = 0.9, epsilon: float = 1e-5, is_test: bool = False,
-               param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None, data_layout: str = "NCHW",
-               moving_mean_name: str | None = None, moving_variance_name: str | None = None,
-               use_global_stats: bool = False) -> Variable:  # fmt: skip
+def batch_norm(
+    x: Variable,
+    act: str | None = None,
+    momentum: float = 0.9,
+    epsilon: float = 1e-5,
+    is_test: bool = False,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    name: str | None = None,
+    data_layout: str = "NCHW",
+    moving_mean_name: str | None = None,
+    moving_variance_name: str | None = None,
+    use_global_stats: bool = False,
+) -> Variable:
     """Batch normalisation (Ioffe & Szegedy 2015) over every dimension but the second.
 
     ``x``: float [batch, channels, …]. Scale w_0 (1), bias b_0 (0), running mean w_1 (0) and variance w_2 (1) are
@@ -98,8 +109,9 @@ def batch_norm(x: Variable, act: str | None = None, momentum: float = 0.9, epsil
     return activate(call, y, act, name)
 
 
-def _batch_normalised(at: Image, affine: Sequence[Input], states: Sequence[Variable], attrs: dict[str, Any],
-                      training: bool, prefix: str) -> Variable:  # fmt: skip
+def _batch_normalised(
+    at: Image, affine: Sequence[Input], states: Sequence[Variable], attrs: dict[str, Any], training: bool, prefix: str
+) -> Variable:
     inputs: list[Input] = [at.channels_first(prefix), *affine, *states]
     if not training:
         return at.as_given(append(at.call, "BatchNormalization", inputs, attrs=attrs, prefix=prefix), prefix)
@@ -118,9 +130,19 @@ def _update(states: Sequence[Variable], values: Sequence[Variable]) -> None:
 
 
 @paddle_arguments("nn.weights", "nn.act")
-def layer_norm(x: Variable | None = None, begin_norm_axis: int | None = None, epsilon: float = 1e-5,
-               act: str | None = None, param_attr: Attr = None, bias_attr: Attr = None, name: str | None = None,
-               scale: bool = True, shift: bool = True, *, input: Variable | None = None) -> Variable:  # fmt: skip
+def layer_norm(
+    x: Variable | None = None,
+    begin_norm_axis: int | None = None,
+    epsilon: float = 1e-5,
+    act: str | None = None,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    name: str | None = None,
+    scale: bool = True,
+    shift: bool = True,
+    *,
+    input: Variable | None = None,
+) -> Variable:
     """Layer normalisation (Ba et al. 2016) over the dimensions from ``begin_norm_axis`` on.
 
     That is the last dimension by default, as transformers use it. ``x``: float, the normalised sizes known. Scale w_0
@@ -133,8 +155,10 @@ def layer_norm(x: Variable | None = None, begin_norm_axis: int | None = None, ep
             raise ArgumentTypeError(f"{call}: 'input' is another name of 'x', which is given as well")
         x = variable(call, "input", input, min_rank=1)
         if begin_norm_axis is None and len(x.shape or ()) > 2:
-            raise ArgumentError(f"{call}: input=... is Paddle's spelling, where begin_norm_axis is 1 unless given; "
-                                "here it is the last axis. Give begin_norm_axis")  # fmt: skip
+            raise ArgumentError(
+                f"{call}: input=... is Paddle's spelling, where begin_norm_axis is 1 unless given; "
+                "here it is the last axis. Give begin_norm_axis"
+            )
     begin_norm_axis = -1 if begin_norm_axis is None else begin_norm_axis
     x = variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     check_activation(call, act)
@@ -142,15 +166,24 @@ def layer_norm(x: Variable | None = None, begin_norm_axis: int | None = None, ep
     shape = [fixed(call, "x", x, i) for i in range(axis, len(x.shape or ()))]
     attrs = {"axis": axis, "epsilon": _epsilon(call, epsilon)}
     name = name or names.generate(call)
-    weight, bias = _scale_and_bias(call, name, shape, str(x.dtype), param_attr if scale else False,
-                                   bias_attr if shift else False)  # fmt: skip
+    weight, bias = _scale_and_bias(
+        call, name, shape, str(x.dtype), param_attr if scale else False, bias_attr if shift else False
+    )
     inputs = [x, weight, *([bias] if isinstance(bias, Variable) else [])]
     return activate(call, append(call, "LayerNormalization", inputs, attrs=attrs, prefix=name), act, name)
 
 
 @paddle_arguments("nn.layer", "nn.layout")
-def group_norm(x: Variable, groups: int, epsilon: float = 1e-5, param_attr: Attr = None, bias_attr: Attr = None,
-               act: str | None = None, data_layout: str = "NCHW", name: str | None = None) -> Variable:  # fmt: skip
+def group_norm(
+    x: Variable,
+    groups: int,
+    epsilon: float = 1e-5,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    data_layout: str = "NCHW",
+    name: str | None = None,
+) -> Variable:
     """Group normalisation (Wu & He 2018): over the positions and channels of each of ``groups`` groups of channels.
 
     ``x``: float [batch, channels, …]. Scale w_0 (1) and bias b_0 (0) are [channels].
@@ -169,8 +202,14 @@ def group_norm(x: Variable, groups: int, epsilon: float = 1e-5, param_attr: Attr
 
 
 @paddle_arguments("nn.input", "nn.weights")
-def instance_norm(x: Variable, epsilon: float = 1e-5, param_attr: Attr = None, bias_attr: Attr = None,
-                  name: str | None = None, data_format: str | None = None) -> Variable:  # fmt: skip
+def instance_norm(
+    x: Variable,
+    epsilon: float = 1e-5,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    name: str | None = None,
+    data_format: str | None = None,
+) -> Variable:
     """Instance normalisation (Ulyanov et al. 2016): over the positions of each channel of each example.
 
     ``x``: float [batch, channels, axis, …]. Scale w_0 (1) and bias b_0 (0) are [channels].
@@ -187,8 +226,13 @@ def instance_norm(x: Variable, epsilon: float = 1e-5, param_attr: Attr = None, b
 
 # -- functions of given parameters ----------------------------------------------------------------------------------
 @function()
-def functional_layer_norm(x: Variable, normalized_shape: int | Sequence[int], weight: Variable | None = None,
-                          bias: Variable | None = None, epsilon: float = 1e-5) -> Variable:  # fmt: skip
+def functional_layer_norm(
+    x: Variable,
+    normalized_shape: int | Sequence[int],
+    weight: Variable | None = None,
+    bias: Variable | None = None,
+    epsilon: float = 1e-5,
+) -> Variable:
     """Layer normalisation over the last dimensions, which have the sizes ``normalized_shape``, as ``weight`` and
     ``bias`` have, where they are given."""
     call = "layer_norm"

@@ -53,8 +53,9 @@ class ParamAttr:
         if not 0 <= rate < math.inf:
             raise ArgumentError(f"{call}: learning_rate is a factor of the optimizer's, at least 0, not {rate:g}")
         if not isinstance(self.regularizer, (L1Decay, L2Decay, type(None))):
-            raise ArgumentTypeError(f"{call}: regularizer must be an amp.regularizer.L2Decay or L1Decay, not "
-                                    f"{self.regularizer!r}")  # fmt: skip
+            raise ArgumentTypeError(
+                f"{call}: regularizer must be an amp.regularizer.L2Decay or L1Decay, not {self.regularizer!r}"
+            )
         for argument in ("trainable", "need_clip"):
             flag(call, argument, getattr(self, argument))
 
@@ -80,8 +81,10 @@ def data(name: str, shape: Iterable[int | str | None], dtype: Any = "float32") -
     program = default_main_program()
     _check_name("data", name)
     if program.has_var(name):
-        raise ArgumentError(f"data: program '{program.name}' already has a variable '{name}'; declare an input once, "
-                            "and use the variable that amp.data returned")  # fmt: skip
+        raise ArgumentError(
+            f"data: program '{program.name}' already has a variable '{name}'; declare an input once, "
+            "and use the variable that amp.data returned"
+        )
     return program.add_input(name, element_type(dtype), [_size(name, d) for d in _listed("data", name, shape)])
 
 
@@ -107,9 +110,15 @@ def _check_name(call: str, name: Any) -> None:
 
 
 @paddle_arguments("nn.create_parameter")
-def create_parameter(shape: Iterable[int], dtype: Any = "float32", name: str | None = None, initializer: Any = None,
-                     trainable: bool = True, attr: ParamAttr | None = None,
-                     is_bias: bool = False) -> Variable:  # fmt: skip
+def create_parameter(
+    shape: Iterable[int],
+    dtype: Any = "float32",
+    name: str | None = None,
+    initializer: Any = None,
+    trainable: bool = True,
+    attr: ParamAttr | None = None,
+    is_bias: bool = False,
+) -> Variable:
     """A parameter of the current program, initialised by the startup program.
 
     ``shape``: fixed sizes. ``name``: a name that the program has already, with the same shape and element type,
@@ -135,8 +144,15 @@ def create_parameter(shape: Iterable[int], dtype: Any = "float32", name: str | N
     return _create(call, name, _sizes(call, name, shape), element_type(dtype), start, trainable, settings)
 
 
-def parameter(call: str, name: str, shape: Iterable[int], dtype: str | None, attr: Attr, default: Initializer,
-              trainable: bool = True) -> Variable:  # fmt: skip
+def parameter(
+    call: str,
+    name: str,
+    shape: Iterable[int],
+    dtype: str | None,
+    attr: Attr,
+    default: Initializer,
+    trainable: bool = True,
+) -> Variable:
     """The parameter of a layer that ``attr`` describes."""
     sizes = _sizes(call, name, list(shape))
     if isinstance(attr, Variable):
@@ -179,13 +195,27 @@ def _initializer(call: str, value: Any) -> Initializer:
     raise ArgumentTypeError(f"{call}: an initial value must be an amp.nn.initializer or an array, not {value!r}")
 
 
-def _create(call: str, name: str, shape: tuple[int, ...], dtype: str, initializer: Initializer,
-            trainable: bool, settings: UpdateSettings) -> Variable:  # fmt: skip
+def _create(
+    call: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    initializer: Initializer,
+    trainable: bool,
+    settings: UpdateSettings,
+) -> Variable:
     return got(call, partial(_stored, call, settings), name, shape, dtype, initializer, trainable)
 
 
-def _stored(call: str, settings: UpdateSettings, name: str, shape: tuple[int, ...], dtype: str,
-            initializer: Initializer, trainable: bool) -> Variable:  # fmt: skip
+def _stored(
+    call: str,
+    settings: UpdateSettings,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    initializer: Initializer,
+    trainable: bool,
+) -> Variable:
     main, startup = default_main_program(), default_startup_program()
     for program in (main, startup):
         _check_same(call, program, name, shape, dtype)

@@ -16,8 +16,18 @@ from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding
 
 
-def _pool(call: str, type_: str, rank: int, x: Variable, kernel_size: Any, stride: Any, pad: Any, ceil_mode: bool,
-          data_format: str | None, **attrs: Any) -> Variable:  # fmt: skip
+def _pool(
+    call: str,
+    type_: str,
+    rank: int,
+    x: Variable,
+    kernel_size: Any,
+    stride: Any,
+    pad: Any,
+    ceil_mode: bool,
+    data_format: str | None,
+    **attrs: Any,
+) -> Variable:
     at = image(call, x, rank, data_format)
     kernel = numbers(call, "kernel_size", kernel_size, rank)
     strides = kernel if stride is None else numbers(call, "stride", stride, rank)
@@ -37,8 +47,14 @@ def _pool(call: str, type_: str, rank: int, x: Variable, kernel_size: Any, strid
 def _max_pool(rank: int) -> Callable[..., Variable]:
     call = f"max_pool{rank}d"
 
-    def called(x: Variable, kernel_size: Sizes, stride: Sizes | None = None, padding: Padding = 0,
-               ceil_mode: bool = False, data_format: str | None = None) -> Variable:  # fmt: skip
+    def called(
+        x: Variable,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Padding = 0,
+        ceil_mode: bool = False,
+        data_format: str | None = None,
+    ) -> Variable:
         return _pool(call, "MaxPool", rank, x, kernel_size, stride, padding, ceil_mode, data_format)
 
     called.__name__ = called.__qualname__ = call
@@ -53,13 +69,30 @@ def _max_pool(rank: int) -> Callable[..., Variable]:
 def _avg_pool(rank: int) -> Callable[..., Variable]:
     call = f"avg_pool{rank}d"
 
-    def called(x: Variable, kernel_size: Sizes, stride: Sizes | None = None, padding: Padding = 0,
-               ceil_mode: bool = False, exclusive: bool = True, divisor_override: float | None = None,
-               data_format: str | None = None) -> Variable:  # fmt: skip
+    def called(
+        x: Variable,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Padding = 0,
+        ceil_mode: bool = False,
+        exclusive: bool = True,
+        divisor_override: float | None = None,
+        data_format: str | None = None,
+    ) -> Variable:
         include = int(not flag(call, "exclusive", exclusive))
         if divisor_override is None:
-            return _pool(call, "AveragePool", rank, x, kernel_size, stride, padding, ceil_mode, data_format,
-                         count_include_pad=include)  # fmt: skip
+            return _pool(
+                call,
+                "AveragePool",
+                rank,
+                x,
+                kernel_size,
+                stride,
+                padding,
+                ceil_mode,
+                data_format,
+                count_include_pad=include,
+            )
         if ceil_mode:
             raise ArgumentError(f"{call}: divisor_override goes with whole windows, not with ceil_mode")
         divisor = real(call, "divisor_override", divisor_override)
@@ -103,8 +136,13 @@ def _adaptive(call: str, mean: bool, rank: int, x: Variable, output_size: Any, d
     y = at.channels_first(prefix)
     if not any(size % out for size, out in zip(at.known_sizes(), sizes, strict=True)):
         kernel = [size // out for size, out in zip(at.known_sizes(), sizes, strict=True)]
-        y = append(call, "AveragePool" if mean else "MaxPool", [y], attrs={"kernel_shape": kernel, "strides": kernel},
-                   prefix=prefix)  # fmt: skip
+        y = append(
+            call,
+            "AveragePool" if mean else "MaxPool",
+            [y],
+            attrs={"kernel_shape": kernel, "strides": kernel},
+            prefix=prefix,
+        )
         return at.as_given(y, prefix)
     for i, (size, out) in enumerate(zip(at.known_sizes(), sizes, strict=True)):
         if size != out:
@@ -171,9 +209,18 @@ adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (_adaptive_pool(
 
 
 @paddle_arguments("nn.input", "nn.cudnn")
-def pool2d(x: Variable, pool_size: Sizes = -1, pool_type: str = "max", pool_stride: Sizes = 1,
-           pool_padding: Padding = 0, global_pooling: bool = False, ceil_mode: bool = False, exclusive: bool = True,
-           data_format: str = "NCHW", name: str | None = None) -> Variable:  # fmt: skip
+def pool2d(
+    x: Variable,
+    pool_size: Sizes = -1,
+    pool_type: str = "max",
+    pool_stride: Sizes = 1,
+    pool_padding: Padding = 0,
+    global_pooling: bool = False,
+    ceil_mode: bool = False,
+    exclusive: bool = True,
+    data_format: str = "NCHW",
+    name: str | None = None,
+) -> Variable:
     """:func:`max_pool2d` (``pool_type`` "max") or :func:`avg_pool2d` ("avg"), or with ``global_pooling`` one window
     over the whole image, as Paddle's layer of this name."""
     call = "pool2d"

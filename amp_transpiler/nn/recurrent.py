@@ -19,10 +19,18 @@ _GATES = {"LSTM": 4, "GRU": 3}
 
 
 @paddle_arguments("nn.input", "nn.weights")
-def lstm(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "forward", time_major: bool = False,
-         initial_states: tuple[Variable, Variable] | None = None, sequence_length: Variable | None = None,
-         param_attr: Attr = None, bias_attr: Attr = None,
-         name: str | None = None) -> tuple[Variable, Variable, Variable]:  # fmt: skip
+def lstm(
+    x: Variable,
+    hidden_size: int,
+    num_layers: int = 1,
+    direction: str = "forward",
+    time_major: bool = False,
+    initial_states: tuple[Variable, Variable] | None = None,
+    sequence_length: Variable | None = None,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    name: str | None = None,
+) -> tuple[Variable, Variable, Variable]:
     """Long short-term memory (Hochreiter & Schmidhuber 1997, with forget gates), ``num_layers`` deep.
 
     ``x``: float [batch, steps, width], or [steps, batch, width] with ``time_major``; the width is known.
@@ -40,23 +48,44 @@ def lstm(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "f
     not fit.
     """
     states = _pair("lstm", initial_states)
-    y, last = _stack("LSTM", x, hidden_size, num_layers, direction, time_major, states, sequence_length, param_attr,
-                     bias_attr, name)  # fmt: skip
+    y, last = _stack(
+        "LSTM", x, hidden_size, num_layers, direction, time_major, states, sequence_length, param_attr, bias_attr, name
+    )
     return y, last[0], last[1]
 
 
 @paddle_arguments("nn.input", "nn.weights")
-def gru(x: Variable, hidden_size: int, num_layers: int = 1, direction: str = "forward", time_major: bool = False,
-        initial_states: Variable | None = None, sequence_length: Variable | None = None, param_attr: Attr = None,
-        bias_attr: Attr = None, name: str | None = None) -> tuple[Variable, Variable]:  # fmt: skip
+def gru(
+    x: Variable,
+    hidden_size: int,
+    num_layers: int = 1,
+    direction: str = "forward",
+    time_major: bool = False,
+    initial_states: Variable | None = None,
+    sequence_length: Variable | None = None,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    name: str | None = None,
+) -> tuple[Variable, Variable]:
     """Gated recurrent unit (Cho et al. 2014), its reset gate applied after the product, as in Paddle and torch.
 
     As :func:`lstm`, with one state: returns y and the last h. The weights of layer i are w_<2i>
     [D, 3 * hidden_size, width], w_<2i+1> [D, 3 * hidden_size, hidden_size] and b_<i> [D, 6 * hidden_size], with the
     gates in ONNX's order (update, reset, candidate).
     """
-    y, last = _stack("GRU", x, hidden_size, num_layers, direction, time_major, [initial_states], sequence_length,
-                     param_attr, bias_attr, name)  # fmt: skip
+    y, last = _stack(
+        "GRU",
+        x,
+        hidden_size,
+        num_layers,
+        direction,
+        time_major,
+        [initial_states],
+        sequence_length,
+        param_attr,
+        bias_attr,
+        name,
+    )
     return y, last[0]
 
 
@@ -68,9 +97,19 @@ def _pair(call: str, states: tuple[Variable, Variable] | None) -> list[Variable 
     return list(states)
 
 
-def _stack(type_: str, x: Variable, hidden: int, layers: int, direction: str, time_major: bool,
-           states: list[Variable | None], lengths: Variable | None, param_attr: Attr, bias_attr: Attr,
-           name: str | None) -> tuple[Variable, list[Variable]]:  # fmt: skip
+def _stack(
+    type_: str,
+    x: Variable,
+    hidden: int,
+    layers: int,
+    direction: str,
+    time_major: bool,
+    states: list[Variable | None],
+    lengths: Variable | None,
+    param_attr: Attr,
+    bias_attr: Attr,
+    name: str | None,
+) -> tuple[Variable, list[Variable]]:
     call = type_.lower()
     variable(call, "x", x, dtypes=FLOATING, rank=3)
     hidden, layers = whole(call, "hidden_size", hidden), whole(call, "num_layers", layers)
@@ -80,8 +119,10 @@ def _stack(type_: str, x: Variable, hidden: int, layers: int, direction: str, ti
     for argument, attr, count in (("param_attr", param_attr, 2 * layers), ("bias_attr", bias_attr, layers)):
         named = isinstance(attr, (str, Variable)) or (isinstance(attr, ParamAttr) and attr.name is not None)
         if named and count > 1:
-            raise ArgumentError(f"{call}: {argument} names one parameter, and the layer has {count} that it is for; "
-                                "name the layer by name=: its parameters are <name>.w_0, <name>.w_1, …")  # fmt: skip
+            raise ArgumentError(
+                f"{call}: {argument} names one parameter, and the layer has {count} that it is for; "
+                "name the layer by name=: its parameters are <name>.w_0, <name>.w_1, …"
+            )
     fixed(call, "x", x, 2)
     directions = 2 if direction == "bidirectional" else 1
     for state in states:
@@ -126,8 +167,17 @@ def _layers_of(call: str, state: Variable | None, layers: int, directions: int, 
     return [*append_many(call, "Split", [state, sizes], layers, attrs={"axis": 0}, prefix=name)]
 
 
-def _weights(call: str, type_: str, x: Variable, hidden: int, directions: int, layer: int, param_attr: Attr,
-             bias_attr: Attr, name: str) -> list[Variable | None]:  # fmt: skip
+def _weights(
+    call: str,
+    type_: str,
+    x: Variable,
+    hidden: int,
+    directions: int,
+    layer: int,
+    param_attr: Attr,
+    bias_attr: Attr,
+    name: str,
+) -> list[Variable | None]:
     rows, width = _GATES[type_] * hidden, fixed(call, "x", x, 2)
     start = Uniform(-1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
     first = parameter(call, f"{name}.w_{2 * layer}", [directions, rows, width], x.dtype, param_attr, start)

@@ -19,10 +19,15 @@ _MODES = {"linear": (1, "linear"), "bilinear": (2, "linear"), "trilinear": (3, "
 
 
 @function()
-def interpolate(x: Variable, size: int | Sequence[int] | None = None,
-                scale_factor: float | Sequence[float] | None = None, mode: str = "nearest",
-                align_corners: bool = False, align_mode: int = 0,
-                data_format: str | None = None) -> Variable:  # fmt: skip
+def interpolate(
+    x: Variable,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool = False,
+    align_mode: int = 0,
+    data_format: str | None = None,
+) -> Variable:
     """An image resized to ``size``, or by ``scale_factor``, along each of its axes.
 
     ``x``: float [batch, channels, axis, …] of 1 to 3 axes. ``mode``: "nearest", "linear" (one axis), "bilinear" (two),

@@ -52,8 +52,9 @@ class Image:
         rank = len(self.sizes)
         if not self.channels_last:
             return self.x
-        return append(self.call, "Transpose", [self.x], attrs={"perm": [0, rank + 1, *range(1, rank + 1)]},
-                      prefix=prefix)  # fmt: skip
+        return append(
+            self.call, "Transpose", [self.x], attrs={"perm": [0, rank + 1, *range(1, rank + 1)]}, prefix=prefix
+        )
 
     def as_given(self, y: Variable, prefix: str) -> Variable:
         """A result in ONNX's layout brought to that of the image."""
@@ -87,8 +88,9 @@ def numbers(call: str, argument: str, value: Any, rank: int, minimum: int = 1) -
     return [whole(call, argument, item, minimum) for item in items]
 
 
-def padding(at: Image, value: Any, kernel: Sequence[int], strides: Sequence[int],
-            dilations: Sequence[int]) -> dict[str, Any]:  # fmt: skip
+def padding(
+    at: Image, value: Any, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> dict[str, Any]:
     """The ONNX attribute that stands for ``value``: ``pads``, or ``auto_pad`` where they hang on unknown sizes.
 
     ``value``: an integer; one for each axis; two for each axis (before, behind, before, …); a pair for each dimension
@@ -123,8 +125,10 @@ def _in_numbers(at: Image, value: Any, rank: int) -> list[int]:
         pairs = [numbers(call, "padding", item, 2, 0) for item in value]
         start = at.first_axis
         if len(pairs) != rank + 2 or any(map(any, pairs[:start] + pairs[start + rank :])):
-            raise ArgumentError(f"{call}: padding in pairs has one for each of the {rank + 2} dimensions, [0, 0] for "
-                                f"batch and channels, not {value!r}")  # fmt: skip
+            raise ArgumentError(
+                f"{call}: padding in pairs has one for each of the {rank + 2} dimensions, [0, 0] for "
+                f"batch and channels, not {value!r}"
+            )
         value = [number for pair in pairs[start : start + rank] for number in pair]
     if isinstance(value, (list, tuple)) and len(value) == 2 * rank:
         each = [whole(call, "padding", item, 0) for item in value]
@@ -140,8 +144,10 @@ def check_fit(at: Image, pads: Sequence[int] | None, kernel: Sequence[int], dila
     for i, size in enumerate(at.sizes):
         window = dilations[i] * (kernel[i] - 1) + 1
         if isinstance(size, int) and size + pads[i] + pads[rank + i] < window:
-            raise ArgumentError(f"{at.call}: a window of {window} does not fit dimension {at.first_axis + i} of "
-                                f"{describe(at.x)} padded by {pads[i]} and {pads[rank + i]}")  # fmt: skip
+            raise ArgumentError(
+                f"{at.call}: a window of {window} does not fit dimension {at.first_axis + i} of "
+                f"{describe(at.x)} padded by {pads[i]} and {pads[rank + i]}"
+            )
 
 
 def output_sizes(at: Image, value: Any, natural: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -149,6 +155,8 @@ def output_sizes(at: Image, value: Any, natural: Sequence[int], strides: Sequenc
     wanted = numbers(at.call, "output_size", value, len(natural))
     extra = [size - n for size, n in zip(wanted, natural, strict=True)]
     if any(not 0 <= more < stride for more, stride in zip(extra, strides, strict=True)):
-        raise ArgumentError(f"{at.call}: output_size={value!r} is out of reach: it can be {list(natural)}, or less "
-                            f"than a stride of {list(strides)} above that")  # fmt: skip
+        raise ArgumentError(
+            f"{at.call}: output_size={value!r} is out of reach: it can be {list(natural)}, or less "
+            f"than a stride of {list(strides)} above that"
+        )
     return extra

@@ -39,8 +39,14 @@ class Accumulation:
         rows: list[Variable] = []
         with context.operator_role(BACKWARD):
             for parameter, grad in params_grads:
-                total = create_state(program, startup, owned_name(program, f"{parameter.name}_accumulated"),
-                                     master_type(parameter.dtype), static_shape(parameter), 0)  # fmt: skip
+                total = create_state(
+                    program,
+                    startup,
+                    owned_name(program, f"{parameter.name}_accumulated"),
+                    master_type(parameter.dtype),
+                    static_shape(parameter),
+                    0,
+                )
                 new = next_value(total)
                 new.grad_of = parameter
                 rows += [total, grad]

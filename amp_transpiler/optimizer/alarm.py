@@ -25,17 +25,25 @@ def raise_alarm(scale: float, bad_in_a_row: int, loss_finite: bool, at_floor: bo
 def _cause(scale: float, loss_finite: bool, at_floor: bool) -> str:
     fp32 = "in fp32, with custom_black_list or custom_black_varnames"
     if not loss_finite:
-        return ("the loss itself is not finite, which no scale can cure. Look at the data and the learning rate; where "
-                f"the same step is finite in fp32, keep the operators that overflow {fp32}")  # fmt: skip
+        return (
+            "the loss itself is not finite, which no scale can cure. Look at the data and the learning rate; where "
+            f"the same step is finite in fp32, keep the operators that overflow {fp32}"
+        )
     if not math.isfinite(scale) or scale == 0:
-        return ("the loss is finite, but no gradient can be unscaled by this scale. Use a scaler with a floor and "
-                "finite_growth, and set the scale anew")  # fmt: skip
+        return (
+            "the loss is finite, but no gradient can be unscaled by this scale. Use a scaler with a floor and "
+            "finite_growth, and set the scale anew"
+        )
     if at_floor or scale <= 1:
-        return ("the loss is finite, but its gradients are not even at this scale. Keep the operators whose gradients "
-                f"overflow {fp32}; or let the scale sink, with a lower floor")  # fmt: skip
-    return ("the loss is finite, its gradients at this scale are not: only the scale is too high. Start with a smaller "
-            "init_scale, or let it decrease faster, with a smaller backoff_factor or backoff_after; a fixed scale has "
-            "to be chosen smaller")  # fmt: skip
+        return (
+            "the loss is finite, but its gradients are not even at this scale. Keep the operators whose gradients "
+            f"overflow {fp32}; or let the scale sink, with a lower floor"
+        )
+    return (
+        "the loss is finite, its gradients at this scale are not: only the scale is too high. Start with a smaller "
+        "init_scale, or let it decrease faster, with a smaller backoff_factor or backoff_after; a fixed scale has "
+        "to be chosen smaller"
+    )
 
 
 __all__ = ["raise_alarm"]

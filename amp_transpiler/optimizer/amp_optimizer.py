@@ -54,9 +54,16 @@ class OptimizerWithMixedPrecision:
     gradients, ``apply_gradients``.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], amp_lists: AutoMixedPrecisionLists, scaler: LossScaler,
-                 use_pure_fp16: bool, use_fp16_guard: bool, accumulation: Accumulation | None,
-                 numeric_guards: bool | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        amp_lists: AutoMixedPrecisionLists,
+        scaler: LossScaler,
+        use_pure_fp16: bool,
+        use_fp16_guard: bool,
+        accumulation: Accumulation | None,
+        numeric_guards: bool | None = None,
+    ) -> None:
         self.optimizers = tuple(optimizers)
         self._accumulation = accumulation
         self._amp_lists = amp_lists
@@ -86,8 +93,10 @@ class OptimizerWithMixedPrecision:
         if name.startswith("_") or name == "optimizers" or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif len(self.optimizers) > 1:
-            raise ArgumentError(f"{name} of a decorated optimizer: it holds {len(self.optimizers)}; set it on one of "
-                                f"them, as in decorated.optimizers[0].{name}")  # fmt: skip
+            raise ArgumentError(
+                f"{name} of a decorated optimizer: it holds {len(self.optimizers)}; set it on one of "
+                f"them, as in decorated.optimizers[0].{name}"
+            )
         elif not hasattr(self.optimizers[0], name):
             raise MissingNameError(f"a decorated {type(self.optimizers[0]).__name__} has no attribute '{name}'")
         else:
@@ -95,9 +104,13 @@ class OptimizerWithMixedPrecision:
 
     # -- minimize and its parts ----------------------------------------------------------------------
     @paddle_arguments("optimizer.minimize")
-    def minimize(self, loss: Losses, startup_program: Program | None = None,
-                 parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
+    def minimize(
+        self,
+        loss: Losses,
+        startup_program: Program | None = None,
+        parameter_list: Sequence[Variable | str] | None = None,
+        no_grad_set: Names | None = None,
+    ) -> tuple[list[Operator], ParamsGrads]:
         """Rewrite the program of ``loss`` (a float scalar) and append the whole training step.
 
         ``loss`` may be a list of losses, whose gradients add up. Returns the update operators and [(parameter,
@@ -111,9 +124,13 @@ class OptimizerWithMixedPrecision:
             return self.apply_gradients(params_grads), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
-    def backward(self, loss: Losses, startup_program: Program | None = None,
-                 parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
+    def backward(
+        self,
+        loss: Losses,
+        startup_program: Program | None = None,
+        parameter_list: Sequence[Variable | str] | None = None,
+        no_grad_set: Names | None = None,
+    ) -> ParamsGrads:
         """Rewrite the program, scale the loss and append its gradients; returns [(parameter, scaled gradient)].
 
         Of a list of losses, all of one program, the gradients add up. Further calls, each for another loss of the
@@ -160,18 +177,23 @@ class OptimizerWithMixedPrecision:
         if self._applied:
             raise OrderError("get_unscaled_gradients after apply_gradients: the step is complete; unscale first")
         if self._accumulation is not None:
-            raise OrderError("get_unscaled_gradients: with accumulate_steps the sums over a window are unscaled, by "
-                             "apply_gradients; hand it the scaled gradients, and clip with grad_clip")  # fmt: skip
+            raise OrderError(
+                "get_unscaled_gradients: with accumulate_steps the sums over a window are unscaled, by "
+                "apply_gradients; hand it the scaled gradients, and clip with grad_clip"
+            )
         given = [grad for grad in grads if grad is not None]
         for grad in given:
             if not isinstance(grad, Variable):
                 raise ArgumentTypeError(f"get_unscaled_gradients takes gradient variables or None, not {grad!r}")
             if grad in self._unscaled or grad in self._unscaled.values():
-                raise OrderError(f"get_unscaled_gradients: '{grad.name}' was unscaled by an earlier call of "
-                                 "get_unscaled_gradients; use what that returned")  # fmt: skip
+                raise OrderError(
+                    f"get_unscaled_gradients: '{grad.name}' was unscaled by an earlier call of "
+                    "get_unscaled_gradients; use what that returned"
+                )
         if not given:
-            raise ArgumentError("get_unscaled_gradients: every gradient is None; the loss depends on none of these "
-                                "parameters")  # fmt: skip
+            raise ArgumentError(
+                "get_unscaled_gradients: every gradient is None; the loss depends on none of these parameters"
+            )
         with appending(program, startup, self), context.program_guard(program, startup):
             self._unscale(given)
         return [None if grad is None else self._unscaled[grad] for grad in grads]
@@ -188,8 +210,10 @@ class OptimizerWithMixedPrecision:
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
         if self._applied:
-            raise OrderError(f"apply_gradients: program '{program.name}' has its update already, from an earlier call "
-                             "of apply_gradients or minimize; give it all gradients at once")  # fmt: skip
+            raise OrderError(
+                f"apply_gradients: program '{program.name}' has its update already, from an earlier call "
+                "of apply_gradients or minimize; give it all gradients at once"
+            )
         with appending(program, startup, self, *self.optimizers):
             self._applied = True
             with context.program_guard(program, startup):
@@ -218,8 +242,11 @@ class OptimizerWithMixedPrecision:
                     program.set_update(each, gated_value(each, each, program.updates[each], found_inf))
         if found_inf is not None:
             state.append(self._scaler, found_inf, self._losses)
-        return [update for optimizer, pairs in shares(self.optimizers, program, params_grads)
-                for update in optimizer._apply(pairs, startup, found_inf)]  # fmt: skip
+        return [
+            update
+            for optimizer, pairs in shares(self.optimizers, program, params_grads)
+            for update in optimizer._apply(pairs, startup, found_inf)
+        ]
 
     def _all_unscaled(self, params_grads: ParamsGrads) -> ParamsGrads:
         """The pairs with unscaled gradients; those of code of the user's stay as they are."""
@@ -245,15 +272,17 @@ class OptimizerWithMixedPrecision:
             unscaled = extend_check(self._check, grads)
         self._unscaled = {**self._unscaled, **dict(zip(grads, unscaled, strict=True))}
 
-    def apply_optimize(self, loss: Variable, startup_program: Program | None,
-                       params_grads: ParamsGrads) -> list[Operator]:  # fmt: skip
+    def apply_optimize(
+        self, loss: Variable, startup_program: Program | None, params_grads: ParamsGrads
+    ) -> list[Operator]:
         """``apply_gradients``; the arguments are those of the plain optimizers."""
         return self.apply_gradients(params_grads)
 
     # -- after minimize ------------------------------------------------------------------------------
     @paddle_arguments("amp_init")
-    def amp_init(self, place: Place, scope: Scope | None = None, test_program: Program | None = None,
-                 use_fp16_test: bool = False) -> None:  # fmt: skip
+    def amp_init(
+        self, place: Place, scope: Scope | None = None, test_program: Program | None = None, use_fp16_test: bool = False
+    ) -> None:
         """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.
 
         In pure mode the parameters that 16-bit operators read are rounded in ``scope`` (default: the
@@ -268,17 +297,30 @@ class OptimizerWithMixedPrecision:
         if not isinstance(test_program, (Program, type(None))):
             raise ArgumentTypeError(f"amp_init: test_program is {test_program!r}; expected a Program")
         if test_program is program:
-            raise ArgumentError(f"amp_init: test_program is the training program '{program.name}' itself; give it a "
-                                "program for evaluation, such as program.clone(for_test=True)")  # fmt: skip
+            raise ArgumentError(
+                f"amp_init: test_program is the training program '{program.name}' itself; give it a "
+                "program for evaluation, such as program.clone(for_test=True)"
+            )
         with unchanged_on_error(test_program):
             if test_program is not None and (self._use_pure_fp16 or use_fp16_test):
                 take_apart(test_program)
             if test_program is not None and self._use_pure_fp16:
-                cast_model_to_fp16(test_program, self._amp_lists, self._use_fp16_guard, names_must_exist=False,
-                                   numeric_guards=self._guarded(program), like=program)  # fmt: skip
+                cast_model_to_fp16(
+                    test_program,
+                    self._amp_lists,
+                    self._use_fp16_guard,
+                    names_must_exist=False,
+                    numeric_guards=self._guarded(program),
+                    like=program,
+                )
             elif test_program is not None and use_fp16_test:
-                rewrite_program(test_program, self._amp_lists, names_must_exist=False,
-                                numeric_guards=self._guarded(program), like=program)  # fmt: skip
+                rewrite_program(
+                    test_program,
+                    self._amp_lists,
+                    names_must_exist=False,
+                    numeric_guards=self._guarded(program),
+                    like=program,
+                )
             if self._use_pure_fp16:
                 cast_parameters_to_fp16(place, program, scope, self._to_fp16_var_names)
 
@@ -307,8 +349,10 @@ class OptimizerWithMixedPrecision:
         """
         state = self._ready_scale("check_alarm")
         if not self._scaler.alarm:
-            raise OrderError("check_alarm: this loss scaler has no alarm; decorate with a scaler that has one, such as "
-                             "scaler=amp.LossScaler.paddle(max_bad_in_a_row=50, error_at_floor=True)")  # fmt: skip
+            raise OrderError(
+                "check_alarm: this loss scaler has no alarm; decorate with a scaler that has one, such as "
+                "scaler=amp.LossScaler.paddle(max_bad_in_a_row=50, error_at_floor=True)"
+            )
         self._scaler.check(state.read(scope))
 
     def get_found_inf(self) -> Variable | None:
@@ -322,8 +366,9 @@ class OptimizerWithMixedPrecision:
     # -- pieces --------------------------------------------------------------------------------------
     def _ready(self, call: str) -> tuple[Program, Program]:
         if self._program is None or self._startup is None:
-            raise OrderError(f"{call} before minimize: call minimize(loss), backward(loss) or get_scaled_loss(loss) "
-                             "first")  # fmt: skip
+            raise OrderError(
+                f"{call} before minimize: call minimize(loss), backward(loss) or get_scaled_loss(loss) first"
+            )
         return self._program, self._startup
 
     def _ready_scale(self, call: str) -> ScaleState:
@@ -337,22 +382,27 @@ class OptimizerWithMixedPrecision:
         if self._program is program and not self._applied:
             return
         if self._program is program:
-            raise OrderError(f"program '{program.name}' has its training step already, and a program takes one: "
-                             "give minimize all losses in one list, or build the program anew")  # fmt: skip
+            raise OrderError(
+                f"program '{program.name}' has its training step already, and a program takes one: "
+                "give minimize all losses in one list, or build the program anew"
+            )
         if self._program is not None:
             raise OrderError(
                 f"this optimizer works on program '{self._program.name}' already; decorate another one for another "
                 "program"
             )
         if any(op.role == BACKWARD for op in program.operators):
-            raise OrderError(f"program '{program.name}' has gradients already, and takes no other precision; minimize "
-                             "a program once, or build it anew")  # fmt: skip
+            raise OrderError(
+                f"program '{program.name}' has gradients already, and takes no other precision; minimize "
+                "a program once, or build it anew"
+            )
         take_apart(program)
         if self._guarded(program):
             keep_losses(losses, self._amp_lists)
         if self._use_pure_fp16:
-            self._to_fp16_var_names = cast_model_to_fp16(program, self._amp_lists, self._use_fp16_guard,
-                                                         numeric_guards=self._guarded(program))  # fmt: skip
+            self._to_fp16_var_names = cast_model_to_fp16(
+                program, self._amp_lists, self._use_fp16_guard, numeric_guards=self._guarded(program)
+            )
         else:
             rewrite_program(program, self._amp_lists, numeric_guards=self._guarded(program))
         self._scale_state = ScaleState.create(program, startup, self._scaler)

@@ -93,10 +93,17 @@ class Optimizer:
     penalises: bool = True
     _rate: Variable | None = None
 
-    def __init__(self, learning_rate: float | LRScheduler = 0.001, parameter_list: Parameters = None,
-                 weight_decay: float | L2Decay | L1Decay | None = None, grad_clip: GradientClip | None = None,
-                 multi_precision: bool = False, name: str | None = None, *,
-                 weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: float | LRScheduler = 0.001,
+        parameter_list: Parameters = None,
+        weight_decay: float | L2Decay | L1Decay | None = None,
+        grad_clip: GradientClip | None = None,
+        multi_precision: bool = False,
+        name: str | None = None,
+        *,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
         owner = type(self).__name__
         self.learning_rate = learning_rate
         self.weight_decay: Decay = checked_decay(owner, weight_decay, self.penalises)
@@ -160,9 +167,13 @@ class Optimizer:
 
     # -- the steps of minimize -----------------------------------------------------------------------
     @paddle_arguments("optimizer.minimize")
-    def minimize(self, loss: Variable, startup_program: Program | None = None,
-                 parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Names | None = None) -> tuple[list[Operator], ParamsGrads]:  # fmt: skip
+    def minimize(
+        self,
+        loss: Variable,
+        startup_program: Program | None = None,
+        parameter_list: Sequence[Variable | str] | None = None,
+        no_grad_set: Names | None = None,
+    ) -> tuple[list[Operator], ParamsGrads]:
         """Append the backward pass of ``loss`` (a float scalar) and the update of every parameter it depends on.
 
         New state is initialised in ``startup_program`` (default: that of the loss's program). Returns the
@@ -182,9 +193,13 @@ class Optimizer:
             return self.apply_optimize(loss, startup_program, params_grads), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
-    def backward(self, loss: Variable, startup_program: Program | None = None,
-                 parameter_list: Sequence[Variable | str] | None = None,
-                 no_grad_set: Names | None = None) -> ParamsGrads:  # fmt: skip
+    def backward(
+        self,
+        loss: Variable,
+        startup_program: Program | None = None,
+        parameter_list: Sequence[Variable | str] | None = None,
+        no_grad_set: Names | None = None,
+    ) -> ParamsGrads:
         """Append the gradients of ``loss``; returns [(parameter, gradient)].
 
         A warning names the trainable parameters that the loss does not depend on.
@@ -197,8 +212,9 @@ class Optimizer:
         warn_untrained(thawed(wanted), pairs, no_grad_set)
         return pairs
 
-    def apply_optimize(self, loss: Variable, startup_program: Program | None,
-                       params_grads: GivenGrads) -> list[Operator]:  # fmt: skip
+    def apply_optimize(
+        self, loss: Variable, startup_program: Program | None, params_grads: GivenGrads
+    ) -> list[Operator]:
         """``apply_gradients``, with new state initialised in ``startup_program``."""
         params_grads = without_none(params_grads)
         with appending(checked_loss(loss).program, startup_program, self) as startup:
@@ -235,16 +251,20 @@ class Optimizer:
             params_grads = clipped(params_grads, groups)
             alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay))
             rate = self._learning_rate(program, startup, found_inf)
-            return [
-                self._append_update(program, startup, groups, pairs, rate, found_inf)
-                for pairs in alike
-            ]
+            return [self._append_update(program, startup, groups, pairs, rate, found_inf) for pairs in alike]
 
     def _factor(self, parameter: Variable, groups: dict[int, Group]) -> float:
         return groups[parameter.key].lr_factor * self._rate_factor(parameter)
 
-    def _append_update(self, program: Program, startup: Program, groups: dict[int, Group], pairs: ParamsGrads,
-                       rate: Variable, found_inf: Variable | None) -> Operator:  # fmt: skip
+    def _append_update(
+        self,
+        program: Program,
+        startup: Program,
+        groups: dict[int, Group],
+        pairs: ParamsGrads,
+        rate: Variable,
+        found_inf: Variable | None,
+    ) -> Operator:
         layout = LAYOUTS[self.type]
         inputs: list[Variable | None] = [found_inf, rate]
         for scalar in layout.scalars:
@@ -268,8 +288,9 @@ class Optimizer:
         penalty = {"l1_decay": decay.coeff} if isinstance(decay, L1Decay) else {self.decay_attribute: decay}
         return {**penalty, "with_decay": decays, **({} if factor == 1 else {"lr_factor": factor})}
 
-    def _row(self, program: Program, startup: Program, layout: Layout, parameter: Variable,
-             grad: Variable) -> list[Variable | None]:  # fmt: skip
+    def _row(
+        self, program: Program, startup: Program, layout: Layout, parameter: Variable, grad: Variable
+    ) -> list[Variable | None]:
         shape = static_shape(parameter)
         master = None
         if parameter.dtype in HALF:
@@ -305,14 +326,18 @@ class Optimizer:
     def learning_rate(self, value: float | LRScheduler) -> None:
         owner = type(self).__name__
         if isinstance(value, str):
-            raise ArgumentError(f"{owner}: learning_rate is {value!r}; expected a number, or a schedule, such as "
-                                "amp.optimizer.lr.CosineAnnealingDecay(0.1, T_max=100)")  # fmt: skip
+            raise ArgumentError(
+                f"{owner}: learning_rate is {value!r}; expected a number, or a schedule, such as "
+                "amp.optimizer.lr.CosineAnnealingDecay(0.1, T_max=100)"
+            )
         if self._rate is None:
             scheduled = isinstance(value, LRScheduler)
             self._given_rate: float | LRScheduler = value if scheduled else number(owner, "learning_rate", value, 0)
         elif isinstance(value, LRScheduler):
-            raise OrderError(f"{owner}.learning_rate is built into program '{self._rate.program.name}' already, which "
-                             "takes no schedule any more; set it before minimize")  # fmt: skip
+            raise OrderError(
+                f"{owner}.learning_rate is built into program '{self._rate.program.name}' already, which "
+                "takes no schedule any more; set it before minimize"
+            )
         else:
             self.set_lr(value)
 
@@ -325,8 +350,9 @@ class Optimizer:
                 self._rate = create_state(program, startup, name, "float32", [], self.learning_rate)
         return self._rate
 
-    def _scheduled(self, program: Program, startup: Program, name: str, schedule: LRScheduler,
-                   found_inf: Variable | None) -> Variable:  # fmt: skip
+    def _scheduled(
+        self, program: Program, startup: Program, name: str, schedule: LRScheduler, found_inf: Variable | None
+    ) -> Variable:
         """The rate that the program computes from its count of good steps, which is state."""
         step = create_state(program, startup, shared_name(program, "lr_step"), "int32", [], 0)
         rate, new = program.add_variable(name, "float32", ()), next_value(step)

@@ -24,12 +24,23 @@ _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "inc
 
 @with_levels
 @paddle_arguments("decorate")
-def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPrecisionLists | None = None,
-             init_loss_scaling: float = 2**15, incr_every_n_steps: int = 1000, decr_every_n_nan_or_inf: int = 2,
-             incr_ratio: float = 2.0, decr_ratio: float = 0.8, use_dynamic_loss_scaling: bool = True,
-             use_pure_fp16: bool = False, use_fp16_guard: bool | None = None, *,
-             dtype: str = "float16", scaler: LossScaler | None = None,
-             accumulate_steps: int = 1, numeric_guards: bool | None = None) -> OptimizerWithMixedPrecision:  # fmt: skip
+def decorate(
+    optimizer: Optimizer | Sequence[Optimizer],
+    amp_lists: AutoMixedPrecisionLists | None = None,
+    init_loss_scaling: float = 2**15,
+    incr_every_n_steps: int = 1000,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.8,
+    use_dynamic_loss_scaling: bool = True,
+    use_pure_fp16: bool = False,
+    use_fp16_guard: bool | None = None,
+    *,
+    dtype: str = "float16",
+    scaler: LossScaler | None = None,
+    accumulate_steps: int = 1,
+    numeric_guards: bool | None = None,
+) -> OptimizerWithMixedPrecision:
     """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
 
     Paddle's other signature, by ``level``, is taken as well; see ``levels.with_levels``.
@@ -66,10 +77,16 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
     if not isinstance(amp_lists, (AutoMixedPrecisionLists, type(None))):
         raise ArgumentTypeError(f"decorate: amp_lists is {amp_lists!r}; expected amp.AutoMixedPrecisionLists(...)")
     if amp_lists is not None and amp_lists.dtype != dtype:
-        raise ArgumentError(f"decorate: dtype is {dtype}, but amp_lists are for {amp_lists.dtype}; pass dtype="
-                            f"'{amp_lists.dtype}', or lists made with dtype='{dtype}'")  # fmt: skip
-    for name, flag in (("use_dynamic_loss_scaling", use_dynamic_loss_scaling), ("use_pure_fp16", use_pure_fp16),
-                       ("use_fp16_guard", use_fp16_guard), ("numeric_guards", numeric_guards)):  # fmt: skip
+        raise ArgumentError(
+            f"decorate: dtype is {dtype}, but amp_lists are for {amp_lists.dtype}; pass dtype="
+            f"'{amp_lists.dtype}', or lists made with dtype='{dtype}'"
+        )
+    for name, flag in (
+        ("use_dynamic_loss_scaling", use_dynamic_loss_scaling),
+        ("use_pure_fp16", use_pure_fp16),
+        ("use_fp16_guard", use_fp16_guard),
+        ("numeric_guards", numeric_guards),
+    ):
         if not isinstance(flag, bool) and not (flag is None and name in ("use_fp16_guard", "numeric_guards")):
             raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
     scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
@@ -80,8 +97,13 @@ def decorate(optimizer: Optimizer | Sequence[Optimizer], amp_lists: AutoMixedPre
     elif not use_dynamic_loss_scaling or (dtype == "bfloat16" and defaults):
         scaler = LossScaler.fixed(1.0 if dtype == "bfloat16" and defaults else scale)
     else:
-        scaler = LossScaler(scale, growth_factor=incr_ratio, growth_every=incr_every_n_steps,
-                            backoff_factor=decr_ratio, backoff_after=decr_every_n_nan_or_inf)  # fmt: skip
+        scaler = LossScaler(
+            scale,
+            growth_factor=incr_ratio,
+            growth_every=incr_every_n_steps,
+            backoff_factor=decr_ratio,
+            backoff_after=decr_every_n_nan_or_inf,
+        )
     if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ArgumentError(f"decorate: accumulate_steps is {accumulate_steps!r}; expected an int from 1 on")
     decorated = OptimizerWithMixedPrecision(
@@ -122,8 +144,10 @@ def _checked_optimizers(optimizer: Any) -> list[Optimizer]:
     if not found or len({id(each) for each in found}) < len(found):
         raise ArgumentError("decorate: the list of optimizers is empty, or has one of them twice")
     if sum(each.parameter_list is None for each in found) > 1:
-        raise ArgumentError("decorate: two optimizers without parameter_list would both update every parameter; give "
-                            "all but one of them a parameter_list")  # fmt: skip
+        raise ArgumentError(
+            "decorate: two optimizers without parameter_list would both update every parameter; give "
+            "all but one of them a parameter_list"
+        )
     return found
 
 
@@ -132,10 +156,12 @@ def _check_scaler(scaler: LossScaler, alone: bool) -> None:
     if not isinstance(scaler, LossScaler):
         raise ArgumentTypeError(f"decorate: scaler is {scaler!r}; expected amp.LossScaler.torch() or another scaler")
     if not alone:
-        raise ArgumentError("decorate: scaler says all about the loss scale; leave out init_loss_scaling, "
-                            "incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio and "
-                            "use_dynamic_loss_scaling, and give the scaler its numbers, as in "
-                            "amp.LossScaler.torch(init_scale=1024)")  # fmt: skip
+        raise ArgumentError(
+            "decorate: scaler says all about the loss scale; leave out init_loss_scaling, "
+            "incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio and "
+            "use_dynamic_loss_scaling, and give the scaler its numbers, as in "
+            "amp.LossScaler.torch(init_scale=1024)"
+        )
 
 
 policy.register(decorate)

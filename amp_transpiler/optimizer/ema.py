@@ -68,8 +68,10 @@ class ExponentialMovingAverage:
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"ExponentialMovingAverage.update takes a program, got {program!r}")
         if self._program is not None:
-            raise OrderError(f"this ExponentialMovingAverage follows program '{self._program.name}' already; make "
-                             "another one for another program")  # fmt: skip
+            raise OrderError(
+                f"this ExponentialMovingAverage follows program '{self._program.name}' already; make "
+                "another one for another program"
+            )
         updates = [op for op in program.operators if op.domain == OWN and op.type in LAYOUTS]
         if not updates:
             raise OrderError(
@@ -84,8 +86,9 @@ class ExponentialMovingAverage:
             self._program = program
             return op
 
-    def _append(self, program: Program, startup: Program, rows: list[Row[Variable | None]],
-                found_inf: Variable | None) -> Operator:  # fmt: skip
+    def _append(
+        self, program: Program, startup: Program, rows: list[Row[Variable | None]], found_inf: Variable | None
+    ) -> Operator:
         step = None
         if self.warmup:
             step = create_state(program, startup, shared_name(program, "ema_step"), "int32", [], 0)

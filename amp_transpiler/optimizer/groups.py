@@ -55,8 +55,9 @@ class Group:
     clip_set: str | None = None
 
 
-def parsed(owner: str, parameter_list: Any, weight_decay: Decay, clip: GradientClip | None,
-           penalties: bool) -> list[Group]:  # fmt: skip
+def parsed(
+    owner: str, parameter_list: Any, weight_decay: Decay, clip: GradientClip | None, penalties: bool
+) -> list[Group]:
     """The groups that ``parameter_list`` stands for: one of all parameters (None), of a list, or one for each dict.
 
     ``penalties``: see ``checked_decay``.
@@ -72,8 +73,9 @@ def parsed(owner: str, parameter_list: Any, weight_decay: Decay, clip: GradientC
     return [_group(owner, index, entry, weight_decay, clip, penalties) for index, entry in enumerate(entries)]
 
 
-def _group(owner: str, index: int, entry: Any, weight_decay: Decay, clip: GradientClip | None,
-           penalties: bool) -> Group:  # fmt: skip
+def _group(
+    owner: str, index: int, entry: Any, weight_decay: Decay, clip: GradientClip | None, penalties: bool
+) -> Group:
     where = f"{owner}: parameter_list[{index}]"
     if not isinstance(entry, dict):
         raise ArgumentTypeError(f"{where} is {entry!r}, and other entries are groups; put it into a group as well")
@@ -88,13 +90,13 @@ def _group(owner: str, index: int, entry: Any, weight_decay: Decay, clip: Gradie
         raise ArgumentTypeError(f"{where}: params is {entry['params']!r}; expected variables, names or patterns")
     return Group(
         label=f"parameter_list[{index}] ({', '.join(repr(_name(item)) for item in items[:3])}"
-              f"{', …' if len(items) > 3 else ''})",
+        f"{', …' if len(items) > 3 else ''})",
         items=items,
         lr_factor=number(where, "learning_rate", entry.get("learning_rate", 1.0), 0),
         weight_decay=checked_decay(where, entry.get("weight_decay", weight_decay), penalties),
         clip=checked_clip(where, entry["grad_clip"]) if "grad_clip" in entry else clip,
         clip_set=str(index) if "grad_clip" in entry else None,
-    )  # fmt: skip
+    )
 
 
 def thawed(items: list[Any]) -> list[Any]:
@@ -118,18 +120,26 @@ def assigned(owner: str, groups: Sequence[Group], program: Program, given: Seque
         for parameter in listed_parameters(program, group.items or (), f"{owner}: {group.label}"):
             other = found.setdefault(parameter.key, group)
             if other is not group:
-                raise ArgumentError(f"{owner}: parameter '{parameter.name}' is in two groups, {other.label} and "
-                                    f"{group.label}; a parameter has one group")  # fmt: skip
+                raise ArgumentError(
+                    f"{owner}: parameter '{parameter.name}' is in two groups, {other.label} and "
+                    f"{group.label}; a parameter has one group"
+                )
     left = dict.fromkeys(p.name for p in [*program.parameters, *given] if p.key not in found)
     if left:
         some = ", ".join(f"'{name}'" for name in list(left)[:5]) + (", …" if len(left) > 5 else "")
-        _log.info("%s does not train %d parameters of program '%s' that are in none of its groups: %s",
-                  owner, len(left), program.name, some)  # fmt: skip
+        _log.info(
+            "%s does not train %d parameters of program '%s' that are in none of its groups: %s",
+            owner,
+            len(left),
+            program.name,
+            some,
+        )
     return {parameter.key: found[parameter.key] for parameter in given if parameter.key in found}
 
 
-def with_own_settings(owner: str, groups: dict[int, Group], given: Sequence[Variable],
-                      penalties: bool) -> dict[int, Group]:  # fmt: skip
+def with_own_settings(
+    owner: str, groups: dict[int, Group], given: Sequence[Variable], penalties: bool
+) -> dict[int, Group]:
     """The group of each parameter, by key, with what its ``ParamAttr`` asks for.
 
     ArgumentTypeError: a penalty of its own under an optimizer that decays in a way of its own (``penalties`` False).
@@ -144,16 +154,21 @@ def with_own_settings(owner: str, groups: dict[int, Group], given: Sequence[Vari
             penalty = {"L1Decay": L1Decay, "L2Decay": L2Decay}[settings.penalty](settings.coeff)
             decay = checked_decay(f"{owner}: ParamAttr of '{parameter.name}'", penalty, penalties)
         clip, clip_set = (group.clip, group.clip_set) if settings.clipped else (None, "none")
-        found[parameter.key] = replace(group, lr_factor=group.lr_factor * settings.rate, weight_decay=decay, clip=clip,
-                                       clip_set=clip_set)  # fmt: skip
+        found[parameter.key] = replace(
+            group, lr_factor=group.lr_factor * settings.rate, weight_decay=decay, clip=clip, clip_set=clip_set
+        )
     return found
 
 
 def without_decay(owner: str, patterns: Sequence[str], program: Program) -> set[int]:
     """Keys of the parameters that ``weight_decay_exclude`` names; ArgumentError for a pattern that matches none."""
     kind = f"parameter of program '{program.name}'"
-    return {p.key for p in matching_names(program.parameters, patterns, f"{owner}: weight_decay_exclude",
-                                          names_of_parameter, kind)}  # fmt: skip
+    return {
+        p.key
+        for p in matching_names(
+            program.parameters, patterns, f"{owner}: weight_decay_exclude", names_of_parameter, kind
+        )
+    }
 
 
 def checked_patterns(owner: str, patterns: Any) -> list[str]:

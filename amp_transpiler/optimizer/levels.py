@@ -15,8 +15,13 @@ Decorate = TypeVar("Decorate", bound=Callable[..., Any])
 #: Keywords that stand in one of the two signatures alone.
 _OURS = {"use_pure_fp16", "use_fp16_guard", "use_bf16"}
 _LEVELS = {"level", "master_weight", "master_grad", "use_amp_guard"}
-_SCALING = {"init_loss_scaling": 2.0**16, "incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1, "incr_ratio": 2.0,
-            "decr_ratio": 0.5}  # fmt: skip
+_SCALING = {
+    "init_loss_scaling": 2.0**16,
+    "incr_every_n_steps": 2000,
+    "decr_every_n_nan_or_inf": 1,
+    "incr_ratio": 2.0,
+    "decr_ratio": 0.5,
+}
 
 
 def with_levels(decorate: Decorate) -> Decorate:
@@ -36,31 +41,51 @@ def with_levels(decorate: Decorate) -> Decorate:
             return decorate(*args, **kwargs)
         mixed = sorted(kwargs.keys() & _OURS)
         if mixed:
-            raise ArgumentTypeError(f"decorate: {mixed[0]} belongs to the other of Paddle's two signatures; with level "
-                                    "say level='O2', use_amp_guard=True or dtype='bfloat16'")  # fmt: skip
+            raise ArgumentTypeError(
+                f"decorate: {mixed[0]} belongs to the other of Paddle's two signatures; with level "
+                "say level='O2', use_amp_guard=True or dtype='bfloat16'"
+            )
         keywords = _by_level(*args, **kwargs)
         return decorate(**keywords)
 
     return cast(Decorate, call)
 
 
-def _by_level(optimizer: Any = None, amp_lists: Any = None, level: str = "O1", dtype: Any = "float16",
-              master_weight: bool | None = None, master_grad: bool = False,
-              init_loss_scaling: float = 2.0**16, incr_every_n_steps: int = 2000, decr_every_n_nan_or_inf: int = 1,
-              incr_ratio: float = 2.0, decr_ratio: float = 0.5, use_dynamic_loss_scaling: bool | None = None,
-              use_amp_guard: bool = False, **ours: Any) -> dict[str, Any]:  # fmt: skip
+def _by_level(
+    optimizer: Any = None,
+    amp_lists: Any = None,
+    level: str = "O1",
+    dtype: Any = "float16",
+    master_weight: bool | None = None,
+    master_grad: bool = False,
+    init_loss_scaling: float = 2.0**16,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    use_dynamic_loss_scaling: bool | None = None,
+    use_amp_guard: bool = False,
+    **ours: Any,
+) -> dict[str, Any]:
     """Our keywords for a call by level. ``master_grad`` changes nothing: gradients are unscaled and applied in fp32."""
     for name, flag in (("master_weight", master_weight), ("master_grad", master_grad)):
         if not isinstance(flag, (bool, type(None))):
             raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
     if not isinstance(level, str) or level.upper() not in ("O1", "O2", "OD"):
         way = " Without mixed precision, call minimize of the optimizer itself." if level in ("O0", "o0") else ""
-        raise ArgumentError(f"decorate: level is {level!r}; expected 'O1' (black and white lists), 'O2' (pure 16 bit) "
-                            f"or 'OD' (white operators alone).{way}")  # fmt: skip
+        raise ArgumentError(
+            f"decorate: level is {level!r}; expected 'O1' (black and white lists), 'O2' (pure 16 bit) "
+            f"or 'OD' (white operators alone).{way}"
+        )
     if level.upper() == "OD":
         amp_lists = _white_alone(amp_lists, dtype)
-    scaling = dict(zip(_SCALING, (init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio,
-                                  decr_ratio), strict=True))  # fmt: skip
+    scaling = dict(
+        zip(
+            _SCALING,
+            (init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio),
+            strict=True,
+        )
+    )
     if scaling != _SCALING or element_type(dtype) != "bfloat16":  # bfloat16 is scaled where numbers say so alone
         ours |= scaling
     if use_dynamic_loss_scaling is not None:
@@ -69,14 +94,22 @@ def _by_level(optimizer: Any = None, amp_lists: Any = None, level: str = "O1", d
         for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
             if isinstance(each, Optimizer):
                 each.multi_precision = True
-    return {"optimizer": optimizer, "amp_lists": amp_lists, "dtype": dtype, "use_pure_fp16": level.upper() == "O2",
-            "use_fp16_guard": use_amp_guard, **ours}  # fmt: skip
+    return {
+        "optimizer": optimizer,
+        "amp_lists": amp_lists,
+        "dtype": dtype,
+        "use_pure_fp16": level.upper() == "O2",
+        "use_fp16_guard": use_amp_guard,
+        **ours,
+    }
 
 
 def _white_alone(amp_lists: Any, dtype: Any) -> AutoMixedPrecisionLists:
     if amp_lists is not None:
-        raise ArgumentError("decorate: level 'OD' runs the default white operators in 16 bit and all others in fp32, "
-                            "and takes no amp_lists; with lists of your own say level='O1'")  # fmt: skip
+        raise ArgumentError(
+            "decorate: level 'OD' runs the default white operators in 16 bit and all others in fp32, "
+            "and takes no amp_lists; with lists of your own say level='O1'"
+        )
     lists = AutoMixedPrecisionLists(dtype=element_type(dtype))
     lists.black_list |= lists.gray_list
     lists.gray_list.clear()

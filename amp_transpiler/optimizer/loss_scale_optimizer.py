@@ -27,14 +27,23 @@ class LossScaleOptimizer(OptimizerWithMixedPrecision):
         ArgumentTypeError: no optimizer, ``dynamic`` neither True nor False.
     """
 
-    def __init__(self, inner_optimizer: Optimizer, dynamic: bool = True, initial_scale: float | None = None,
-                 dynamic_growth_steps: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        inner_optimizer: Optimizer,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+    ) -> None:
         if not isinstance(dynamic, bool):
-            raise ArgumentTypeError(f"LossScaleOptimizer: dynamic is {dynamic!r}; expected True or False. A scale is "
-                                    f"given by name, initial_scale={dynamic!r}")  # fmt: skip
+            raise ArgumentTypeError(
+                f"LossScaleOptimizer: dynamic is {dynamic!r}; expected True or False. A scale is "
+                f"given by name, initial_scale={dynamic!r}"
+            )
         if not dynamic and (initial_scale is None or dynamic_growth_steps is not None):
-            raise ArgumentError("LossScaleOptimizer: a static scale (dynamic=False) needs initial_scale, and takes no "
-                                "dynamic_growth_steps")  # fmt: skip
+            raise ArgumentError(
+                "LossScaleOptimizer: a static scale (dynamic=False) needs initial_scale, and takes no "
+                "dynamic_growth_steps"
+            )
         given = {} if dynamic_growth_steps is None else {"growth_every": dynamic_growth_steps}
         scale = 2.0**15 if initial_scale is None else initial_scale
         scaler = LossScaler.tf_keras(init_scale=scale, **given) if dynamic else LossScaler.fixed(scale)

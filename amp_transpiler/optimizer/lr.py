@@ -67,9 +67,7 @@ class ExponentialDecay(LRScheduler):
     """``learning_rate * gamma ** step``."""
 
     def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(
-            learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma)
-        )
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -77,9 +75,7 @@ class NaturalExpDecay(LRScheduler):
     """``learning_rate * exp(-gamma * step)``."""
 
     def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(
-            learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma)
-        )
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -87,9 +83,7 @@ class InverseTimeDecay(LRScheduler):
     """``learning_rate / (1 + gamma * step)``."""
 
     def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(
-            learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma)
-        )
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -123,8 +117,9 @@ class MultiStepDecay(LRScheduler):
 class LinearLR(LRScheduler):
     """``learning_rate * (start_factor + (end_factor - start_factor) * min(step, total_steps) / total_steps)``."""
 
-    def __init__(self, learning_rate: float, total_steps: int, start_factor: float = 1 / 3,
-                 end_factor: float = 1.0) -> None:  # fmt: skip
+    def __init__(
+        self, learning_rate: float, total_steps: int, start_factor: float = 1 / 3, end_factor: float = 1.0
+    ) -> None:
         super().__init__(
             learning_rate=rate(self, "learning_rate", learning_rate),
             total_steps=count(self, "total_steps", total_steps, 1),
@@ -155,8 +150,9 @@ class PolynomialDecay(LRScheduler):
     With ``cycle``, ``decay_steps`` is instead multiplied by ``max(1, ceil(step / decay_steps))``.
     """
 
-    def __init__(self, learning_rate: float, decay_steps: int, end_lr: float = 0.0001, power: float = 1.0,
-                 cycle: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, learning_rate: float, decay_steps: int, end_lr: float = 0.0001, power: float = 1.0, cycle: bool = False
+    ) -> None:
         super().__init__(
             learning_rate=rate(self, "learning_rate", learning_rate),
             decay_steps=count(self, "decay_steps", decay_steps, 1),
@@ -190,17 +186,26 @@ class OneCycleLR(LRScheduler):
     and then to the end rate. ``anneal_strategy`` is "cos" or "linear".
     """
 
-    def __init__(self, max_learning_rate: float, total_steps: int, divide_factor: float = 25.0,
-                 end_learning_rate: float = 0.0001, phase_pct: float = 0.3, anneal_strategy: str = "cos",
-                 three_phase: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        max_learning_rate: float,
+        total_steps: int,
+        divide_factor: float = 25.0,
+        end_learning_rate: float = 0.0001,
+        phase_pct: float = 0.3,
+        anneal_strategy: str = "cos",
+        three_phase: bool = False,
+    ) -> None:
         total = count(self, "total_steps", total_steps, 2)
         share = positive(self, "phase_pct", phase_pct)
         rises = share * total - 1
         if anneal_strategy not in ("cos", "linear"):
             raise ArgumentError(f"OneCycleLR: anneal_strategy is {anneal_strategy!r}; expected 'cos' or 'linear'")
         if not 0 < rises < ((total - 1) / 2 if flag(self, "three_phase", three_phase) else total - 1):
-            raise ArgumentError(f"OneCycleLR: phase_pct is {phase_pct!r} of {total} steps; every phase must be longer "
-                                f"than one step, and the phases no longer than the cycle")  # fmt: skip
+            raise ArgumentError(
+                f"OneCycleLR: phase_pct is {phase_pct!r} of {total} steps; every phase must be longer "
+                f"than one step, and the phases no longer than the cycle"
+            )
         super().__init__(
             max_learning_rate=rate(self, "max_learning_rate", max_learning_rate),
             total_steps=total,
@@ -213,7 +218,18 @@ class OneCycleLR(LRScheduler):
 
 
 __all__ = [
-    "Constant", "CosineAnnealingDecay", "ExponentialDecay", "InverseTimeDecay", "LRScheduler", "LinearLR",
-    "LinearWarmup", "MultiStepDecay", "NaturalExpDecay", "NoamDecay", "OneCycleLR", "PiecewiseDecay",
-    "PolynomialDecay", "StepDecay",
-]  # fmt: skip
+    "Constant",
+    "CosineAnnealingDecay",
+    "ExponentialDecay",
+    "InverseTimeDecay",
+    "LRScheduler",
+    "LinearLR",
+    "LinearWarmup",
+    "MultiStepDecay",
+    "NaturalExpDecay",
+    "NoamDecay",
+    "OneCycleLR",
+    "PiecewiseDecay",
+    "PolynomialDecay",
+    "StepDecay",
+]

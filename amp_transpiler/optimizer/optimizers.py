@@ -35,12 +35,29 @@ class Momentum(Optimizer):
 
     type = "Momentum"
 
-    def __init__(self, learning_rate: Rate = 0.001, momentum: float = 0.9, parameter_list: Parameters = None,
-                 use_nesterov: bool = False, weight_decay: Penalty = None, grad_clip: GradientClip | None = None,
-                 multi_precision: bool = False, rescale_grad: float = 1.0, name: str | None = None, *,
-                 weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
-        super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name,
-                         weight_decay_exclude=weight_decay_exclude)  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        momentum: float = 0.9,
+        parameter_list: Parameters = None,
+        use_nesterov: bool = False,
+        weight_decay: Penalty = None,
+        grad_clip: GradientClip | None = None,
+        multi_precision: bool = False,
+        rescale_grad: float = 1.0,
+        name: str | None = None,
+        *,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            parameter_list,
+            weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude=weight_decay_exclude,
+        )
         self.momentum, self.rescale_grad = momentum, rescale_grad
         self.use_nesterov = bool(use_nesterov)
         self._attributes()  # raises for a value out of range
@@ -62,20 +79,41 @@ class Lars(Optimizer):
     decay_attribute = "lars_weight_decay"
     penalises = False
 
-    def __init__(self, learning_rate: Rate = 0.001, momentum: float = 0.9, lars_coeff: float = 0.001,
-                 lars_weight_decay: float = 0.0005, parameter_list: Parameters = None,
-                 grad_clip: GradientClip | None = None, exclude_from_weight_decay: Sequence[str] | None = None,
-                 epsilon: float = 0.0, multi_precision: bool = False, rescale_grad: float = 1.0,
-                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
-        super().__init__(learning_rate, parameter_list, lars_weight_decay, grad_clip, multi_precision, name,
-                         weight_decay_exclude=weight_decay_exclude)  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        momentum: float = 0.9,
+        lars_coeff: float = 0.001,
+        lars_weight_decay: float = 0.0005,
+        parameter_list: Parameters = None,
+        grad_clip: GradientClip | None = None,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+        epsilon: float = 0.0,
+        multi_precision: bool = False,
+        rescale_grad: float = 1.0,
+        name: str | None = None,
+        *,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            parameter_list,
+            lars_weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude=weight_decay_exclude,
+        )
         self.momentum, self.rescale_grad, self.lars_coeff, self.epsilon = momentum, rescale_grad, lars_coeff, epsilon
         self.exclude_from_weight_decay = checked_patterns("Lars", exclude_from_weight_decay or ())
         self._attributes()  # raises for a value out of range
 
     def _attributes(self) -> dict[str, Any]:
-        return {**_momentum_of(self), "lars_coeff": number("Lars", "lars_coeff", self.lars_coeff, 0, open_low=True),
-                "epsilon": number("Lars", "epsilon", self.epsilon, 0)}  # fmt: skip
+        return {
+            **_momentum_of(self),
+            "lars_coeff": number("Lars", "lars_coeff", self.lars_coeff, 0, open_low=True),
+            "epsilon": number("Lars", "epsilon", self.epsilon, 0),
+        }
 
     def _decays(self, name: str) -> bool:
         return not any(part in name for part in self.exclude_from_weight_decay)
@@ -87,11 +125,28 @@ class _Adaptive(Optimizer):
     Paddle keeps a pair of powers for each parameter; they are equal in all of them.
     """
 
-    def __init__(self, learning_rate: Rate, beta1: float, beta2: float, epsilon: float, parameter_list: Parameters,
-                 weight_decay: Penalty, grad_clip: GradientClip | None, multi_precision: bool,
-                 name: str | None, weight_decay_exclude: Sequence[str]) -> None:  # fmt: skip
-        super().__init__(learning_rate, parameter_list, weight_decay, grad_clip, multi_precision, name,
-                         weight_decay_exclude=weight_decay_exclude)  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: Rate,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        parameter_list: Parameters,
+        weight_decay: Penalty,
+        grad_clip: GradientClip | None,
+        multi_precision: bool,
+        name: str | None,
+        weight_decay_exclude: Sequence[str],
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            parameter_list,
+            weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude=weight_decay_exclude,
+        )
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self._attributes()  # raises for a value out of range
 
@@ -100,8 +155,11 @@ class _Adaptive(Optimizer):
 
     def _attributes(self) -> dict[str, Any]:
         owner = type(self).__name__
-        return {"beta1": number(owner, "beta1", self.beta1, 0, 1), "beta2": number(owner, "beta2", self.beta2, 0, 1),
-                "epsilon": number(owner, "epsilon", self.epsilon, 0)}  # fmt: skip
+        return {
+            "beta1": number(owner, "beta1", self.beta1, 0, 1),
+            "beta2": number(owner, "beta2", self.beta2, 0, 1),
+            "epsilon": number(owner, "epsilon", self.epsilon, 0),
+        }
 
 
 @paddle_arguments("optimizer.parameters", "optimizer.penalty", "optimizer.Adam")
@@ -115,12 +173,33 @@ class Adam(_Adaptive):
 
     type = "Adam"
 
-    def __init__(self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
-                 parameter_list: Parameters = None, weight_decay: Penalty = None,
-                 grad_clip: GradientClip | None = None, lazy_mode: bool = False, multi_precision: bool = False,
-                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
-        super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, weight_decay, grad_clip,
-                         multi_precision, name, weight_decay_exclude)  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        parameter_list: Parameters = None,
+        weight_decay: Penalty = None,
+        grad_clip: GradientClip | None = None,
+        lazy_mode: bool = False,
+        multi_precision: bool = False,
+        name: str | None = None,
+        *,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            beta1,
+            beta2,
+            epsilon,
+            parameter_list,
+            weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude,
+        )
 
 
 @paddle_arguments("optimizer.parameters", "optimizer.penalty", "optimizer.Adam")
@@ -135,13 +214,35 @@ class AdamW(_Adaptive):
     decay_attribute = "coeff"
     penalises = False
 
-    def __init__(self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
-                 parameter_list: Parameters = None, weight_decay: float = 0.01,
-                 lr_ratio: Callable[[Variable], float] | None = None, apply_decay_param_fun: Choice = None,
-                 grad_clip: GradientClip | None = None, lazy_mode: bool = False, multi_precision: bool = False,
-                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
-        super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, weight_decay, grad_clip,
-                         multi_precision, name, weight_decay_exclude)  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        parameter_list: Parameters = None,
+        weight_decay: float = 0.01,
+        lr_ratio: Callable[[Variable], float] | None = None,
+        apply_decay_param_fun: Choice = None,
+        grad_clip: GradientClip | None = None,
+        lazy_mode: bool = False,
+        multi_precision: bool = False,
+        name: str | None = None,
+        *,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            beta1,
+            beta2,
+            epsilon,
+            parameter_list,
+            weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude,
+        )
         self.apply_decay_param_fun = _choice("AdamW", "apply_decay_param_fun", apply_decay_param_fun)
         if lr_ratio is not None and not callable(lr_ratio):
             raise ArgumentTypeError(f"AdamW: lr_ratio is {lr_ratio!r}; expected a function of a parameter")
@@ -168,14 +269,35 @@ class Lamb(_Adaptive):
     decay_attribute = "lamb_weight_decay"
     penalises = False
 
-    def __init__(self, learning_rate: Rate = 0.001, lamb_weight_decay: float = 0.01, beta1: float = 0.9,
-                 beta2: float = 0.999, epsilon: float = 1e-6, parameter_list: Parameters = None,
-                 grad_clip: GradientClip | None = None, exclude_from_weight_decay_fn: Choice = None,
-                 multi_precision: bool = False, always_adapt: bool = False,
-                 name: str | None = None, *, weight_decay_exclude: Sequence[str] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        lamb_weight_decay: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-6,
+        parameter_list: Parameters = None,
+        grad_clip: GradientClip | None = None,
+        exclude_from_weight_decay_fn: Choice = None,
+        multi_precision: bool = False,
+        always_adapt: bool = False,
+        name: str | None = None,
+        *,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
         self.always_adapt = bool(always_adapt)
-        super().__init__(learning_rate, beta1, beta2, epsilon, parameter_list, lamb_weight_decay, grad_clip,
-                         multi_precision, name, weight_decay_exclude)  # fmt: skip
+        super().__init__(
+            learning_rate,
+            beta1,
+            beta2,
+            epsilon,
+            parameter_list,
+            lamb_weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude,
+        )
         self.exclude_from_weight_decay_fn = _choice(
             "Lamb", "exclude_from_weight_decay_fn", exclude_from_weight_decay_fn
         )

@@ -62,8 +62,10 @@ def checked_pairs(params_grads: ParamsGrads) -> Program:
         raise ArgumentTypeError(f"params_grads must be a list of (parameter, gradient) variables, not {params_grads!r}")
     for parameter, grad in pairs:
         if grad.is_parameter and not parameter.is_parameter:
-            raise ArgumentError(f"params_grads: the pair ('{parameter.name}', '{grad.name}') is reversed; a pair is "
-                                f"(parameter, gradient), here ('{grad.name}', '{parameter.name}')")  # fmt: skip
+            raise ArgumentError(
+                f"params_grads: the pair ('{parameter.name}', '{grad.name}') is reversed; a pair is "
+                f"(parameter, gradient), here ('{grad.name}', '{parameter.name}')"
+            )
     if not pairs:
         raise ArgumentError("params_grads is empty: there is no parameter to update")
     keys = [parameter.key for parameter, _ in pairs]

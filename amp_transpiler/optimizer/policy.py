@@ -16,7 +16,6 @@ from amp_transpiler.errors import ArgumentError
 POLICIES: dict[str, str | None] = {"float32": None, "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
-
 class Policy(str):
     """A policy by its name, a string: ``Policy("mixed_float16").compute_dtype == "float16"``.
 

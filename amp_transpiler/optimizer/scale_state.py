@@ -64,8 +64,10 @@ class ScaleState:
             return
         program = found_inf.program
         counts = [self.bad_in_a_row, self.loss_bad_in_a_row, self.bad_at_floor]
-        new = [None if v is None else program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape)
-               for v in counts]  # fmt: skip
+        new = [
+            None if v is None else program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape)
+            for v in counts
+        ]
         rule = scaler.attributes() if self.bad_at_floor is not None else {}
         attrs = {name: rule[name] for name in ("floor", "decr_every_n_nan_or_inf", "at_least") if name in rule}
         scale, bad = (self.scale, self.bad) if rule else (None, None)
@@ -99,8 +101,10 @@ class ScaleState:
         own = self._fields()
         wrong = [name for name, variable in own.items() if (variable is None) != (getattr(record, name) is None)]
         if wrong:
-            raise ArgumentError(f"{record} is the state of another loss scaler: this one "
-                                f"{'has' if own[wrong[0]] is not None else 'has no'} {wrong[0]}")  # fmt: skip
+            raise ArgumentError(
+                f"{record} is the state of another loss scaler: this one "
+                f"{'has' if own[wrong[0]] is not None else 'has no'} {wrong[0]}"
+            )
         with scope.writing():
             for name, variable in own.items():
                 if variable is not None:

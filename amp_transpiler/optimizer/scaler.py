@@ -28,9 +28,20 @@ _LARGEST = 2.0**128
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")
 #: Fields that only a dynamic scale uses.
 _DYNAMIC = (
-    "growth_factor", "growth_every", "growth_delay", "backoff_factor", "backoff_after", "accumulate", "hysteresis",
-    "floor", "ceiling", "clamp_always", "finite_growth", "at_least", "error_at_floor",
-)  # fmt: skip
+    "growth_factor",
+    "growth_every",
+    "growth_delay",
+    "backoff_factor",
+    "backoff_after",
+    "accumulate",
+    "hysteresis",
+    "floor",
+    "ceiling",
+    "clamp_always",
+    "finite_growth",
+    "at_least",
+    "error_at_floor",
+)
 
 
 class LossScale(NamedTuple):
@@ -99,8 +110,13 @@ class LossScaler:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError(f"LossScaler: {name} is {getattr(self, name)!r}; expected True or False")
-        for name, low, high in (("init_scale", 0, _LARGEST), ("growth_factor", 1, _LARGEST), ("backoff_factor", 0, 1),
-                                ("floor", 0, _LARGEST), ("ceiling", 0, _LARGEST)):  # fmt: skip
+        for name, low, high in (
+            ("init_scale", 0, _LARGEST),
+            ("growth_factor", 1, _LARGEST),
+            ("backoff_factor", 0, 1),
+            ("floor", 0, _LARGEST),
+            ("ceiling", 0, _LARGEST),
+        ):
             self._number(name, low, high)
         for name, low in (("growth_every", 1), ("growth_delay", 0), ("backoff_after", 1), ("max_bad_in_a_row", 0)):
             self._count(name, low)
@@ -130,13 +146,17 @@ class LossScaler:
             defaults = {field.name: field.default for field in dataclasses.fields(self)}
             unused = [name for name in _DYNAMIC if getattr(self, name) != defaults[name]]
             if unused:
-                raise ArgumentError(f"LossScaler: a fixed scale makes no use of {', '.join(unused)}; leave "
-                                    f"{'it' if len(unused) == 1 else 'them'} out, or pass dynamic=True")  # fmt: skip
+                raise ArgumentError(
+                    f"LossScaler: a fixed scale makes no use of {', '.join(unused)}; leave "
+                    f"{'it' if len(unused) == 1 else 'them'} out, or pass dynamic=True"
+                )
             return
         if self.backoff_after == 1 and (self.accumulate or self.hysteresis):
-            raise ArgumentError("LossScaler: with backoff_after=1 every bad step decreases the scale, so that "
-                                "accumulate and hysteresis have no effect; pass accumulate=False, hysteresis=False, or "
-                                "a backoff_after of 2 or more")  # fmt: skip
+            raise ArgumentError(
+                "LossScaler: with backoff_after=1 every bad step decreases the scale, so that "
+                "accumulate and hysteresis have no effect; pass accumulate=False, hysteresis=False, or "
+                "a backoff_after of 2 or more"
+            )
         if self.error_at_floor and self.floor is None:
             raise ArgumentError("LossScaler: error_at_floor needs a floor; pass floor=1.0, or use max_bad_in_a_row")
         if self.clamp_always and self.floor is None and self.ceiling is None:
@@ -146,8 +166,10 @@ class LossScaler:
         if self.ceiling is not None and self.init_scale > self.ceiling:
             raise ArgumentError(f"LossScaler: init_scale {self.init_scale:g} is above ceiling {self.ceiling:g}")
         if self.clamp_always and self.floor is not None and self.init_scale < self.floor:
-            raise ArgumentError(f"LossScaler: init_scale {self.init_scale:g} is below floor {self.floor:g}, where "
-                                "clamp_always does not leave it")  # fmt: skip
+            raise ArgumentError(
+                f"LossScaler: init_scale {self.init_scale:g} is below floor {self.floor:g}, where "
+                "clamp_always does not leave it"
+            )
 
     # -- presets -------------------------------------------------------------------------------------
     @classmethod
@@ -155,8 +177,9 @@ class LossScaler:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(changes) - known)
         if unknown:
-            raise ArgumentTypeError(f"LossScaler has no field {', '.join(unknown)}; the fields are "
-                                    f"{', '.join(sorted(known))}")  # fmt: skip
+            raise ArgumentTypeError(
+                f"LossScaler has no field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}"
+            )
         return cls(**{**fields, **changes})
 
     @classmethod
@@ -240,8 +263,15 @@ class LossScaler:
             good step: good += 1; at good == 2000: scale = min(scale * 2, 2**24), good = 0
             bad step:  good = 0; scale /= 2
         """
-        return cls._preset(changes, init_scale=2.0**16, growth_every=2000, backoff_factor=0.5, backoff_after=1,
-                           floor=None, ceiling=2.0**24)  # fmt: skip
+        return cls._preset(
+            changes,
+            init_scale=2.0**16,
+            growth_every=2000,
+            backoff_factor=0.5,
+            backoff_after=1,
+            floor=None,
+            ceiling=2.0**24,
+        )
 
     @classmethod
     def deepspeed(cls, **changes: Any) -> LossScaler:
@@ -258,8 +288,15 @@ class LossScaler:
         is ``consecutive_hysteresis=True``. The error is the alarm ``error_at_floor``. DeepSpeed's scale, a Python
         float, may grow past fp32; this one stays at the last finite one.
         """
-        return cls._preset(changes, init_scale=2.0**16, backoff_factor=0.5, accumulate=True, hysteresis=True,
-                           at_least=True, error_at_floor=True)  # fmt: skip
+        return cls._preset(
+            changes,
+            init_scale=2.0**16,
+            backoff_factor=0.5,
+            accumulate=True,
+            hysteresis=True,
+            at_least=True,
+            error_at_floor=True,
+        )
 
     @classmethod
     def deepspeed_fused(cls, **changes: Any) -> LossScaler:
@@ -314,8 +351,15 @@ class LossScaler:
 
         MindSpore's scale, a Python float, may grow past fp32; this one stays at the last finite one.
         """
-        return cls._preset(changes, init_scale=2.0**24, growth_every=2000, backoff_factor=0.5, backoff_after=1,
-                           at_least=True, max_bad_in_a_row=1000)  # fmt: skip
+        return cls._preset(
+            changes,
+            init_scale=2.0**24,
+            growth_every=2000,
+            backoff_factor=0.5,
+            backoff_after=1,
+            at_least=True,
+            max_bad_in_a_row=1000,
+        )
 
     @classmethod
     def oneflow(cls, **changes: Any) -> LossScaler:
@@ -327,8 +371,15 @@ class LossScaler:
             good step: good += 1; at good >= 2000: scale = min(scale * 2, largest fp32), good = 0
             bad step:  good = 0; scale = max(scale / 2, 1)
         """
-        return cls._preset(changes, init_scale=2.0**16, growth_every=2000, backoff_factor=0.5, backoff_after=1,
-                           ceiling=LIMITS["float32"].largest, at_least=True)  # fmt: skip
+        return cls._preset(
+            changes,
+            init_scale=2.0**16,
+            growth_every=2000,
+            backoff_factor=0.5,
+            backoff_after=1,
+            ceiling=LIMITS["float32"].largest,
+            at_least=True,
+        )
 
     # -- the alarm -----------------------------------------------------------------------------------
     @property
@@ -348,15 +399,22 @@ class LossScaler:
     def attributes(self) -> dict[str, Any]:
         """The attributes of ``UpdateLossScaling``; those that are PaddlePaddle's rule are left out."""
         rule = {
-            "floor": self.floor or 0.0, "ceiling": self.ceiling or 0.0, "clamp_always": self.clamp_always,
-            "finite_growth": self.finite_growth, "at_least": self.at_least, "accumulate": self.accumulate,
-            "hysteresis": self.hysteresis, "growth_delay": self.growth_delay,
-        }  # fmt: skip
+            "floor": self.floor or 0.0,
+            "ceiling": self.ceiling or 0.0,
+            "clamp_always": self.clamp_always,
+            "finite_growth": self.finite_growth,
+            "at_least": self.at_least,
+            "accumulate": self.accumulate,
+            "hysteresis": self.hysteresis,
+            "growth_delay": self.growth_delay,
+        }
         return {
-            "incr_every_n_steps": self.growth_every, "decr_every_n_nan_or_inf": self.backoff_after,
-            "incr_ratio": self.growth_factor, "decr_ratio": self.backoff_factor,
+            "incr_every_n_steps": self.growth_every,
+            "decr_every_n_nan_or_inf": self.backoff_after,
+            "incr_ratio": self.growth_factor,
+            "decr_ratio": self.backoff_factor,
             **{name: value for name, value in rule.items() if value != RULE[name]},
-        }  # fmt: skip
+        }
 
 
 __all__ = ["LossScale", "LossScaler"]

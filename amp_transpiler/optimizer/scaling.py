@@ -64,10 +64,18 @@ def _unscaled(grad: Variable) -> Variable:
 
 
 @paddle_arguments("scaling")
-def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_loss_scaling: Variable,
-                        num_good_steps: Variable, num_bad_steps: Variable, incr_every_n_steps: int,
-                        decr_every_n_nan_or_inf: int, incr_ratio: float, decr_ratio: float,
-                        stop_update: bool = False) -> tuple[list[Variable], Variable, Variable, Variable]:  # fmt: skip
+def update_loss_scaling(
+    grads: Sequence[Variable],
+    found_inf: Variable,
+    prev_loss_scaling: Variable,
+    num_good_steps: Variable,
+    num_bad_steps: Variable,
+    incr_every_n_steps: int,
+    decr_every_n_nan_or_inf: int,
+    incr_ratio: float,
+    decr_ratio: float,
+    stop_update: bool = False,
+) -> tuple[list[Variable], Variable, Variable, Variable]:
     """PaddlePaddle's dynamic loss scaling::
 
         if found_inf: good = 0; bad += 1; if bad == decr_every_n_nan_or_inf: scale = max(scale * decr_ratio, 1); bad = 0
@@ -95,14 +103,16 @@ def update_loss_scaling(grads: Sequence[Variable], found_inf: Variable, prev_los
         _gradients("update_loss_scaling", grads)
     state = [prev_loss_scaling, num_good_steps, num_bad_steps]
     _one_element("found_inf", found_inf, "bool")
-    for name, variable, dtype in zip(("prev_loss_scaling", "num_good_steps", "num_bad_steps"), state,
-                                     ("float32", "int32", "int32"), strict=True):  # fmt: skip
+    for name, variable, dtype in zip(
+        ("prev_loss_scaling", "num_good_steps", "num_bad_steps"), state, ("float32", "int32", "int32"), strict=True
+    ):
         _one_element(name, variable, dtype)
     return append_scale_update(grads, found_inf, state, {**attrs, "stop_update": bool(stop_update)})
 
 
-def append_scale_update(grads: Sequence[Variable], found_inf: Variable, state: Sequence[Variable],
-                        attrs: dict[str, Any]) -> tuple[list[Variable], Variable, Variable, Variable]:  # fmt: skip
+def append_scale_update(
+    grads: Sequence[Variable], found_inf: Variable, state: Sequence[Variable], attrs: dict[str, Any]
+) -> tuple[list[Variable], Variable, Variable, Variable]:
     """``UpdateLossScaling`` over ``state`` (scale, good steps, bad steps), with all its attributes; see above."""
     program = found_inf.program
     new = [program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape) for v in state]
@@ -118,8 +128,9 @@ def append_scale_update(grads: Sequence[Variable], found_inf: Variable, state: S
     return zeroed, new[0], new[1], new[2]
 
 
-def scaling_attributes(owner: str, incr_every_n_steps: Any, decr_every_n_nan_or_inf: Any, incr_ratio: Any,
-                       decr_ratio: Any) -> dict[str, Any]:  # fmt: skip
+def scaling_attributes(
+    owner: str, incr_every_n_steps: Any, decr_every_n_nan_or_inf: Any, incr_ratio: Any, decr_ratio: Any
+) -> dict[str, Any]:
     """The four numbers of dynamic loss scaling, checked; ArgumentError names the one that is out of range."""
     for name, value in (
         ("incr_every_n_steps", incr_every_n_steps),

@@ -106,8 +106,10 @@ class LRScheduler:
         scope = check_scope(scope)
         states = [name for name in self._states if scope.has_var(name)]
         if not states:
-            raise OrderError(f"{type(self).__name__}.step: the scope holds no step of this schedule; minimize with it, "
-                             "and run the startup program, first")  # fmt: skip
+            raise OrderError(
+                f"{type(self).__name__}.step: the scope holds no step of this schedule; minimize with it, "
+                "and run the startup program, first"
+            )
         if epoch is not None:
             self._put(scope, states, count(self, "epoch", epoch, 0))
         elif self._by_user:
@@ -127,12 +129,16 @@ class LRScheduler:
         if taken <= 1:
             return
         owner = type(self).__name__
-        advice = (f"a schedule advances by itself, one step for every good step of the optimizer. For one that your "
-                  f"calls of step() advance, once an epoch for example, write {owner}(...).by_user()")  # fmt: skip
+        advice = (
+            f"a schedule advances by itself, one step for every good step of the optimizer. For one that your "
+            f"calls of step() advance, once an epoch for example, write {owner}(...).by_user()"
+        )
         if before is not None:
             raise OrderError(f"{owner}.step: the program took {taken} steps since the last call; {advice}")
-        warn_user(f"{owner}.step: the program stands at step {now} at the first call. Where it went on from a "
-                  f"checkpoint that is right; otherwise, {advice}")  # fmt: skip
+        warn_user(
+            f"{owner}.step: the program stands at step {now} at the first call. Where it went on from a "
+            f"checkpoint that is right; otherwise, {advice}"
+        )
 
     @property
     def last_epoch(self) -> int:
@@ -174,8 +180,9 @@ def real(owner: Any, name: str, value: Any, wanted: str) -> float:
 
 def rate(owner: Any, name: str, value: Any) -> float:
     if isinstance(value, LRScheduler):
-        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is a schedule; of the schedules, LinearWarmup alone "
-                                "wraps another one")  # fmt: skip
+        raise ArgumentTypeError(
+            f"{type(owner).__name__}: {name} is a schedule; of the schedules, LinearWarmup alone wraps another one"
+        )
     rate = real(owner, name, value, "a number >= 0")
     if rate < 0:
         raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number >= 0")
@@ -191,8 +198,9 @@ def positive(owner: Any, name: str, value: Any) -> float:
 
 def count(owner: Any, name: str, value: Any, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < 2**31:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a whole number of steps, "
-                            f"at least {low}")  # fmt: skip
+        raise ArgumentError(
+            f"{type(owner).__name__}: {name} is {value!r}; expected a whole number of steps, at least {low}"
+        )
     return int(value)
 
 

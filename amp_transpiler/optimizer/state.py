@@ -32,8 +32,10 @@ def startup_of(program: Program, startup: Program | None = None) -> Program:
             f"program '{program.name}' has no startup program to initialise optimizer state in; pass startup_program"
         )
     if startup is program:
-        raise ArgumentError(f"startup_program is program '{program.name}' itself, the one that is trained; pass the "
-                            "program that initialises its parameters, or nothing")  # fmt: skip
+        raise ArgumentError(
+            f"startup_program is program '{program.name}' itself, the one that is trained; pass the "
+            "program that initialises its parameters, or nothing"
+        )
     return startup
 
 
@@ -141,6 +143,8 @@ def static_shape(parameter: Variable) -> tuple[int, ...]:
     """The sizes of a float parameter; GraphError where they or its type are not those of one."""
     shape = parameter.shape
     if parameter.dtype not in FLOATS or shape is None or not all(isinstance(size, int) for size in shape):
-        raise GraphError(f"parameter '{parameter.name}' has element type {parameter.dtype} and shape {shape}; "
-                         "a trainable parameter is a float tensor of fixed shape")  # fmt: skip
+        raise GraphError(
+            f"parameter '{parameter.name}' has element type {parameter.dtype} and shape {shape}; "
+            "a trainable parameter is a float tensor of fixed shape"
+        )
     return tuple(int(size) for size in shape)  # type: ignore[arg-type]

@@ -65,8 +65,9 @@ def _owners(optimizers: Sequence[Optimizer], program: Program) -> dict[Variable,
     return owner
 
 
-def shares(optimizers: Sequence[Optimizer], program: Program,
-           params_grads: ParamsGrads) -> list[tuple[Optimizer, ParamsGrads]]:  # fmt: skip
+def shares(
+    optimizers: Sequence[Optimizer], program: Program, params_grads: ParamsGrads
+) -> list[tuple[Optimizer, ParamsGrads]]:
     """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
     owner = _owners(optimizers, program)
     rest = next((optimizer for optimizer in optimizers if optimizer.parameter_list is None), None)
@@ -74,13 +75,17 @@ def shares(optimizers: Sequence[Optimizer], program: Program,
     for parameter, grad in params_grads:
         found = owner.get(parameter, rest)
         if found is None:
-            raise ArgumentError(f"parameter '{parameter.name}' is in the parameter_list of no optimizer; add it "
-                                "to one, or leave its gradient out")  # fmt: skip
+            raise ArgumentError(
+                f"parameter '{parameter.name}' is in the parameter_list of no optimizer; add it "
+                "to one, or leave its gradient out"
+            )
         found_shares[found].append((parameter, grad))
     idle = next((optimizer for optimizer, pairs in found_shares.items() if not pairs), None)
     if idle is not None:
-        raise ArgumentError(f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, "
-                            "or give it a parameter_list that the loss depends on")  # fmt: skip
+        raise ArgumentError(
+            f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, "
+            "or give it a parameter_list that the loss depends on"
+        )
     return list(found_shares.items())
 
 

@@ -165,8 +165,10 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, info: zipfile.ZipIn
         start = stream.tell()
         size = _bytes(shape, dtype)
         if size != info.file_size - start:
-            raise ValueError(f"array '{name}' is cut short: {dtype}{list(shape)} takes {size:,} bytes, and "
-                             f"{info.file_size - start:,} follow its header")  # fmt: skip
+            raise ValueError(
+                f"array '{name}' is cut short: {dtype}{list(shape)} takes {size:,} bytes, and "
+                f"{info.file_size - start:,} follow its header"
+            )
         stored = info.compress_type == zipfile.ZIP_STORED
         if stored and size >= _MAPPED:
             while stream.read(1 << 20):  # to its end, where the check sum is compared
@@ -190,11 +192,15 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, info: zipfile.ZipIn
 def _check_size(name: str, info: zipfile.ZipInfo, size: int, budget: int) -> None:
     way_out = "; save it uncompressed (numpy.savez) or as .npy files in a folder, which are mapped"
     if size > _SUSPECT and size > RATIO * max(info.compress_size, 1):
-        raise ValueError(f"array '{name}' unpacks from {info.compress_size:,} to {size:,} bytes, more than {RATIO} "
-                         f"times its size in the file{way_out}")  # fmt: skip
+        raise ValueError(
+            f"array '{name}' unpacks from {info.compress_size:,} to {size:,} bytes, more than {RATIO} "
+            f"times its size in the file{way_out}"
+        )
     if size > budget:
-        raise ValueError(f"array '{name}' takes {size:,} bytes once it is unpacked, and {max(budget, 0):,} are left "
-                         f"of half of this machine's memory{way_out}")  # fmt: skip
+        raise ValueError(
+            f"array '{name}' takes {size:,} bytes once it is unpacked, and {max(budget, 0):,} are left "
+            f"of half of this machine's memory{way_out}"
+        )
 
 
 def _content(path: Path, info: zipfile.ZipInfo) -> int:
@@ -270,8 +276,9 @@ def _check_kept(array: np.ndarray, typed: np.ndarray, found: str, dtype: str, wh
             return
         changed = _changed(array, typed, found, dtype)
         if changed.any():
-            raise FeedTypeError(f"{what} is {found}, declared as {dtype}, which cannot hold its value "
-                                f"{array[changed].flat[0]}")  # fmt: skip
+            raise FeedTypeError(
+                f"{what} is {found}, declared as {dtype}, which cannot hold its value {array[changed].flat[0]}"
+            )
 
 
 def _changed(array: np.ndarray, typed: np.ndarray, found: str, dtype: str) -> np.ndarray:

@@ -97,8 +97,9 @@ class Step:
     that nobody uses, and leaves it to the next; there are as many as runs that went on at the same time.
     """
 
-    def __init__(self, session: Any, graph: onnx.GraphProto | None, lowered: Lowered, place: Place, program: str,
-                 startup: str) -> None:  # fmt: skip
+    def __init__(
+        self, session: Any, graph: onnx.GraphProto | None, lowered: Lowered, place: Place, program: str, startup: str
+    ) -> None:
         self.session, self.place, self.program, self.startup = session, place, program, startup
         # Ports alone: the rest of ``lowered`` would keep the program alive.
         self.feeds, self.states, self.fetches = lowered.feeds, lowered.states, lowered.fetches
@@ -336,11 +337,15 @@ def type_message(name: str, program: str, found: str, wanted: str) -> str:
     """What to say of a variable that the scope holds in another element type than the program declares."""
     head = f"variable '{name}' is {found} in the scope, and program '{program}' declares {wanted}"
     if wanted in HALF:
-        return (f"{head}; call the optimizer's amp_init(place, scope) after the startup program, or "
-                "cast_parameters_to_fp16(place, program)")  # fmt: skip
+        return (
+            f"{head}; call the optimizer's amp_init(place, scope) after the startup program, or "
+            "cast_parameters_to_fp16(place, program)"
+        )
     if found in HALF:
-        return (f"{head}; amp_init has cast it for a 16-bit program. Give this program to amp_init(place, scope, "
-                "test_program=...), or run its startup program into a scope of its own")  # fmt: skip
+        return (
+            f"{head}; amp_init has cast it for a 16-bit program. Give this program to amp_init(place, scope, "
+            "test_program=...), or run its startup program into a scope of its own"
+        )
     return f"{head}; set it with an array of that type, or run the startup program again"
 
 

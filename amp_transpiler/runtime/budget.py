@@ -56,12 +56,15 @@ _current: ContextVar[Budget | None] = ContextVar("budget", default=None)
 def check_budget(program: Program, seconds: float | None = None, memory: int | None = None) -> Budget:
     """The budget for running ``program`` on a made-up sample; ``seconds`` and ``memory`` win over what it says."""
     weights = _weights(program)
-    return Budget(CHECK_SECONDS + weights / _SECOND if seconds is None else seconds,
-                  CHECK_BYTES + COPIES * weights if memory is None else memory)  # fmt: skip
+    return Budget(
+        CHECK_SECONDS + weights / _SECOND if seconds is None else seconds,
+        CHECK_BYTES + COPIES * weights if memory is None else memory,
+    )
 
 
-def calibration_budget(program: Program, batches: Sequence[Mapping[str, Any]], seconds: float | None = None,
-                       memory: int | None = None) -> Budget:  # fmt: skip
+def calibration_budget(
+    program: Program, batches: Sequence[Mapping[str, Any]], seconds: float | None = None, memory: int | None = None
+) -> Budget:
     """The budget for running ``program`` on data that its user gave."""
     data = max((sum(getattr(v, "nbytes", 0) for v in batch.values()) for batch in batches), default=0)
     least = CALIBRATION_SECONDS + (_weights(program) + data) / _SECOND
@@ -165,8 +168,10 @@ class watched:
         if error is not None and memory is not None and _out_of_memory(error):
             self.exceeded = f"it needs more than {memory >> 20} MiB of memory"
         if self.exceeded and (error is None or isinstance(error, Exception)):
-            raise ExecutionError(f"{self.what} was ended: {self.exceeded}, the budget of one run; --time-budget and "
-                                 "--memory-budget raise it") from None  # fmt: skip
+            raise ExecutionError(
+                f"{self.what} was ended: {self.exceeded}, the budget of one run; --time-budget and "
+                "--memory-budget raise it"
+            ) from None
 
 
 _NO_MEMORY = ("bad_alloc", "bad allocation", "failed to allocate", "out of memory", "alloc_result")

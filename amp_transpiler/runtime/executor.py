@@ -81,8 +81,16 @@ class Executor:
     """
 
     @paddle_arguments()
-    def __init__(self, place: Place | None = None, *, optimization_level: str = "all", threads: int | None = None,
-                 tf32: bool = False, allow_cpu_fallback: bool = False, max_sessions: int = 32) -> None:  # fmt: skip
+    def __init__(
+        self,
+        place: Place | None = None,
+        *,
+        optimization_level: str = "all",
+        threads: int | None = None,
+        tf32: bool = False,
+        allow_cpu_fallback: bool = False,
+        max_sessions: int = 32,
+    ) -> None:
         self.place: Place = CPUPlace() if place is None else check_place(place, "Executor")
         self.settings = Settings(optimization_level, threads, tf32, allow_cpu_fallback)
         if isinstance(max_sessions, bool) or not isinstance(max_sessions, int) or max_sessions < 1:
@@ -105,9 +113,14 @@ class Executor:
     __getattr__ = paddle_attributes("amp_transpiler.Executor")
 
     @paddle_arguments("Executor.run")
-    def run(self, program: Program | None = None, feed: Mapping[Any, Any] | None = None,
-            fetch_list: Sequence[Variable | ReportRequest | str] | None = None, scope: Scope | None = None,
-            return_numpy: bool = True) -> list[Any]:  # fmt: skip
+    def run(
+        self,
+        program: Program | None = None,
+        feed: Mapping[Any, Any] | None = None,
+        fetch_list: Sequence[Variable | ReportRequest | str] | None = None,
+        scope: Scope | None = None,
+        return_numpy: bool = True,
+    ) -> list[Any]:
         """Run ``program`` (default: the current main program) once, and return what ``fetch_list`` names, in its order.
 
         ``feed`` maps inputs, by name or variable, to arrays of exactly the declared element type and shape (sizes
@@ -172,8 +185,9 @@ class Executor:
         release_memory()
 
     # -- compiling ------------------------------------------------------------------------------------
-    def _ready(self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None,
-               turn: int) -> tuple[Plan, dict[str, Any], Step | PlainStep | None]:  # fmt: skip
+    def _ready(
+        self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None, turn: int
+    ) -> tuple[Plan, dict[str, Any], Step | PlainStep | None]:
         """What a run needs: its plan, checked feeds, and the session (None: it needs none, or only once)."""
         plan = self._plan(program, names, program.window is not None and turn + 1 < program.window.steps)
         feeds = plan.feeds.check(feed)
@@ -213,8 +227,9 @@ class Executor:
         plan.last = step
         return step
 
-    def _make(self, session: Session, program: Program, plan: Plan, served: Shapes, feeds: Mapping[str, Any],
-              shapes: Shapes) -> None:  # fmt: skip
+    def _make(
+        self, session: Session, program: Program, plan: Plan, served: Shapes, feeds: Mapping[str, Any], shapes: Shapes
+    ) -> None:
         """Compile for feeds of these shapes; the session that was used longest ago goes where there are too many."""
         start = time.monotonic()
         try:
@@ -249,8 +264,15 @@ class Executor:
         return Step(session, graph, lowered, self.place, program.name, startup)
 
     # -- running --------------------------------------------------------------------------------------
-    def _run(self, program: Program, plan: Plan, step: Step | PlainStep | None, feeds: Mapping[str, Any],
-             scope: Scope, return_numpy: bool) -> list[Any]:  # fmt: skip
+    def _run(
+        self,
+        program: Program,
+        plan: Plan,
+        step: Step | PlainStep | None,
+        feeds: Mapping[str, Any],
+        scope: Scope,
+        return_numpy: bool,
+    ) -> list[Any]:
         try:
             results = [] if step is None else step.run(scope, feeds, return_numpy)
         except ExecutionError as error:
@@ -274,8 +296,9 @@ class Executor:
             return array if return_numpy else tensors.from_array(array, self.place)
         return tensors.to_array(value) if return_numpy else tensors.copy_to(value, self.place)
 
-    def _initialise(self, program: Program, plan: Plan, feeds: Mapping[str, Any], scope: Scope,
-                    return_numpy: bool) -> list[Any]:  # fmt: skip
+    def _initialise(
+        self, program: Program, plan: Plan, feeds: Mapping[str, Any], scope: Scope, return_numpy: bool
+    ) -> list[Any]:
         """Run a program whose operators write persistable variables. Arrays are copied, the rest is one session.
 
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.

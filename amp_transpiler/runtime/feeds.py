@@ -43,10 +43,16 @@ class Feeds:
         needed = _needed_inputs(program, targets)
         self.program = program.name
         self.feeds = {
-            v.name: Feed(v.name, v.dtype, v.shape, None if v.dtype is None else numpy_dtype(v.dtype),
-                         v.key in needed and not v.persistable and v.data is None, v.persistable or v.data is not None)
+            v.name: Feed(
+                v.name,
+                v.dtype,
+                v.shape,
+                None if v.dtype is None else numpy_dtype(v.dtype),
+                v.key in needed and not v.persistable and v.data is None,
+                v.persistable or v.data is not None,
+            )
             for v in program.inputs
-        }  # fmt: skip
+        }
         self.required = [f for f in self.feeds.values() if f.required]
         self.used = {v.name for v in program.inputs if v.key in needed}
         self.variables = {v.name: v.persistable for v in program.variables if not v.is_input}
@@ -108,8 +114,11 @@ class Feeds:
         unknown = [name for name in feed if name not in self.feeds]
         for name in unknown:
             if name in self.variables:
-                how = ("a persistable variable: set it with scope.set_var" if self.variables[name]
-                       else "computed by the program; it cannot be fed")  # fmt: skip
+                how = (
+                    "a persistable variable: set it with scope.set_var"
+                    if self.variables[name]
+                    else "computed by the program; it cannot be fed"
+                )
                 raise FeedError(f"feed '{name}' is no input of program '{self.program}' but {how}")
             hint = near_names(name, [*missing, *self.feeds]) or f"it has {_names(self.feeds)}"
             raise FeedError(f"program '{self.program}' has no input '{name}'; {hint}")

@@ -17,8 +17,15 @@ Variables = Sequence[Variable | str]
 
 
 @paddle_arguments("inference")
-def save_inference_model(path: str | os.PathLike[str], feed_vars: Variables, fetch_vars: Variables, executor: Executor,
-                         program: Program | None = None, *, scope: Scope | None = None) -> None:  # fmt: skip
+def save_inference_model(
+    path: str | os.PathLike[str],
+    feed_vars: Variables,
+    fetch_vars: Variables,
+    executor: Executor,
+    program: Program | None = None,
+    *,
+    scope: Scope | None = None,
+) -> None:
     """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
 
     The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms.
@@ -51,8 +58,9 @@ def save_inference_model(path: str | os.PathLike[str], feed_vars: Variables, fet
 
 
 @paddle_arguments("inference")
-def load_inference_model(path: str | os.PathLike[str], executor: Executor, *,
-                         scope: Scope | None = None) -> tuple[Program, list[str], list[Variable]]:  # fmt: skip
+def load_inference_model(
+    path: str | os.PathLike[str], executor: Executor, *, scope: Scope | None = None
+) -> tuple[Program, list[str], list[Variable]]:
     """The program of a model file, the names of its feeds, and its fetch variables; parameters go into ``scope``.
 
     They replace variables of the same names there: give the model a scope of its own (``scope_guard(Scope())``, or

@@ -83,12 +83,19 @@ class MemoryEstimate:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.feed_shapes.items())
         lines = [f"program '{self.program}' on {self.place}" + (f", {shapes}" if shapes else "")]
         for label, size in (
-            ("parameters", self.parameters), ("master weights", self.master_weights), ("moments", self.moments),
-            ("other state", self.other_state), ("second buffers", self.second_buffers), ("feeds", self.feeds),
-            ("constants", self.constants), ("activations kept for backward", self.activations),
-            ("gradients", self.gradients), ("gaps between tensors", self.gaps),
-            ("session", self.session), ("peak", self.peak),
-        ):  # fmt: skip
+            ("parameters", self.parameters),
+            ("master weights", self.master_weights),
+            ("moments", self.moments),
+            ("other state", self.other_state),
+            ("second buffers", self.second_buffers),
+            ("feeds", self.feeds),
+            ("constants", self.constants),
+            ("activations kept for backward", self.activations),
+            ("gradients", self.gradients),
+            ("gaps between tensors", self.gaps),
+            ("session", self.session),
+            ("peak", self.peak),
+        ):
             lines.append(f"  {label:<30} {size / _MIB:10.2f} MiB")
         lines.append(f"  peak at {self.peak_node}" + (f" of {self.peak_operator}" if self.peak_operator else ""))
         for tensor in self.largest:
@@ -97,8 +104,12 @@ class MemoryEstimate:
         return "\n".join(lines)
 
 
-def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | None = None, place: Place | None = None,
-                    fetch_list: Sequence[Variable | str] = ()) -> MemoryEstimate:  # fmt: skip
+def memory_estimate(
+    self: Program,
+    feed_shapes: Mapping[str, Sequence[int]] | None = None,
+    place: Place | None = None,
+    fetch_list: Sequence[Variable | str] = (),
+) -> MemoryEstimate:
     """Forecast what running this program takes on ``place`` (default ``CPUPlace()``), by following the lowered model.
 
     ``feed_shapes`` maps the names of feeds whose declared shape is not fixed to their shapes; sizes under one symbolic
@@ -115,8 +126,9 @@ def memory_estimate(self: Program, feed_shapes: Mapping[str, Sequence[int]] | No
     """
     place = CPUPlace() if place is None else check_place(place, "memory_estimate")
     shapes = given_shapes("memory_estimate", self, feed_shapes)
-    lowered = lower(self, place.kind, shapes, [self.var(v) if isinstance(v, str) else v for v in fetch_list],
-                    declared=True)  # fmt: skip
+    lowered = lower(
+        self, place.kind, shapes, [self.var(v) if isinstance(v, str) else v for v in fetch_list], declared=True
+    )
     _complete(self, lowered, shapes)
     return _Estimate(self, lowered, place, shapes).record()
 
@@ -153,12 +165,21 @@ class _Estimate:
         gaps = max(0, resident(self.live) - peak) if self.place.kind == "cpu" else 0
         node, operator, buffers = self._at(step)
         return MemoryEstimate(
-            program=self.program.name, place=repr(self.place), feed_shapes=self.shapes, **held, feeds=feeds,
-            constants=constants, activations=self._activations(), gradients=self._gradients(),
-            gaps=gaps, session=session, peak=peak + gaps + session + sum(held.values()) + feeds + constants,
-            peak_node=node, peak_operator=operator,
+            program=self.program.name,
+            place=repr(self.place),
+            feed_shapes=self.shapes,
+            **held,
+            feeds=feeds,
+            constants=constants,
+            activations=self._activations(),
+            gradients=self._gradients(),
+            gaps=gaps,
+            session=session,
+            peak=peak + gaps + session + sum(held.values()) + feeds + constants,
+            peak_node=node,
+            peak_operator=operator,
             largest=tuple(self._tensor(buffer, step) for buffer in buffers[:5]),
-        )  # fmt: skip
+        )
 
     # -- state -----------------------------------------------------------------------------------------
     def _states(self) -> dict[str, int]:
@@ -171,8 +192,9 @@ class _Estimate:
         inputs = {port.variable: port.tensor for port in self.lowered.states}
         outputs = {port.tensor: inputs.get(port.variable) for port in reversed(self.lowered.updates)}
         pairs = [(state, output) for output, state in outputs.items() if state is not None]
-        refused = {output for (_, output), why in zip(pairs, refusals(self.lowered.model.graph, pairs), strict=True)
-                   if why}  # fmt: skip
+        refused = {
+            output for (_, output), why in zip(pairs, refusals(self.lowered.model.graph, pairs), strict=True) if why
+        }
         refused |= {output for output, state in outputs.items() if state is None}
         held["second_buffers"] = sum(self._size(output) for output in sorted(refused))
         return held
@@ -202,8 +224,11 @@ class _Estimate:
         return math.prod(self.live.tensors.get(self.live.merged.get(tensor, tensor), ("", ()))[1])
 
     def _gradients(self) -> int:
-        tensors = {self.tensors.get(v.name) for v in self.program.variables
-                   if (v.grad_of is not None and v.grad_of.is_parameter) or _processed(v.producer)}  # fmt: skip
+        tensors = {
+            self.tensors.get(v.name)
+            for v in self.program.variables
+            if (v.grad_of is not None and v.grad_of.is_parameter) or _processed(v.producer)
+        }
         change = [0] * (len(self.live.order) + 1)
         for buffer in self.live.buffers:
             spans = [self.live.spans[name] for name in buffer.tensors if name in tensors]

@@ -18,8 +18,9 @@ from amp_transpiler.runtime.session import require_cuda
 
 
 @paddle_arguments("cast_parameters_to_fp16")
-def cast_parameters_to_fp16(place: Place, program: Program, scope: Scope | None = None,
-                            to_fp16_var_names: Iterable[str] | None = None) -> None:  # fmt: skip
+def cast_parameters_to_fp16(
+    place: Place, program: Program, scope: Scope | None = None, to_fp16_var_names: Iterable[str] | None = None
+) -> None:
     """Round values in ``scope`` (default: the global one) to the 16-bit types that ``program`` declares.
 
     ``to_fp16_var_names`` are those to round, as ``cast_model_to_fp16`` returned them: names that ``program`` does not

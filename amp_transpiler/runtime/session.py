@@ -56,8 +56,9 @@ class Settings:
             raise ArgumentError(f"threads is at least 1, got {self.threads}")
 
 
-def create_session(model: onnx.ModelProto, place: Place, settings: Settings, name: str,
-                   keep_graph: bool = False) -> tuple[Any, onnx.GraphProto | None]:  # fmt: skip
+def create_session(
+    model: onnx.ModelProto, place: Place, settings: Settings, name: str, keep_graph: bool = False
+) -> tuple[Any, onnx.GraphProto | None]:
     """A session for a lowered model and, with ``keep_graph``, the graph that it really runs (None: cannot be had).
 
     ``name`` is the program's, for messages. PlaceError where an operator has no kernel on ``place``, ExecutionError
@@ -93,8 +94,15 @@ def _serialized(model: onnx.ModelProto, name: str) -> bytes:
     return data
 
 
-def _session(data: bytes, place: Place, settings: Settings, saved: Path | None = None, *,
-             fallback: bool | None = None, record: bool = False) -> Any:  # fmt: skip
+def _session(
+    data: bytes,
+    place: Place,
+    settings: Settings,
+    saved: Path | None = None,
+    *,
+    fallback: bool | None = None,
+    record: bool = False,
+) -> Any:
     fallback = settings.allow_cpu_fallback if fallback is None else fallback
     options = ort.SessionOptions()
     options.log_severity_level = _SILENT
@@ -117,8 +125,13 @@ def _session(data: bytes, place: Place, settings: Settings, saved: Path | None =
     if isinstance(place, CUDAPlace) and not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     # The Python class would otherwise answer a CUDA error (no such device, no memory) with a session on the CPU.
-    return ort.InferenceSession(data, options, providers=_providers(place, settings, fallback), enable_fallback=0,
-                                disabled_optimizers=unbounded_optimizers())  # fmt: skip
+    return ort.InferenceSession(
+        data,
+        options,
+        providers=_providers(place, settings, fallback),
+        enable_fallback=0,
+        disabled_optimizers=unbounded_optimizers(),
+    )
 
 
 @functools.cache

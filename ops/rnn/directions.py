@@ -59,8 +59,9 @@ class Layer:
     first: bool  # layout 1: the batch comes first in inputs and outputs
 
     @classmethod
-    def of(cls, e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None,
-           lengths: Value | None) -> Layer:  # fmt: skip
+    def of(
+        cls, e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None
+    ) -> Layer:
         """From the operator's inputs as they are."""
         first = bool(op.attrs.get("layout", 0))
         x = e.transpose(x, [1, 0, 2]) if first else x

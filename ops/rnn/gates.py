@@ -68,7 +68,8 @@ _KINDS: dict[str, _Kind] = {
     "affine": _Kind(
         lambda e, x, a, b: _shifted(e, _scaled(e, x, a), b),
         lambda e, x, y, a, b: e.Expand(e.like(a, x), e.ints(*size_of(x)), shape=x.shape),
-        0.0, 0.0,
+        0.0,
+        0.0,
     ),
     "leakyrelu": _Kind(
         lambda e, x, a, b: e.Where(_positive(e, x), x, e.Mul(x, e.like(a, x))),
@@ -83,12 +84,14 @@ _KINDS: dict[str, _Kind] = {
     "scaledtanh": _Kind(
         lambda e, x, a, b: _scaled(e, e.Tanh(_scaled(e, x, b)), a),
         lambda e, x, y, a, b: _scaled(e, _one_minus(e, _squared(e, e.Tanh(_scaled(e, x, b)))), a * b),
-        0.0, 0.0,
+        0.0,
+        0.0,
     ),
     "hardsigmoid": _Kind(
         _hard,
         lambda e, x, y, a, b: _where(e, e.And(_positive(e, y), e.Less(y, e.like(1, y))), a, 0, x),
-        0.2, 0.5,
+        0.2,
+        0.5,
     ),
     "elu": _Kind(
         lambda e, x, a, b: e.Where(_positive(e, x), x, e.Mul(_shifted(e, e.Exp(x), -1), e.like(a, x))),
@@ -100,7 +103,7 @@ _KINDS: dict[str, _Kind] = {
         lambda e, x, y, a, b: _squared(e, _one_minus(e, e.Abs(y))),
     ),
     "softplus": _Kind(lambda e, x, a, b: _softplus(e, x), lambda e, x, y, a, b: e.Sigmoid(x)),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ LIMIT = 2048
 _AT_ONCE = 32
 
 
-def recur(e: Emitter, op: Operator, step: Step, states: Sequence[Value], sequences: Sequence[Value],
-          reverse: bool = False) -> tuple[list[Value], list[Value]]:  # fmt: skip
+def recur(
+    e: Emitter, op: Operator, step: Step, states: Sequence[Value], sequences: Sequence[Value], reverse: bool = False
+) -> tuple[list[Value], list[Value]]:
     """The states after the last step, and each output of ``step`` stacked over time.
 
     ``sequences``: tensors [T, ...] of one T; step t gets their slices [...] and writes row t of each stacked output
@@ -44,8 +45,9 @@ def recur(e: Emitter, op: Operator, step: Step, states: Sequence[Value], sequenc
     return _unrolled(e, step, states, sequences, reverse)
 
 
-def _unrolled(e: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value],
-              reverse: bool) -> tuple[list[Value], list[Value]]:  # fmt: skip
+def _unrolled(
+    e: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value], reverse: bool
+) -> tuple[list[Value], list[Value]]:
     slices = list(zip(*(_rows(e, s) for s in sequences), strict=True))
     rows: list[Sequence[Value]] = []
     for each in reversed(slices) if reverse else slices:
@@ -97,8 +99,9 @@ def concat(e: Emitter, parts: Sequence[Value], axis: int) -> Value:
     return e.Concat(*parts, axis=axis, shape=shape)
 
 
-def _scanned(e: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value],
-             reverse: bool) -> tuple[list[Value], list[Value]]:  # fmt: skip
+def _scanned(
+    e: Emitter, step: Step, states: Sequence[Value], sequences: Sequence[Value], reverse: bool
+) -> tuple[list[Value], list[Value]]:
     count = len(states)
 
     def write(*values: Value) -> list[Value]:
@@ -109,9 +112,15 @@ def _scanned(e: Emitter, step: Step, states: Sequence[Value], sequences: Sequenc
     graph, results = e.graph("step", [*states, *slices], write)
     outputs = len(results) - count
     found = e.Scan(
-        *states, *sequences, outputs=len(results), dtype="float32", body=graph, num_scan_inputs=len(sequences),
-        scan_input_directions=[int(reverse)] * len(sequences), scan_output_directions=[int(reverse)] * outputs,
-    )  # fmt: skip
+        *states,
+        *sequences,
+        outputs=len(results),
+        dtype="float32",
+        body=graph,
+        num_scan_inputs=len(sequences),
+        scan_input_directions=[int(reverse)] * len(sequences),
+        scan_output_directions=[int(reverse)] * outputs,
+    )
     steps = size_of(sequences[0])[0]
     typed = [
         Value(v.name, r.dtype, size_of(r) if i < count else (steps, *size_of(r)))

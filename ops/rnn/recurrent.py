@@ -29,8 +29,9 @@ Found = dict[int, Value]
 Back = Callable[[list[Value], Sequence[Value]], tuple[list[Value], list[Value]]]
 
 
-def _backwards(d: Direction, back: Back, states: list[Value], sequences: list[Value],
-               dy: Value | None) -> tuple[list[Value], list[Value]]:  # fmt: skip
+def _backwards(
+    d: Direction, back: Back, states: list[Value], sequences: list[Value], dy: Value | None
+) -> tuple[list[Value], list[Value]]:
     """Run ``back`` against the direction's time. Where a step is behind the sequence's end, states pass unchanged."""
     e = d.e
     dys, valid = d.sequence(dy), d.layer.valid()
@@ -95,8 +96,19 @@ def _parts(d: Direction, previous: Value) -> tuple[Value, Value]:
 
 # -- RNN -------------------------------------------------------------------------------------------------------------
 @gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
-def rnn(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
-        h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Grads:  # fmt: skip
+def rnn(
+    e: Emitter,
+    op: Operator,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None,
+    lengths: Value | None,
+    h0: Value | None,
+    y: Value,
+    dy: Value | None,
+    dlast: Value | None,
+) -> Grads:
     layer = Layer.of(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     return assembled(layer, [_rnn(d, kinds[d.index][0], h0, y, dy, dlast) for d in layer.each()])
@@ -124,9 +136,22 @@ def _previous(d: Direction, y: Value, h0: Value | None) -> Value:
 
 # -- LSTM ------------------------------------------------------------------------------------------------------------
 @gradient("LSTM", reads="x0 x1 x2 x3 x4 x5 x6 x7 y0 dy0 dy1 dy2", inputs=[0, 1, 2, 3, 5, 6, 7], refuse=unknown)
-def lstm(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
-         h0: Value | None, c0: Value | None, p: Value | None, y: Value, dy: Value | None, dlast: Value | None,
-         dcell: Value | None) -> Grads:  # fmt: skip
+def lstm(
+    e: Emitter,
+    op: Operator,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None,
+    lengths: Value | None,
+    h0: Value | None,
+    c0: Value | None,
+    p: Value | None,
+    y: Value,
+    dy: Value | None,
+    dlast: Value | None,
+    dcell: Value | None,
+) -> Grads:
     layer = Layer.of(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     return assembled(layer, [_lstm(_Cells.of(d, kinds[d.index], h0, c0, p, y), dy, dlast, dcell) for d in layer.each()])
@@ -146,8 +171,9 @@ class _Cells:
     after: Value
 
     @classmethod
-    def of(cls, d: Direction, kinds: Sequence[Activation], h0: Value | None, c0: Value | None, p: Value | None,
-           y: Value) -> _Cells:  # fmt: skip
+    def of(
+        cls, d: Direction, kinds: Sequence[Activation], h0: Value | None, c0: Value | None, p: Value | None, y: Value
+    ) -> _Cells:
         e, coupled = d.e, bool(d.layer.op.attrs.get("input_forget", 0))
         previous = _previous(d, y, h0)
         i, o, f, c = split(e, e.Add(*_parts(d, previous)), 4)
@@ -161,8 +187,14 @@ class _Cells:
         return cls(d, kinds, coupled, previous, [i, o, f, c], peepholes, before, after)
 
 
-def _cells(d: Direction, kinds: Sequence[Activation], coupled: bool, gates: Sequence[Value],
-           peepholes: Sequence[Value] | None, initial: Value) -> Value:  # fmt: skip
+def _cells(
+    d: Direction,
+    kinds: Sequence[Activation],
+    coupled: bool,
+    gates: Sequence[Value],
+    peepholes: Sequence[Value] | None,
+    initial: Value,
+) -> Value:
     """The cell state after every step. Without peepholes the gates are known before the recurrence."""
     e, valid = d.e, d.layer.valid()
     f, g, _ = kinds
@@ -232,8 +264,19 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
 
 # -- GRU -------------------------------------------------------------------------------------------------------------
 @gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
-def gru(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None,
-        h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Grads:  # fmt: skip
+def gru(
+    e: Emitter,
+    op: Operator,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None,
+    lengths: Value | None,
+    h0: Value | None,
+    y: Value,
+    dy: Value | None,
+    dlast: Value | None,
+) -> Grads:
     layer = Layer.of(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
@@ -246,8 +289,9 @@ def thirds(e: Emitter, r: Value) -> list[Value]:
     return list(e.Split(r, e.ints(*[count // 3] * 3), axis=0, outputs=3, shape=(count // 3, width)))
 
 
-def _gru_after(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None,
-               dlast: Value | None) -> Found:  # fmt: skip
+def _gru_after(
+    d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None, dlast: Value | None
+) -> Found:
     """The reset gate applied to the state's product: every gate's gradient is a multiple of dh."""
     e, (f, g) = d.e, kinds
     previous = _previous(d, y, h0)
@@ -273,8 +317,9 @@ def _gru_after(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: V
     return _of_weights(d, of_input, of_state, previous) | {5: dh0}
 
 
-def _gru_before(d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None,
-                dlast: Value | None) -> Found:  # fmt: skip
+def _gru_before(
+    d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None, dlast: Value | None
+) -> Found:
     """The reset gate applied to the state itself, before the candidate's product."""
     e, (f, g) = d.e, kinds
     hidden = d.layer.hidden

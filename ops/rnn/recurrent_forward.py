@@ -110,8 +110,16 @@ def _product(d: Direction) -> Callable[[Value], Value]:
 
 
 @body("RNN", when=_other)
-def rnn(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None = None, lengths: Value | None = None,
-        h0: Value | None = None) -> Grads:  # fmt: skip
+def rnn(
+    e: Emitter,
+    op: Operator,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None = None,
+    lengths: Value | None = None,
+    h0: Value | None = None,
+) -> Grads:
     if _has_kernel(e, op):
         return _emitted(e, op, [x, w, r, b, lengths, h0])
     layer = Layer.of(e, op, x, w, r, b, lengths)
@@ -125,8 +133,16 @@ def rnn(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None 
 
 
 @body("GRU", when=_other)
-def gru(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None = None, lengths: Value | None = None,
-        h0: Value | None = None) -> Grads:  # fmt: skip
+def gru(
+    e: Emitter,
+    op: Operator,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None = None,
+    lengths: Value | None = None,
+    h0: Value | None = None,
+) -> Grads:
     if _has_kernel(e, op):
         return _emitted(e, op, [x, w, r, b, lengths, h0])
     layer = Layer.of(e, op, x, w, r, b, lengths)
@@ -169,8 +185,18 @@ def _mixed(e: Emitter, z: Value, candidate: Value, old: Value) -> Value:
 
 
 @body("LSTM", when=_other)
-def lstm(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None = None, lengths: Value | None = None,
-         h0: Value | None = None, c0: Value | None = None, p: Value | None = None) -> Grads:  # fmt: skip
+def lstm(
+    e: Emitter,
+    op: Operator,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value | None = None,
+    lengths: Value | None = None,
+    h0: Value | None = None,
+    c0: Value | None = None,
+    p: Value | None = None,
+) -> Grads:
     if _has_kernel(e, op):
         return _emitted(e, op, [x, w, r, b, lengths, h0, c0, p])
     layer = Layer.of(e, op, x, w, r, b, lengths)

@@ -22,8 +22,10 @@ def _sums(op: Operator) -> Types:
 
 @body(own(ACCUMULATE), infer=_sums)
 def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
-    return [e.Add(total, e.cast(grad, total.dtype), shape=total.shape)
-            for total, grad in zip(rows[::2], rows[1::2], strict=True)]  # fmt: skip
+    return [
+        e.Add(total, e.cast(grad, total.dtype), shape=total.shape)
+        for total, grad in zip(rows[::2], rows[1::2], strict=True)
+    ]
 
 
 def _alike(op: Operator) -> Types:

@@ -45,8 +45,7 @@ def _types(op: Operator) -> Types:
 
 
 @body(own(AVERAGE), infer=_types)
-def _average(e: Emitter, op: Operator, found_inf: Value | None, step: Value | None,
-             *rows: Value) -> list[Value | None]:  # fmt: skip
+def _average(e: Emitter, op: Operator, found_inf: Value | None, step: Value | None, *rows: Value) -> list[Value | None]:
     kept = gate(e, found_inf)
     new_step = None if step is None else kept(e.Add(step, e.const(1, "int32"), shape=step.shape), step)
     results: list[Value | None] = [new_step]

@@ -40,14 +40,17 @@ def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
 @body(own(NORM), infer=_types)
 def _by_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     wide = _wide(e, grads)
-    return [e.Mul(g, _factor(e, e.ReduceSumSquare(g, keepdims=0, shape=()), op.attrs["clip_norm"]), shape=g.shape)
-            for g in wide]  # fmt: skip
+    return [
+        e.Mul(g, _factor(e, e.ReduceSumSquare(g, keepdims=0, shape=()), op.attrs["clip_norm"]), shape=g.shape)
+        for g in wide
+    ]
 
 
 @body(own(VALUE), infer=_types)
 def _by_value(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
-    return [e.Min(e.Max(g, e.like(op.attrs["min"], g)), e.like(op.attrs["max"], g), shape=g.shape)
-            for g in _wide(e, grads)]  # fmt: skip
+    return [
+        e.Min(e.Max(g, e.like(op.attrs["min"], g)), e.like(op.attrs["max"], g), shape=g.shape) for g in _wide(e, grads)
+    ]
 
 
 __all__ = ["CLIPS", "GLOBAL_NORM", "NORM", "VALUE"]

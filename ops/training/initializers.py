@@ -24,8 +24,17 @@ from amp_transpiler.ops.training.random import normal, stream_of, uniform
 _STEP = 0xFFFFFFFF
 
 #: Giles' polynomial, the highest power of w - 2.5 first.
-_ERFINV = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
-           -0.00417768164, 0.246640727, 1.50140941)  # fmt: skip
+_ERFINV = (
+    2.81022636e-08,
+    3.43273939e-07,
+    -3.5233877e-06,
+    -4.39150654e-06,
+    0.00021858087,
+    -0.00125372503,
+    -0.00417768164,
+    0.246640727,
+    1.50140941,
+)
 
 
 def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:

@@ -228,8 +228,9 @@ def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value
 
 
 @gradient("Dropout", reads="x1 x2 y1 dy0", inputs=[0])
-def dropout_gradient(e: Emitter, op: Operator, ratio: Value | None, mode: Value | None, mask: Value,
-                     dy: Value) -> list[Value | None]:  # fmt: skip
+def dropout_gradient(
+    e: Emitter, op: Operator, ratio: Value | None, mode: Value | None, mask: Value, dy: Value
+) -> list[Value | None]:
     """dx = dy / (1 - ratio) where the forward mask is True, 0 elsewhere; dy where it does not train."""
     known = e.known(op.input(1))
     if mode is None or (known is not None and not known):

@@ -51,8 +51,9 @@ def _dropout_types(op: Operator) -> _Types:
 
 
 @body(own(DROPOUT), infer=_dropout_types)
-def recomputed_dropout(e: Emitter, op: Operator, zero: Value, x: Value, ratio: Value | None,
-                       mode: Value | None = None) -> list[Value]:  # fmt: skip
+def recomputed_dropout(
+    e: Emitter, op: Operator, zero: Value, x: Value, ratio: Value | None, mode: Value | None = None
+) -> list[Value]:
     """Dropout with the same mask, drawn again from a step that only the token tells from the first one's."""
     key = f"step {zero.name}"
     if key not in e.shared:

@@ -32,9 +32,15 @@ COUNT_BAD = "CountBadSteps"
 #: count of bad steps outlives good steps, up to the next growth. ``hysteresis``: it also outlives a decrease, so that
 #: every further bad step decreases. ``growth_delay``: good steps that do not count after a bad one.
 RULE: dict[str, float | int | bool] = {
-    "floor": 1.0, "ceiling": 0.0, "clamp_always": False, "finite_growth": True, "at_least": False,
-    "accumulate": False, "hysteresis": False, "growth_delay": 0,
-}  # fmt: skip
+    "floor": 1.0,
+    "ceiling": 0.0,
+    "clamp_always": False,
+    "finite_growth": True,
+    "at_least": False,
+    "accumulate": False,
+    "hysteresis": False,
+    "growth_delay": 0,
+}
 
 Types = list[tuple[str | None, Shape | None] | None]
 Gate = Callable[[Value, Value], Value]
@@ -92,8 +98,9 @@ def _scaling_types(op: Operator) -> Types:
 
 
 @body(own(UPDATE_SCALE), infer=_scaling_types)
-def _update_loss_scaling(e: Emitter, op: Operator, found_inf: Value, scale: Value, good: Value, bad: Value,
-                         *grads: Value) -> Sequence[Value]:  # fmt: skip
+def _update_loss_scaling(
+    e: Emitter, op: Operator, found_inf: Value, scale: Value, good: Value, bad: Value, *grads: Value
+) -> Sequence[Value]:
     """With the defaults of :data:`RULE`: thresholds fire on equality; a decrease stops at 1; a growth that leaves the
     format does not happen; a step of one kind clears the count of the other."""
     found = e.reshape(found_inf, ())
@@ -155,9 +162,17 @@ def _counter_types(op: Operator) -> Types:
 
 
 @body(own(COUNT_BAD), infer=_counter_types)
-def _count_bad_steps(e: Emitter, op: Operator, found_inf: Value, scale: Value | None, bad: Value | None,
-                     in_a_row: Value, loss_in_a_row: Value, at_floor: Value | None,
-                     *losses: Value) -> Sequence[Value | None]:  # fmt: skip
+def _count_bad_steps(
+    e: Emitter,
+    op: Operator,
+    found_inf: Value,
+    scale: Value | None,
+    bad: Value | None,
+    in_a_row: Value,
+    loss_in_a_row: Value,
+    at_floor: Value | None,
+    *losses: Value,
+) -> Sequence[Value | None]:
     """Lengths of the runs of steps that end now: of bad ones, of ones whose loss is not finite, of ones that are due to
     decrease a scale which is at its floor. Attributes: ``floor``, and of the rule ``decr_every_n_nan_or_inf`` and
     ``at_least``; used for the last of the three alone."""

@@ -75,8 +75,10 @@ def main() -> int:
         written = sum(path.stat().st_size for path in folder.glob("half.onnx*"))
     tensor = 4 * options.width**2 / 1e6
     limit = 1.2 * tensor * 1e6 / 2**20 + 500
-    print(f"{options.layers} weights of {tensor:.0f} MB, {options.layers * tensor / 1e3:.2f} GB: {seconds:.1f} s, "
-          f"{written / 1e9:.2f} GB written, peak {peak:.0f} MiB, limit {limit:.0f} MiB")  # fmt: skip
+    print(
+        f"{options.layers} weights of {tensor:.0f} MB, {options.layers * tensor / 1e3:.2f} GB: {seconds:.1f} s, "
+        f"{written / 1e9:.2f} GB written, peak {peak:.0f} MiB, limit {limit:.0f} MiB"
+    )
     return int(peak > limit)
 
 

@@ -48,8 +48,7 @@ class Ours:
             _, self.loss, _ = programs.LAYERS[name]()
             optimizer = amp.optimizer.SGD(0.01, multi_precision=mode == "pure-fp16")
             if mode != "fp32":
-                optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure-fp16",
-                                         use_fp16_guard=False)  # fmt: skip
+                optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure-fp16", use_fp16_guard=False)
             optimizer.minimize(self.loss, startup)
         self.main, self.scope = main, amp.Scope()
         self.executor = amp.Executor(amp.CPUPlace(), threads=1)

@@ -40,14 +40,30 @@ def simple(**functions):
 
 
 simple(
-    Add=torch.add, Sub=torch.sub, Mul=torch.mul, Pow=lambda x, p: x ** p.to(x.dtype), Relu=torch.relu,
-    Sigmoid=torch.sigmoid, Tanh=torch.tanh, Erf=torch.erf, Sqrt=torch.sqrt, Cos=torch.cos, Sin=torch.sin,
-    Neg=torch.neg, Equal=torch.eq, And=torch.logical_and, IsNaN=torch.isnan, LessOrEqual=torch.le,
-    GreaterOrEqual=torch.ge, MatMul=torch.matmul, HardSwish=F.hardswish, Identity=lambda x: x,
-    Shape=lambda x: torch.tensor(x.shape), Expand=lambda x, s: x.broadcast_to(
-        torch.broadcast_shapes(tuple(x.shape), tuple(s.tolist()))),
+    Add=torch.add,
+    Sub=torch.sub,
+    Mul=torch.mul,
+    Pow=lambda x, p: x ** p.to(x.dtype),
+    Relu=torch.relu,
+    Sigmoid=torch.sigmoid,
+    Tanh=torch.tanh,
+    Erf=torch.erf,
+    Sqrt=torch.sqrt,
+    Cos=torch.cos,
+    Sin=torch.sin,
+    Neg=torch.neg,
+    Equal=torch.eq,
+    And=torch.logical_and,
+    IsNaN=torch.isnan,
+    LessOrEqual=torch.le,
+    GreaterOrEqual=torch.ge,
+    MatMul=torch.matmul,
+    HardSwish=F.hardswish,
+    Identity=lambda x: x,
+    Shape=lambda x: torch.tensor(x.shape),
+    Expand=lambda x, s: x.broadcast_to(torch.broadcast_shapes(tuple(x.shape), tuple(s.tolist()))),
     Div=lambda x, y: x / y if x.dtype.is_floating_point else torch.div(x, y, rounding_mode="trunc"),
-)  # fmt: skip
+)
 
 
 @op("Where")
@@ -233,8 +249,15 @@ def rnn(a, x, w, r, b=None, lengths=None, h0=None, c0=None, *, kind):
     for d in range(w.shape[0]):
         start = x.new_zeros(x.shape[1], r.shape[-1])
         back = a.get("direction", b"forward") == b"reverse" or d == 1
-        y, h, c = recurrent(x.flip(0) if back else x, start if h0 is None else h0[d], start if c0 is None else c0[d],
-                            w[d], r[d], None if b is None else b[d], kind)  # fmt: skip
+        y, h, c = recurrent(
+            x.flip(0) if back else x,
+            start if h0 is None else h0[d],
+            start if c0 is None else c0[d],
+            w[d],
+            r[d],
+            None if b is None else b[d],
+            kind,
+        )
         ys.append(y.flip(0) if back else y)
         hs.append(h)
         cs.append(c)
@@ -282,8 +305,11 @@ def main():
         graph = Graph(path, torch.float64 if rest[1:] == ["float64"] else torch.float32)
         loss = graph.loss(feeds)
         loss.backward()
-        np.savez(rest[0], loss=loss.detach().numpy(),
-                 **{f"d:{n}": v.grad.numpy() for n, v in graph.leaves.items() if v.grad is not None})  # fmt: skip
+        np.savez(
+            rest[0],
+            loss=loss.detach().numpy(),
+            **{f"d:{n}": v.grad.numpy() for n, v in graph.leaves.items() if v.grad is not None},
+        )
         return
     torch.set_num_threads(1)
     graph = Graph(path, torch.float32)

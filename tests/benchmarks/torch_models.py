@@ -78,10 +78,19 @@ def main():
     model, inputs, names = {"resnet50": resnet50, "bert": bert, "lstm": lstm}[name]()
     with torch.no_grad():
         out = model(*inputs)
-        torch.onnx.export(model, inputs, f"{folder}/{name}.onnx", dynamo=False, input_names=names, opset_version=17,
-                          do_constant_folding=True)  # fmt: skip
+        torch.onnx.export(
+            model,
+            inputs,
+            f"{folder}/{name}.onnx",
+            dynamo=False,
+            input_names=names,
+            opset_version=17,
+            do_constant_folding=True,
+        )
     target = out + torch.randn_like(out) * out.std()
-    np.savez(f"{folder}/{name}.npz", target=target.numpy(), **{n: v.numpy() for n, v in zip(names, inputs, strict=True)})
+    np.savez(
+        f"{folder}/{name}.npz", target=target.numpy(), **{n: v.numpy() for n, v in zip(names, inputs, strict=True)}
+    )
     print("ready", flush=True)
     cuda = place == "cuda"
     model, target, inputs = model.to(place), target.to(place), [v.to(place) for v in inputs]
@@ -89,7 +98,9 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
     for line in sys.stdin:
         if line.strip() == "peak":
-            peak = torch.cuda.max_memory_reserved() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = (
+                torch.cuda.max_memory_reserved() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            )
             print(peak / 2**20, flush=True)
             continue
         start = clock()

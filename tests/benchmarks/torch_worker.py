@@ -23,9 +23,16 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 
 def cnn() -> tuple[nn.Module, torch.Tensor]:
     """conv 32, pool, conv 64, pool, dense."""
-    model = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-                          nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-                          nn.Flatten(), nn.Linear(64 * 49, 10))  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 49, 10),
+    )
     return model, torch.randn(64, 1, 28, 28)
 
 

@@ -129,11 +129,14 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            torch = Worker([options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name,
-                            options.place])  # fmt: skip
+            torch = Worker(
+                [options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name, options.place]
+            )
             sides = {"torch": torch}
-            sides |= {mode: Worker([sys.executable, __file__, "--serve", folder, name, mode, options.place])
-                      for mode in ("fp32", "pure-fp16")}  # fmt: skip
+            sides |= {
+                mode: Worker([sys.executable, __file__, "--serve", folder, name, mode, options.place])
+                for mode in ("fp32", "pure-fp16")
+            }
             compare(name, sides, options.blocks)
             for side in sides.values():
                 side.process.kill()
@@ -153,11 +156,14 @@ def compare(name: str, sides: dict[str, Worker], blocks: int) -> None:
     def ratio(side: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(times[side], times[other], strict=True))
 
-    print(f"{name}: torch {statistics.median(times['torch']):.0f} ms/step, ours fp32 "
-          f"{statistics.median(times['fp32']):.0f} ms = {ratio('fp32', 'torch'):.2f}; pure fp16 (CPU, bit-faithful) "
-          f"x{ratio('pure-fp16', 'fp32'):.2f} of fp32; peak {peaks['torch']:.0f} MiB, ours {peaks['fp32']:.0f} = "
-          f"{peaks['fp32'] / peaks['torch']:.2f}, pure fp16 {peaks['pure-fp16']:.0f}; costs: {', '.join(facts['costs'])}; "
-          f"import to startup {facts['built']:.1f} s", flush=True)  # fmt: skip
+    print(
+        f"{name}: torch {statistics.median(times['torch']):.0f} ms/step, ours fp32 "
+        f"{statistics.median(times['fp32']):.0f} ms = {ratio('fp32', 'torch'):.2f}; pure fp16 (CPU, bit-faithful) "
+        f"x{ratio('pure-fp16', 'fp32'):.2f} of fp32; peak {peaks['torch']:.0f} MiB, ours {peaks['fp32']:.0f} = "
+        f"{peaks['fp32'] / peaks['torch']:.2f}, pure fp16 {peaks['pure-fp16']:.0f}; costs: {', '.join(facts['costs'])}; "
+        f"import to startup {facts['built']:.1f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -33,8 +33,10 @@ def main() -> int:
     if options.again:
         numbered = [one.partition(":") for one in options.again]
         return _report([Case(kind, options.seed, int(number)) for kind, _, number in numbered], options)
-    cases = [Case(kinds[i % len(kinds)], options.seed, i // len(kinds))
-             for i in range(options.first, options.first + options.cases)]  # fmt: skip
+    cases = [
+        Case(kinds[i % len(kinds)], options.seed, i // len(kinds))
+        for i in range(options.first, options.first + options.cases)
+    ]
     return _report(cases, options)
 
 
@@ -49,7 +51,9 @@ def _report(cases: Sequence[Case | Given], options: argparse.Namespace) -> int:
                 if options.keep:
                     Path(options.keep).mkdir(exist_ok=True)
                     (Path(options.keep) / f"{str(case).replace(' ', '_')}.onnx").write_bytes(case.content())
-    print(f"{len(cases)} cases, {found} violations; {time.monotonic() - started:.0f} s, the slowest case {slowest:.1f} s")
+    print(
+        f"{len(cases)} cases, {found} violations; {time.monotonic() - started:.0f} s, the slowest case {slowest:.1f} s"
+    )
     return 1 if found else 0
 
 

@@ -29,8 +29,14 @@ COMMANDS: dict[str, list[str]] = {
 #: Longer than this, a message is no clear one.
 _LONGEST = 3000
 #: Control characters, and those that turn the direction of text.
-_FORBIDDEN = frozenset([*map(chr, range(32)), *map(chr, range(127, 160)), *map(chr, range(0x202A, 0x202F)),
-                        *map(chr, range(0x2066, 0x206A))]) - {"\n"}  # fmt: skip
+_FORBIDDEN = frozenset(
+    [
+        *map(chr, range(32)),
+        *map(chr, range(127, 160)),
+        *map(chr, range(0x202A, 0x202F)),
+        *map(chr, range(0x2066, 0x206A)),
+    ]
+) - {"\n"}
 
 
 def violation(command: str, model: Path, folder: Path) -> str:
@@ -42,8 +48,11 @@ def violation(command: str, model: Path, folder: Path) -> str:
     try:
         with warnings.catch_warnings(record=True) as warned, quiet():
             warnings.simplefilter("always")
-            found = prepared(model) if command == "prepare" else ran(
-                [a.format(m=model, o=folder / "out.onnx") for a in COMMANDS[command]], folder)  # fmt: skip
+            found = (
+                prepared(model)
+                if command == "prepare"
+                else ran([a.format(m=model, o=folder / "out.onnx") for a in COMMANDS[command]], folder)
+            )
         noise = [str(w.message) for w in warned if issubclass(w.category, RuntimeWarning | DeprecationWarning)]
         return found or (f"warning: {noise[0]}" if noise else "")
     finally:

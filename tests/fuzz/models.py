@@ -59,10 +59,20 @@ _FIXED: dict[str, dict[str, np.ndarray]] = {
     "cnn": {"axes": np.array([2, 3])},
     "transformer": {"root": np.float32(2), "low": np.float32(-1e9), "one": np.array([1])},
     "control": {"three": np.array(3)},
-    "shapes": {"zero": np.array(0), "four": np.array([4]), "start": np.array(0), "step": np.array(1),
-               "pads": np.array([0, 0, 1, 0])},
-    "mixed": {"scale": np.float32(0.5), "zero": np.array(3, np.uint8), "low": np.float32(-6), "high": np.float32(70000)},
-}  # fmt: skip
+    "shapes": {
+        "zero": np.array(0),
+        "four": np.array([4]),
+        "start": np.array(0),
+        "step": np.array(1),
+        "pads": np.array([0, 0, 1, 0]),
+    },
+    "mixed": {
+        "scale": np.float32(0.5),
+        "zero": np.array(3, np.uint8),
+        "low": np.float32(-6),
+        "high": np.float32(70000),
+    },
+}
 
 
 def _made(text: str) -> onnx.ModelProto:
@@ -74,8 +84,9 @@ def _made(text: str) -> onnx.ModelProto:
     for constant, value in _FIXED.get(name, {}).items():
         model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), constant))
     if name == "mixed":
-        sparse = helper.make_sparse_tensor(numpy_helper.from_array(np.ones(2, np.float32), "sp"),
-                                           numpy_helper.from_array(np.array([0, 3]), "at"), [4])  # fmt: skip
+        sparse = helper.make_sparse_tensor(
+            numpy_helper.from_array(np.ones(2, np.float32), "sp"), numpy_helper.from_array(np.array([0, 3]), "at"), [4]
+        )
         model.graph.sparse_initializer.append(sparse)
     if name == "mlp":  # content as old exporters write it
         tensor = model.graph.initializer[1]

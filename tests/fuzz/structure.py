@@ -14,12 +14,70 @@ from google.protobuf.message import DecodeError
 _INTEGERS = [0, 1, -1, 2, 3, 7, 16, 99, 1000, 2**16, 2**31 - 1, -(2**31), 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)]
 _SMALL = [n for n in _INTEGERS if -(2**31) <= n < 2**31]
 _FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-30, 3e38, float("inf"), float("-inf"), float("nan"), 65505.0]
-_TEXTS = ["", "x", "y", "h", "Relu", "If", "Loop", "Constant", "ai.onnx", "com.microsoft", "amp_transpiler", "f", "a/b/c",
-          "\x1b[31m", "\u202e", "\0", "../x", "re:(", "*", "NaN", "-1", "amp_transpiler.state", "é" * 50, "n" * 5000]
-_OPERATORS = ["Add", "MatMul", "Conv", "Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Identity", "If",
-              "Loop", "LSTM", "Pad", "Range", "Reshape", "Resize", "Scan", "Shape", "Slice", "Softmax", "Split", "Tile",
-              "Transpose", "Unsqueeze", "Where", "MatMulGrad", "Adam", "ArrayInitializer", "BatchNormalization", "Einsum",
-              "TopK", "SequenceAt", "Loss", "Attention", "QuickGelu"]  # fmt: skip
+_TEXTS = [
+    "",
+    "x",
+    "y",
+    "h",
+    "Relu",
+    "If",
+    "Loop",
+    "Constant",
+    "ai.onnx",
+    "com.microsoft",
+    "amp_transpiler",
+    "f",
+    "a/b/c",
+    "\x1b[31m",
+    "\u202e",
+    "\0",
+    "../x",
+    "re:(",
+    "*",
+    "NaN",
+    "-1",
+    "amp_transpiler.state",
+    "é" * 50,
+    "n" * 5000,
+]
+_OPERATORS = [
+    "Add",
+    "MatMul",
+    "Conv",
+    "Cast",
+    "Concat",
+    "Constant",
+    "ConstantOfShape",
+    "Expand",
+    "Gather",
+    "Identity",
+    "If",
+    "Loop",
+    "LSTM",
+    "Pad",
+    "Range",
+    "Reshape",
+    "Resize",
+    "Scan",
+    "Shape",
+    "Slice",
+    "Softmax",
+    "Split",
+    "Tile",
+    "Transpose",
+    "Unsqueeze",
+    "Where",
+    "MatMulGrad",
+    "Adam",
+    "ArrayInitializer",
+    "BatchNormalization",
+    "Einsum",
+    "TopK",
+    "SequenceAt",
+    "Loss",
+    "Attention",
+    "QuickGelu",
+]
 
 
 def mutated(model: onnx.ModelProto, rng: random.Random) -> onnx.ModelProto:
@@ -131,8 +189,9 @@ def _attribute(model: onnx.ModelProto, rng: random.Random) -> None:
         else:
             setattr(attribute, field.name, value)
         if rng.random() < 0.7:
-            attribute.type = attribute.AttributeType.Value({"f": "FLOAT", "i": "INT", "s": "STRING"}.get(
-                field.name, field.name.upper()))  # fmt: skip
+            attribute.type = attribute.AttributeType.Value(
+                {"f": "FLOAT", "i": "INT", "s": "STRING"}.get(field.name, field.name.upper())
+            )
 
 
 def _dims(model: onnx.ModelProto, rng: random.Random) -> None:
@@ -188,8 +247,12 @@ def _function(model: onnx.ModelProto, rng: random.Random) -> None:
             function.opset_import.add(domain=domain, version=version)
         turns = 2 if kind == "double" else 1
         for turn in range(turns):
-            function.node.add(op_type=called or "Neg", domain="z" if called else "",
-                              input=["a" if turn == 0 else "m"], output=["b" if turn == turns - 1 else "m"])
+            function.node.add(
+                op_type=called or "Neg",
+                domain="z" if called else "",
+                input=["a" if turn == 0 else "m"],
+                output=["b" if turn == turns - 1 else "m"],
+            )
     if kind == "twice":
         model.functions.append(copy.deepcopy(model.functions[-1]))
     if kind == "shadow":
@@ -205,23 +268,49 @@ def _function(model: onnx.ModelProto, rng: random.Random) -> None:
 
 def _opset(model: onnx.ModelProto, rng: random.Random) -> None:
     if len(model.opset_import):
-        rng.choice(list(model.opset_import)).version = rng.choice([1, 5, 7, 8, 9, 10, 11, 12, 13, 15, 17, 19, 20, 22, 23, 0])
+        rng.choice(list(model.opset_import)).version = rng.choice(
+            [1, 5, 7, 8, 9, 10, 11, 12, 13, 15, 17, 19, 20, 22, 23, 0]
+        )
 
 
 def _marks(model: onnx.ModelProto, rng: random.Random) -> None:
     """Metadata as this package writes it, and not quite."""
     _, node = _node(model, rng)
     key = rng.choice(["role", "guard", "scope", "precision", "reason", "fp32"])
-    node.metadata_props.add(key=f"amp_transpiler.{key}", value=rng.choice(["backward", "update", "1", "float16", *_TEXTS]))
-    node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=rng.choice(["['a', 'a.b']", "[1]", "[" * 2000, "x"]))
+    node.metadata_props.add(
+        key=f"amp_transpiler.{key}", value=rng.choice(["backward", "update", "1", "float16", *_TEXTS])
+    )
+    node.metadata_props.add(
+        key="pkg.torch.onnx.name_scopes", value=rng.choice(["['a', 'a.b']", "[1]", "[" * 2000, "x"])
+    )
     if rng.random() < 0.4:
-        state = rng.choice(["{}", "[]", "[" * 5000, '{"trainable": [1], "persistable": [], "updates": {}}',
-                            '{"trainable": ["x"], "persistable": ["y"], "updates": {"x": "y"}}',
-                            '{"trainable": [], "persistable": [], "updates": {}, "window": {"steps": "a"}}'])  # fmt: skip
+        state = rng.choice(
+            [
+                "{}",
+                "[]",
+                "[" * 5000,
+                '{"trainable": [1], "persistable": [], "updates": {}}',
+                '{"trainable": ["x"], "persistable": ["y"], "updates": {"x": "y"}}',
+                '{"trainable": [], "persistable": [], "updates": {}, "window": {"steps": "a"}}',
+            ]
+        )
         model.graph.metadata_props.add(key="amp_transpiler.state", value=state)
 
 
 _CHANGES: list[Callable[[onnx.ModelProto, random.Random], None]] = [
-    _any_field, _any_field, _any_field, _any_field, _rewire, _rewire, _operator, _attribute, _attribute, _dims, _content,
-    _nest, _function, _opset, _marks,
-]  # fmt: skip
+    _any_field,
+    _any_field,
+    _any_field,
+    _any_field,
+    _rewire,
+    _rewire,
+    _operator,
+    _attribute,
+    _attribute,
+    _dims,
+    _content,
+    _nest,
+    _function,
+    _opset,
+    _marks,
+]

@@ -11,6 +11,7 @@ nothing of values or speed.
 Exit status 0: every node that computes lands on CUDA (and, with --cuda-graph, the step can be
 captured); 1: some node does not, each one named; 2: the model could not be loaded.
 """
+
 import argparse
 import collections
 import json
@@ -64,12 +65,15 @@ static void*obj(void){if(!init){for(int i=0;i<512;i++){vt[i]=(void*)f0;r[i]=(voi
 void*createInferBuilder_INTERNAL(){return obj();}void*createInferRefitter_INTERNAL(){return obj();}
 void*createInferRuntime_INTERNAL(){return obj();}int getInferLibVersion(){return 101400;}
 """
-NVPARSER = ("static char r[64];void*createNvOnnxParserRefitter_INTERNAL(){return r;}"
-            "void*createNvOnnxParser_INTERNAL(){return r;}")
+NVPARSER = (
+    "static char r[64];void*createNvOnnxParserRefitter_INTERNAL(){return r;}"
+    "void*createNvOnnxParser_INTERNAL(){return r;}"
+)
 
 
 def provider_library():
     import importlib.util
+
     root = pathlib.Path(importlib.util.find_spec("onnxruntime").origin).parent
     return root / "capi" / "libonnxruntime_providers_cuda.so"
 
@@ -83,8 +87,14 @@ def build_stubs(folder):
     def taken(source):
         return {s for s in symbols if f" {s}(" in source or f"*{s}(" in source}
 
-    include = next((p for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include")
-                    if os.path.exists(p + "/driver_types.h")), None)
+    include = next(
+        (
+            p
+            for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include")
+            if os.path.exists(p + "/driver_types.h")
+        ),
+        None,
+    )
     if include is None:
         sys.exit("cuda_placement: driver_types.h not found; the CUDA 13 headers are needed")
     rows = [
@@ -102,12 +112,27 @@ def build_stubs(folder):
         c_file, version = folder / (soname + ".c"), folder / (soname + ".map")
         c_file.write_text(source)
         version.write_text(f"{soname} {{ global: *; }};\n")
-        subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-I", include, f"-Wl,-soname,{soname}",
-                        f"-Wl,--version-script,{version}", "-o", folder / soname, c_file], check=True)
+        subprocess.run(
+            [
+                "gcc",
+                "-w",
+                "-shared",
+                "-fPIC",
+                "-I",
+                include,
+                f"-Wl,-soname,{soname}",
+                f"-Wl,--version-script,{version}",
+                "-o",
+                folder / soname,
+                c_file,
+            ],
+            check=True,
+        )
 
 
 def placement(path, cuda_graph):
     import onnxruntime as ort
+
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
@@ -123,7 +148,10 @@ def placement(path, cuda_graph):
     for part in session.get_provider_graph_assignment_info():
         where[part.ep_name].extend((n.op_type, n.name) for n in part.get_nodes())
     import onnx
-    copies = [n.op_type for n in onnx.load(saved, load_external_data=False).graph.node if n.op_type.startswith("Memcpy")]
+
+    copies = [
+        n.op_type for n in onnx.load(saved, load_external_data=False).graph.node if n.op_type.startswith("Memcpy")
+    ]
     os.unlink(saved)
     return where, copies
 
@@ -131,14 +159,19 @@ def placement(path, cuda_graph):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("--cuda-graph", action="store_true", help="also ask whether the step can be captured as a CUDA graph")
+    parser.add_argument(
+        "--cuda-graph", action="store_true", help="also ask whether the step can be captured as a CUDA graph"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.environ.get("CUDA_PLACEMENT_STUBS") is None:
         with tempfile.TemporaryDirectory() as folder:
             build_stubs(pathlib.Path(folder))
-            env = dict(os.environ, CUDA_PLACEMENT_STUBS=folder,
-                       LD_LIBRARY_PATH=folder + os.pathsep + os.environ.get("LD_LIBRARY_PATH", ""))
+            env = dict(
+                os.environ,
+                CUDA_PLACEMENT_STUBS=folder,
+                LD_LIBRARY_PATH=folder + os.pathsep + os.environ.get("LD_LIBRARY_PATH", ""),
+            )
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=env).returncode)
     try:
         where, copies = placement(args.model, args.cuda_graph)

@@ -84,8 +84,15 @@ def outputs_of(program: Program, batches: Sequence[Batch]) -> list[list[Any]]:
     return [runner.run(batch) for batch in batches]
 
 
-def measure(reference: Program, converted: Program, batches: Sequence[Batch], dtype: str, *,
-            expected: Sequence[Sequence[Any]] | None = None, tensors: bool = True) -> Measurement:  # fmt: skip
+def measure(
+    reference: Program,
+    converted: Program,
+    batches: Sequence[Batch],
+    dtype: str,
+    *,
+    expected: Sequence[Sequence[Any]] | None = None,
+    tensors: bool = True,
+) -> Measurement:
     """Run both programs on the batches and compare.
 
     Args:
@@ -119,8 +126,9 @@ def measure(reference: Program, converted: Program, batches: Sequence[Batch], dt
     return found
 
 
-def _compare(reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: str,
-             found: Measurement) -> int:  # fmt: skip
+def _compare(
+    reference: Program, converted: Program, batches: Sequence[Batch], names: list[str], dtype: str, found: Measurement
+) -> int:
     """Take these tensors in; the bytes that the largest batch of them took."""
     one, other = Runner(reference, names), Runner(converted, names)
     held = 0

@@ -55,8 +55,11 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
         if isinstance(item, Mapping):
             samples.append((f"sample {number}", item))
         elif isinstance(item, str | os.PathLike):
-            samples += [(where, part) for where, sample in _read(Path(item), inputs)
-                        for part in _parts(feeds, _known(feeds, sample))]  # fmt: skip
+            samples += [
+                (where, part)
+                for where, sample in _read(Path(item), inputs)
+                for part in _parts(feeds, _known(feeds, sample))
+            ]
         else:
             raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(item).__name__}")
     if not samples:
@@ -105,8 +108,11 @@ def _check_names(feeds: Feeds, sample: Mapping[str, Any]) -> None:
     missing = [feed.name for feed in feeds.required if feed.name not in sample]
     unknown = [name for name in sample if isinstance(name, str) and name not in feeds.feeds]
     if len(missing) + len(unknown) > 1:
-        wrong = [f"{_quoted(names)} {'are' if len(names) > 1 else 'is'} {what}"
-                 for names, what in ((unknown, "no input"), (missing, "missing")) if names]  # fmt: skip
+        wrong = [
+            f"{_quoted(names)} {'are' if len(names) > 1 else 'is'} {what}"
+            for names, what in ((unknown, "no input"), (missing, "missing"))
+            if names
+        ]
         known = [name for name, feed in feeds.feeds.items() if not feed.fixed]
         raise FeedError(f"{' and '.join(wrong)}; the inputs of program '{feeds.program}' are {_quoted(known)}")
 
@@ -159,8 +165,10 @@ def _arrays(folder: Path, paths: Iterable[Path], inputs: Sequence[str]) -> list[
             raise ArgumentError(f"calibration: folder '{folder}' holds two arrays numbered {number} for '{name}'")
         sample[name] = _load(path, read_array)
     if None in samples and len(samples) > 1:
-        raise ArgumentError(f"calibration: in folder '{folder}' some arrays are numbered and {_quoted(samples[None])} "
-                            "not; give each sample its own of every input (<input>_<number>.npy)")  # fmt: skip
+        raise ArgumentError(
+            f"calibration: in folder '{folder}' some arrays are numbered and {_quoted(samples[None])} "
+            "not; give each sample its own of every input (<input>_<number>.npy)"
+        )
     return [
         (f"folder '{folder}'" if number is None else f"sample {number} of folder '{folder}'", sample)
         for number, sample in sorted(samples.items(), key=lambda item: item[0] or 0)
@@ -177,8 +185,10 @@ def _test_data(folder: Path, paths: Iterable[Path], inputs: Sequence[str]) -> Sa
         name, array = _load(path, _tensor)
         place = int(numbered[2])
         if name not in inputs and place >= len(inputs):
-            raise ArgumentError(f"calibration: '{path}' is for input {place}, counted from 0, and the model has "
-                                f"{len(inputs)}: {_quoted(inputs)}")  # fmt: skip
+            raise ArgumentError(
+                f"calibration: '{path}' is for input {place}, counted from 0, and the model has "
+                f"{len(inputs)}: {_quoted(inputs)}"
+            )
         sample[name if name in inputs else inputs[place]] = array
     if not sample:
         raise ArgumentError(f"calibration: folder '{folder}' holds .pb files, but no input_0.pb")

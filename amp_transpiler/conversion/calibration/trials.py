@@ -44,9 +44,17 @@ class Trials:
     it lies between. ``runs`` counts the runs over all batches.
     """
 
-    def __init__(self, before: Sequence[Operator], after: Sequence[Operator], free: Collection[int],
-                 converted: Program, dtype: str, batches: Sequence[Batch], expected: Sequence[Sequence[Any]],
-                 names: Sequence[str]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        before: Sequence[Operator],
+        after: Sequence[Operator],
+        free: Collection[int],
+        converted: Program,
+        dtype: str,
+        batches: Sequence[Batch],
+        expected: Sequence[Sequence[Any]],
+        names: Sequence[str],
+    ) -> None:
         self.batches, self.expected, self.names = batches, expected, names
         _tell_apart(converted)
         chosen = set(free)
@@ -134,8 +142,9 @@ def _moves(op: Operator) -> bool:
 
 def _tags(operators: Sequence[Operator], free: set[int]) -> dict[str, int]:
     """The number of each operator, or that it has none, by what it makes."""
-    return {v.name: i if i in free else _fixed(op)
-            for i, op in enumerate(operators) for v in op.outputs if v is not None}  # fmt: skip
+    return {
+        v.name: i if i in free else _fixed(op) for i, op in enumerate(operators) for v in op.outputs if v is not None
+    }
 
 
 def _tell_apart(program: Program) -> None:
@@ -153,15 +162,22 @@ def _tell_apart(program: Program) -> None:
 class _Runner(Runner):
     """The program with its switches among the states, for feeds of every shape that came."""
 
-    def __init__(self, program: Program, dtype: str, fetches: Sequence[str], tags: Mapping[str, int],
-                 exact: Mapping[str, Variable]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        dtype: str,
+        fetches: Sequence[str],
+        tags: Mapping[str, int],
+        exact: Mapping[str, Variable],
+    ) -> None:
         if program.opset() < _SWITCHES:
             program = program.clone()
             convert_opset(program)
         super().__init__(program, fetches, embedded=0)
         self.dtype, self.tags, self.exact = dtype, tags, exact
-        self.rounded = {v.name: v for each in programs(program) for v in each.variables
-                        if v.outer is None and v.name in exact}  # fmt: skip
+        self.rounded = {
+            v.name: v for each in programs(program) for v in each.variables if v.outer is None and v.name in exact
+        }
         scope = Scope()
         scope._values.update(self.scope._values)
         self.scope = scope

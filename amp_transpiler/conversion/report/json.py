@@ -76,8 +76,9 @@ def plain(value: Any, where: str) -> Any:
         return {str(key): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise ArgumentTypeError(f"report: {where} is a {type(value).__name__}, which JSON cannot hold; give numbers, "
-                            "strings, lists and dicts")  # fmt: skip
+    raise ArgumentTypeError(
+        f"report: {where} is a {type(value).__name__}, which JSON cannot hold; give numbers, strings, lists and dicts"
+    )
 
 
 def _lines(value: Any, depth: int) -> str:

@@ -151,9 +151,15 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
             content = _content(v)
             size = byte_size(*tensor_type(content)) if content is not None else 0
             tensors.append(
-                TensorRecord(v.name, v.dtype or "", v.shape, number.get(v.producer) if v.producer else None,
-                             content is not None, size)
-            )  # fmt: skip
+                TensorRecord(
+                    v.name,
+                    v.dtype or "",
+                    v.shape,
+                    number.get(v.producer) if v.producer else None,
+                    content is not None,
+                    size,
+                )
+            )
     operators = [_operator(op, number, index) for op in number]
     return ProgramRecord(
         program.opset(),
@@ -194,5 +200,13 @@ def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, i
     )
 
 
-__all__ = ["ConstantNote", "Conversion", "CutRecord", "OperatorRecord", "ProgramRecord", "RangeRecord", "TensorRecord",
-           "record_program"]  # fmt: skip
+__all__ = [
+    "ConstantNote",
+    "Conversion",
+    "CutRecord",
+    "OperatorRecord",
+    "ProgramRecord",
+    "RangeRecord",
+    "TensorRecord",
+    "record_program",
+]

@@ -76,8 +76,10 @@ def reasons(program: ProgramRecord) -> dict[str, int]:
 def recorded(conversion: Conversion) -> tuple[ProgramRecord, ProgramRecord]:
     """The programs before and after; OrderError where the conversion keeps no record of them."""
     if conversion.before is None or conversion.after is None:
-        raise OrderError(f"report: the conversion of '{conversion.source}' holds no record of its programs; convert "
-                         "with record=True, or set 'before' and 'after' with record_program")  # fmt: skip
+        raise OrderError(
+            f"report: the conversion of '{conversion.source}' holds no record of its programs; convert "
+            "with record=True, or set 'before' and 'after' with record_program"
+        )
     return conversion.before, conversion.after
 
 

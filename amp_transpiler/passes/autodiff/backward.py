@@ -294,8 +294,9 @@ class _Sweep:
             else:
                 self._append(op, rule, slots)
 
-    def nested(self, order: list[Operator], seeds: list[tuple[Variable, Variable]],
-               wanted: Iterable[Variable]) -> _Sweep:  # fmt: skip
+    def nested(
+        self, order: list[Operator], seeds: list[tuple[Variable, Variable]], wanted: Iterable[Variable]
+    ) -> _Sweep:
         """A sweep over the operators of a nested program."""
         return _Sweep(order, seeds, _dependents(order, wanted, set()))
 

@@ -33,8 +33,9 @@ class Sweep(Protocol):
     def contribution(self, variable: Variable) -> Variable:
         """A new variable for one reader's part of the gradient."""
 
-    def nested(self, order: list[Operator], seeds: list[tuple[Variable, Variable]],
-               wanted: Iterable[Variable]) -> Sweep:  # fmt: skip
+    def nested(
+        self, order: list[Operator], seeds: list[tuple[Variable, Variable]], wanted: Iterable[Variable]
+    ) -> Sweep:
         """A sweep over the operators of a nested program."""
 
 
@@ -48,8 +49,7 @@ def append_if_gradient(op: Operator, sweep: Sweep) -> None:
     known = [(slot, sweep.total(v)) for slot, v in enumerate(op.outputs) if v is not None and sweep.reaches(v)]
     captured = captured_floats(op, sweep.needs)
     outputs = [sweep.contribution(v) for v in captured]
-    branches = {name: _branch(clone_graph(branch), known, captured, sweep)
-                for name, branch in op.attrs.graphs.items()}  # fmt: skip
+    branches = {name: _branch(clone_graph(branch), known, captured, sweep) for name, branch in op.attrs.graphs.items()}
     grad = op.program.add_operator("If", [op.inputs[0]], outputs, attrs=dict(branches))
     for branch in branches.values():
         for variable in branch.variables:

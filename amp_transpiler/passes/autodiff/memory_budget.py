@@ -32,8 +32,9 @@ class _Undo(Exception):
     """Ends a trial: what it did to the program is taken back."""
 
 
-def working_peak(program: Program, loss: Variable, gradients: Sequence[Variable],
-                 shapes: Mapping[str, tuple[int, ...]], place: str) -> int:  # fmt: skip
+def working_peak(
+    program: Program, loss: Variable, gradients: Sequence[Variable], shapes: Mapping[str, tuple[int, ...]], place: str
+) -> int:
     """The bytes that tensors take at their peak while loss and gradients are computed at ``place`` ("cpu", "cuda").
 
     State and feeds are not counted. A finite check is appended, which, like an optimizer's, decides in which order the
@@ -47,8 +48,14 @@ def working_peak(program: Program, loss: Variable, gradients: Sequence[Variable]
     return max(plan(lowered).totals(), default=0)
 
 
-def within_budget(loss: Variable, gradients: Sequence[Variable], budget: int, shapes: Mapping[str, tuple[int, ...]],
-                  place: str, insert: Callable[[Sequence[Segment]], object]) -> list[Segment]:  # fmt: skip
+def within_budget(
+    loss: Variable,
+    gradients: Sequence[Variable],
+    budget: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    place: str,
+    insert: Callable[[Sequence[Segment]], object],
+) -> list[Segment]:
     """The segments to recompute so that loss and gradients are computed within ``budget`` bytes.
 
     ``insert`` does the recomputing; the program is unchanged when this returns. ArgumentError where no choice fits,
@@ -80,8 +87,9 @@ def within_budget(loss: Variable, gradients: Sequence[Variable], budget: int, sh
     return parts[: _fewest(len(parts), lambda count: peak(parts[:count]) <= budget)]
 
 
-def _least(program: Program, shapes: Mapping[str, tuple[int, ...]],
-           peak: Callable[[Sequence[Segment]], int]) -> tuple[int, list[Segment]]:  # fmt: skip
+def _least(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], peak: Callable[[Sequence[Segment]], int]
+) -> tuple[int, list[Segment]]:
     """The least peak over numbers of parts, and the parts but for the last, which is needed at once."""
     forward = [op for op in program.operators if op.role == FORWARD]
     made, crossing = _sizes(program, forward, shapes)
@@ -105,8 +113,9 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int:
     return high
 
 
-def _sizes(program: Program, forward: Sequence[Operator],
-           shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[int], list[int]]:  # fmt: skip
+def _sizes(
+    program: Program, forward: Sequence[Operator], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[int], list[int]]:
     """For each operator the bytes that it makes, and those that later ones still read when it is done."""
     types = Shapes(program, dict(shapes))
     last = {v.key: i for i, op in enumerate(forward) for v in (*op.inputs, *op.captures) if v is not None}
@@ -146,5 +155,8 @@ def _cut(forward: Sequence[Operator], made: Sequence[int], crossing: Sequence[in
         if near:
             cuts.append(min(near, key=lambda i: (crossing[i], abs(sums[i] - number * total / count))) + 1)
     cuts.append(len(forward))
-    return [Segment(f"part {n + 1} of {len(cuts) - 1}", list(forward[start:end]))
-            for n, (start, end) in enumerate(pairwise(cuts)) if end > start]  # fmt: skip
+    return [
+        Segment(f"part {n + 1} of {len(cuts) - 1}", list(forward[start:end]))
+        for n, (start, end) in enumerate(pairwise(cuts))
+        if end > start
+    ]

@@ -129,11 +129,18 @@ class _Copier:
             self._add(op, op.type, op.domain, inputs, outputs)
         return 1
 
-    def _add(self, op: Operator, type_: str, domain: str, inputs: Sequence[Variable | None],
-             outputs: Sequence[Variable | None]) -> Operator:  # fmt: skip
+    def _add(
+        self,
+        op: Operator,
+        type_: str,
+        domain: str,
+        inputs: Sequence[Variable | None],
+        outputs: Sequence[Variable | None],
+    ) -> Operator:
         name = f"{op.name}/recomputed" if op.name else ""
-        copy = self.program.add_operator(type_, inputs, outputs, attrs=op.attrs.copy(), domain=domain, name=name,
-                                         role=BACKWARD)  # fmt: skip
+        copy = self.program.add_operator(
+            type_, inputs, outputs, attrs=op.attrs.copy(), domain=domain, name=name, role=BACKWARD
+        )
         copy.metadata.update(op.metadata)
         copy.guard, copy.scope, copy.precision = op.guard, op.scope, op.precision
         copy.why = Reason(Kind.RECOMPUTED, self.segment.name)

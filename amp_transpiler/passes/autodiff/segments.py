@@ -24,9 +24,14 @@ class Request:
     place: str = "cpu"
 
 
-def recompute(program_or_loss: Program | Variable, segments: Sequence[Variable | str] | None = None, *,
-              memory_budget: int | None = None,
-              feed_shapes: Mapping[str, Sequence[int]] | None = None, place: Any = None) -> None:  # fmt: skip
+def recompute(
+    program_or_loss: Program | Variable,
+    segments: Sequence[Variable | str] | None = None,
+    *,
+    memory_budget: int | None = None,
+    feed_shapes: Mapping[str, Sequence[int]] | None = None,
+    place: Any = None,
+) -> None:
     """Let the backward pass compute activations again instead of keeping them (activation checkpointing).
 
     Call it before ``append_backward`` or ``minimize`` (decorated or not), with the program or its loss. It costs up to
@@ -57,8 +62,10 @@ def recompute(program_or_loss: Program | Variable, segments: Sequence[Variable |
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"recompute takes a Program or its loss, not {type(program).__name__}")
     if any(op.role == BACKWARD for op in program.operators):
-        raise OrderError(f"recompute: program '{program.name}' has its gradients already; call recompute before "
-                         "append_backward or minimize")  # fmt: skip
+        raise OrderError(
+            f"recompute: program '{program.name}' has its gradients already; call recompute before "
+            "append_backward or minimize"
+        )
     if (segments is None) == (memory_budget is None):
         raise ArgumentError("recompute takes segments, or a memory_budget in bytes; one of the two")
     if segments is None:
@@ -79,8 +86,7 @@ def _budget(program: Program, budget: object, feed_shapes: Mapping[str, Sequence
         raise ArgumentTypeError(f"recompute: memory_budget is a number of bytes, got {budget!r}")
     if budget < 1:
         raise ArgumentError(f"recompute: memory_budget is a number of bytes, at least 1; got {budget}")
-    return Request(memory_budget=budget, feed_shapes=given_shapes("recompute", program, feed_shapes),
-                   place=kind)  # fmt: skip
+    return Request(memory_budget=budget, feed_shapes=given_shapes("recompute", program, feed_shapes), place=kind)
 
 
 def _names(program: Program, segments: Sequence[Variable | str]) -> tuple[str, ...]:
@@ -94,8 +100,9 @@ def _names(program: Program, segments: Sequence[Variable | str]) -> tuple[str, .
             program._own(item)
         names.append(item.name if isinstance(item, Variable) else item)
     if not names:
-        raise ArgumentError("recompute: segments is empty; name variables that stay, or scopes such as "
-                            "'encoder/layer_*'")  # fmt: skip
+        raise ArgumentError(
+            "recompute: segments is empty; name variables that stay, or scopes such as 'encoder/layer_*'"
+        )
     return tuple(names)
 
 

@@ -56,13 +56,17 @@ def why_not_known(op: Operator) -> str:
     if op.type == "If":
         return f"its condition '{_name(op.input(0))}' is computed in the run. {way_out}"
     if op.type == "Scan":
-        return f"the length that it scans is not known, or unrolls to more than {UNROLL_LIMIT} operators. Fix " \
-               "the shape of its inputs"  # fmt: skip
+        return (
+            f"the length that it scans is not known, or unrolls to more than {UNROLL_LIMIT} operators. Fix "
+            "the shape of its inputs"
+        )
     if op.type == "Loop":
         if not _goes_on(op.attrs["body"]):
             return "its body decides in the run whether to go on. Rewrite it with a trip count"
-        return (f"its trip count '{_name(op.input(0))}' is not known before the run (or unrolls to more than "
-                f"{UNROLL_LIMIT} operators). {way_out}")  # fmt: skip
+        return (
+            f"its trip count '{_name(op.input(0))}' is not known before the run (or unrolls to more than "
+            f"{UNROLL_LIMIT} operators). {way_out}"
+        )
     return "it holds a nested graph"
 
 
@@ -106,8 +110,9 @@ def _replace(op: Operator, results: Sequence[Variable | None]) -> None:
             same.role, same.guard, same.scope = marks
 
 
-def _add(like: Operator, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable],
-         **attrs: Any) -> None:  # fmt: skip
+def _add(
+    like: Operator, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable], **attrs: Any
+) -> None:
     op = like.program.add_operator(type_, inputs, outputs, attrs=attrs)
     op.role, op.guard, op.scope = like.role, like.guard, like.scope
 
@@ -168,8 +173,10 @@ def _unroll_loop(op: Operator, env: _Known) -> bool:
         states = made[: len(states)]
         for row, value in zip(rows, made[len(states) :], strict=True):
             row.append(value)
-    stacked = [_stack(op, row, 0) if row and out is not None else None
-               for row, out in zip(rows, op.outputs[len(states) :], strict=True)]  # fmt: skip
+    stacked = [
+        _stack(op, row, 0) if row and out is not None else None
+        for row, out in zip(rows, op.outputs[len(states) :], strict=True)
+    ]
     _replace(op, [*states, *stacked])
     return True
 
@@ -211,15 +218,18 @@ def _pieces(op: Operator, sequence: Variable, axis: int, turns: int, env: _Known
     """The elements of a sequence along ``axis``: one Split, whose gradient is one Concat."""
     program, shape = op.program, env.shape(sequence)
     thin = (*shape[:axis], 1, *shape[axis + 1 :])
-    slices = [program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
-              for i in range(turns)]  # fmt: skip
+    slices = [
+        program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
+        for i in range(turns)
+    ]
     sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(turns, np.int64))
     _add(op, "Split", [sequence, sizes], slices, axis=axis)
     where = program.add_constant(f"{op.label}/axis", np.array([axis], np.int64))
     found = []
     for piece in slices:
-        one = program.add_variable(program.unique(f"{piece.name}.value"), sequence.dtype,
-                                   (*shape[:axis], *shape[axis + 1 :]))  # fmt: skip
+        one = program.add_variable(
+            program.unique(f"{piece.name}.value"), sequence.dtype, (*shape[:axis], *shape[axis + 1 :])
+        )
         _squeeze(op, piece, where, axis, one)
         found.append(one)
     return found

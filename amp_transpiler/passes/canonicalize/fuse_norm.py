@@ -57,8 +57,9 @@ def keep_root_mean_squares(program: Program) -> list[str]:
         assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None
         behind = [op for op, _ in made.readers if op.type in ("Div", "Reciprocal")]
         inverses = [op.outputs[0] for op in behind if op.type == "Reciprocal" or op.input(1) is made]
-        products = [op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers
-                    if op.type == "Mul"]  # fmt: skip
+        products = [
+            op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers if op.type == "Mul"
+        ]
         for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
             op.metadata[FULL] = str(Reason(Kind.STATISTICS))
         count += 1

@@ -26,8 +26,10 @@ def given_shapes(call: str, program: Program, given: Mapping[str, Sequence[int]]
         known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in feed.shape or (None,))
         if not all(isinstance(d, int) for d in known):
             shape_text = "an unknown shape" if feed.shape is None else f"shape {list(feed.shape)}"
-            raise ArgumentError(f"{call}: feed '{feed.name}' of program '{program.name}' has {shape_text}; give its "
-                                f"size, as in feed_shapes={{'{feed.name}': (...)}}")  # fmt: skip
+            raise ArgumentError(
+                f"{call}: feed '{feed.name}' of program '{program.name}' has {shape_text}; give its "
+                f"size, as in feed_shapes={{'{feed.name}': (...)}}"
+            )
         shapes[feed.name] = known  # type: ignore[assignment]
     return shapes
 
@@ -47,7 +49,8 @@ def _checked(call: str, program: Program, given: Mapping[str, Sequence[int]] | N
             and all(not isinstance(d, int) or d == n for d, n in zip(declared, sizes, strict=True))
         )
         if not fits or not all(isinstance(n, int) and n >= 0 for n in sizes):
-            raise ArgumentError(f"{call}: feed_shapes gives '{name}' the shape {list(sizes)}; it is declared as "
-                                f"{list(declared or ())}")  # fmt: skip
+            raise ArgumentError(
+                f"{call}: feed_shapes gives '{name}' the shape {list(sizes)}; it is declared as {list(declared or ())}"
+            )
         shapes[name] = sizes
     return shapes

@@ -112,9 +112,17 @@ setattr(Program, "lower", _lower_program)  # noqa: B010 - mypy refuses the plain
 
 
 class _Lowering(Carriers):
-    def __init__(self, program: Program, place: str, feed_shapes: dict[str, tuple[int, ...]],
-                 fetches: Sequence[Variable], updates: dict[Variable, Variable], wide: Container[str],
-                 declared: bool, stateless: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        place: str,
+        feed_shapes: dict[str, tuple[int, ...]],
+        fetches: Sequence[Variable],
+        updates: dict[Variable, Variable],
+        wide: Container[str],
+        declared: bool,
+        stateless: bool,
+    ) -> None:
         super().__init__(Emitter(place, program.opset()), wide)
         self.declared = declared
         self.stateless = stateless
@@ -223,9 +231,11 @@ class _Lowering(Carriers):
     def _unseeded(self, what: str) -> Value:
         """Randomness of an import, which has no state for it: a run that measures draws the same each time."""
         if not self.stateless:
-            raise GraphError(f"program '{self.program.name}' draws random numbers (Dropout in training mode), and has "
-                             "no state for them before minimize or append_backward; clone(for_test=True) gives a "
-                             "program that draws none")  # fmt: skip
+            raise GraphError(
+                f"program '{self.program.name}' draws random numbers (Dropout in training mode), and has "
+                "no state for them before minimize or append_backward; clone(for_test=True) gives a "
+                "program that draws none"
+            )
         return self.e.const(0, "uint32")
 
     # -- one operator ---------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ def tensor_bytes(tensor: Kind) -> int:
     return math.prod(tensor[1]) * BYTES.get(tensor[0], 1)
 
 
-def workspace(proto: onnx.NodeProto, inputs: Sequence[str], outputs: Sequence[str],
-              tensor: Callable[[str], Kind]) -> tuple[int, ...]:  # fmt: skip
+def workspace(
+    proto: onnx.NodeProto, inputs: Sequence[str], outputs: Sequence[str], tensor: Callable[[str], Kind]
+) -> tuple[int, ...]:
     """Bytes of each temporary of a node that reads ``inputs``; ``tensor`` tells what is known of a name."""
     type_ = proto.op_type
     if type_ == "Where":  # both selections, before they are merged

@@ -39,8 +39,13 @@ Rule = Callable[[Operator, Ranges], Interval | None]
 RULES: dict[str, Rule] = {}
 _INF = math.inf
 #: Integers whose range is small enough to say something.
-_INTEGERS = {"bool": (0.0, 1.0), "uint8": (0.0, 255.0), "int8": (-128.0, 127.0), "uint16": (0.0, 65535.0),
-             "int16": (-32768.0, 32767.0)}  # fmt: skip
+_INTEGERS = {
+    "bool": (0.0, 1.0),
+    "uint8": (0.0, 255.0),
+    "int8": (-128.0, 127.0),
+    "uint16": (0.0, 65535.0),
+    "int16": (-32768.0, 32767.0),
+}
 
 
 def _rule(*types: str) -> Callable[[Rule], Rule]:
@@ -105,9 +110,31 @@ def _widened(interval: Interval | None, by: float) -> Interval | None:
     return None if interval is None else (interval[0] - by, interval[1] + by)
 
 
-@_rule("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile", "Slice", "Gather",
-       "GatherElements", "GatherND", "DepthToSpace", "SpaceToDepth", "MaxPool", "GlobalMaxPool", "GlobalAveragePool",
-       "ReduceMax", "ReduceMin", "ReduceMean", "ReverseSequence", "Compress", "Split")  # fmt: skip
+@_rule(
+    "Identity",
+    "Reshape",
+    "Flatten",
+    "Squeeze",
+    "Unsqueeze",
+    "Transpose",
+    "Expand",
+    "Tile",
+    "Slice",
+    "Gather",
+    "GatherElements",
+    "GatherND",
+    "DepthToSpace",
+    "SpaceToDepth",
+    "MaxPool",
+    "GlobalMaxPool",
+    "GlobalAveragePool",
+    "ReduceMax",
+    "ReduceMin",
+    "ReduceMean",
+    "ReverseSequence",
+    "Compress",
+    "Split",
+)
 def _same(op: Operator, ranges: Ranges) -> Interval | None:
     return ranges.bound(op.input(0))
 
@@ -233,8 +260,11 @@ def _activation(op: Operator, ranges: Ranges) -> Interval | None:
     if op.type == "PRelu":
         slope = ranges.bound(op.input(1))
         return _hull([_product(found, slope), found, (0.0, 0.0)]) if found and slope else None
-    factor = {"LeakyRelu": abs(float(op.attrs.get("alpha", 0.01))), "Elu": abs(float(op.attrs.get("alpha", 1.0))),
-              "Selu": 2.0}.get(op.type, 1.0)  # fmt: skip
+    factor = {
+        "LeakyRelu": abs(float(op.attrs.get("alpha", 0.01))),
+        "Elu": abs(float(op.attrs.get("alpha", 1.0))),
+        "Selu": 2.0,
+    }.get(op.type, 1.0)
     if op.type == "Selu" and {"alpha", "gamma"} & set(op.attrs):
         return None
     if op.type == "Swish" and float(op.attrs.get("alpha", 1.0)) != 1.0:
@@ -258,8 +288,11 @@ def _reduced(op: Operator, ranges: Ranges) -> Interval | None:
     largest = max(-low, high)
     if op.type in ("ReduceSum", "CumSum"):
         return (low * many, high * many) if op.type == "CumSum" else (found[0] * many, found[1] * many)
-    return 0.0, {"ReduceL1": largest * many, "ReduceSumSquare": largest**2 * many,
-                 "ReduceL2": largest * math.sqrt(many)}[op.type]  # fmt: skip
+    return 0.0, {
+        "ReduceL1": largest * many,
+        "ReduceSumSquare": largest**2 * many,
+        "ReduceL2": largest * math.sqrt(many),
+    }[op.type]
 
 
 def _summed(op: Operator) -> int | None:

@@ -25,8 +25,9 @@ from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
 
 
-def known_evidence(program: Program, dtype: str, ranges: Ranges,
-                   progress: Callable[[str], None] = lambda stage: None) -> Evidence:  # fmt: skip
+def known_evidence(
+    program: Program, dtype: str, ranges: Ranges, progress: Callable[[str], None] = lambda stage: None
+) -> Evidence:
     """What constants, positions, patterns and intervals say against ``dtype``; the program is not changed."""
     evidence, flow = Evidence(), Flow(program)
     progress("constants")

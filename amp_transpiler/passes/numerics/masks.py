@@ -22,10 +22,23 @@ LOW, HIGH = 1, 2
 
 #: In these very low numbers count for nothing, in those very high ones.
 _IGNORES = {
-    LOW: frozenset({"Softmax", "LogSoftmax", "Hardmax", "ReduceMax", "ArgMax", "GlobalMaxPool", "MaxPool", "Exp",
-                    "Sigmoid", "Softplus", "ReduceLogSumExp"}),
+    LOW: frozenset(
+        {
+            "Softmax",
+            "LogSoftmax",
+            "Hardmax",
+            "ReduceMax",
+            "ArgMax",
+            "GlobalMaxPool",
+            "MaxPool",
+            "Exp",
+            "Sigmoid",
+            "Softplus",
+            "ReduceLogSumExp",
+        }
+    ),
     HIGH: frozenset({"ReduceMin", "ArgMin"}),
-}  # fmt: skip
+}
 _INSPECTS = frozenset({"Shape", "Size", "IsNaN", "IsInf"})
 _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
 #: A mask times 0.001 still masks.

@@ -34,15 +34,50 @@ Cause = tuple[Operator | None, Reason]
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 #: Sums over axes.
 SUMS = frozenset({"ReduceSum", "ReduceL1", "CumSum"})
-_REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "AveragePool", "GlobalAveragePool",
-                         "Sum", "Mean", "CumSum"})  # fmt: skip
+_REDUCTIONS = frozenset(
+    {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "AveragePool", "GlobalAveragePool", "Sum", "Mean", "CumSum"}
+)
 #: A wide operand makes a wide result.
 _WIDENS = _REDUCTIONS | {
-    "Add", "Sub", "Mul", "Neg", "Abs", "Max", "Min", "Floor", "Ceil", "Round", "Relu", "LeakyRelu", "PRelu", "Elu",
-    "Selu", "Celu", "ThresholdedRelu", "Shrink", "Gelu", "Swish", "HardSwish", "Mish", "Softplus", "MaxPool",
-    "GlobalMaxPool", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceProd", "CumProd", "TopK", "LpPool",
-    "GlobalLpPool", "Exp", "Cosh", "Sinh", "Resize", "Upsample",
-}  # fmt: skip
+    "Add",
+    "Sub",
+    "Mul",
+    "Neg",
+    "Abs",
+    "Max",
+    "Min",
+    "Floor",
+    "Ceil",
+    "Round",
+    "Relu",
+    "LeakyRelu",
+    "PRelu",
+    "Elu",
+    "Selu",
+    "Celu",
+    "ThresholdedRelu",
+    "Shrink",
+    "Gelu",
+    "Swish",
+    "HardSwish",
+    "Mish",
+    "Softplus",
+    "MaxPool",
+    "GlobalMaxPool",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceSumSquare",
+    "ReduceProd",
+    "CumProd",
+    "TopK",
+    "LpPool",
+    "GlobalLpPool",
+    "Exp",
+    "Cosh",
+    "Sinh",
+    "Resize",
+    "Upsample",
+}
 #: What statistics do with sums of squares before the root.
 _STATISTICS = _REDUCTIONS | {"Add", "Sub", "Mul", "Max", "Min", "Abs", "Relu"}
 #: What they do with the root before the division.
@@ -55,8 +90,9 @@ class Spread:
     ``fits`` says whether a tensor is proved to lie within the format; ``binary`` are tensors of zeros and ones.
     """
 
-    def __init__(self, flow: Flow, dtype: str, evidence: Evidence, binary: frozenset[Variable],
-                 fits: Callable[[Variable], bool]) -> None:  # fmt: skip
+    def __init__(
+        self, flow: Flow, dtype: str, evidence: Evidence, binary: frozenset[Variable], fits: Callable[[Variable], bool]
+    ) -> None:
         self.flow, self.dtype, self.evidence, self.binary, self.fits = flow, dtype, evidence, binary, fits
         self.limit = LIMITS[dtype].largest
         #: What is known of a tensor, as bits, and where that comes from.

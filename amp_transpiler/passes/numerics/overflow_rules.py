@@ -45,9 +45,12 @@ FEW = 4
 #: How far the maximum is followed back through operators that move it.
 _HOPS = 4
 _GROWS = {
-    "ReduceProd": Kind.MULTIPLIES, "CumProd": Kind.MULTIPLIES, "Det": Kind.MULTIPLIES,
-    "Cosh": Kind.HYPERBOLIC, "Sinh": Kind.HYPERBOLIC,
-}  # fmt: skip
+    "ReduceProd": Kind.MULTIPLIES,
+    "CumProd": Kind.MULTIPLIES,
+    "Det": Kind.MULTIPLIES,
+    "Cosh": Kind.HYPERBOLIC,
+    "Sinh": Kind.HYPERBOLIC,
+}
 _SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
 
 #: What may lie between a sum and the square of the mean, beside what moves elements.

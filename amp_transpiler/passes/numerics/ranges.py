@@ -39,8 +39,9 @@ class Ranges:
         ArgumentError: a name that is no floating-point input, or an interval that is none.
     """
 
-    def __init__(self, program: Program, input_ranges: Mapping[str, Interval] | None = None, *,
-                 trained: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, program: Program, input_ranges: Mapping[str, Interval] | None = None, *, trained: bool = False
+    ) -> None:
         self.program, self.trained = program, trained
         self._bounds: dict[Variable, Interval | None] = {}
         self._weights: dict[tuple[Variable, str], tuple[np.ndarray, np.ndarray] | None] = {}
@@ -78,8 +79,13 @@ class Ranges:
 
     def proved(self, dtype: str) -> tuple[int, int]:
         """How many of the tensors that operators make are proved to fit the format, and how many there are."""
-        made = [v for op in self.program.walk() if not inserted(op) for v in op.outputs
-                if v is not None and v.dtype in FLOATS and not constants.is_constant(v)]  # fmt: skip
+        made = [
+            v
+            for op in self.program.walk()
+            if not inserted(op)
+            for v in op.outputs
+            if v is not None and v.dtype in FLOATS and not constants.is_constant(v)
+        ]
         return sum(self.within(v, LIMITS[dtype].largest) for v in made), len(made)
 
     def row_sums(self, weight: Variable | None, axis: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -35,8 +35,9 @@ CHUNK = 1 << 17
 #: As what a constant is read. A bias is added to a sum of products (or a variance to the eps of its
 #: norm), beside which what vanishes is nothing.
 ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
-_ADDING = frozenset({"Add", "Sub", "Sum", "Mean", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less",
-                     "LessOrEqual"})  # fmt: skip
+_ADDING = frozenset(
+    {"Add", "Sub", "Sum", "Mean", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+)
 
 
 def check_constants(program: Program, dtype: str, evidence: Evidence, flow: Flow | None = None) -> None:

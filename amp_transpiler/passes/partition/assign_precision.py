@@ -101,8 +101,14 @@ def assign(
 class _Choices(Rules):
     """A decision, or two, for every operator."""
 
-    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, mode: str, evidence: Evidence | None,
-                 outside: Callable[[Operator], Reason | None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        lists: AutoMixedPrecisionLists,
+        mode: str,
+        evidence: Evidence | None,
+        outside: Callable[[Operator], Reason | None],
+    ) -> None:
         super().__init__(program, lists)
         self.mode, self.evidence, self.outside = mode, evidence, outside
         self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
@@ -178,8 +184,11 @@ class _Choices(Rules):
         """Gray operators that no chain of gray ones joins to a 16-bit operator stay as they are."""
         joined: set[Operator] = set()
         edges = _neighbours(found)
-        stack = [op for op, choice in found.items() if isinstance(choice, Decision) and choice.precision == self.dtype
-                 and not op.attrs.programs]  # fmt: skip
+        stack = [
+            op
+            for op, choice in found.items()
+            if isinstance(choice, Decision) and choice.precision == self.dtype and not op.attrs.programs
+        ]
         while stack:
             for near in edges.get(stack.pop(), ()):
                 if near not in joined and isinstance(found[near], Free):
@@ -226,18 +235,27 @@ class _Problem:
     would otherwise stop short of them, and leave a small program as it is.
     """
 
-    def __init__(self, program: Program, choices: dict[Operator, Decision | Free], free: list[Operator | Boundary],
-                 dtype: str, narrow_io: frozenset[str], given_io: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        choices: dict[Operator, Decision | Free],
+        free: list[Operator | Boundary],
+        dtype: str,
+        narrow_io: frozenset[str],
+        given_io: bool,
+    ) -> None:
         self.dtype, self.narrow_io, self.given_io = dtype, narrow_io, given_io
         self.number = {each: i for i, each in enumerate(free)}
         crossing = [each for each in free if isinstance(each, Boundary)]
-        self.crossing = {(b.op, kind, place[0]) for b in crossing
-                         for kind, place in (("in", b.read), ("out", b.made)) if place}  # fmt: skip
+        self.crossing = {
+            (b.op, kind, place[0]) for b in crossing for kind, place in (("in", b.read), ("out", b.made)) if place
+        }
         inner = {v for b in crossing if b.made for v in b.made[1]}
         self.ends: dict[Variable, _Ends] = {}
         self.costs: list[tuple[int, int]] = []
-        ways = [(op, c.half, c.full) if isinstance(c, Free) else (op, c, c) for op, c in choices.items()
-                if not inserted(op)]  # fmt: skip
+        ways = [
+            (op, c.half, c.full) if isinstance(c, Free) else (op, c, c) for op, c in choices.items() if not inserted(op)
+        ]
         for op, half, full in ways:
             self._writes(op, half, full)
         for boundary in crossing:

@@ -110,8 +110,10 @@ class _Network:
         ends = np.array([edge[:2] for edge in self.edges] + self.binding, np.int64).reshape(-1, 2)
         graph = csr_array((values, (ends[:, 0], ends[:, 1])), shape=(self.nodes, self.nodes))
         graph.data = np.minimum(graph.data, infinite)  # parallel edges were added up
-        self.graph = csr_array((graph.data.astype(np.int32), graph.indices.astype(np.int32),
-                                graph.indptr.astype(np.int32)), shape=graph.shape)  # fmt: skip
+        self.graph = csr_array(
+            (graph.data.astype(np.int32), graph.indices.astype(np.int32), graph.indptr.astype(np.int32)),
+            shape=graph.shape,
+        )
 
     def _edge(self, tail: int, head: int, capacity: int) -> None:
         if capacity > 0:

@@ -27,8 +27,14 @@ from amp_transpiler.passes.view.typing import is_float, kept_slots, operator_nam
 Decisions = dict[Operator, Decision]
 
 
-def apply(program: Program, decisions: Decisions, lists: AutoMixedPrecisionLists, *,
-          narrow_parameters: bool, fetchable: bool = True) -> set[str]:  # fmt: skip
+def apply(
+    program: Program,
+    decisions: Decisions,
+    lists: AutoMixedPrecisionLists,
+    *,
+    narrow_parameters: bool,
+    fetchable: bool = True,
+) -> set[str]:
     """Give operators and variables the decided types and insert the casts; the names that enter the 16-bit part.
 
     ``narrow_parameters``: a persistable variable that 16-bit operators read becomes 16 bit itself, unless

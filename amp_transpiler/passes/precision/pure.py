@@ -26,9 +26,15 @@ from amp_transpiler.passes.view.typing import operator_name
 
 
 @paddle_arguments("cast_model_to_fp16")
-def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | None = None,
-                       use_fp16_guard: bool = True, *, names_must_exist: bool = True,
-                       numeric_guards: bool = False, like: Program | None = None) -> set[str]:  # fmt: skip
+def cast_model_to_fp16(
+    program: Program,
+    amp_lists: AutoMixedPrecisionLists | None = None,
+    use_fp16_guard: bool = True,
+    *,
+    names_must_exist: bool = True,
+    numeric_guards: bool = False,
+    like: Program | None = None,
+) -> set[str]:
     """Turn ``program``, nested graphs included, to pure 16 bit in place.
 
     Every operator gets ``precision`` and ``reason``. Parameters that 16-bit operators read become 16-bit
@@ -75,8 +81,9 @@ def cast_model_to_fp16(program: Program, amp_lists: AutoMixedPrecisionLists | No
 
 
 class _Pure(Rules):
-    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool,
-                 evidence: Evidence) -> None:  # fmt: skip
+    def __init__(
+        self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool, evidence: Evidence
+    ) -> None:
         super().__init__(program, lists)
         self.use_fp16_guard, self.evidence = use_fp16_guard, evidence
         #: Operators that go on in fp32 from a cast of the program's own.
@@ -102,7 +109,6 @@ class _Pure(Rules):
             return self.full(op, Reason(Kind.FOLLOWS_WIDENING, label(cast)))
         return self.half(op, Reason(Kind.IN_GUARD if self.use_fp16_guard else Kind.PURE))
 
-
     def _after_own_cast(self, op: Operator) -> Operator | None:
         """The program's own cast to float32, or what follows one, that makes an operand."""
         for variable in self.data_inputs(op):
@@ -115,9 +121,13 @@ class _Pure(Rules):
 def _is_own_widening(op: Operator) -> bool:
     read, made = op.input(0), op.output(0)
     return (
-        operator_name(op) == "Cast" and read is not None and read.dtype in HALF | {"float32"}
-        and made is not None and made.dtype == "float32" and op.role == FORWARD
-    )  # fmt: skip
+        operator_name(op) == "Cast"
+        and read is not None
+        and read.dtype in HALF | {"float32"}
+        and made is not None
+        and made.dtype == "float32"
+        and op.role == FORWARD
+    )
 
 
 def _marked(op: Operator) -> bool:

@@ -22,9 +22,14 @@ from amp_transpiler.passes.view.names import label, source
 from amp_transpiler.passes.view.typing import operator_name
 
 
-def rewrite_program(program: Program, amp_lists: AutoMixedPrecisionLists | None = None, *,
-                    names_must_exist: bool = True, numeric_guards: bool = False,
-                    like: Program | None = None) -> None:  # fmt: skip
+def rewrite_program(
+    program: Program,
+    amp_lists: AutoMixedPrecisionLists | None = None,
+    *,
+    names_must_exist: bool = True,
+    numeric_guards: bool = False,
+    like: Program | None = None,
+) -> None:
     """Insert the casts of black/white/gray mixed precision into ``program``, nested graphs included, in place.
 
     Every operator gets ``precision`` and ``reason``. Feeds, fetches and state updates keep their

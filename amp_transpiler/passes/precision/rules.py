@@ -96,8 +96,9 @@ class Rules:
             return self.as_it_is(op, Reason(Kind.OTHER_TYPE, detail=(str(made.dtype),)))
         return self.full(op, against)
 
-    def as_it_is(self, op: Operator, why: Reason, *, colour: str | None = None,
-                 inner: Reason | None = None) -> Decision:  # fmt: skip
+    def as_it_is(
+        self, op: Operator, why: Reason, *, colour: str | None = None, inner: Reason | None = None
+    ) -> Decision:
         """Leave its types as the program declares them."""
         precision = _precision(op)
         runs = SHORT[precision] if colour == BLACK else UNTOUCHED
@@ -230,8 +231,9 @@ def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str)
         name = next(each for each in missing if not is_pattern(each))
         near = difflib.get_close_matches(name, sorted(known), 3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-        raise ArgumentError(f"{what}: program '{program.name}' has no variable '{name}', which "
-                            f"custom_black_varnames names{hint}")  # fmt: skip
+        raise ArgumentError(
+            f"{what}: program '{program.name}' has no variable '{name}', which custom_black_varnames names{hint}"
+        )
     matching(_written(program), patterns, f"{what}: custom_black_varnames", names=_called)
 
 

@@ -80,8 +80,10 @@ def _untyped(variable: Variable | None) -> bool:
 
 def _types(op: Operator) -> tuple[list[str | None], list[str | None]]:
     """The 16-bit types of an operator's slots; None for the others."""
-    reads, writes = ([v.dtype if v is not None and v.dtype in HALF else None for v in variables]
-                     for variables in (op.inputs, op.outputs))  # fmt: skip
+    reads, writes = (
+        [v.dtype if v is not None and v.dtype in HALF else None for v in variables]
+        for variables in (op.inputs, op.outputs)
+    )
     return reads, writes
 
 

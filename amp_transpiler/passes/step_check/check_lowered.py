@@ -159,8 +159,10 @@ class _Gates:
         carrier = self.producers[value.name]
         narrow = self.producers.get(carrier.input[0]) if carrier.op_type == "Cast" else None
         if narrow is None or narrow.op_type != "Cast":
-            self.found.append(f"'{check}' looks at gradient '{raw.name}' before {_said(carrier)} is rounded to "
-                              f"{variable.dtype}, as an infinity that the rounding makes is not found")  # fmt: skip
+            self.found.append(
+                f"'{check}' looks at gradient '{raw.name}' before {_said(carrier)} is rounded to "
+                f"{variable.dtype}, as an infinity that the rounding makes is not found"
+            )
 
 
 def _hands_on(node: onnx.NodeProto) -> bool:

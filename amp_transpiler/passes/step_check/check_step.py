@@ -87,8 +87,11 @@ class _Step:
             self._unscaled(check)
         self._scaled_losses()
         for op, grad in self.flow.unscaled_outside:
-            self._add(3, f"{_said(op)} applies the loss scale to gradient '{grad.name}' in {grad.dtype}; only {CHECK} "
-                         "unscales, in fp32")  # fmt: skip
+            self._add(
+                3,
+                f"{_said(op)} applies the loss scale to gradient '{grad.name}' in {grad.dtype}; only {CHECK} "
+                "unscales, in fp32",
+            )
         for update in self.updates:
             self._update(update)
         self._loss_scaling()
@@ -129,8 +132,11 @@ class _Step:
                 continue
             mask = self.flow.mask(raw)
             if new.dtype != master_type(raw.dtype):
-                self._add(3, f"gradient '{raw.name}' is unscaled in {new.dtype} by '{check.label}', not in "
-                             f"{master_type(raw.dtype)}")  # fmt: skip
+                self._add(
+                    3,
+                    f"gradient '{raw.name}' is unscaled in {new.dtype} by '{check.label}', not in "
+                    f"{master_type(raw.dtype)}",
+                )
             if mask & UNSCALED:
                 self._add(3, f"gradient '{raw.name}' is unscaled twice, the second time by '{check.label}'")
             elif mask & CLIPPED:
@@ -142,8 +148,11 @@ class _Step:
         losses = dict.fromkeys(seed.grad_of for seed in seeds if seed.grad_of is not None)
         for loss in losses:
             if self.scale is not None and not _multiplied(loss, self.scale):
-                self._add(3, f"the loss '{loss.name}' is not multiplied by '{self.scale.name}', the scale that its "
-                             f"gradients are divided by; it comes from {_said(loss.producer)}")  # fmt: skip
+                self._add(
+                    3,
+                    f"the loss '{loss.name}' is not multiplied by '{self.scale.name}', the scale that its "
+                    f"gradients are divided by; it comes from {_said(loss.producer)}",
+                )
 
     # -- 1, 2, 5 for one update operator -------------------------------------------------------------
     def _update(self, op: Operator) -> None:
@@ -162,14 +171,23 @@ class _Step:
         mask = self.flow.mask(grad)
         if mask & SCALED or not mask & UNSCALED:
             alone = " alone" if mask & UNSCALED else ""
-            self._add(1, f"the gradient '{grad.name}' of parameter '{parameter.name}' in {_said(op)} does not come "
-                         f"from '{self.checks[0].label}'{alone}")  # fmt: skip
+            self._add(
+                1,
+                f"the gradient '{grad.name}' of parameter '{parameter.name}' in {_said(op)} does not come "
+                f"from '{self.checks[0].label}'{alone}",
+            )
         elif not self.flow.owned(grad, parameter):
-            self._add(1, f"parameter '{parameter.name}' is updated by {_said(op)} with '{grad.name}', the gradient of "
-                         "another variable")  # fmt: skip
+            self._add(
+                1,
+                f"parameter '{parameter.name}' is updated by {_said(op)} with '{grad.name}', the gradient of "
+                "another variable",
+            )
         if master is not None and (parameter.dtype not in HALF or master.dtype != "float32"):
-            self._add(5, f"the master weight '{master.name}' ({master.dtype}) of '{parameter.name}' "
-                         f"({parameter.dtype}) in {_said(op)} must be fp32, of a 16-bit parameter")  # fmt: skip
+            self._add(
+                5,
+                f"the master weight '{master.name}' ({master.dtype}) of '{parameter.name}' "
+                f"({parameter.dtype}) in {_said(op)} must be fp32, of a 16-bit parameter",
+            )
 
     # -- 4 -------------------------------------------------------------------------------------------
     def _loss_scaling(self) -> None:
@@ -178,8 +196,9 @@ class _Step:
             self._add(4, f"{len(self.scalings)} operators update the loss scale: {labels}")
         for op in self.scalings:
             if op.input(1) is not self.scale:
-                self._add(4, f"{_said(op)} moves '{_name(op.input(1))}', but gradients are divided by "
-                             f"'{_name(self.scale)}'")  # fmt: skip
+                self._add(
+                    4, f"{_said(op)} moves '{_name(op.input(1))}', but gradients are divided by '{_name(self.scale)}'"
+                )
             self._stored(op, op.inputs[1:4], op.outputs[:3])
             attrs = op.attrs
             if attrs["incr_ratio"] < 1 or not 0 < attrs["decr_ratio"] <= 1:
@@ -194,8 +213,11 @@ class _Step:
             counts = state.persistable and not state.trainable and state.dtype == "int32" and state.producer is None
             moved = state in self.program.updates or (window is not None and state is window.counter)
             if counts and not moved and not state.readers:
-                self._add(4, f"'{state.name}' counts for the loss scale, but nothing moves it: the operator that "
-                             "updates the scale is gone")  # fmt: skip
+                self._add(
+                    4,
+                    f"'{state.name}' counts for the loss scale, but nothing moves it: the operator that "
+                    "updates the scale is gone",
+                )
 
     def _stored(self, op: Operator, states: Any, values: Any) -> None:
         for state, new in zip(states, values, strict=True):
@@ -211,11 +233,15 @@ class _Step:
                 continue
             gated = self._kept.of(new)
             if gated is None:
-                self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no verdict "
-                             "gates")  # fmt: skip
+                self._add(
+                    2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no verdict gates"
+                )
             elif gated is not state and not self._stands_for(gated, state, new):
-                self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, the next value of "
-                             f"'{gated.name}'")  # fmt: skip
+                self._add(
+                    2,
+                    f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, the next value of "
+                    f"'{gated.name}'",
+                )
         self._window()
 
     def _sum_of_window(self, state: Variable) -> bool:
@@ -245,8 +271,11 @@ class _Step:
             kept = self.program.updates.get(state)
             before = None if kept is None else self._kept.of(kept)
             if state.name not in UNGATED and (before is None or before is state):
-                self._add(2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)} in every "
-                             "micro-batch, and a bad window does not take it back")  # fmt: skip
+                self._add(
+                    2,
+                    f"state '{state.name}' takes '{new.name}' from {_said(new.producer)} in every "
+                    "micro-batch, and a bad window does not take it back",
+                )
 
 
 def _reset(cleared: Variable) -> Variable | None:

@@ -177,8 +177,13 @@ class _Typed:
 
 def _typed(op: Operator) -> _Typed:
     domain = "" if op.domain == "ai.onnx" else op.domain
-    return _Typed(op.type, domain, op.program.opset(domain), tuple([v.dtype if v else None for v in op.inputs]),
-                  tuple([v.dtype if v else None for v in op.outputs]))  # fmt: skip
+    return _Typed(
+        op.type,
+        domain,
+        op.program.opset(domain),
+        tuple([v.dtype if v else None for v in op.inputs]),
+        tuple([v.dtype if v else None for v in op.outputs]),
+    )
 
 
 #: Element types of the inputs and of the outputs, and the outputs whose type variable no given input has.

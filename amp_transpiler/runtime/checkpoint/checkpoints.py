@@ -83,8 +83,16 @@ class Checkpoint:
     versions: Mapping[str, str]
 
 
-def save_checkpoint(path: PathLike, program: Program, scope: Scope | None = None, *, step: int | None = None,
-                    data_position: Any = None, extra: Any = None, keep_last: int | None = None) -> Path:  # fmt: skip
+def save_checkpoint(
+    path: PathLike,
+    program: Program,
+    scope: Scope | None = None,
+    *,
+    step: int | None = None,
+    data_position: Any = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+) -> Path:
     """Write all state of ``program`` in ``scope`` (default: the global one), whole or not at all; returns the folder.
 
     All state is every persistable variable: parameters, master weights, moments, statistics, the loss scale and its
@@ -135,8 +143,9 @@ def save_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     return target
 
 
-def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None, *, strict: bool = True,
-                    rename: Renames | None = None) -> Checkpoint:  # fmt: skip
+def load_checkpoint(
+    path: PathLike, program: Program, scope: Scope | None = None, *, strict: bool = True, rename: Renames | None = None
+) -> Checkpoint:
     """Set the state of ``program`` in ``scope`` (default: the global one) to that of a checkpoint.
 
     Neither the startup program nor ``amp_init`` need have run (``amp_init`` is still what rewrites a test program).
@@ -171,8 +180,16 @@ def load_checkpoint(path: PathLike, program: Program, scope: Scope | None = None
     same = meta["program"]["fingerprint"] == fingerprint(program)
     if not same and not found.converted and rename is None:
         _warn_of_change(folder, meta, program)
-    loaded = Checkpoint(folder, meta["step"], meta["data_position"], meta["extra"], same and not found.converted,
-                        tuple(found.missing), tuple(found.extra), meta["versions"])  # fmt: skip
+    loaded = Checkpoint(
+        folder,
+        meta["step"],
+        meta["data_position"],
+        meta["extra"],
+        same and not found.converted,
+        tuple(found.missing),
+        tuple(found.extra),
+        meta["versions"],
+    )
     scope._take(found.values)
     return loaded
 
@@ -212,14 +229,18 @@ def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any
     if value is None:
         if slot.role == UNUSED:
             return None
-        raise ScopeError(f"variable '{variable.name}' of program '{program.name}' is not in the scope, so there is no "
-                         "whole state to save; run its startup program first, into this scope")  # fmt: skip
+        raise ScopeError(
+            f"variable '{variable.name}' of program '{program.name}' is not in the scope, so there is no "
+            "whole state to save; run its startup program first, into this scope"
+        )
     found = tensors.dtype_of(value)
     if found != variable.dtype:
         raise ScopeError(type_message(variable.name, program.name, found, str(variable.dtype)))
     if variable.shape is not None and not fits(value.shape(), variable.shape):
-        raise ScopeError(f"variable '{variable.name}' has shape {list(value.shape())} in the scope; program "
-                         f"'{program.name}' declares {list(variable.shape)}")  # fmt: skip
+        raise ScopeError(
+            f"variable '{variable.name}' has shape {list(value.shape())} in the scope; program "
+            f"'{program.name}' declares {list(variable.shape)}"
+        )
     return value
 
 
@@ -249,16 +270,24 @@ def _remove_older(newest: Path, written: Mapping[Path, int], keep_last: int) -> 
         try:
             remove_checkpoint(folder)
         except OSError as error:
-            raise CheckpointWriteError(f"checkpoint '{newest}' is written, but the older '{folder}' cannot be removed: "
-                                       f"{error.strerror or error}") from None  # fmt: skip
+            raise CheckpointWriteError(
+                f"checkpoint '{newest}' is written, but the older '{folder}' cannot be removed: "
+                f"{error.strerror or error}"
+            ) from None
 
 
 def _versions() -> dict[str, str]:
     from amp_transpiler import __version__
 
-    return {"amp_transpiler": __version__, "python": platform.python_version(), "numpy": np.__version__,
-            "onnx": onnx.__version__, "onnxruntime": ort.__version__, "ml_dtypes": ml_dtypes.__version__,
-            "safetensors": safetensors.__version__}  # fmt: skip
+    return {
+        "amp_transpiler": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "onnx": onnx.__version__,
+        "onnxruntime": ort.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        "safetensors": safetensors.__version__,
+    }
 
 
 # -- loading ---------------------------------------------------------------------------------------------
@@ -274,20 +303,23 @@ def _stored(meta: Mapping[str, Any], file: TensorFile, rename: Renames | None, w
             continue
         one, key = said[name], Slot(slot.role, of, slot.number).key(name)
         if key in stored:
-            raise CheckpointError(f"{what}: the tensors {stored[key].name!r:.200} and {name!r:.200} are for the same "
-                                  f"state, {' '.join(map(str, key)).strip()!r:.200}")  # fmt: skip
-        stored[key] = Stored(
-            name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name)
-        )
+            raise CheckpointError(
+                f"{what}: the tensors {stored[key].name!r:.200} and {name!r:.200} are for the same "
+                f"state, {' '.join(map(str, key)).strip()!r:.200}"
+            )
+        stored[key] = Stored(name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name))
     return stored
 
 
 def _warn_of_change(folder: Path, meta: Mapping[str, Any], program: Program) -> None:
     was, now = meta["scaling"], scaler_settings(program)
     changed = f" (loss scaling was {was}, is {now})" if was != now else ""
-    warnings.warn(f"program '{program.name}' has the state of checkpoint '{folder}' but computes something else than "
-                  f"the program that was saved{changed}; training goes on, not bit for bit", AmpWarning,
-                  stacklevel=3)  # fmt: skip
+    warnings.warn(
+        f"program '{program.name}' has the state of checkpoint '{folder}' but computes something else than "
+        f"the program that was saved{changed}; training goes on, not bit for bit",
+        AmpWarning,
+        stacklevel=3,
+    )
 
 
 # -- arguments -------------------------------------------------------------------------------------------

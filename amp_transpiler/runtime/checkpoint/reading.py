@@ -54,16 +54,20 @@ _FIELDS: dict[str, Rule] = {
     "program": (lambda value: isinstance(value, dict), "an object"),
     "program.name": _TEXT,
     "program.fingerprint": _TEXT,
-    "scaling": (lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
-                "a list of objects"),
+    "scaling": (
+        lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
+        "a list of objects",
+    ),
     "versions": (lambda value: isinstance(value, dict) and all(map(_text, value.values())), "an object of strings"),
     "tensors": (lambda value: isinstance(value, dict), "an object"),
     "file": (lambda value: isinstance(value, dict), "an object"),
-    "file.name": (lambda value: _text(value) and TENSOR_FILES.fullmatch(value) is not None,
-                  "state.safetensors or state_<number>.safetensors"),
+    "file.name": (
+        lambda value: _text(value) and TENSOR_FILES.fullmatch(value) is not None,
+        "state.safetensors or state_<number>.safetensors",
+    ),
     "file.bytes": _COUNT,
     "file.sha256": (lambda value: _text(value) and _HASH.fullmatch(value) is not None, "64 hexadecimal digits"),
-}  # fmt: skip
+}
 _TENSOR: dict[str, Rule] = {
     "dtype": (lambda value: _text(value) and value in _DTYPES, "an element type"),
     "shape": (lambda value: isinstance(value, list) and all(map(_count, value)), "a list of whole numbers >= 0"),
@@ -84,8 +88,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"'{folder / META}' is not that of a checkpoint of this package")
     version = meta.get("version")
     if type(version) is not int or version != VERSION:
-        raise CheckpointError(f"checkpoint '{folder}' has format version {version!r:.80}; this version of the package "
-                              f"reads {VERSION}")  # fmt: skip
+        raise CheckpointError(
+            f"checkpoint '{folder}' has format version {version!r:.80}; this version of the package reads {VERSION}"
+        )
     if meta.pop("checksum", None) != checksum(meta):
         raise CheckpointError(f"{damaged(folder)}: the content of {META} does not match its checksum")
     for field in _FIELDS:
@@ -139,8 +144,10 @@ def _not_found(folder: Path) -> str:
     if not folder.is_dir():
         return f"'{folder}' is a file; a checkpoint is a folder, and load_weights reads files of weights"
     if any(folder.glob("*.safetensors")):
-        return (f"folder '{folder}' has no {META}, so it is no checkpoint of this package; load_weights reads other "
-                "safetensors files")  # fmt: skip
+        return (
+            f"folder '{folder}' has no {META}, so it is no checkpoint of this package; load_weights reads other "
+            "safetensors files"
+        )
     return f"folder '{folder}' holds no checkpoint"
 
 

@@ -29,8 +29,9 @@ def renamed(names: Iterable[str], rename: Renames | None, what: str) -> dict[str
     if not isinstance(rename, Mapping) or not all(
         isinstance(key, str) and isinstance(value, (str, type(None))) for key, value in rename.items()
     ):
-        raise ArgumentTypeError(f"{what}: rename maps patterns to replacements, as in {{'encoder.*': 'enc/*'}}; got "
-                                f"{rename!r}")  # fmt: skip
+        raise ArgumentTypeError(
+            f"{what}: rename maps patterns to replacements, as in {{'encoder.*': 'enc/*'}}; got {rename!r}"
+        )
     names = list(names)
     rules = [_Rule(pattern, replacement, what) for pattern, replacement in rename.items()]
     result: dict[str, str | None] = {}
@@ -39,8 +40,10 @@ def renamed(names: Iterable[str], rename: Renames | None, what: str) -> dict[str
         result[name] = name if rule is None else rule(name)
     unused = [rule.pattern for rule in rules if not any(rule.expression.fullmatch(name) for name in names)]
     if unused:
-        raise ArgumentError(f"{what}: rename pattern {unused[0]!r} fits no stored name; there are, for example, "
-                            f"{', '.join(map(repr, names[:3]))}")  # fmt: skip
+        raise ArgumentError(
+            f"{what}: rename pattern {unused[0]!r} fits no stored name; there are, for example, "
+            f"{', '.join(map(repr, names[:3]))}"
+        )
     _check_distinct(result, what)
     return result
 
@@ -65,8 +68,10 @@ class _Rule:
         elif replacement.count("*") <= self.expression.groups:
             self._replace = functools.partial(_filled, replacement.split("*"))
         else:
-            raise ArgumentError(f"{what}: rename gives {pattern!r} the replacement {replacement!r}, which has more "
-                                "wildcards than the pattern")  # fmt: skip
+            raise ArgumentError(
+                f"{what}: rename gives {pattern!r} the replacement {replacement!r}, which has more "
+                "wildcards than the pattern"
+            )
 
     def fits(self, name: str) -> bool:
         return self.expression.fullmatch(name) is not None

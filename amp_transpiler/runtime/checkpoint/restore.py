@@ -60,8 +60,9 @@ class Restored:
     converted: bool = False
 
 
-def restore(program: Program, stored: Mapping[Key, Stored], scope: Scope, what: str, *, strict: bool,
-            weights_only: bool = False) -> Restored:  # fmt: skip
+def restore(
+    program: Program, stored: Mapping[Key, Stored], scope: Scope, what: str, *, strict: bool, weights_only: bool = False
+) -> Restored:
     """Values for the state of ``program`` (with ``weights_only``, for its parameters, masters and buffers alone).
 
     What belongs to one precision only (loss scale and its counters) and is not stored keeps its value in ``scope``,
@@ -131,8 +132,14 @@ def _value(variable: Variable, source: Stored) -> Any:
 
 
 # -- what is not stored ----------------------------------------------------------------------------------
-def _unstored(program: Program, variables: list[Variable], scope: Scope, found: Restored, what: str,
-              slots: Mapping[Variable, Slot]) -> dict[str, Any]:  # fmt: skip
+def _unstored(
+    program: Program,
+    variables: list[Variable],
+    scope: Scope,
+    found: Restored,
+    what: str,
+    slots: Mapping[Variable, Slot],
+) -> dict[str, Any]:
     """Values for variables that nothing is stored for: none for those that keep theirs, else the initial ones."""
     kept = {v.name for v in variables if slots[v].role not in OF_A_WINDOW and _kept(v, scope)}
     for variable in variables:  # a parameter and its master keep their values together, or neither does
@@ -180,8 +187,10 @@ def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:
 
 # -- messages --------------------------------------------------------------------------------------------
 def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatchError:
-    lines = [f"{what} does not fit program '{program.name}' ({len(found.missing)} missing, {len(found.extra)} extra, "
-             f"{len(found.wrong)} wrong); nothing was loaded"]  # fmt: skip
+    lines = [
+        f"{what} does not fit program '{program.name}' ({len(found.missing)} missing, {len(found.extra)} extra, "
+        f"{len(found.wrong)} wrong); nothing was loaded"
+    ]
     for name in found.missing[:_SHOWN]:
         near = difflib.get_close_matches(name, found.extra, 1, 0.7) if len(found.extra) < _SHOWN else []
         lines.append(f"  missing: {name}" + (f" (the file has '{near[0]}')" if near else ""))
@@ -190,8 +199,10 @@ def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatc
     if max(len(found.missing), len(found.extra), len(found.wrong)) > _SHOWN:
         lines.append(f"  … (only the first {_SHOWN} of each; the error has all: .missing, .extra, .wrong)")
     if found.missing and found.extra:
-        lines.append("  Where only names differ, map them with rename={'pattern': 'replacement'}; a program built "
-                     "under amp.unique_name.guard() has the same names each time")  # fmt: skip
+        lines.append(
+            "  Where only names differ, map them with rename={'pattern': 'replacement'}; a program built "
+            "under amp.unique_name.guard() has the same names each time"
+        )
     if (found.missing or found.extra) and not found.wrong:
         lines.append("  strict=False loads what fits")
     return CheckpointMismatchError("\n".join(lines), tuple(found.missing), tuple(found.extra), found.wrong)

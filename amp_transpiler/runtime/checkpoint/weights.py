@@ -37,9 +37,15 @@ class LoadedWeights:
     unused: tuple[str, ...]
 
 
-def load_weights(path: str | os.PathLike[str], program: Program, scope: Scope | None = None, *,
-                 rename: Renames | None = None, strict: bool = True,
-                 transpose: Sequence[str] = ()) -> LoadedWeights:  # fmt: skip
+def load_weights(
+    path: str | os.PathLike[str],
+    program: Program,
+    scope: Scope | None = None,
+    *,
+    rename: Renames | None = None,
+    strict: bool = True,
+    transpose: Sequence[str] = (),
+) -> LoadedWeights:
     """Set the parameters, statistics and buffers of ``program`` in ``scope`` (default: the global one) from a file.
 
     Master weights get the values as they are, 16-bit parameters get them rounded; other training state stays as it
@@ -88,14 +94,14 @@ def _transposed(one: Stored) -> Stored:
 
 # -- files -----------------------------------------------------------------------------------------------
 def _read(path: Path) -> list[Stored]:
-    readers: dict[str, Callable[[Path], list[Stored]]] = {
-        ".safetensors": _safetensors, ".npz": _npz, ".onnx": _onnx
-    }  # fmt: skip
+    readers: dict[str, Callable[[Path], list[Stored]]] = {".safetensors": _safetensors, ".npz": _npz, ".onnx": _onnx}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ArgumentError(f"{_CALL} reads {', '.join(readers)}; '{path}' is something else. A state dict of torch is "
-                            "written as safetensors by safetensors.torch.save_file(model.state_dict(), path); a "
-                            "checkpoint of this package is read by load_checkpoint")  # fmt: skip
+        raise ArgumentError(
+            f"{_CALL} reads {', '.join(readers)}; '{path}' is something else. A state dict of torch is "
+            "written as safetensors by safetensors.torch.save_file(model.state_dict(), path); a "
+            "checkpoint of this package is read by load_checkpoint"
+        )
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no file '{path}'")
     try:
@@ -123,8 +129,10 @@ def _npz(path: Path) -> list[Stored]:
         arrays = {name: file[name] for name in file.files}
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":
-            raise CheckpointError(f"array '{name}' of '{path}' has element type {array.dtype}, which is no "
-                                  "number (numpy writes bfloat16 so); store float32, or safetensors")  # fmt: skip
+            raise CheckpointError(
+                f"array '{name}' of '{path}' has element type {array.dtype}, which is no "
+                "number (numpy writes bfloat16 so); store float32, or safetensors"
+            )
     return [Stored(n, element_type(a.dtype), a.shape, PARAMETER, _getter(arrays.get, n)) for n, a in arrays.items()]
 
 

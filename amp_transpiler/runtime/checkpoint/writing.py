@@ -28,9 +28,21 @@ _STEP = re.compile(r"step_([0-9]{8,})")
 TENSOR_FILES = re.compile(r"state(_[0-9]+)?\.safetensors")
 #: The element types of safetensors files by the names that they have there; the elements of another are written as
 #: bytes.
-SAFETENSORS_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
-                     "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16",
-                     "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+SAFETENSORS_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -78,8 +90,9 @@ def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, An
         raise CheckpointWriteError(f"checkpoint {error}") from None
     except (OSError, SafetensorError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise CheckpointWriteError(f"checkpoint '{target}' cannot be written: {reason}; the checkpoints that were "
-                                   "there are as they were") from None  # fmt: skip
+        raise CheckpointWriteError(
+            f"checkpoint '{target}' cannot be written: {reason}; the checkpoints that were there are as they were"
+        ) from None
 
 
 def _write_tensors(path: Path, values: Mapping[str, Any]) -> None:
@@ -98,8 +111,9 @@ def _spec(value: Any, held: list[Any]) -> Any:
     elif value.device_name() != "cpu":
         value = tensors.copy_to(value, CPUPlace())
     held.append(value)
-    return TensorSpec(dtype=dtype, shape=list(value.shape()), data_ptr=value.data_ptr(),
-                      data_len=value.tensor_size_in_bytes())  # fmt: skip
+    return TensorSpec(
+        dtype=dtype, shape=list(value.shape()), data_ptr=value.data_ptr(), data_len=value.tensor_size_in_bytes()
+    )
 
 
 def _write_meta(folder: Path, meta: dict[str, Any]) -> None:

@@ -22,8 +22,12 @@ from amp_transpiler.runtime.parameters import cast_parameters_to_fp16 as cast_pa
 class AutoMixedPrecisionListsBF16(AutoMixedPrecisionLists):
     """Lists for bfloat16: ``custom_bf16_list`` is the white list, ``custom_fp32_list`` the black one."""
 
-    def __init__(self, custom_bf16_list: Iterable[str] | None = None, custom_fp32_list: Iterable[str] | None = None,
-                 custom_fp32_varnames: Iterable[str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        custom_bf16_list: Iterable[str] | None = None,
+        custom_fp32_list: Iterable[str] | None = None,
+        custom_fp32_varnames: Iterable[str] | None = None,
+    ) -> None:
         super().__init__(custom_bf16_list, custom_fp32_list, custom_fp32_varnames, "bfloat16")
 
     @property
@@ -42,8 +46,12 @@ class AutoMixedPrecisionListsBF16(AutoMixedPrecisionLists):
         return self.black_varnames
 
 
-def decorate_bf16(optimizer: Any, amp_lists: AutoMixedPrecisionLists | None = None, use_pure_bf16: bool = False,
-                  use_bf16_guard: bool | None = None) -> OptimizerWithMixedPrecision:  # fmt: skip
+def decorate_bf16(
+    optimizer: Any,
+    amp_lists: AutoMixedPrecisionLists | None = None,
+    use_pure_bf16: bool = False,
+    use_bf16_guard: bool | None = None,
+) -> OptimizerWithMixedPrecision:
     """``decorate(optimizer, amp_lists, use_pure_fp16=use_pure_bf16, dtype="bfloat16")``; errors as there."""
     return decorate(optimizer, amp_lists, use_pure_fp16=use_pure_bf16, use_fp16_guard=use_bf16_guard, dtype="bfloat16")
 
@@ -53,17 +61,22 @@ def rewrite_program_bf16(main_prog: Program, amp_lists: AutoMixedPrecisionLists 
     rewrite_program(main_prog, _bf16_lists("rewrite_program_bf16", amp_lists))
 
 
-def cast_model_to_bf16(program: Program, startup_prog: Program | None = None,
-                       amp_lists: AutoMixedPrecisionLists | None = None,
-                       use_bf16_guard: bool = True) -> set[str]:  # fmt: skip
+def cast_model_to_bf16(
+    program: Program,
+    startup_prog: Program | None = None,
+    amp_lists: AutoMixedPrecisionLists | None = None,
+    use_bf16_guard: bool = True,
+) -> set[str]:
     """``cast_model_to_fp16`` with lists for bfloat16; errors as there.
 
     ArgumentError: a ``startup_prog``. Startup programs write fp32 here, from which masters start;
     ``cast_parameters_to_bf16`` rounds the parameters after it ran.
     """
     if startup_prog is not None:
-        raise ArgumentError("cast_model_to_bf16: startup_prog is not rewritten, it writes fp32; leave it out, and call "
-                            "cast_parameters_to_bf16(place, program, scope) after it ran")  # fmt: skip
+        raise ArgumentError(
+            "cast_model_to_bf16: startup_prog is not rewritten, it writes fp32; leave it out, and call "
+            "cast_parameters_to_bf16(place, program, scope) after it ran"
+        )
     return cast_model_to_fp16(program, _bf16_lists("cast_model_to_bf16", amp_lists), use_bf16_guard)
 
 
@@ -74,5 +87,11 @@ def _bf16_lists(call: str, amp_lists: AutoMixedPrecisionLists | None) -> AutoMix
 
 
 __getattr__ = paddle_attributes("amp_transpiler.static.amp.bf16")
-__all__ = ["AutoMixedPrecisionListsBF16", "bf16_guard", "cast_model_to_bf16", "cast_parameters_to_bf16",
-           "decorate_bf16", "rewrite_program_bf16"]  # fmt: skip
+__all__ = [
+    "AutoMixedPrecisionListsBF16",
+    "bf16_guard",
+    "cast_model_to_bf16",
+    "cast_parameters_to_bf16",
+    "decorate_bf16",
+    "rewrite_program_bf16",
+]
