@@ -20,7 +20,7 @@ from amp_transpiler import nn, ops, optimizer, regularizer
 from amp_transpiler.conversion.converting import convert
 from amp_transpiler.finetune import FitOptions, FitResult, fit
 from amp_transpiler.finetune.prepare import prepare_training
-from amp_transpiler.ir import names as unique_name
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import (
     default_main_program,
     default_startup_program,
@@ -67,16 +67,16 @@ from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import check_step
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
+from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.checkpoint.checkpoints import (
     Checkpoint,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from amp_transpiler.runtime.checkpoint.weights import load_weights
-from amp_transpiler.runtime.inference import load_inference_model, save_inference_model
+from amp_transpiler.runtime.checkpoint.weight_files import load_weights
+from amp_transpiler.runtime.inference_model import load_inference_model, save_inference_model
 from amp_transpiler.runtime.memory_estimate import MemoryEstimate
-from amp_transpiler.runtime.parameters import cast_parameters_to_fp16
 
 from amp_transpiler import mixed_precision, static  # isort: skip
 

@@ -26,7 +26,7 @@ MODULES = {
     "amp.regularizer": "amp_transpiler.regularizer",
     "amp.mixed_precision": "amp_transpiler.mixed_precision",
     "amp.static.amp.bf16": "amp_transpiler.static.amp.bf16",
-    "amp.unique_name": "amp_transpiler.ir.names",
+    "amp.unique_name": "amp_transpiler.ir.unique_name",
     "amp.errors": "amp_transpiler.errors",
 }
 HEAD = """# API

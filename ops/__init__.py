@@ -18,7 +18,7 @@ from amp_transpiler.ops import (
     reduce,
     resize,
 )
-from amp_transpiler.ops.rnn import recurrent, recurrent_forward
+from amp_transpiler.ops.rnn import recurrent_backward, recurrent_forward
 from amp_transpiler.ops.training import (
     accumulate,
     average,
@@ -26,7 +26,7 @@ from amp_transpiler.ops.training import (
     initializers,
     monitor,
     random,
-    recompute,
+    recompute_barrier,
     scaling,
     schedule,
     update,
@@ -52,8 +52,8 @@ __all__ = [
     "norm",
     "pool",
     "random",
-    "recompute",
-    "recurrent",
+    "recompute_barrier",
+    "recurrent_backward",
     "recurrent_forward",
     "reduce",
     "resize",

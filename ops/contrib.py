@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from amp_transpiler.ir.contrib import DOMAIN
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.ir.reasons import Kind

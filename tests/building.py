@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 def building() -> Iterator[tuple[Program, Program]]:
     """A main and a startup program to build into."""
     main, startup = Program("main"), Program("startup")
-    with program_guard(main, startup), names.guard():
+    with program_guard(main, startup), unique_name.guard():
         yield main, startup
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from amp_transpiler import nn
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.context import fp16_guard, name_scope, program_guard
 from amp_transpiler.ir.program import Program, Variable
@@ -127,7 +127,7 @@ def test_test_program_shares_parameters() -> None:
         use_case()
         count = len(startup.operators)
         test = Program("test")
-        with program_guard(test, startup), names.guard():
+        with program_guard(test, startup), unique_name.guard():
             prediction, _ = use_case()
     assert len(startup.operators) == count
     assert [v.name for v in test.parameters] == [v.name for v in main.parameters]
@@ -402,7 +402,7 @@ def test_equality_is_identity() -> None:
 def test_an_older_program_is_brought_to_the_opset_of_the_layers() -> None:
     main = Program()
     main.info.opsets[""] = 13
-    with program_guard(main, Program("startup")), names.guard():
+    with program_guard(main, Program("startup")), unique_name.guard():
         x = nn.data("x", [None, 4])
         old = main.add_variable("old", "float32", [None])
         main.add_operator("ReduceMean", [x], [old], attrs={"axes": [1], "keepdims": 0})

@@ -25,7 +25,7 @@ from amp_transpiler.errors import (
     PrecisionError,
     ScopeError,
 )
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program
 from amp_transpiler.runtime import (
@@ -111,7 +111,7 @@ def test_layers_start_up_reproducibly(exe: Executor) -> None:
     def run(seed: int, extra: bool) -> np.ndarray:
         main, startup = Program(), Program("startup")
         startup.seed = main.seed = seed
-        with program_guard(main, startup), names.guard():
+        with program_guard(main, startup), unique_name.guard():
             x = nn.data("x", [None, 4], "float32")
             if extra:
                 nn.fc(x, 5)

@@ -11,7 +11,7 @@ from onnx_goldens import (
 )
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.contrib import contrib_types
+from amp_transpiler.ir.contrib_types import contrib_types
 from amp_transpiler.ir.program import OWN, Program
 
 

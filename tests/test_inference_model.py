@@ -14,7 +14,7 @@ from onnx import parser
 import amp_transpiler.ops  # noqa: F401 -- fills the operator table
 from amp_transpiler import nn
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, GraphError, ScopeError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
@@ -98,7 +98,7 @@ def test_back_again(exe: Executor, tmp_path: Path) -> None:
 
 def test_training_forms_are_turned(exe: Executor, tmp_path: Path) -> None:
     main, startup = Program(), Program("startup")
-    with program_guard(main, startup), names.guard():
+    with program_guard(main, startup), unique_name.guard():
         x = nn.data("x", [None, 1, 8, 8], "float32")
         h = nn.batch_norm(nn.conv2d(x, 2, 3), act="relu")
         y = F.softmax(nn.fc(F.dropout(h, 0.5), 4))

@@ -13,7 +13,7 @@ import pytest
 
 from amp_transpiler import nn
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.types import numpy_dtype
@@ -34,7 +34,7 @@ def _wrapping() -> Iterator[None]:
 def initial(build: Callable[[], None], seed: int = 0) -> dict[str, Array]:
     main, startup = Program(), Program("startup")
     startup.seed = seed
-    with program_guard(main, startup), names.guard():
+    with program_guard(main, startup), unique_name.guard():
         build()
     return startup_values(startup)
 

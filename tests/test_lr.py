@@ -14,7 +14,7 @@ from steps import Steps, feed
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
-from amp_transpiler.ir import context, names
+from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn.parameters import create_parameter
@@ -175,7 +175,7 @@ class Net:
     def __init__(self, schedule: Any, gated: bool = False) -> None:
         self.main, self.startup = Program(), Program("startup")
         self.optimizer = optim.SGD(schedule)
-        with context.program_guard(self.main, self.startup), names.guard():
+        with context.program_guard(self.main, self.startup), unique_name.guard():
             w = create_parameter([1], "float32", "w", np.zeros(1, np.float32))
             grad = feed(self.main, "grad", "float32", (1,))
             found = feed(self.main, "found", "bool", (1,)) if gated else None

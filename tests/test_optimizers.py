@@ -15,7 +15,7 @@ from where import PADDLE
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError
-from amp_transpiler.ir import context, names
+from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.optimizer.base import Optimizer
@@ -40,7 +40,7 @@ class Training:
         level: str = "BASIC",
     ) -> None:
         self.main, self.startup = Program(), Program("startup")
-        with context.program_guard(self.main, self.startup), names.guard():
+        with context.program_guard(self.main, self.startup), unique_name.guard():
             parameters = [create_parameter(a.shape, "float32", f"p{i}", a) for i, a in enumerate(arrays)]
             for parameter in parameters:
                 parameter.dtype = dtype  # as a precision pass does; the startup program stays fp32

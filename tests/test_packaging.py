@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,9 @@ def test_a_checkout_is_complete_beside_an_installed_package():
     """Standing in the clone, every part comes from the clone, whether a wheel is installed or not."""
     files = imported_from(ROOT)
     assert [file.parent for file in files] == [ROOT / "amp_transpiler", ROOT / "ops", ROOT / "lists"]
+
+
+def test_no_two_modules_of_the_package_have_the_same_name() -> None:
+    """A name in a traceback, an editor's tab or a search leads to one file."""
+    seen = Counter(path.name for room in ("amp_transpiler", "ops", "lists") for path in (ROOT / room).rglob("*.py"))
+    assert {name for name, count in seen.items() if count > 1} <= {"__init__.py"}

@@ -16,7 +16,7 @@ import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, OrderError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.optimizer import lr, schedule
+from amp_transpiler.optimizer import lr, lr_schedule
 
 #: A schedule, and Paddle's documented formula of its rate at an epoch.
 FORMULAS: list[tuple[lr.LRScheduler, Callable[[int], float]]] = [
@@ -105,7 +105,7 @@ def test_a_schedule_by_user_stands_still_between_calls(decorated: dict[str, Any]
 
 
 def test_enable_static_makes_schedules_wait_for_step_as_paddles_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_paddles_way", False)
+    monkeypatch.setattr(lr_schedule, "_paddles_way", False)
     before = lr.StepDecay(0.5, 2)
     amp.enable_static()
     after = lr.StepDecay(0.5, 2)

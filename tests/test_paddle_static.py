@@ -16,7 +16,7 @@ import amp_transpiler.static.amp as amp
 from amp_transpiler import static
 from amp_transpiler.errors import ArgumentError, ListError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.optimizer import schedule
+from amp_transpiler.optimizer import lr_schedule
 from amp_transpiler.static.amp import bf16
 
 BATCH, HEIGHT = 4, 16
@@ -25,7 +25,7 @@ BATCH, HEIGHT = 4, 16
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Default programs, names, a scope and schedules of the script's own."""
-    monkeypatch.setattr(schedule, "_paddles_way", False)
+    monkeypatch.setattr(lr_schedule, "_paddles_way", False)
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.unique_name.guard(), static.scope_guard(paddle.Scope()):
         yield

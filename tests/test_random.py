@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 
 from amp_transpiler import nn
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import name_scope, program_guard
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
@@ -236,7 +236,7 @@ def test_streams_do_not_share_masks() -> None:
 # -- dropout in a program -------------------------------------------------------------------------------
 def dropout_program(p: float = 0.3, dtype: str = "float32") -> tuple[Program, Program, Any, Any]:
     main, startup = Program(), Program("startup")
-    with program_guard(main, startup), names.guard(), name_scope("net"):
+    with program_guard(main, startup), unique_name.guard(), name_scope("net"):
         x = nn.create_parameter([40, 50], dtype, "x", initializer=I.Uniform(0.5, 1.5))
         first, second = nn.dropout(x, p), F.dropout(x, p)
     return main, startup, first, second

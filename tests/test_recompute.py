@@ -115,7 +115,7 @@ def test_a_bad_step_stays_a_bad_step() -> None:
 
 def test_special_values_pass_the_barrier() -> None:
     """-0.0, +0.0, subnormals, infinities and NaN, whatever the gradient is."""
-    from amp_transpiler.ops.training.recompute import INPUT, TOKEN
+    from amp_transpiler.ops.training.recompute_barrier import INPUT, TOKEN
 
     special = np.array([0.0, -0.0, 1e-40, -1e-45, np.inf, -np.inf, np.nan, 1.5], np.float32)
     for dtype, values in (("float32", special), ("int64", np.arange(8)), ("bool", np.arange(8) % 2 == 0)):

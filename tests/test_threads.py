@@ -17,7 +17,7 @@ from running import program_of
 from threads_run import Counting, counting, ones, together, train
 
 import amp_transpiler as amp
-from amp_transpiler.ir import context, names
+from amp_transpiler.ir import context, unique_name
 from amp_transpiler.runtime import binding, executor
 from amp_transpiler.runtime.locks import StepLock
 
@@ -312,7 +312,7 @@ def test_a_thread_without_a_guard_has_the_programs_of_the_process() -> None:
 
 def test_names_are_given_once() -> None:
     found: list[str] = []
-    together([lambda: found.extend([names.generate("thread") for _ in range(500)])] * 4)
+    together([lambda: found.extend([unique_name.generate("thread") for _ in range(500)])] * 4)
     assert len(set(found)) == 2000
 
 

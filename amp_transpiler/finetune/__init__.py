@@ -2,6 +2,6 @@
 
 from amp_transpiler.finetune.fit import fit
 from amp_transpiler.finetune.options import FitOptions
-from amp_transpiler.finetune.record import EpochRecord, FitResult
+from amp_transpiler.finetune.training_record import EpochRecord, FitResult
 
 __all__ = ["EpochRecord", "FitOptions", "FitResult", "fit"]

@@ -22,7 +22,7 @@ from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.loop import Loop
 from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs
-from amp_transpiler.finetune.record import EpochRecord, FitResult
+from amp_transpiler.finetune.training_record import EpochRecord, FitResult
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.runtime import Executor, Scope

@@ -11,7 +11,7 @@ from typing import Self
 
 from amp_transpiler.errors import MissingPackageError
 from amp_transpiler.files import put, write_files
-from amp_transpiler.finetune.record import EpochRecord
+from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.monitor import CsvWriter, TensorBoardWriter
 from amp_transpiler.runtime.report import StepReport
 

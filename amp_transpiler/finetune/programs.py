@@ -10,7 +10,7 @@ from amp_transpiler import optimizer as optimizers
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, prepare_training
-from amp_transpiler.ir import names as unique_name
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.program import Program, Variable

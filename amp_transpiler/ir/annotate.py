@@ -9,9 +9,9 @@ from __future__ import annotations
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.contrib import contrib_types
+from amp_transpiler.ir.contrib_types import contrib_types
 from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator
-from amp_transpiler.ir.inference import inferred_types, size_of
+from amp_transpiler.ir.onnx_inference import inferred_types, size_of
 from amp_transpiler.ir.onnx_out import weightless
 from amp_transpiler.ir.program import Operator, Program, Shape, Variable
 

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from amp_transpiler.errors import ArgumentTypeError
-from amp_transpiler.ir import names
 from amp_transpiler.lists.paddle import paddle_arguments
 
 if TYPE_CHECKING:
@@ -124,7 +123,6 @@ __all__ = [
     "fp16_guard",
     "in_fp16_guard",
     "name_scope",
-    "names",
     "operator_role",
     "program_guard",
     "role",

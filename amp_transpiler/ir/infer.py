@@ -14,7 +14,7 @@ import onnx
 import onnx.reference
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.inference import ONNX_ERRORS
+from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.opdef import lookup, rule_of
 from amp_transpiler.ir.program import OWN, Operator, Program, Shape, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type

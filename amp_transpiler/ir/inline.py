@@ -6,7 +6,7 @@ import onnx
 import onnx.inliner
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.inference import ONNX_ERRORS
+from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.onnx_out import weightless
 from amp_transpiler.ir.program import Operator, Program
 from amp_transpiler.ir.proto_residue import plain_domain, source_of
@@ -21,8 +21,8 @@ def inline_functions(program: Program) -> Program:
     """
     if not program.info.functions:
         return program
+    from amp_transpiler.ir.model_file import ModelFile
     from amp_transpiler.ir.onnx_in import program_of
-    from amp_transpiler.ir.reading import ModelFile
 
     try:
         model = onnx.inliner.inline_local_functions(weightless(program))

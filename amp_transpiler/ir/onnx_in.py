@@ -17,9 +17,9 @@ from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.infer import from_type_proto
 from amp_transpiler.ir.metadata import INITIALIZER, read_marks, read_state
+from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, read_model, without_weights
 from amp_transpiler.ir.program import FORWARD, OWN, ModelInfo, Program, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
-from amp_transpiler.ir.reading import DataFiles, ModelFile, copy_without, read_model, without_weights
 from amp_transpiler.ir.tensors import stripped, tensor_array, tensor_type
 from amp_transpiler.ir.verify import operator_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from amp_transpiler.errors import ArgumentError, GraphError
-from amp_transpiler.ir import context, names
+from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.blocks import Blocks, numbered_name, other_program
 from amp_transpiler.ir.nodes import (
@@ -424,7 +424,7 @@ class Program(Blocks):
     def new_variable(self, prefix: str, dtype: Any = None, shape: Iterable[Any] | None = None) -> Variable:
         """A temporary variable with a fresh name ``<prefix>.tmp_<n>``."""
         while True:
-            name = names.generate(f"{prefix}.tmp")
+            name = unique_name.generate(f"{prefix}.tmp")
             if name not in self._variables:
                 return self.add_variable(name, dtype, shape)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.nodes import CAPTURE, ModelInfo, Operator, Variable
 from amp_transpiler.ir.program import Program
@@ -22,7 +22,7 @@ from amp_transpiler.ir.program import Program
 def unchanged_on_error(*programs: Program | None) -> Iterator[None]:
     """Take back what the block does to ``programs`` (nested ones included) where it raises, Ctrl-C included."""
     snapshots = [_Snapshot(program) for program in dict.fromkeys(programs) if program is not None]
-    counters = names.counters()
+    counters = unique_name.counters()
     before = dict(counters)
     try:
         yield

@@ -2,7 +2,7 @@
 
 from amp_transpiler.monitor.culprit import Culprit, find_culprit
 from amp_transpiler.monitor.requests import StepReports
-from amp_transpiler.monitor.state import save_step, step_state
+from amp_transpiler.monitor.step_snapshot import save_step, step_state
 from amp_transpiler.monitor.underflow import GradientUnderflow, gradient_underflow
 from amp_transpiler.monitor.watching import Watch, watch
 from amp_transpiler.monitor.writers import CsvWriter, JsonlWriter, TensorBoardWriter

@@ -14,7 +14,7 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.program import OWN, Operator, Program, Variable
 from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
-from amp_transpiler.monitor.state import load_step
+from amp_transpiler.monitor.step_snapshot import load_step
 from amp_transpiler.monitor.steps import TrainingStep, training_step
 from amp_transpiler.monitor.suggested_fixes import Cure, forward_of, tried
 from amp_transpiler.ops.training.scaling import CHECK

@@ -12,7 +12,7 @@ from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.monitor.steps import TrainingStep
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.feeds import Feeds, shape_of
@@ -69,7 +69,7 @@ class Rerun:
         value = self.feed.get(variable.name)
         if value is None:
             raise FeedError(f"program '{variable.program.name}' needs the input '{variable.name}', which is not fed")
-        return tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
+        return device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
 
     def _compute(self, program: Program, names: Sequence[str], wide: Collection[str]) -> list[Any]:
         key = (program.name, id(program), program._version, tuple(names), frozenset(wide))

@@ -18,7 +18,7 @@ from amp_transpiler.monitor.culprit import Culprit, find_culprit
 from amp_transpiler.monitor.rerun import is_bad
 from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.passes.step_check.check_step import UNGATED
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -154,7 +154,7 @@ class _Watched:
 
 
 def _is_bad(flag: Any) -> bool:
-    value = tensors.to_array(flag) if hasattr(flag, "device_name") else flag
+    value = device_tensors.to_array(flag) if hasattr(flag, "device_name") else flag
     if value.size == 1:
         number = value.item()
         return number if isinstance(number, bool) else not math.isfinite(number)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import default_main_program
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.program import Program, Variable, other_program
@@ -93,7 +93,7 @@ def prefixed(prefix: str) -> Iterator[None]:
 
 def fresh(call: str) -> str:
     """The prefix of what a call of the function ``call`` appends."""
-    return _prefixes[-1] if _prefixes else names.generate(call)
+    return _prefixes[-1] if _prefixes else unique_name.generate(call)
 
 
 @cache

@@ -25,7 +25,7 @@ from amp_transpiler.nn.building import (
     whole,
 )
 from amp_transpiler.nn.calls import function
-from amp_transpiler.nn.elementwise import cast
+from amp_transpiler.nn.elementwise_functions import cast
 from amp_transpiler.nn.reduction import mean, sum
 
 _REDUCTIONS = ("mean", "sum", "none")

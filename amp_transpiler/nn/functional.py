@@ -6,7 +6,7 @@ ArgumentTypeError (a TypeError) for what is no variable.
 """
 
 from amp_transpiler.lists.paddle import paddle_attributes
-from amp_transpiler.nn.activation import (
+from amp_transpiler.nn.activation_functions import (
     celu,
     elu,
     gelu,
@@ -43,15 +43,15 @@ from amp_transpiler.nn.classification import (
     softmax_with_cross_entropy,
     span_loss,
 )
-from amp_transpiler.nn.conv import functional_conv1d as conv1d
-from amp_transpiler.nn.conv import functional_conv1d_transpose as conv1d_transpose
-from amp_transpiler.nn.conv import functional_conv2d as conv2d
-from amp_transpiler.nn.conv import functional_conv2d_transpose as conv2d_transpose
-from amp_transpiler.nn.conv import functional_conv3d as conv3d
-from amp_transpiler.nn.conv import functional_conv3d_transpose as conv3d_transpose
+from amp_transpiler.nn.conv_layers import functional_conv1d as conv1d
+from amp_transpiler.nn.conv_layers import functional_conv1d_transpose as conv1d_transpose
+from amp_transpiler.nn.conv_layers import functional_conv2d as conv2d
+from amp_transpiler.nn.conv_layers import functional_conv2d_transpose as conv2d_transpose
+from amp_transpiler.nn.conv_layers import functional_conv3d as conv3d
+from amp_transpiler.nn.conv_layers import functional_conv3d_transpose as conv3d_transpose
 from amp_transpiler.nn.creation import arange, assign, full, full_like, ones, ones_like, zeros, zeros_like
-from amp_transpiler.nn.ctc import ctc_loss
-from amp_transpiler.nn.elementwise import (
+from amp_transpiler.nn.ctc_loss import ctc_loss
+from amp_transpiler.nn.elementwise_functions import (
     abs,
     add,
     cast,
@@ -140,7 +140,7 @@ from amp_transpiler.nn.manipulation import (
     unsqueeze,
     unstack,
 )
-from amp_transpiler.nn.norm import functional_layer_norm as layer_norm
+from amp_transpiler.nn.norm_layers import functional_layer_norm as layer_norm
 from amp_transpiler.nn.pooling import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,

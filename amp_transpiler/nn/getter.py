@@ -19,7 +19,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.ir.types import HALF, element_type
-from amp_transpiler.nn.elementwise import cast
+from amp_transpiler.nn.elementwise_functions import cast
 
 #: ``getter(create, name, shape=, dtype=, initializer=, trainable=)`` gives a variable; ``create`` takes the same.
 Getter = Callable[..., Variable]

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.activation import activate, check_activation
+from amp_transpiler.nn.activation_functions import activate, check_activation
 from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import Constant, XavierUniform
@@ -58,7 +58,7 @@ def fc(
         )
     features = math.prod(fixed(call, "x", x, axis) for axis in range(kept, rank))
     required(call, "param_attr", param_attr)
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     weight = parameter(call, f"{name}.w_0", [features, size], x.dtype, param_attr, XavierUniform())
     bias = parameter(call, f"{name}.b_0", [size], x.dtype, bias_attr, Constant()) if bias_attr is not False else None
     if rank > kept + 1:
@@ -97,7 +97,7 @@ def embedding(
     shape = [whole(call, "size", item) for item in size]
     row = _padding_row(call, padding_idx, shape[0])
     required(call, "param_attr", param_attr)
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
     return _rows(call, table, x, row, name)
 
@@ -153,7 +153,7 @@ def prelu(
     elif mode == "element":
         shape = [1, *(fixed(call, "x", x, i) for i in range(1, rank))]
     required(call, "param_attr", param_attr)
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     slope = parameter(call, f"{name}.w_0", shape, x.dtype, param_attr, Constant(0.25))
     if mode == "channel" and axis != rank - 1:
         slope = append(call, "Reshape", [slope, np.array([-1, *[1] * (rank - 2)], np.int64)], prefix=name)

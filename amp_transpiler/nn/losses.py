@@ -12,7 +12,7 @@ from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, constant, describe, fresh, real, variable
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction, reduced
-from amp_transpiler.nn.elementwise import cast
+from amp_transpiler.nn.elementwise_functions import cast
 from amp_transpiler.nn.reduction import sum
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import default_main_program, default_startup_program
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.settings import UpdateSettings, set_settings
@@ -138,7 +138,7 @@ def create_parameter(
     if initializer is None and is_bias:
         initializer = Constant()
     if name is None:
-        name = f"{names.generate(call)}.w_0"
+        name = f"{unique_name.generate(call)}.w_0"
     _check_name(call, name)
     start = _initializer(call, initializer)
     return _create(call, name, _sizes(call, name, shape), element_type(dtype), start, trainable, settings)

@@ -4,15 +4,15 @@ from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.optimizer import lr
 from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
 from amp_transpiler.optimizer.base import Optimizer
-from amp_transpiler.optimizer.clip import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
 from amp_transpiler.optimizer.decorating import decorate
 from amp_transpiler.optimizer.ema import ExponentialMovingAverage
+from amp_transpiler.optimizer.gradient_clip import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
 from amp_transpiler.optimizer.loss_scale_optimizer import LossScaleOptimizer
+from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, update_loss_scaling
+from amp_transpiler.optimizer.lr_schedule import enable_static
 from amp_transpiler.optimizer.optimizers import SGD, Adam, AdamW, Lamb, Lars, Momentum
 from amp_transpiler.optimizer.policy import Policy, get_global_policy, policy_scope, set_global_policy
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
-from amp_transpiler.optimizer.scaling import check_finite_and_unscale, update_loss_scaling
-from amp_transpiler.optimizer.schedule import enable_static
 
 __getattr__ = paddle_attributes("amp_transpiler.optimizer")
 

@@ -16,6 +16,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.groups import thawed
+from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
 from amp_transpiler.optimizer.pairs import (
     GivenGrads,
     Names,
@@ -27,7 +28,6 @@ from amp_transpiler.optimizer.pairs import (
 )
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
-from amp_transpiler.optimizer.scaling import check_finite_and_unscale, extend_check
 from amp_transpiler.optimizer.state import appending, gated_value
 from amp_transpiler.optimizer.step_pieces import checked_losses, listed, made_of, shares, take_apart, wide_loss
 from amp_transpiler.passes.autodiff.backward import append_backward, check_loss, listed_parameters
@@ -35,7 +35,7 @@ from amp_transpiler.passes.numerics.known import keep_losses
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import UNGATED, check_step
-from amp_transpiler.runtime.parameters import cast_parameters_to_fp16
+from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.place import Place, check_place
 from amp_transpiler.runtime.scope import Scope
 

@@ -16,7 +16,7 @@ from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.ops.training.schedule import LEARNING_RATE
 from amp_transpiler.ops.training.update import LAYOUTS, Layout
 from amp_transpiler.optimizer import policy
-from amp_transpiler.optimizer.clip import GradientClip
+from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.optimizer.groups import (
     Group,
     assigned,

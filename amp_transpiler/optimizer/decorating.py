@@ -15,8 +15,8 @@ from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
 from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.levels import with_levels
+from amp_transpiler.optimizer.loss_scaling import scaling_attributes
 from amp_transpiler.optimizer.scaler import LossScaler
-from amp_transpiler.optimizer.scaling import scaling_attributes
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}

@@ -17,7 +17,7 @@ from amp_transpiler.ops.training.update import LAYOUTS, Row
 from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.state import appending, create_copy, create_state, next_value, owned_name, shared_name
 from amp_transpiler.passes.step_check.check_step import check_step
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 
@@ -132,7 +132,9 @@ class ExponentialMovingAverage:
         scope = check_scope(scope)
         with scope.writing():
             averages = self._values(scope)
-            averages |= {master: tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master}
+            averages |= {
+                master: device_tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master
+            }
             scope._take(averages)
 
     def _values(self, scope: Scope) -> dict[str, Any]:
@@ -141,8 +143,8 @@ class ExponentialMovingAverage:
             raise OrderError("this ExponentialMovingAverage follows no program yet; call update(program) first")
         found = {}
         for name, parameter, _ in self._rows:
-            dtype = tensors.dtype_of(scope._require(parameter))
-            found[parameter] = tensors.from_array(scope.find_var(name).astype(numpy_dtype(dtype), copy=False))
+            dtype = device_tensors.dtype_of(scope._require(parameter))
+            found[parameter] = device_tensors.from_array(scope.find_var(name).astype(numpy_dtype(dtype), copy=False))
         return found
 
 

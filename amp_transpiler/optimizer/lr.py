@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
-from amp_transpiler.optimizer.schedule import LRScheduler, count, flag, listed, positive, rate
+from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, flag, listed, positive, rate
 
 __getattr__ = paddle_attributes("amp_transpiler.optimizer.lr")
 

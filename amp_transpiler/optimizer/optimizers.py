@@ -9,7 +9,7 @@ from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.base import Optimizer, Parameters
-from amp_transpiler.optimizer.clip import GradientClip
+from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.optimizer.groups import checked_patterns, number
 from amp_transpiler.optimizer.lr import LRScheduler
 from amp_transpiler.regularizer import L1Decay, L2Decay

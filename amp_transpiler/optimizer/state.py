@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
-from amp_transpiler.ir import context, names
+from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.program import OWN, Program, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, ONNX_TYPES
@@ -66,7 +66,7 @@ def _kept(value: Any) -> Any:
 def shared_name(program: Program, prefix: str) -> str:
     """``<prefix>_<n>``, never used before: two programs in one scope must not share this state by accident."""
     while True:
-        name = names.generate(prefix)
+        name = unique_name.generate(prefix)
         if not program.has_var(name):
             return name
 

@@ -17,7 +17,7 @@ import onnx
 from amp_transpiler.errors import ExecutionError, ScopeError
 from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.in_place import refusals
 from amp_transpiler.runtime.place import Place
@@ -59,7 +59,7 @@ class _States:
         value = scope._values.get(state.name)
         if value is None:
             raise ScopeError(self._missing(scope, state))
-        found, wanted = tensors.dtype_of(value), state.port.dtype
+        found, wanted = device_tensors.dtype_of(value), state.port.dtype
         if found != wanted:
             raise ScopeError(type_message(state.name, self.program, found, wanted))
         shape = state.port.shape
@@ -169,14 +169,14 @@ class _Bindings:
         self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
         self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
         for name in step.scalars:
-            self.binding.bind_ortvalue_input(name, tensors.from_array(np.zeros((), np.float32), self.place))
+            self.binding.bind_ortvalue_input(name, device_tensors.from_array(np.zeros((), np.float32), self.place))
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         self.states.bind(scope, self.binding)
         for port in self.feeds:
             value = feeds[port.variable]
             if isinstance(value, np.ndarray):
-                value = tensors.alias(value, port.dtype)
+                value = device_tensors.alias(value, port.dtype)
             self.binding.bind_ortvalue_input(port.tensor, value)
         self._bind_targets()
         results = [
@@ -233,9 +233,9 @@ class _Bindings:
     def _buffer(self, target: _Target) -> Any:
         """A buffer for the new value; None where its shape is known only after the run."""
         if target.state is not None:
-            return tensors.empty(target.state.bound.shape(), target.port.dtype, self.place)
+            return device_tensors.empty(target.state.bound.shape(), target.port.dtype, self.place)
         shape = static(target.port.shape)
-        return None if shape is None else tensors.empty(shape, target.port.dtype, self.place)
+        return None if shape is None else device_tensors.empty(shape, target.port.dtype, self.place)
 
     def _commit(self, scope: Scope) -> None:
         """The step is done: let the scope hold the new values."""
@@ -245,13 +245,13 @@ class _Bindings:
                 continue
             if target.value is None:
                 made = made or self.binding.get_outputs()
-                target.value = tensors.copy_to(made[self.order[target.tensor]], self.place)
+                target.value = device_tensors.copy_to(made[self.order[target.tensor]], self.place)
             target.spare = None
             if target.state is not None:
                 target.spare, target.state.checked = target.state.bound, target.value
             scope._values[target.name] = target.value
         for name, target in self.copies:
-            scope._values[name] = tensors.copy_to(target.value, self.place)
+            scope._values[name] = device_tensors.copy_to(target.value, self.place)
 
     # -- fetches --------------------------------------------------------------------------------------
     def _bind_output(self, tensor: str, value: Any, on_cpu: bool = False) -> None:
@@ -270,9 +270,9 @@ class _Bindings:
         shape = static(port.shape) if self.targets else None
         if shape is not None and return_numpy:
             result = np.empty(shape, numpy_dtype(port.dtype))
-            value = tensors.alias(result, port.dtype)
+            value = device_tensors.alias(result, port.dtype)
         elif shape is not None:
-            result = value = tensors.empty(shape, port.dtype, self.place)
+            result = value = device_tensors.empty(shape, port.dtype, self.place)
         self._bind_output(port.tensor, value, on_cpu=return_numpy)
         return result
 
@@ -286,7 +286,7 @@ class _Bindings:
                 else:
                     made = made or self.binding.get_outputs()
                     value = made[self.order[port.tensor]]
-                result = tensors.to_array(value) if return_numpy else tensors.copy_to(value, self.place)
+                result = device_tensors.to_array(value) if return_numpy else device_tensors.copy_to(value, self.place)
             final.append(result)
         return final
 
@@ -304,7 +304,7 @@ class PlainStep:
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once; results are arrays and Python objects, also without ``return_numpy``."""
         inputs = {p.tensor: feeds[p.variable] for p in self.feeds}
-        inputs |= {s.tensor: tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
+        inputs |= {s.tensor: device_tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
         inputs |= {name: np.zeros((), np.float32) for name in self.scalars}
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
         with watched(f"program '{self.program}'") as options:
@@ -316,7 +316,7 @@ class PlainStep:
                 ) from None
         count = len(self.fetches)
         for update, array in zip(self.updates, results[count:], strict=True):
-            scope._values[update.name] = tensors.from_array(array, self.place)
+            scope._values[update.name] = device_tensors.from_array(array, self.place)
         return list(results[:count])
 
 

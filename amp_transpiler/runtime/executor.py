@@ -28,7 +28,7 @@ from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.locks import Uninterrupted
 from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place, check_place
@@ -290,11 +290,11 @@ class Executor:
                 f"the fetched variable '{name}' of program '{program.name}' is not in the scope; run its startup "
                 "program first, into this scope"
             )
-        declared = program.var(name).declared or tensors.dtype_of(value)
-        if declared != tensors.dtype_of(value):
-            array = tensors.to_array(value).astype(numpy_dtype(declared))
-            return array if return_numpy else tensors.from_array(array, self.place)
-        return tensors.to_array(value) if return_numpy else tensors.copy_to(value, self.place)
+        declared = program.var(name).declared or device_tensors.dtype_of(value)
+        if declared != device_tensors.dtype_of(value):
+            array = device_tensors.to_array(value).astype(numpy_dtype(declared))
+            return array if return_numpy else device_tensors.from_array(array, self.place)
+        return device_tensors.to_array(value) if return_numpy else device_tensors.copy_to(value, self.place)
 
     def _initialise(
         self, program: Program, plan: Plan, feeds: Mapping[str, Any], scope: Scope, return_numpy: bool
@@ -318,7 +318,7 @@ class Executor:
             staged = Scope()
             staged._values.update(scope._values)
             for variable in arrays:
-                staged._values[variable.name] = tensors.from_array(tensor_array(variable), self.place)
+                staged._values[variable.name] = device_tensors.from_array(tensor_array(variable), self.place)
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
             scope._values.update(staged._values)
         return results

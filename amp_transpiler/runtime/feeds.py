@@ -11,7 +11,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
 from amp_transpiler.ir.program import Program, Shape, Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import literal, near_names
 
 #: Python numbers, which take the declared element type.
@@ -137,7 +137,7 @@ class Feeds:
                 f"feed '{declared.name}': expected an array, got the variable '{value.name}' of a program"
             )
         if hasattr(value, "data_ptr") and hasattr(value, "device_name"):
-            self._check_type(declared, tensors.dtype_of(value) if value.is_tensor() else "no tensor", "")
+            self._check_type(declared, device_tensors.dtype_of(value) if value.is_tensor() else "no tensor", "")
             return value
         if isinstance(value, _LITERALS) and not _holds_arrays(value) and declared.dtype != "string":
             try:

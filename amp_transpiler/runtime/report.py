@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.program import Program, Variable
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 
 #: The scalars at the head of a summary; losses and learning rates follow.
 SCALARS = ("found_inf", "loss_scaling", "next_loss_scaling", "num_good_steps", "num_bad_steps", "micro_batch")
@@ -55,7 +55,7 @@ class StepReport:
 
     def _host(self, index: int) -> np.ndarray:
         if not isinstance(self.values[index], np.ndarray):
-            self.values[index] = tensors.to_array(self.values[index])
+            self.values[index] = device_tensors.to_array(self.values[index])
         value: np.ndarray = self.values[index]
         return value
 
@@ -230,7 +230,7 @@ def joined(results: Sequence[Any], fetch_list: Sequence[Any], to_numpy: bool) ->
             final.append(item.made([next(rest) for _ in item.variables]))
         else:
             value = next(rest)
-            final.append(tensors.to_array(value) if to_numpy and hasattr(value, "device_name") else value)
+            final.append(device_tensors.to_array(value) if to_numpy and hasattr(value, "device_name") else value)
     return final
 
 

@@ -17,7 +17,7 @@ import onnx
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ScopeError
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_attributes
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.locks import StepLock
 from amp_transpiler.runtime.place import CPUPlace, Place
 
@@ -63,7 +63,7 @@ class Scope:
         It is a copy because training updates values where they lie. ScopeError for an unknown name.
         """
         with self.reading():
-            return tensors.to_array(self._require(name))
+            return device_tensors.to_array(self._require(name))
 
     def set_var(self, name: str, value: Any) -> None:
         """Give a variable a value: a numpy array, ONNX tensor or OrtValue, or Python numbers; it is copied.
@@ -109,13 +109,13 @@ class Scope:
 
     def _convert(self, name: str, value: Any) -> Any:
         if hasattr(value, "data_ptr") and hasattr(value, "element_type"):
-            return tensors.copy_to(value, CPUPlace())
+            return device_tensors.copy_to(value, CPUPlace())
         if isinstance(value, onnx.TensorProto):
             value = onnx.numpy_helper.to_array(value)
         elif isinstance(value, (bool, int, float, list, tuple)):
             old = self._values.get(next(self._masters(name), name))
-            value = literal(value, None if old is None else tensors.dtype_of(old), f"variable '{name}'")
-        return tensors.from_array(value)
+            value = literal(value, None if old is None else device_tensors.dtype_of(old), f"variable '{name}'")
+        return device_tensors.from_array(value)
 
     # -- master weights -------------------------------------------------------------------------------
     def _masters(self, name: str) -> Iterator[str]:
@@ -125,30 +125,32 @@ class Scope:
 
     def _tied(self, name: str, value: Any) -> dict[str, Any]:
         """What variables take when ``name`` is set: a parameter and its masters go together."""
-        if tensors.dtype_of(value) not in FLOATS:
+        if device_tensors.dtype_of(value) not in FLOATS:
             return {name: value}
         owner = _OF_MASTER.fullmatch(name)
         if owner is not None:
             held = (self._values.get(name), self._values.get(owner[1]))
-            follows = None not in held and _rounds_to(*map(tensors.to_array, held))
+            follows = None not in held and _rounds_to(*map(device_tensors.to_array, held))
             return {name: value} | (self._as_held(owner[1], value) if follows else {})
         masters = list(self._masters(name))
         if not masters:
             return {name: value}
         found = {name: value} | self._as_held(name, value)
         for master in masters:
-            kept = tensors.to_array(self._values[master])
-            if not _rounds_to(kept, tensors.to_array(found[name])):
-                found[master] = tensors.from_array(tensors.rounded(master, tensors.to_array(value), "float32"))
+            kept = device_tensors.to_array(self._values[master])
+            if not _rounds_to(kept, device_tensors.to_array(found[name])):
+                wide = device_tensors.rounded(master, device_tensors.to_array(value), "float32")
+                found[master] = device_tensors.from_array(wide)
         return found
 
     def _as_held(self, parameter: str, value: Any) -> dict[str, Any]:
         """The parameter with a value in the element type that it has here; nothing where it is not here."""
         held = self._values.get(parameter)
-        dtype = None if held is None else tensors.dtype_of(held)
+        dtype = None if held is None else device_tensors.dtype_of(held)
         if dtype not in FLOATS:
             return {}
-        return {parameter: tensors.from_array(tensors.rounded(parameter, tensors.to_array(value), dtype))}
+        rounded = device_tensors.rounded(parameter, device_tensors.to_array(value), dtype)
+        return {parameter: device_tensors.from_array(rounded)}
 
     def __repr__(self) -> str:
         return f"<Scope: {len(self._values)} variables>"
@@ -236,6 +238,6 @@ def check_scope(scope: Scope | None) -> Scope:
 def on_place(scope: Scope, name: str, place: Place) -> Any:
     """The value of a variable on ``place``, moved there for good where it lay elsewhere; None where it has none."""
     value = scope._values.get(name)
-    if value is not None and not tensors.on(value, place):
-        value = scope._values[name] = tensors.copy_to(value, place)
+    if value is not None and not device_tensors.on(value, place):
+        value = scope._values[name] = device_tensors.copy_to(value, place)
     return value

@@ -18,7 +18,7 @@ from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.directions import Direction, Layer, pick, product, rows, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, defaults
 from amp_transpiler.ops.rnn.recurrence import concat, recur
-from amp_transpiler.ops.rnn.recurrent import thirds
+from amp_transpiler.ops.rnn.recurrent_backward import thirds
 
 #: ``cell(the input's part of the gates, states) -> new states``; the first state is the output.
 Cell = Callable[[Value, Sequence[Value]], list[Value]]

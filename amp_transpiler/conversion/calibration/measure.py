@@ -17,7 +17,7 @@ from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import Lowered, needed, static
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.runtime import tensors as values
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.feeds import Feeds
@@ -210,6 +210,6 @@ def _bound_weights(program: Program, embedded: int | None = None) -> tuple[Progr
         if size >= _LARGE:
             variable = program.var(name)
             weights.append(np.require(as_array(variable.data), requirements=["C", "A"]))
-            scope._values[name] = values.alias(weights[-1], variable.dtype or "")
+            scope._values[name] = device_tensors.alias(weights[-1], variable.dtype or "")
             variable.data, variable.persistable = None, True
     return program, scope, weights

@@ -20,7 +20,7 @@ from amp_transpiler.passes.lowering.switches import FIXED, FULL, Switches, add_s
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import programs
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.scope import Scope
 
@@ -181,7 +181,7 @@ class _Runner(Runner):
         scope = Scope()
         scope._values.update(self.scope._values)
         self.scope = scope
-        self.flags = {flag: tensors.from_array(np.asarray(flag)) for flag in (False, True)}
+        self.flags = {flag: device_tensors.from_array(np.asarray(flag)) for flag in (False, True)}
         self.arrays: dict[tuple[str, bool], tuple[np.ndarray, Any]] = {}
         self.found: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[Step | PlainStep, Switches]] = {}
         self.switches = Switches()
@@ -216,5 +216,5 @@ class _Runner(Runner):
         if (name, exact) not in self.arrays:
             data = constants.content(self.exact[name] if exact else self.rounded[name])
             array = np.require(as_array(data).astype(np.float32, copy=False), requirements=["C", "A"])
-            self.arrays[name, exact] = array, tensors.alias(array, "float32")
+            self.arrays[name, exact] = array, device_tensors.alias(array, "float32")
         return self.arrays[name, exact][1]

@@ -3,9 +3,9 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". After the gradients are appended, the forward
 operators of a segment that they need are copied. The copies read what enters the segment through an operator that
 waits for the gradient reaching the segment, so that they run late and are not merged with the originals (see
-``ops/recompute.py``); the gradient operators of the segment then read the copies. What leaves a segment stays, and
-so do feeds, parameters and constants. Masks of a dropout are drawn again from the same numbers; running statistics
-are updated by the first computation alone.
+``ops/training/recompute_barrier.py``); the gradient operators of the segment then read the copies. What leaves a
+segment stays, and so do feeds, parameters and constants. Masks of a dropout are drawn again from the same numbers;
+running statistics are updated by the first computation alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from amp_transpiler.ir.opdef import body_of, traits_of
 from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ops.training.random import MASK_ID, mask_stream
-from amp_transpiler.ops.training.recompute import DROPOUT, INPUT, TOKEN
+from amp_transpiler.ops.training.recompute_barrier import DROPOUT, INPUT, TOKEN
 
 #: A gradient operator and the forward operator that it belongs to.
 Made = Sequence[tuple[Operator, Operator]]

@@ -16,7 +16,7 @@ import onnx.shape_inference
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.inference import ONNX_ERRORS
+from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES

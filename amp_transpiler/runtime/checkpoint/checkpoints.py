@@ -32,7 +32,7 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.ir.program import Program, Variable
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import fits, type_message
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
@@ -233,7 +233,7 @@ def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any
             f"variable '{variable.name}' of program '{program.name}' is not in the scope, so there is no "
             "whole state to save; run its startup program first, into this scope"
         )
-    found = tensors.dtype_of(value)
+    found = device_tensors.dtype_of(value)
     if found != variable.dtype:
         raise ScopeError(type_message(variable.name, program.name, found, str(variable.dtype)))
     if variable.shape is not None and not fits(value.shape(), variable.shape):
@@ -245,7 +245,7 @@ def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any
 
 
 def _described(name: str, value: Any, slot: Slot) -> dict[str, Any]:
-    said: dict[str, Any] = {"dtype": tensors.dtype_of(value), "shape": list(value.shape()), "role": slot.role}
+    said: dict[str, Any] = {"dtype": device_tensors.dtype_of(value), "shape": list(value.shape()), "role": slot.role}
     if slot.of not in ("", name):
         said["of"] = slot.of
     if slot.number:

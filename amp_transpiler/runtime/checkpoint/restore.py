@@ -17,7 +17,7 @@ from amp_transpiler.errors import CheckpointMismatchError
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import needed
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import fits
 from amp_transpiler.runtime.checkpoint.state_slots import (
     BEFORE,
@@ -127,8 +127,8 @@ def _is_surplus(stored: Stored, roles: frozenset[str] | None) -> bool:
 def _value(variable: Variable, source: Stored) -> Any:
     array = source.read()
     if source.dtype != variable.dtype:
-        array = tensors.rounded(variable.name, array, str(variable.dtype))
-    return tensors.from_array(array)
+        array = device_tensors.rounded(variable.name, array, str(variable.dtype))
+    return device_tensors.from_array(array)
 
 
 # -- what is not stored ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _unstored(
 
 def _kept(variable: Variable, scope: Scope) -> bool:
     value = scope._values.get(variable.name)
-    if value is None or tensors.dtype_of(value) != variable.dtype:
+    if value is None or device_tensors.dtype_of(value) != variable.dtype:
         return False
     return variable.shape is None or fits(value.shape(), variable.shape)
 
@@ -180,8 +180,8 @@ def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:
         if made.has_var(variable.name):
             array = made.find_var(variable.name)
             if array.dtype != numpy_dtype(str(variable.dtype)):
-                array = tensors.rounded(variable.name, array, str(variable.dtype))
-            values[variable.name] = tensors.from_array(array)
+                array = device_tensors.rounded(variable.name, array, str(variable.dtype))
+            values[variable.name] = device_tensors.from_array(array)
     return values
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError
 from amp_transpiler.files import Workspace, check_space, sync_folder
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.place import CPUPlace
 
 META, TENSORS = "meta.json", "state.safetensors"
@@ -104,12 +104,12 @@ def _write_tensors(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _spec(value: Any, held: list[Any]) -> Any:
-    dtype = tensors.dtype_of(value)
+    dtype = device_tensors.dtype_of(value)
     if dtype not in SAFETENSORS_TYPES.values():
-        array = tensors.to_array(value).view("uint8")
-        value, dtype = tensors.from_array(array), "uint8"
+        array = device_tensors.to_array(value).view("uint8")
+        value, dtype = device_tensors.from_array(array), "uint8"
     elif value.device_name() != "cpu":
-        value = tensors.copy_to(value, CPUPlace())
+        value = device_tensors.copy_to(value, CPUPlace())
     held.append(value)
     return TensorSpec(
         dtype=dtype, shape=list(value.shape()), data_ptr=value.data_ptr(), data_len=value.tensor_size_in_bytes()

@@ -16,7 +16,7 @@ from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.optimizer import OptimizerWithMixedPrecision, decorate
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
-from amp_transpiler.runtime.parameters import cast_parameters_to_fp16 as cast_parameters_to_bf16
+from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16 as cast_parameters_to_bf16
 
 
 class AutoMixedPrecisionListsBF16(AutoMixedPrecisionLists):

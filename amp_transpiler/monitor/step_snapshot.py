@@ -18,7 +18,7 @@ from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.passes.step_check.check_step import UNGATED
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 _BITS = {1: np.uint8, 2: np.uint16}
@@ -71,7 +71,7 @@ def save_step(
     arrays = {_STATE + name: value for name, value in states.items()}
     for key, value in (feed or {}).items():
         name = key.name if isinstance(key, Variable) else key
-        array = tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
+        array = device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
         arrays[_FEED + name] = array
     types = {name: element_type(array.dtype) for name, array in arrays.items() if array.dtype.isbuiltin == 2}
     content |= {
@@ -109,5 +109,5 @@ def load_step(path: str | os.PathLike[str]) -> tuple[Program, dict[str, np.ndarr
         if name.startswith(_FEED):
             feed[name.removeprefix(_FEED)] = value
         else:
-            scope._take({name.removeprefix(_STATE): tensors.from_array(value)})
+            scope._take({name.removeprefix(_STATE): device_tensors.from_array(value)})
     return program, feed, scope

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.activation import activate, check_activation
+from amp_transpiler.nn.activation_functions import activate, check_activation
 from amp_transpiler.nn.building import append, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import Constant, Initializer, KaimingNormal, XavierUniform
@@ -123,7 +123,7 @@ def _layer(
 ) -> Variable:
     check_activation(call, act)
     required(call, "param_attr", param_attr)
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     weights = parameter(call, f"{name}.w_0", shape, at.x.dtype, param_attr, start)
     bias = None
     if bias_attr is not False:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import default_main_program
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.activation import activate, check_activation
+from amp_transpiler.nn.activation_functions import activate, check_activation
 from amp_transpiler.nn.building import (
     FLOATING,
     Input,
@@ -99,7 +99,7 @@ def batch_norm(
         raise ArgumentError(f"{call}: momentum must be in [0, 1], not {momentum}")
     attrs = {"epsilon": _epsilon(call, epsilon), "momentum": float(momentum)}
     dtype = "float64" if x.dtype == "float64" else "float32"
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     affine = _scale_and_bias(call, name, [channels], dtype, param_attr, bias_attr)
     states = [
         parameter(call, f"{name}.{suffix}", [channels], dtype, attr, Constant(start), False)
@@ -165,7 +165,7 @@ def layer_norm(
     axis = axis_of(call, begin_norm_axis, x, "begin_norm_axis")
     shape = [fixed(call, "x", x, i) for i in range(axis, len(x.shape or ()))]
     attrs = {"axis": axis, "epsilon": _epsilon(call, epsilon)}
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     weight, bias = _scale_and_bias(
         call, name, shape, str(x.dtype), param_attr if scale else False, bias_attr if shift else False
     )
@@ -195,7 +195,7 @@ def group_norm(
     if channels % count:
         raise ArgumentError(f"{call}: groups={count} must divide the {channels} channels of {describe(x)}")
     attrs = {"num_groups": count, "epsilon": _epsilon(call, epsilon)}
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
     y = append(call, "GroupNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
     return activate(call, at.as_given(y, name), act, name)
@@ -218,7 +218,7 @@ def instance_norm(
     variable(call, "x", x, dtypes=FLOATING, min_rank=3)
     at = _image(call, x, data_format)
     channels, attrs = at.channels, {"epsilon": _epsilon(call, epsilon)}
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
     y = append(call, "InstanceNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
     return at.as_given(y, name)

@@ -7,12 +7,12 @@ import math
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir import names
+from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import name_scope
 from amp_transpiler.ir.program import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
-from amp_transpiler.nn.elementwise import dropout as drop
+from amp_transpiler.nn.elementwise_functions import dropout as drop
 from amp_transpiler.nn.layers import fc
 from amp_transpiler.nn.parameters import Attr
 
@@ -50,7 +50,7 @@ def multi_head_attention(
     num_heads, width = whole(call, "num_heads", num_heads), fixed(call, "query", query, 2)
     if width % num_heads:
         raise ArgumentError(f"{call}: num_heads={num_heads} does not divide the width {width} of {describe(query)}")
-    name = name or names.generate(call)
+    name = name or unique_name.generate(call)
     with name_scope(name):
         q = _project(query, width, bias_attr, f"{name}.q_proj")
         q = append(call, "Mul", [q, np.array(math.sqrt(num_heads / width), numpy_dtype(str(q.dtype)))], prefix=name)

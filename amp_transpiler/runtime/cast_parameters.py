@@ -11,7 +11,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionErr
 from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.runtime import tensors
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.place import CUDAPlace, Place, check_place
 from amp_transpiler.runtime.scope import Scope, check_scope, near_names
 from amp_transpiler.runtime.session import require_cuda
@@ -38,7 +38,7 @@ def cast_parameters_to_fp16(
     chosen = _chosen(program, to_fp16_var_names)
     with scope.writing():
         arrays = {v.name: _rounded(v, scope) for v in chosen}
-        scope._take({n: tensors.from_array(array, place) for n, array in arrays.items() if array is not None})
+        scope._take({n: device_tensors.from_array(array, place) for n, array in arrays.items() if array is not None})
 
 
 def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:
@@ -69,11 +69,11 @@ def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
             f"variable '{variable.name}' of program '{variable.program.name}' is not in the scope; run its startup "
             "program first, into this scope"
         )
-    found = tensors.dtype_of(value)
+    found = device_tensors.dtype_of(value)
     if found == variable.dtype:
         return None
     if found not in FLOATS:
         raise PrecisionError(
             f"variable '{variable.name}' is {found} in the scope and cannot be rounded to {variable.dtype}"
         )
-    return tensors.rounded(variable.name, tensors.to_array(value), str(variable.dtype))
+    return device_tensors.rounded(variable.name, device_tensors.to_array(value), str(variable.dtype))
