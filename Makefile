@@ -22,14 +22,14 @@ test: $(VENV)/.test
 
 # Runs the tests marked gpu; a machine that cannot run them says so and passes.
 test-gpu: $(VENV)/.test
-	@if ! $(PY) tests/gpu_device.py --driver; then exit 0; fi; \
-	$(PY) tests/gpu_device.py >/dev/null 2>&1 || $(INSTALL) '.[test,cuda]'; \
-	if ! $(PY) tests/gpu_device.py; then exit 0; fi; \
+	@if ! $(PY) -m tests.tools.gpu_device --driver; then exit 0; fi; \
+	$(PY) -m tests.tools.gpu_device >/dev/null 2>&1 || $(INSTALL) '.[test,cuda]'; \
+	if ! $(PY) -m tests.tools.gpu_device; then exit 0; fi; \
 	$(PY) -m pytest -q -m gpu
 
 # TORCH_PYTHON: an interpreter of another environment that has torch, to compare with.
 bench: $(VENV)/.test
-	$(PY) tests/benchmarks/run.py $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
+	$(PY) -m tests.benchmarks.run $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

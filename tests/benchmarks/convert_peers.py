@@ -21,7 +21,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.where import ROOT
+
 OURS = """
 import sys, time
 import amp_transpiler as amp

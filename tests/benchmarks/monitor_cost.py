@@ -1,6 +1,6 @@
 """What looking at training steps costs: a step with reports, and watched, as ratios to the plain step of the same run.
 
-    monitor_cost.py [--steps 150] [--threads 1]
+    python -m tests.benchmarks.monitor_cost [--steps 150] [--threads 1]
 
 Every variant has a program, session and scope of its own; they take turns, step by step and in turning order, and the
 ratio is the median over the steps of a variant's time to the plain one's beside it. "off" is a program that has been
@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np
-import programs
 
 import amp_transpiler as amp
+from tests.helpers import programs
 
 VARIANTS = ("plain", "plain again", "off", "watched", "report, not read", "report, one line")
 

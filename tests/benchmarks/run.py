@@ -1,6 +1,6 @@
 """Training step time beside torch eager, and the time to build a BERT-12 training program.
 
-    python tests/benchmarks/run.py --torch-python PATH   # PATH: a python that has torch
+    python -m tests.benchmarks.run --torch-python PATH   # PATH: a python that has torch
 
 Both sides run in turn, block by block, in one run, fp32, one thread, batch 64, SGD; what is compared is
 process time, and the figure is the median over blocks of the ratio. Without a torch the ratio is left out.
@@ -11,19 +11,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import programs
-
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from tests.helpers import programs
 
 BAR = {"mlp": 0.90, "cnn": 1.00}
 

@@ -1,6 +1,6 @@
 """Training steps of exported models beside torch eager: time, peak memory, and where the time goes.
 
-    python tests/benchmarks/train_models.py --torch-python PATH   # PATH: a python with torch, timm and transformers
+    python -m tests.benchmarks.train_models --torch-python PATH   # PATH: a python with torch, timm and transformers
 
 Both sides train the same weights on the same batch with Adam, fp32, one thread, in processes of their own that take
 turns, block by block; figures are medians over blocks, of process time. Peak memory is that of the whole process, the
@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT)]
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
@@ -134,7 +131,18 @@ def main() -> None:
             )
             sides = {"torch": torch}
             sides |= {
-                mode: Worker([sys.executable, __file__, "--serve", folder, name, mode, options.place])
+                mode: Worker(
+                    [
+                        sys.executable,
+                        "-m",
+                        "tests.benchmarks.train_models",
+                        "--serve",
+                        folder,
+                        name,
+                        mode,
+                        options.place,
+                    ]
+                )
                 for mode in ("fp32", "pure-fp16")
             }
             compare(name, sides, options.blocks)

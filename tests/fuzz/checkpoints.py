@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 
 import amp_transpiler as amp
-from tests.checkpoints import build, state
-from tests.forgeries import forgeries
 from tests.fuzz.bytes import damaged
 from tests.fuzz.commands import raised
+from tests.helpers.checkpoints import build, state
+from tests.helpers.forgeries import forgeries
 
 
 def wrong(rng: random.Random, folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""The tests, in rooms like the package's."""

@@ -1,0 +1,1 @@
+"""Programs that measure; see RESULTS.md."""

@@ -1,0 +1,92 @@
+"""Every node test of the onnx package that onnxruntime runs on floats, converted."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.converting import faithful, off, session
+
+#: The largest error of 16-bit arithmetic in these small models.
+TOLERANCE = {"float16": 0.02, "bfloat16": 0.06}
+
+_DIGITS = "its inputs, 10000 to 10003, are one number in 16 bit"
+_LOWEST = "masked places of qk_matmul_output hold float32's lowest number, which has no 16-bit form"
+_ONNX = "onnx's own full check refuses the original: the function body of MeanVarianceNormalization"
+_LARGE = {
+    name: _DIGITS
+    for kind in ("softmax", "logsoftmax")
+    for name in (
+        f"test_{kind}_large_number",
+        f"test_{kind}_large_number_expanded",
+        f"test_{kind}_large_number_expanded_ver18",
+    )
+}
+_ALWAYS = {
+    "test_attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal": _LOWEST,
+    "test_attention_4d_with_past_and_present_qk_matmul_bias_4d_mask_causal": _LOWEST,
+    "test_mvn": _ONNX,
+}
+#: What cannot be right, by mode and type: the test fails where one of them comes right, or another goes wrong.
+NAMED = {
+    ("pure-fp16", "float16"): _ALWAYS | _LARGE,
+    ("mixed", "float16"): _ALWAYS,
+    ("auto", "float16"): _ALWAYS,
+    ("pure-fp16", "bfloat16"): _ALWAYS | {n: r for n, r in _LARGE.items() if n != "test_logsoftmax_large_number"},
+    ("mixed", "bfloat16"): _ALWAYS,
+}
+
+Case = tuple[str, onnx.ModelProto, dict[str, Any], list[Any]]
+
+
+@cache
+def cases() -> list[Case]:
+    """Name, model, feeds and expected outputs of the tests with float inputs or outputs that onnxruntime runs."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collected = collect_testcases(None)
+    found = []
+    for case in collected:
+        graph = case.model.graph
+        if not any(i.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for i in (*graph.input, *graph.output)):
+            continue
+        feed = dict(zip([i.name for i in graph.input], case.data_sets[0][0], strict=False))
+        try:
+            expected = session(case.model).run(None, feed)
+        except Exception:  # onnxruntime's errors have no common base; what it cannot run is no test of ours
+            continue
+        found.append((case.name, case.model, feed, expected))
+    return found
+
+
+def test_the_cases_are_all_there() -> None:
+    assert len(cases()) >= 1074
+
+
+@pytest.mark.parametrize(("mode", "dtype"), list(NAMED))
+def test_node(mode: str, dtype: str) -> None:
+    failures: dict[str, str] = {}
+    halves = 0
+    for name, model, feed, expected in cases():
+        try:
+            program = amp.convert(model, mode=mode, dtype=dtype)
+            converted = program.to_onnx()
+            onnx.checker.check_model(converted, full_check=True)
+            if dtype == "float16":
+                session(converted)
+            error = max([off(g, w) for g, w in zip(faithful(program, feed), expected, strict=True)], default=0.0)
+            if not error <= TOLERANCE[dtype]:
+                failures[name] = f"off by {error:.3g}"
+        except Exception as error:  # whatever it is, it is a failure of this case
+            failures[name] = f"{type(error).__name__}: {error}"
+        halves += any(op.precision == dtype for op in program.walk())
+    assert {n: f for n, f in failures.items() if n not in NAMED[mode, dtype]} == {}
+    assert set(NAMED[mode, dtype]) - set(failures) == set(), "these come right now: take them off the list"
+    assert halves >= {"pure-fp16": 600, "mixed": 100, "auto": 100}[mode]

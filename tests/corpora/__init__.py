@@ -1,0 +1,1 @@
+"""Cases that several tests or recorders go through."""

@@ -1,0 +1,42 @@
+"""The fine-tuning demo runs on scikit-learn's digits, in every mode, and freezes what it is told to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import finetune_imported
+import numpy as np
+import onnx
+import pytest
+
+
+def test_fine_tunes_what_it_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["demo", "--out", str(tmp_path), "--epochs", "2", "--freeze", "*conv2d_0*"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert finetune_imported.main() == 0
+    told = capsys.readouterr().out
+    rows = [
+        line.split()
+        for line in told.splitlines()
+        if line.split()[:1] and line.split()[0] in ("fp32", "amp", "pure-fp16")
+    ]
+    assert [row[0] for row in rows] == ["fp32", "amp", "pure-fp16"]
+    assert all(float(row[1].rstrip("%")) > 80 for row in rows), told
+    before, after = (
+        {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / name).graph.initializer}
+        for name in ("pretrained.onnx", "finetuned.onnx")
+    )
+    frozen = before["conv2d_0.w_0"]
+    np.testing.assert_array_equal(after["conv2d_0.w_0"], frozen.astype(np.float16))  # stored in 16 bit, not trained
+    assert "fc_0.w_0" not in after and after["new_head.w_0"].shape[1] == 10
+
+
+def test_images_fit_the_model() -> None:
+    images = np.arange(2 * 9, dtype=np.float32).reshape(2, 1, 3, 3)
+    fitted = finetune_imported.fit_images(images, ("N", 3, 6, 6))
+    assert fitted.shape == (2, 3, 6, 6)
+    np.testing.assert_array_equal(fitted[:, 1, ::2, 1::2], images[:, 0])
+    np.testing.assert_array_equal(finetune_imported.fit_images(images, ("N", 1, None, None)), images)

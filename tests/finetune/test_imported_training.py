@@ -1,0 +1,169 @@
+"""A program read from an ONNX file trains like a built one, in every mode, and leaves as ONNX again."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from tests.helpers.where import DATA, NO_DATA
+
+#: Opset 11: reductions take attributes, Softmax flattens; parameters are transposed as exporters write them.
+TEXT = """<ir_version: 8, opset_import: ["" : 11]>
+net (float[4,8] x) => (float[4,3] scores)
+  <float[6,8] w1 = {W1}, float[6] b1 = {B1}, float[6,3] w2 = {W2}>
+{
+  [fc1] h = Gemm <transB = 1> (x, w1, b1)
+  r = Relu(h)
+  m = ReduceMean <axes = [1], keepdims = 1> (r)
+  c = Sub(r, m)
+  [fc2] scores = MatMul(c, w2)
+}"""
+
+
+def net() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    text = TEXT
+    for name, size in (("W1", 48), ("B1", 6), ("W2", 18)):
+        text = text.replace("{" + name + "}", "{" + ", ".join(f"{v:.4f}" for v in rng.standard_normal(size)) + "}")
+    return onnx.parser.parse_model(text)
+
+
+def decorated(mode: str, **options: object) -> amp.optimizer.Adam:
+    adam = amp.optimizer.Adam(0.05, multi_precision=mode == "pure-fp16")
+    if mode == "fp32":
+        return adam
+    return amp.decorate(adam, init_loss_scaling=128.0, use_pure_fp16=mode == "pure-fp16", **options)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+def test_trains_and_leaves_as_onnx(mode: str, tmp_path: Path) -> None:
+    model = net()
+    before = model.SerializeToString()
+    program = amp.Program.from_onnx(model)
+    if mode == "pure-fp16":
+        program.mark_fp16("fc*")
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        label = amp.data("label", [4, 1], "int64")
+        loss = F.cross_entropy(program.outputs[0], label)
+        optimizer = decorated(mode)
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    rng = np.random.default_rng(1)
+    feed = {"x": rng.standard_normal((4, 8)).astype(np.float32), "label": rng.integers(0, 3, (4, 1))}
+    losses = [
+        float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(40)
+    ]
+    assert losses[-1] < 0.2 * losses[0]
+    if mode == "pure-fp16":
+        assert scope.find_var("w1").dtype == np.float16 and "w1_fp32_master_0" in scope.var_names()
+    path = tmp_path / "trained.onnx"
+    amp.save_inference_model(str(path), ["x"], ["scores"], executor, program, scope=scope)
+    trained = onnx.load(path)
+    onnx.checker.check_model(trained, full_check=True)
+    assert [o.name for o in trained.graph.output] == ["scores"]
+    (scores,) = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(["scores"], {"x": feed["x"]})
+    assert scores.dtype == np.float32 and (scores.argmax(1) == feed["label"][:, 0]).all()
+    assert model.SerializeToString() == before, "the model that was read is not changed"
+
+
+def test_an_imported_dropout_draws_anew_at_each_step() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 13]>
+    net (float[4,50] x) => (float[4,50] y) <float[50,50] w = {WEIGHTS}, float half = {0.5}, bool on = {1}>
+    { h = MatMul(x, w)  y = Dropout(h, half, on) }"""
+    model = onnx.parser.parse_model(text.replace("WEIGHTS", ", ".join("0.1" for _ in range(2500))))
+    program = amp.Program.from_onnx(model)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(program.outputs[0])
+        amp.optimizer.SGD(1e-6).minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    feed = {"x": np.ones((4, 50), np.float32)}
+    first, second = (executor.run(program, feed=feed, fetch_list=["y"], scope=scope)[0] for _ in range(2))
+    assert 50 < (first == 0).sum() < 150 and not np.array_equal(first == 0, second == 0)
+    (whole,) = executor.run(program.clone(for_test=True), feed=feed, fetch_list=["y"], scope=scope)
+    assert (whole != 0).all()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+def test_a_trained_model_is_fine_tuned(mode: str) -> None:
+    file = DATA / "onnx_models" / "mnist_cntk.onnx.xz"
+    if not file.exists():
+        pytest.skip(NO_DATA)
+    program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.decompress(file.read_bytes())))
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        label = amp.data("label", [1, 1], "int64")
+        loss = F.cross_entropy(program.outputs[0], label)
+        optimizer = decorated(mode, use_fp16_guard=False) if mode == "pure-fp16" else decorated(mode)
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    image = np.random.default_rng(0).random((1, 1, 28, 28)).astype(np.float32)
+    feed = {program.inputs[0].name: image, "label": np.array([[3]])}
+    losses = [
+        float(np.ravel(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0])[0]) for _ in range(20)
+    ]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+#: An export with free batch and sequence: sizes are taken apart and put together as PyTorch writes it. Positions have
+#: a table of their own.
+FREE = """<ir_version: 8, opset_import: ["" : 17]>
+net (int64[batch,seq] ids) => (float[batch,seq,8] y)
+  <float[20,8] table = {TABLE}, float[6,8] positions = {POSITIONS}, float[8,8] w = {W}, int64 zero = {0}, int64 first = {1},
+   int64 one = {1}, int64[1] axis = {0}, int64[1] heads = {2}, int64[1] width = {4}>
+{
+  s = Shape(ids)
+  n = Gather(s, zero)
+  t = Gather(s, first)
+  places = Range(zero, t, one)
+  e = Gather(table, ids)
+  p = Gather(positions, places)
+  x = Add(e, p)
+  h = MatMul(x, w)
+  n1 = Unsqueeze(n, axis)
+  t1 = Unsqueeze(t, axis)
+  apart = Concat <axis = 0> (n1, t1, heads, width)
+  split = Reshape(h, apart)
+  act = Tanh(split)
+  whole = Shape(x)
+  y = Reshape(act, whole)
+}"""
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+def test_free_batch_and_sequence_train_at_any_size(mode: str) -> None:
+    rng, text = np.random.default_rng(0), FREE
+    for name, size in (("TABLE", 160), ("POSITIONS", 48), ("W", 64)):
+        text = text.replace("{" + name + "}", "{" + ", ".join(f"{v:.4f}" for v in rng.standard_normal(size)) + "}")
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    amp.prepare_training(program)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        target = amp.data("target", ["batch", "seq", 8], "float32")
+        loss = F.mse_loss(program.outputs[0], target)
+        optimizer = decorated(mode) if mode != "pure-fp16" else decorated(mode, use_fp16_guard=False)
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    losses = []
+    for step in range(40):
+        shape = ((2, 5), (3, 4))[step % 2]
+        feed = {"ids": np.arange(np.prod(shape)).reshape(shape) % 20, "target": np.full((*shape, 8), 0.5, np.float32)}
+        losses.append(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0].item())
+    assert losses[-2] < 0.5 * losses[0] and losses[-1] < 0.5 * losses[1]
+    feed = {"ids": np.zeros((2, 7), np.int64), "target": np.zeros((2, 7, 8), np.float32)}
+    with pytest.raises(amp.AmpError, match="Gather.*out of data bounds, idx=6"):  # longer than the positions
+        executor.run(program, feed=feed, fetch_list=[loss], scope=scope)

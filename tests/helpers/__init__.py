@@ -1,0 +1,1 @@
+"""What several tests build, run and compare with."""

@@ -1,0 +1,55 @@
+"""Which nodes of a model have no CUDA kernel, by the recorded kernel registry of the stock onnxruntime wheel."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import onnx
+
+from tests.helpers.where import ROOT
+
+_FILE = ROOT / "lists" / "kernels.json"
+_SPELLING = {"float32": "float", "float64": "double"}
+
+
+@functools.cache
+def _registry() -> dict[str, Any]:
+    return json.loads(_FILE.read_text())
+
+
+def _covers(versions: str, since: int) -> bool:
+    """Whether a kernel for a range of versions serves an operator of this since_version ("12+" means 12 alone)."""
+    first, _, last = versions.rstrip("+").partition("-")
+    return int(first) == since if versions.endswith("+") or not last else int(first) <= since <= int(last)
+
+
+def _allows(kernel: dict[str, int], types: dict[str, str]) -> bool:
+    sets = _registry()["type_sets"]
+    return all(types[parameter] in sets[index] for parameter, index in kernel.items() if parameter in types)
+
+
+def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
+    """``Type(type parameters)`` of each node of ai.onnx that CUDA has no kernel for; all tensors must be typed."""
+    from amp_transpiler.ir.types import NAMES
+
+    typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    graph = typed.graph
+    kinds = {t.name: t.data_type for t in graph.initializer}
+    for info in [*graph.input, *graph.output, *graph.value_info]:
+        kinds[info.name] = info.type.tensor_type.elem_type
+    opset = next(o.version for o in model.opset_import if o.domain == "")
+    missing = []
+    for node in graph.node:
+        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+        types: dict[str, str] = {}
+        for names, formals in ((node.input, schema.inputs), (node.output, schema.outputs)):
+            for slot, name in enumerate(names):
+                if name:
+                    kind = NAMES[kinds[name]]
+                    types[formals[min(slot, len(formals) - 1)].type_str] = _SPELLING.get(kind, kind)
+        kernels = _registry()["kernels"]["CUDAExecutionProvider"]["ai.onnx"].get(node.op_type, {})
+        if not any(_covers(versions, schema.since_version) and _allows(k, types) for versions, k in kernels.items()):
+            missing.append(f"{node.op_type}({', '.join(f'{k}={v}' for k, v in types.items())})")
+    return missing

@@ -1,0 +1,1 @@
+"""Tests of the graph: reading, writing, checking."""

@@ -1,0 +1,156 @@
+"""What an import finds out besides the graph: marks, scopes, state and element types."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.contrib_types import contrib_types
+from amp_transpiler.ir.program import OWN, Program
+from tests.helpers.onnx_goldens import (
+    text,
+)
+
+
+def test_marks_go_out_and_come_back():
+    model = text("""
+    <ir_version: 10, opset_import: ["" : 21]>
+    g (float[2] x) => (float[2] z) { y = Relu(x)
+      [other] z = Neg(y) }""")
+    model.graph.node[0].name = "/enc/layer.0/Relu"
+    program = Program.from_onnx(model)
+    relu, neg = program.operators
+    assert (relu.scope, neg.scope) == ("enc/layer.0", "")
+    assert program.mark_fp16("enc/*") == 1
+    relu.precision, relu.reason = "float16", "fp16: white list"
+    neg.role, neg.scope, neg.precision = "backward", "tail", "float32"
+    out = program.to_onnx()
+    assert {e.key: e.value for e in out.graph.node[0].metadata_props} == {
+        "amp_transpiler.guard": "1",
+        "amp_transpiler.precision": "float16",
+        "amp_transpiler.reason": "fp16: white list",
+    }
+    back = Program.from_onnx(out)
+    for one, other in zip(program.operators, back.operators, strict=True):
+        for name in ("role", "guard", "scope", "precision", "reason", "metadata"):
+            assert getattr(one, name) == getattr(other, name), name
+    assert back.to_onnx() == out
+    relu.scope = ""
+    assert Program.from_onnx(program.to_onnx()).operators[0].scope == "", "a scope that was cleared stays cleared"
+
+
+def test_scopes_of_the_dynamo_exporter():
+    model = text('<ir_version: 10, opset_import: ["" : 21]> g (float[2] x) => (float[2] y) { [n] y = Relu(x) }')
+    scopes = ["", "encoder", "encoder.layer.0", "encoder.layer.0.attention", "relu_3"]
+    model.graph.node[0].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=repr(scopes))
+    program = Program.from_onnx(model)
+    assert program.operators[0].scope == "encoder/layer.0/attention"
+    assert program.to_onnx() == model
+
+
+def test_training_state_goes_out_and_comes_back():
+    program = Program("train")
+    x = program.add_input("x", "float32", (2,))
+    w = program.add_variable("w", "float32", (2,), persistable=True, trainable=True, data=np.ones(2, np.float32))
+    lr = program.add_variable("lr", "float32", (), persistable=True, data=np.float32(0.5))
+    new = program.add_variable("w@NEW", "float32", (2,))
+    program.add_operator("Step", [w, x, lr], [new], domain=OWN, role="update")
+    program.set_update(w, new)
+    back = Program.from_onnx(program.to_onnx())
+    back.verify()
+    assert {s.name: n.name for s, n in back.updates.items()} == {"w": "w@NEW"}
+    assert back.var("lr").persistable and not back.var("lr").trainable and back.var("w").trainable
+    assert back.info.opsets[OWN] == 1 and back.operators[0].role == "update"
+    assert [v.name for v in back.inputs] == ["x"] and back.to_onnx() == program.to_onnx()
+
+
+# -- element types ----------------------------------------------------------------------------------
+def test_types_pass_through_contrib_operators():
+    model = text("""
+    <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    g (float16[2, 4] x, float16[4] b) => (float16[2, 4] y) {
+        f = com.microsoft.BiasGelu(x, b)
+        g = com.microsoft.SkipLayerNormalization(f, x, b)
+        r = Relu(g)
+        y = com.microsoft.FastGelu(r)
+    }""")
+    program = Program.from_onnx(model)
+    assert [program.var(n).dtype for n in "fgr"] == ["float16"] * 3
+    assert program.var("r").shape == (2, 4)
+    assert program.to_onnx() == model
+
+
+def test_unknown_operators_pass_through_and_are_reported():
+    model = text("""
+    <ir_version: 10, opset_import: ["" : 21, "unknown" : 1]>
+    g (float[2] x) => (float[2] y) { a = unknown.Op(x)
+      b = Relu(a)
+      y = unknown.Op(b) }""")
+    program = Program.from_onnx(model)
+    assert program.untyped() == ["a", "b"]
+    with pytest.raises(GraphError, match="'a' of program 'g' has no element type"):
+        program.verify()
+    assert program.to_onnx() == model
+
+
+def test_contrib_table_agrees_with_onnxruntime():
+    """onnxruntime's own schemas, in a process of their own: that call has crashed in some builds."""
+    code = """if True:
+        import json
+        import onnxruntime.capi.onnxruntime_pybind11_state as state
+        newest = {}
+        for s in state.get_all_operator_schema():
+            if s.domain == "com.microsoft" and s.since_version >= newest.get(s.name, s).since_version:
+                newest[s.name] = s
+        table = {}
+        for name, s in newest.items():
+            types = {t.type_param_str: list(t.allowed_type_strs) for t in s.type_constraints}
+            table[name] = [
+                [i.typeStr for i in s.inputs], [o.typeStr for o in s.outputs], types,
+            ]
+        print(json.dumps(table))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this onnxruntime does not list its schemas")
+    known = 0
+    for name, (inputs, outputs, types) in json.loads(done.stdout.splitlines()[-1]).items():
+        program = Program("one")
+        dtypes = [
+            "float32",
+            "float16",
+            "int32",
+            "int64",
+            "uint8",
+            "int8",
+            "bool",
+            "float64",
+            "bfloat16",
+            "uint16",
+            "int16",
+            "uint32",
+            "uint64",
+            "complex64",
+            "complex128",
+            "string",
+        ]
+        by_name, given = {}, []
+        for slot, type_str in enumerate(inputs):
+            only = types.get(type_str, [type_str])
+            told = {"tensor(float)": "float32", "tensor(double)": "float64"}.get(only[0], only[0][7:-1])
+            by_name.setdefault(type_str, told if len(only) == 1 else dtypes[len(by_name) % len(dtypes)])
+            given.append(program.add_variable(f"i{slot}", by_name[type_str]))
+        outs = [program.add_variable(f"o{slot}") for slot in range(len(outputs))]
+        found = contrib_types(program.add_operator(name, given, outs, domain="com.microsoft"))
+        known += found is not None
+        for (dtype, _), type_str in zip(found or [], outputs, strict=False):
+            if dtype is None:
+                continue
+            if type_str in by_name:
+                assert dtype == by_name[type_str], (name, type_str)
+            else:
+                spelled = {"float32": "float", "float64": "double"}.get(dtype, dtype)
+                assert types.get(type_str, [type_str]) == [f"tensor({spelled})"], (name, type_str)
+    assert known > 100

@@ -1,0 +1,1 @@
+"""Tests of the operator lists and named recipes."""

@@ -1,0 +1,449 @@
+"""The operator lists: every operator in one list, the merge rule, the kernel table, and every message."""
+
+import json
+
+import pytest
+from onnx import defs
+
+from amp_transpiler import lists
+from amp_transpiler.errors import AmpError, ListError, ListTypeError
+from amp_transpiler.lists import AutoMixedPrecisionLists, default_lists, has_kernel, kept_fp32, kernel_types, resolve
+from amp_transpiler.lists import _kernels as kernels
+from amp_transpiler.lists._data import parse_aliases, parse_lists, parse_slots, read_text, schemas
+from tests.helpers.where import ORACLES
+
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+@pytest.fixture
+def no_bodies():
+    """Takes the package's own lowerings away, so that what the test registers is all there is."""
+    before = dict(lists.OWN_BODIES)
+    lists.OWN_BODIES.clear()
+    kernels._gap.cache_clear()
+    yield
+    lists.OWN_BODIES.clear()
+    lists.OWN_BODIES.update(before)
+    kernels._gap.cache_clear()
+
+
+# ---------------------------------------------------------------- default lists
+
+
+def float_operators():
+    """Every operator of ai.onnx, deprecated ones too, that has an input or output of fp16 or fp32."""
+    found = set()
+    for (domain, name), schema in schemas().items():
+        types = {t for c in schema.type_constraints for t in c.allowed_type_strs}
+        types |= {slot.type_str for slot in [*schema.inputs, *schema.outputs]}
+        if not domain and any("tensor(float16)" in t or "tensor(float)" in t for t in types):
+            found.add(name)
+    return found
+
+
+def test_every_float_operator_is_in_exactly_one_list():
+    default = default_lists()
+    homes = {name: [c for c in ("white", "black", "gray") if name in getattr(default, c)] for name in float_operators()}
+    assert {name: home for name, home in homes.items() if len(home) != 1} == {}
+    assert default.white | default.black | default.gray == set(homes)
+    assert set(default.reasons) == set(homes) and all(default.reasons.values())
+    assert {"Upsample", "Scatter", "If", "Loop", "Scan"} <= set(homes)
+
+
+def test_default_lists_are_paddles_of_2021():
+    default = default_lists()
+    white = """conv2d matmul matmul_v2 mul"""
+    black = """exp square log mean sum softmax softmax_with_cross_entropy cross_entropy reduce_sum"""
+    gray = """elementwise_add elementwise_sub elementwise_mul elementwise_div elementwise_max elementwise_min
+        elementwise_mod batch_norm layer_norm tanh sigmoid top_k pool2d pool3d dropout relu relu6 leaky_relu flatten2
+        stack unstack uniform_random gaussian_random slice scale transpose2 reshape2 gather fill_constant sign cast
+        concat split"""
+    for colour, names in (("white", white), ("black", black), ("gray", gray)):
+        for name in names.split():
+            assert set(resolve(name)) <= getattr(default, colour), name
+    # Paddle's lookup_table is black and its gather gray; ONNX Gather is both, and the passes look after trained tables.
+    assert resolve("lookup_table") == ("Gather",)
+    # in no list of Paddle's, hence fp32 there
+    assert {"Gelu", "Erf", "LSTM", "Resize", "InstanceNormalization"} <= default.black
+
+
+def test_a_gray_function_has_no_black_part():
+    default = default_lists()
+    comparisons = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+    for name in sorted(default.gray):
+        schema = schemas()["", name]
+        if schema.has_function:
+            parts = {node.op_type for node in schema.function_body.node}
+            assert not parts & (default.black - comparisons), name
+
+
+def test_lists_cannot_be_changed_in_place():
+    with pytest.raises(AttributeError):
+        default_lists().white = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[[white]]\nwhy = ""\noperators = ["MatMull"]',
+            r"a\.toml, list white: onnx has no operator 'MatMull'.*'MatMul'",
+        ),
+        ('[[white]]\nwhy = ""\noperators = ["Foo::X", "zzzz"]', r"onnx has no operator 'zzzz'\.$"),
+        ('[[red]]\nwhy = ""\noperators = []', r"a\.toml: there is no list 'red'; the lists are white, black and gray"),
+        (
+            '[[white]]\nwhy = ""\noperators = ["Exp"]\n[[gray]]\nwhy = ""\noperators = ["Exp"]',
+            r"a\.toml: 'Exp' stands in list white and again in gray",
+        ),
+    ],
+)
+def test_a_wrong_list_file_is_refused(text, message):
+    with pytest.raises(ListError, match=message):
+        parse_lists(text, "a.toml")
+
+
+# ---------------------------------------------------------------- slots that stay fp32
+
+
+def test_kept_fp32_slots():
+    assert kept_fp32("BatchNormalization") == ({1, 2, 3, 4}, {1, 2})
+    assert kept_fp32("LayerNormalization", "ai.onnx") == ({1, 2}, {1, 2})
+    assert kept_fp32("RMSNormalization") == ({1}, set())
+    assert kept_fp32("SkipLayerNormalization", "com.microsoft") == ({2, 3}, {1, 2})
+    assert kept_fp32("SkipLayerNormalization") == kept_fp32("MatMul") == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[RMSNormalization]\ninputs = [2]\noutputs = []",
+            r"'RMSNormalization' cannot keep slot 2 of its inputs .* 1 to 1",
+        ),
+        ("[RMSNormalization]\ninputs = []\noutputs = [0]", r"cannot keep slot 0 of its outputs"),
+        ("[LayerNorm]\ninputs = []\noutputs = []", r"s\.toml: onnx has no operator 'LayerNorm'.*LayerNormalization"),
+    ],
+)
+def test_a_wrong_slot_file_is_refused(text, message):
+    with pytest.raises(ListError, match=message):
+        parse_slots(text, "s.toml")
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [
+        ("MatMul", ("MatMul",)),
+        ("ai.onnx::MatMul", ("MatMul",)),
+        ("com.microsoft::FusedMatMul", ("com.microsoft::FusedMatMul",)),
+        ("ai.onnx.ml::Scaler", ("ai.onnx.ml::Scaler",)),
+        ("my.own::Thing", ("my.own::Thing",)),
+        ("mul", ("MatMul", "Gemm")),
+        ("pool2d", ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")),
+        ("softmax_with_cross_entropy", ("SoftmaxCrossEntropyLoss",)),
+        ("square", ("Pow",)),
+        ("Upsample", ("Upsample",)),
+    ],
+)
+def test_resolve(name, operators):
+    assert resolve(name) == operators
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ReLU", r"no operator has the name 'ReLU'\. Did you mean 'Relu'"),
+        ("conv2", r"Did you mean .*'conv2d'.* Expected an ONNX operator type such as 'MatMul'"),
+        ("", r"no operator has the name ''"),
+        ("qqqqqqqq", r"no operator has the name 'qqqqqqqq'\. Expected"),
+        ("com.microsoft::FusedMatMull", r"Did you mean 'FusedMatMul'"),
+        ("cos_sim", r"Paddle's operator 'cos_sim' has no ONNX counterpart, it becomes .* Name ONNX operators instead"),
+        ("c_allreduce_sum", r"has no ONNX counterpart, it is a collective"),
+    ],
+)
+def test_resolve_refuses(name, message):
+    with pytest.raises(ListError, match=message):
+        resolve(name)
+
+
+def test_resolve_refuses_a_name_that_is_no_string():
+    with pytest.raises(ListTypeError, match="holds 3 .int."):
+        resolve(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[aliases]\nx = ["Convv"]\n[no_counterpart]', r"f\.toml, alias x: onnx has no operator 'Convv'.*'Conv'"),
+        ("[aliases]\nx = []\n[no_counterpart]", r"alias 'x' needs either operators or a place in no_counterpart"),
+        ('[aliases]\nx = ["Conv"]\n[no_counterpart]\nx = ""', r"and not both"),
+    ],
+)
+def test_a_wrong_alias_file_is_refused(text, message):
+    with pytest.raises(ListError, match=message):
+        parse_aliases(text, "f.toml")
+
+
+def test_every_name_of_paddles_lists_is_known():
+    recorded = json.loads((ORACLES / "paddle" / "op_lists.json").read_text())
+    names = {
+        name for key in ("2021-09", "2.6.2_fp16", "2.6.2_bf16") for group in recorded[key].values() for name in group
+    }
+    aliases, missing = parse_aliases(read_text("aliases.toml"), "aliases.toml")
+    assert names - aliases.keys() - missing.keys() == set()
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def test_an_open_ended_kernel_serves_one_schema_version_only():
+    # MaxPool on CUDA: "12+"; its schema is of version 12 up to opset 21, of version 22 from then on.
+    assert kernel_types(CUDA, "MaxPool", 21) == {"I": {"int64"}, "T": {"double", "float", "float16", "int8", "uint8"}}
+    assert kernel_types(CUDA, "MaxPool", 22) is None
+    # a range, "1-7", serves a schema inside it
+    assert kernel_types(CUDA, "MaxPool", 7) == {"T": {"double", "float", "float16"}}
+    # a single number, "14", serves that version alone
+    assert kernel_types(CUDA, "BatchNormalization", 14) == {
+        "T": {"double", "float", "float16"},
+        "U": {"double", "float", "float16"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("provider", "op_type", "opset", "domain"),
+    [
+        (CUDA, "MaxUnpool", 21, ""),  # no kernel at all
+        (CUDA, "Attention", 21, ""),  # newer than the opset
+        (CUDA, "Upsample", 21, ""),  # deprecated at that opset
+        (CUDA, "NoSuchThing", 21, ""),
+        (CUDA, "MatMul", 21, "my.own"),
+    ],
+)
+def test_no_kernel(provider, op_type, opset, domain):
+    assert kernel_types(provider, op_type, opset, domain) is None
+    assert not has_kernel(provider, op_type, "float16", opset, domain)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "dtypes"),
+    [
+        ("MatMul", {"float16", "bfloat16", "float32", "float64"}),
+        ("Conv", {"float16", "float32", "float64"}),
+        ("Cast", {"float16", "bfloat16", "float32", "float64"}),
+        ("OneHot", {"float16", "float32"}),  # for its indices there are integer kernels only
+        ("Dropout", {"float16", "bfloat16", "float32", "float64"}),
+        ("EyeLike", {"float32", "float64"}),
+        ("Range", {"float32", "float64"}),
+        ("IsInf", {"float16", "bfloat16", "float32", "float64"}),
+        ("SequenceAt", {"float16", "float32", "float64"}),  # CUDA has bfloat16, the operator's schema does not admit it
+        ("ai.onnx::Shape", {"float16", "bfloat16", "float32", "float64"}),
+        ("com.microsoft::FusedMatMul", {"float16", "bfloat16", "float32", "float64"}),
+    ],
+)
+def test_has_kernel_on_cuda(op_type, dtypes):
+    domain, _, name = op_type.rpartition("::")
+    every = ("float16", "bfloat16", "float32", "float64")
+    assert {dtype for dtype in every if has_kernel(CUDA, name, dtype, 21, domain)} == dtypes
+
+
+def test_a_kernel_may_be_lost_or_gained_by_opset():
+    assert not has_kernel(CUDA, "Conv", "bfloat16", 21) and has_kernel(CUDA, "Conv", "bfloat16", 22)
+    assert has_kernel(CUDA, "Dropout", "float16", 21) and not has_kernel(CUDA, "Dropout", "float16", 22)
+    assert not has_kernel(CUDA, "IsInf", "float16", 19) and has_kernel(CUDA, "IsInf", "float16", 20)
+    assert has_kernel(CPU, "MatMul", "float32", 21) and not has_kernel(CPU, "MatMul", "float16", 21)
+
+
+def test_the_kernel_table_refuses_what_it_does_not_know():
+    with pytest.raises(ListError, match="no provider 'TPU'; it has CPUExecutionProvider, CUDAExecutionProvider"):
+        kernel_types("TPU", "MatMul", 21)
+    with pytest.raises(ListError, match="no element type 'float'; expected one of float16, bfloat16"):
+        has_kernel(CUDA, "MatMul", "float", 21)
+
+
+def test_the_kernel_table_is_the_recorded_one():
+    recorded = json.loads((ORACLES / "onnxruntime_kernels.json").read_text())["kernels"]
+    ours = json.loads(read_text("kernels.json"))
+    for provider in (CPU, CUDA):
+        for domain in ("ai.onnx", "com.microsoft"):
+            expanded = {
+                op: {r: {p: ours["type_sets"][i] for p, i in params.items()} for r, params in ranges.items()}
+                for op, ranges in ours["kernels"][provider][domain].items()
+            }
+            assert expanded == recorded[provider][domain]
+
+
+def test_opset_gaps_are_the_recorded_ones():
+    for key, gaps in json.loads((ORACLES / "onnxruntime_kernel_opset_gaps.json").read_text()).items():
+        provider, _, opset = key.partition("@")
+        if not opset.isdigit() or provider not in (CPU, CUDA):
+            continue
+        lacking = [(op, kernel_types(provider, op, int(opset))) for op in gaps["no_kernel"]]
+        lacking += [(op, has_kernel(provider, op, "float16", int(opset))) for op in gaps["no_fp16"]]
+        lacking += [(op, has_kernel(provider, op, "bfloat16", int(opset))) for op in gaps["no_bf16"]]
+        assert [op for op, found in lacking if found] == [], key
+
+
+# ---------------------------------------------------------------- unsupported
+
+
+@pytest.mark.parametrize(
+    ("op_type", "dtype", "reason"),
+    [
+        ("MatMul", "float16", None),
+        ("MatMul", "bfloat16", None),
+        ("Constant", "float16", None),
+        ("Attention", "float16", None),  # newer than the opset: its function body runs
+        ("SoftmaxCrossEntropyLoss", "float16", None),
+        ("GroupNormalization", "bfloat16", None),
+        ("RotaryEmbedding", "float16", None),
+        ("com.microsoft::FusedMatMul", "float16", None),
+        ("my.own::Thing", "float16", None),
+        ("MaxUnpool", "float16", "no CUDA kernel for MaxUnpool at float16 in opset 21, and no function body"),
+        ("Conv", "bfloat16", "no CUDA kernel for Conv at bfloat16 in opset 21, and its schema does not admit bfloat16"),
+        (
+            "PRelu",
+            "bfloat16",
+            "no CUDA kernel for PRelu at bfloat16 in opset 21, and its function body has no lowering: "
+            "no CUDA kernel for Less at bfloat16 in opset 21, and no function body",
+        ),
+        ("com.microsoft::MurmurHash3", "float16", "no CUDA kernel for MurmurHash3 at float16 in opset 21"),
+    ],
+)
+def test_unsupported_reason(op_type, dtype, reason, no_bodies):
+    assert lists.unsupported_reason(op_type, dtype) == reason
+
+
+def test_a_body_of_ours_supports_an_operator(no_bodies):
+    chosen = AutoMixedPrecisionLists()
+    assert {"MaxUnpool", "Mean"} <= chosen.unsupported_list
+    assert "PRelu" in AutoMixedPrecisionLists(dtype="bfloat16").unsupported_list
+    lists.register_own_body("MaxUnpool")
+    lists.register_own_body("Mean", "bfloat16")
+    lists.register_own_body("Less", "bfloat16")
+    assert "MaxUnpool" not in chosen.unsupported_list  # computed when asked for
+    assert "Mean" in chosen.unsupported_list
+    bfloat16 = AutoMixedPrecisionLists(["mean", "MaxUnpool", "Mean"], dtype="BFloat16")
+    assert not {"Mean", "MaxUnpool", "PRelu"} & bfloat16.unsupported_list  # PRelu through its part Less
+
+
+def test_register_own_body_refuses(no_bodies):
+    with pytest.raises(ListError, match="onnx has no operator 'MaxUnpol'.*MaxUnpool"):
+        lists.register_own_body("MaxUnpol")
+    with pytest.raises(ListError, match="'Mean': element type 'float32'; expected 'float16' or 'bfloat16'"):
+        lists.register_own_body("Mean", "float32")
+
+
+def test_every_unsupported_operator_is_a_float_operator():
+    for dtype in ("float16", "bfloat16"):
+        assert lists.unsupported_operators(dtype) <= float_operators()
+
+
+# ---------------------------------------------------------------- the lists of one conversion
+
+
+def test_without_arguments_the_lists_are_the_defaults():
+    chosen, default = AutoMixedPrecisionLists(), default_lists()
+    assert chosen.white_list == default.white and chosen.black_list == default.black
+    assert chosen.gray_list == default.gray and chosen.black_varnames == set() and chosen.dtype == "float16"
+    assert chosen.unsupported_list == lists.unsupported_operators("float16")
+
+
+def test_each_instance_has_sets_of_its_own():
+    first, second = AutoMixedPrecisionLists(), AutoMixedPrecisionLists()
+    first.white_list.clear()
+    first.black_varnames.add("x")
+    assert second.white_list == default_lists().white and second.black_varnames == set()
+
+
+#                 white          black          the operators     leaves
+MERGES = [
+    (["exp"], None, {"Exp"}, "black"),
+    (["tanh"], None, {"Tanh"}, "gray"),
+    (["lookup_table", "Gather"], None, {"Gather"}, "gray"),
+    (["pool2d"], None, {"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"}, "gray"),
+    (["com.microsoft::FusedMatMul"], None, {"com.microsoft::FusedMatMul"}, None),
+    (None, ["conv2d"], {"Conv"}, "white"),
+    (None, ["tanh"], {"Tanh"}, "gray"),
+    (None, ("my.own::Thing",), {"my.own::Thing"}, None),
+    (None, {"Exp"}, {"Exp"}, None),
+]
+
+
+@pytest.mark.parametrize(("white", "black", "operators", "leaves"), MERGES)
+def test_merge(white, black, operators, leaves):
+    chosen, default = AutoMixedPrecisionLists(white, black), default_lists()
+    expected = {colour: set(getattr(default, colour)) for colour in ("white", "black", "gray")}
+    if leaves:
+        expected[leaves] -= operators
+    expected["white" if white else "black"] |= operators
+    assert chosen.white_list == expected["white"]
+    assert chosen.black_list == expected["black"]
+    assert chosen.gray_list == expected["gray"]
+    assert chosen.unsupported_list == lists.unsupported_operators("float16") | (operators if black else set())
+
+
+def test_merge_cases_recorded_from_paddle():
+    for case in json.loads((ORACLES / "paddle" / "list_merge_cases_262.json").read_text()):
+        arguments = case.get("args", {})
+        if "error" in case:
+            with pytest.raises(ListError, match="overlap in LSTM"):
+                AutoMixedPrecisionLists(["lstm"], ["lstm"])
+            continue
+        chosen, default = AutoMixedPrecisionLists(**arguments), default_lists()
+
+        def types(key, case=case):
+            return {operator for name in case[key] for operator in resolve(name)}
+
+        def moved_in(key, old, types=types):
+            return types(key) - old
+
+        # Paddle 2.6 differs from the lists of 2021 in what stands where, not in the rule; what was added must agree.
+        assert chosen.white_list - default.white == moved_in("white_added", default.white), case["name"]
+        assert default.white - chosen.white_list == types("white_removed"), case["name"]
+        assert types("black_added") <= chosen.black_list and types("unsupported_added") <= chosen.unsupported_list
+        assert not types("black_removed") & chosen.black_list and not types("gray_removed") & chosen.gray_list
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"custom_white_list": "MatMul"}, ListTypeError, r"custom_white_list is the string 'MatMul'; .*\['MatMul'\]"),
+        ({"custom_black_list": "MatMul"}, ListTypeError, r"custom_black_list is the string"),
+        ({"custom_black_varnames": "x"}, ListTypeError, r"custom_black_varnames is the string 'x'"),
+        ({"custom_black_list": 3}, ListTypeError, r"custom_black_list is 3; expected a list of strings"),
+        ({"custom_white_list": ["Exp", None]}, ListTypeError, r"custom_white_list holds None \(NoneType\)"),
+        ({"custom_white_list": ["Expp"]}, ListError, r"no operator has the name 'Expp'.*'Exp'"),
+        ({"dtype": "float32"}, ListError, r"dtype is 'float32'; expected 'float16' or 'bfloat16'"),
+        ({"dtype": None}, ListError, r"dtype is None"),
+        (
+            {"custom_white_list": ["conv2d", "Exp"], "custom_black_list": ["Conv"]},
+            ListError,
+            r"overlap in Conv \(Conv: white as 'conv2d', black as 'Conv'\)\. Take each operator out of one of them",
+        ),
+        (
+            {"custom_white_list": ["conv2d"], "dtype": "bfloat16"},
+            ListError,
+            r"names 'conv2d', but Conv cannot run in bfloat16: no CUDA kernel for Conv at bfloat16.*Take it out",
+        ),
+        (
+            {"custom_white_list": ["NonMaxSuppression"]},
+            ListError,
+            r"NonMaxSuppression cannot run in float16: no CUDA kernel",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, message, no_bodies):
+    with pytest.raises(error, match=message) as caught:
+        AutoMixedPrecisionLists(**arguments)
+    assert isinstance(caught.value, AmpError)
+
+
+def test_dtype_in_any_letter_case():
+    assert AutoMixedPrecisionLists(dtype="BFLOAT16").dtype == "bfloat16"
+    assert "bfloat16" in repr(AutoMixedPrecisionLists(dtype="bfloat16"))
+
+
+def test_schemas_are_the_registry():
+    assert schemas()["", "MatMul"].since_version == defs.get_schema("MatMul").since_version

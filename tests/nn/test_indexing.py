@@ -1,0 +1,114 @@
+"""``x[...]`` on variables against numpy, its gradient, and the keys that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.cuda_kernels import without_cuda_kernel
+
+X = np.arange(2 * 5 * 6, dtype=np.float32).reshape(2, 5, 6)
+#: Keys, as python writes them.
+KEYS: list[Any] = [
+    np.s_[0],
+    np.s_[-1],
+    np.s_[1, 2],
+    np.s_[0, 1, -2],
+    np.s_[:],
+    np.s_[...],
+    np.s_[1:],
+    np.s_[:, 1:4],
+    np.s_[:, :-1],
+    np.s_[:, ::2],
+    np.s_[:, ::-1],
+    np.s_[:, -1:0:-2, 1:100:3],
+    np.s_[..., 0],
+    np.s_[0, ...],
+    np.s_[0, ..., 1:3],
+    np.s_[None],
+    np.s_[:, None],
+    np.s_[..., None],
+    np.s_[0, None, :, None, 2],
+    np.s_[None, 1, ..., -1, None],
+    np.s_[:, [3, 0, 3]],
+    np.s_[[1, 1]],
+    np.s_[..., np.array([5, -1])],
+    np.s_[1:2, :, np.array([0, 2])],
+    np.s_[np.int64(1)],
+    np.s_[:, np.int32(-2)],
+]
+
+
+@pytest.mark.parametrize("unknown", [False, True], ids=["known", "unknown"])
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_as_numpy(key: Any, unknown: bool) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [None, 5, None] if unknown else X.shape, "float32")
+        w = amp.create_parameter([1], "float32", name="w", initializer=np.ones(1))
+        y = (x * w)[key]
+        ((_, grad),) = amp.append_backward(F.sum(y * y))
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(startup, scope=scope)
+    found, dw = exe.run(main, feed={"x": X}, fetch_list=[y, grad], scope=scope)
+    np.testing.assert_array_equal(found, X[key])
+    np.testing.assert_allclose(dw, 2 * (X[key].astype(np.float64) ** 2).sum(), rtol=1e-6)
+    assert y.shape is not None and len(y.shape) == X[key].ndim
+    assert unknown or tuple(y.shape) == X[key].shape
+    assert without_cuda_kernel(lower(main, "cuda", {"x": X.shape}, [y, grad]).model) == []
+
+
+def test_a_variable_as_index() -> None:
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program()), amp.unique_name.guard():
+        x, i = amp.data("x", [None, 5, 6], "float32"), amp.data("i", [None], "int64")
+        y = x[:, i, 1]
+    index = np.array([4, 0, 4])
+    (found,) = amp.Executor(threads=1).run(main, feed={"x": X, "i": index}, fetch_list=[y], scope=amp.Scope())
+    np.testing.assert_array_equal(found, X[:, index][:, :, 1])
+
+
+def test_one_slice_serves_all_bounds() -> None:
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program()), amp.unique_name.guard():
+        amp.data("x", [2, 5, 6], "float32")[1, None, 1:3, -1]
+    assert [op.type for op in main.operators] == ["Slice", "Squeeze", "Unsqueeze"]
+
+
+@pytest.mark.parametrize(
+    "key, error, said",
+    [
+        ((0, 0, 0, 0), ArgumentError, r"4 indices for the 3 dimensions of 'x'"),
+        (2, ArgumentError, r"index 2 is outside dimension 0 of 'x'"),
+        ((0, -6), ArgumentError, r"index -6 is outside dimension 1"),
+        ((..., 0, ...), ArgumentError, r"'\.\.\.' can stand in an index once"),
+        (slice(None, None, 0), ArgumentError, "a step of 0 does not move"),
+        (slice(0.5, None), ArgumentTypeError, "bounds and the step of a slice are integers, not 0.5"),
+        ("a", ArgumentTypeError, "an index is an integer, a slice, .* not 'a'"),
+        (True, ArgumentTypeError, "not True"),
+        (1.0, ArgumentTypeError, "not 1.0"),
+        (np.ones(2, bool), ArgumentTypeError, "a bool mask selects with F.where"),
+        (([0], [0]), ArgumentError, "one vector of integers can index 'x'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_index(key: Any, error: type[Exception], said: str) -> None:
+    with amp.program_guard(amp.Program(), amp.Program()), amp.unique_name.guard():
+        x = amp.data("x", [2, 5, 6], "float32")
+        with pytest.raises(error, match=f"getitem: .*{said}"):
+            x[key]
+
+
+def test_iteration_ends_in_an_error_and_not_in_a_hang() -> None:
+    with amp.program_guard(amp.Program(), amp.Program()), amp.unique_name.guard():
+        x = amp.data("x", [None, 5], "float32")
+        with pytest.raises(ArgumentTypeError, match="'x' cannot be iterated over; F.unstack"):
+            list(x)
+        with pytest.raises(TypeError):
+            _, _ = x

@@ -1,0 +1,162 @@
+"""Initial values: what a startup program writes, against numpy, and what it depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from amp_transpiler import nn
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.context import program_guard
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.nn import initializer as I
+from amp_transpiler.ops.training import random as R
+from tests.helpers.building import startup_values
+from tests.helpers.random_words import Words
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(autouse=True)
+def _wrapping() -> Iterator[None]:
+    with np.errstate(over="ignore"):
+        yield
+
+
+def initial(build: Callable[[], None], seed: int = 0) -> dict[str, Array]:
+    main, startup = Program(), Program("startup")
+    startup.seed = seed
+    with program_guard(main, startup), unique_name.guard():
+        build()
+    return startup_values(startup)
+
+
+def test_uniform_initializer_is_the_words_of_its_name() -> None:
+    found = initial(lambda: nn.create_parameter([30, 70], "float32", "w", I.Uniform(-2, 3)) and None, seed=11)["w"]
+    u = (Words.bits(2100, 11, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float32) / 2**24
+    np.testing.assert_array_equal(found.ravel(), u * np.float32(5) + np.float32(-2))
+
+
+def test_truncated_normal_is_the_inverse_of_its_distribution() -> None:
+    found = initial(
+        lambda: nn.create_parameter([50, 40], "float32", "w", I.TruncatedNormal(1.0, 0.5)) and None, seed=3
+    )["w"]
+    u = (Words.bits(2000, 3, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float64) / 2**24
+    law = NormalDist()
+    low, high = law.cdf(-2), law.cdf(2)
+    expected = 1 + 0.5 * np.array([law.inv_cdf(low + (high - low) * float(v)) for v in u])
+    np.testing.assert_allclose(found.ravel(), expected, rtol=2e-5, atol=2e-6)
+    assert 0 <= found.min() < 0.05 and 1.95 < found.max() <= 2
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (I.Constant(3.0), I.ConstantInitializer(value=3.0, force_cpu=False)),
+        (I.Uniform(-2, 2), I.UniformInitializer(low=-2, high=2, seed=0)),
+        (I.Normal(1, 2), I.NormalInitializer(loc=1, scale=2, seed=0)),
+        (I.TruncatedNormal(0, 0.02), I.TruncatedNormalInitializer(loc=0, scale=0.02)),
+        (I.Xavier(False, 3), I.XavierInitializer(uniform=False, fan_in=3, fan_out=None, seed=0)),
+        (I.Kaiming(False), I.MSRAInitializer(uniform=False, fan_in=None, seed=0)),
+        (I.KaimingNormal(), I.KaimingNormal(fan_in=None, negative_slope=0.0, nonlinearity="relu")),
+        (I.Assign(np.ones(3)), I.NumpyArrayInitializer(value=np.ones(3))),
+    ],
+)
+def test_paddles_names_of_initialisers(ours: I.Initializer, theirs: I.Initializer) -> None:
+    assert type(ours) is type(theirs)
+    if not isinstance(ours, I.Assign):
+        assert ours.operator((3, 3), "float32") == theirs.operator((3, 3), "float32")
+
+
+def test_what_an_initialiser_does_not_take_says_why() -> None:
+    with pytest.raises(ArgumentError, match="KaimingNormal: negative_slope=0.1 .* slope="):
+        I.KaimingNormal(negative_slope=0.1)
+    with pytest.raises(ArgumentError, match="Normal: seed=3 .* amp.seed"):
+        I.Normal(seed=3)
+    with pytest.raises(AttributeError, match="'Orthogonal': give the array"):
+        I.Orthogonal  # noqa: B018
+
+
+def test_initial_values_do_not_depend_on_other_parameters() -> None:
+    def alone() -> None:
+        nn.create_parameter([30, 70], "float32", "w", I.Normal(1, 2))
+
+    def among_others() -> None:
+        nn.create_parameter([3], "float32", "a", I.Normal())
+        nn.create_parameter([30, 70], "float32", "b", I.Normal(1, 2))
+        alone()
+
+    one, other = initial(alone), initial(among_others)
+    np.testing.assert_array_equal(one["w"], other["w"])
+    assert not (other["w"] == other["b"]).any()
+    assert not (initial(alone, seed=1)["w"] == one["w"]).any()
+    assert abs(one["w"].mean() - 1) < 0.2 and abs(one["w"].std() - 2) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("initializer", "deviation", "uniform"),
+    [
+        (I.XavierUniform(), math.sqrt(2 / 300), True),
+        (I.XavierNormal(), math.sqrt(2 / 300), False),
+        (I.Xavier(uniform=False, fan_in=50, fan_out=150), math.sqrt(2 / 200), False),
+        (I.KaimingUniform(), math.sqrt(2 / 100), True),
+        (I.KaimingNormal(), math.sqrt(2 / 100), False),
+        (I.Kaiming(uniform=False, slope=1.0), math.sqrt(1 / 100), False),
+    ],
+)
+def test_scaled_initializers(initializer: I.Initializer, deviation: float, uniform: bool) -> None:
+    found = initial(lambda: nn.create_parameter([100, 200], "float32", "w", initializer) and None)["w"]
+    assert abs(found.std() / deviation - 1) < 0.03 and abs(found.mean()) < 5 * deviation / math.sqrt(found.size)
+    limit = math.sqrt(3) * deviation
+    assert (np.abs(found).max() <= limit * 1.0001) == uniform
+
+
+def test_filter_fans() -> None:
+    """[out, in / groups, height, width]: fan in is in / groups * height * width."""
+    found = initial(lambda: nn.create_parameter([64, 8, 3, 3], "float32", "w", I.KaimingNormal()) and None)["w"]
+    assert abs(found.std() / math.sqrt(2 / 72) - 1) < 0.03
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint32", "bool"])
+def test_constant_and_array(dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(numpy_dtype(dtype))
+
+    def build() -> None:
+        nn.create_parameter([2, 3], dtype, "c", I.Constant(1))
+        nn.create_parameter([], dtype, "s", I.Constant(1))
+        nn.create_parameter([2, 3], dtype, "z", I.Constant())
+        nn.create_parameter([2, 3], dtype, "a", array)
+        nn.create_parameter([2, 3], dtype, "t", onnx.numpy_helper.from_array(array))
+
+    found = initial(build)
+    assert all(value.dtype == numpy_dtype(dtype) for name, value in found.items() if len(name) == 1)
+    np.testing.assert_array_equal(found["c"], np.ones((2, 3), numpy_dtype(dtype)))
+    np.testing.assert_array_equal(found["s"], np.ones((), numpy_dtype(dtype)))
+    np.testing.assert_array_equal(found["z"], np.zeros((2, 3), numpy_dtype(dtype)))
+    np.testing.assert_array_equal(found["a"], array)
+    np.testing.assert_array_equal(found["t"], array)
+
+
+def test_default_seed() -> None:
+    def build() -> None:
+        nn.create_parameter([30, 70], "float32", "w", I.Normal())
+
+    try:
+        I.set_seed(9)
+        np.testing.assert_array_equal(initial(build)["w"], initial(build, seed=9)["w"])
+        assert initial(build, seed=4)["w"][0, 0] != initial(build)["w"][0, 0]
+    finally:
+        I.set_seed(0)
+    for wrong in (-1, 2**32):
+        with pytest.raises(ValueError, match="seed must be in"):
+            I.set_seed(wrong)
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        I.set_seed("3")

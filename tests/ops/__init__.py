@@ -1,0 +1,1 @@
+"""Tests of operators: gradients, forward bodies, decompositions, traits, operators of training."""

@@ -1,0 +1,337 @@
+"""Gradient rules of convolutions, pools and normalisations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops import conv
+from amp_transpiler.ops.window import Window
+from tests.helpers.bodies import as_model, run_cpu, run_reference, tensor_info
+from tests.helpers.gradcheck import check_gradient, few, gradient_model
+
+#: At the operator set of training programs these operators have no bfloat16 in their schema.
+FP16 = ("float16",)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def normal(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng([seed, 1])  # not the stream that dy comes from
+    return [rng.normal(size=shape) for shape in shapes]
+
+
+def distinct(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Values that differ from each other by at least 1/8, all of which 16 bit holds: no ties."""
+    size = int(np.prod(shape))
+    return (np.random.default_rng(seed).permutation(size) - size // 2).reshape(shape) / 8
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """A window's attributes and an input size that it fits."""
+
+    kernel: list[int]
+    spatial: list[int]
+    attrs: dict[str, Any]
+
+
+@st.composite
+def sliding(draw: st.DrawFn, rank: int, *, pools: bool = False, automatic: bool = True) -> Sliding:
+    """Kernel, strides, dilations and padding of ``rank`` axes, and sizes that leave tails unread or not."""
+
+    def each(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=rank, max_size=rank))
+
+    kernel, strides = each(1, 3), each(1, 3)
+    dilations = draw(st.sampled_from([[1] * rank, each(1, 2)]))
+    attrs: dict[str, Any] = {"strides": strides, "dilations": dilations}
+    if automatic and draw(st.booleans()):
+        attrs["auto_pad"] = draw(st.sampled_from(["SAME_UPPER", "SAME_LOWER", "VALID"]))
+        if attrs["auto_pad"] != "VALID":  # onnxruntime's convolutions refuse it dilated, its pools pad by other rules
+            attrs["dilations"] = dilations = [1] * rank
+            attrs["strides"] = [min(s, k + 1) for s, k in zip(strides, kernel, strict=True)]
+    else:
+        limits = [k - 1 if pools else 2 for k in kernel]
+        attrs["pads"] = [min(*pair) for pair in zip(each(0, 2) + each(0, 2), limits * 2, strict=True)]
+    spatial = [(k - 1) * d + 1 + n for k, d, n in zip(kernel, dilations, each(0, 4), strict=True)]
+    if pools:
+        attrs["kernel_shape"] = kernel
+        if "pads" in attrs:
+            attrs["ceil_mode"] = draw(st.integers(0, 1))
+    return Sliding(kernel, spatial, attrs)
+
+
+# -- convolutions ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@few
+@given(
+    data=st.data(),
+    groups=st.sampled_from([1, 1, 2, 3]),
+    channels=st.integers(1, 3),
+    outputs=st.integers(1, 3),
+    bias=st.booleans(),
+    seed=seeds,
+)
+def test_conv(rank: int, data: st.DataObject, groups: int, channels: int, outputs: int, bias: bool, seed: int) -> None:
+    window = data.draw(sliding(rank))
+    x, w, b = normal(
+        seed, (2, groups * channels, *window.spatial), (groups * outputs, channels, *window.kernel), (groups * outputs,)
+    )
+    check_gradient("Conv", [x, w, b] if bias else [x, w], attrs={**window.attrs, "group": groups}, half=FP16)
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "kernel", "group"),
+    [(16, 3, 3, 1), (3, 2, 1, 1), (2, 2, 6, 1), (4, 4, 3, 4), (4, 8, 6, 2)],
+    ids=["gemms", "pointwise", "convolution", "depthwise", "convolution-groups"],
+)
+def test_conv_in_each_form_of_its_weight_gradient(channels: int, outputs: int, kernel: int, group: int) -> None:
+    x, w = normal(1, (2, channels, 9, 8), (outputs, channels // group, kernel, kernel))
+    check_gradient("Conv", [x, w], attrs={"group": group, "strides": [2, 1], "pads": [1, 0, 1, 2]}, half=FP16)
+
+
+FORMS = {
+    "convolution": conv.by_convolution,
+    "gemms": lambda e, x, dy, window, group: conv.by_gemms(e, x, dy, window),
+    "grouped": conv.by_grouped_gemms,
+    "unfolding": lambda e, x, dy, window, group: conv.by_unfolding(e, x, dy, window),
+}
+
+
+@few
+@given(window=sliding(2, automatic=False), seed=seeds)
+def test_every_form_of_the_weight_gradient_agrees(window: Sliding, seed: int) -> None:
+    strides, dilations, pads = (window.attrs[name] for name in ("strides", "dilations", "pads"))
+    target = [
+        (n + pads[i] + pads[2 + i] - (k - 1) * dilations[i] - 1) // strides[i] + 1
+        for i, (n, k) in enumerate(zip(window.spatial, window.kernel, strict=True))
+    ]
+    geometry = Window(
+        tuple(window.kernel), tuple(strides), tuple(dilations), tuple(pads[:2]), tuple(window.spatial), tuple(target)
+    )
+    x, dy = normal(seed, (2, 2, *window.spatial), (2, 3, *target))
+    results = {}
+    for dtype, tolerance in (("float64", 1e-12), ("float16", 2e-2)):
+        for name, form in FORMS.items():
+            e = Emitter("reference")
+            e.reserve(["x", "dy"])
+            dw = form(e, Value("x", dtype, x.shape), Value("dy", dtype, dy.shape), geometry, 1)
+            assert dw.shape == (3, 2, *window.kernel)
+            infos = [tensor_info("x", dtype, x.shape), tensor_info("dy", dtype, dy.shape)]
+            out = tensor_info(dw.name, dtype, dw.shape)
+            model = as_model(onnx.helper.make_graph(e.nodes, name, infos, [out], list(e.initializers.values())))
+            results[name] = run_reference(model, {"x": x.astype(dtype), "dy": dy.astype(dtype)})[0]
+            expected = results["convolution"]
+            atol = tolerance * (np.abs(expected).max() + 1)
+            np.testing.assert_allclose(results[name], expected, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@few
+@given(
+    data=st.data(),
+    groups=st.sampled_from([1, 2]),
+    channels=st.integers(1, 3),
+    outputs=st.integers(1, 2),
+    bias=st.booleans(),
+    seed=seeds,
+)
+def test_conv_transpose(
+    rank: int, data: st.DataObject, groups: int, channels: int, outputs: int, bias: bool, seed: int
+) -> None:
+    strides, dilations = (data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank)) for _ in range(2))
+    kernel, spatial = (data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank)) for _ in range(2))
+    attrs: dict[str, Any] = {"strides": strides, "dilations": dilations, "group": groups}
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    form = data.draw(st.sampled_from(["pads", "output_padding", "auto_pad", "output_shape"]))
+    extra = [data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(strides, dilations, strict=True)]
+    if form == "pads":
+        attrs["pads"] = [data.draw(st.integers(0, (k - 1) // 2)) for k in reach * 2]
+    elif form == "output_padding":
+        attrs["output_padding"] = extra
+    elif all(k >= s for k, s in zip(reach, strides, strict=True)):  # otherwise SAME would need negative padding
+        attrs["auto_pad"] = data.draw(st.sampled_from(["SAME_UPPER", "SAME_LOWER"]))
+        if form == "output_shape":
+            attrs["output_shape"] = [n * s for n, s in zip(spatial, strides, strict=True)]
+    x, w, b = normal(seed, (2, groups * channels, *spatial), (groups * channels, outputs, *kernel), (groups * outputs,))
+    check_gradient("ConvTranspose", [x, w, b] if bias else [x, w], attrs=attrs, half=FP16)
+
+
+# -- pools ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@few
+@given(data=st.data(), channels=st.integers(1, 3), seed=seeds)
+def test_max_pool(rank: int, data: st.DataObject, channels: int, seed: int) -> None:
+    window = data.draw(sliding(rank, pools=True))
+    check_gradient("MaxPool", [distinct(seed, (2, channels, *window.spatial))], attrs=window.attrs, half=FP16)
+
+
+@pytest.mark.parametrize("kernel", [[2], [2, 2], [3, 3], [1, 2], [2, 1, 2], [4, 3]])
+def test_max_pool_of_tiles(kernel: list[int]) -> None:
+    shape = (2, 3, *(k * n for k, n in zip(kernel, (3, 2, 2), strict=False)))
+    check_gradient("MaxPool", [distinct(2, shape)], attrs={"kernel_shape": kernel, "strides": kernel}, half=FP16)
+
+
+def test_padded_windows_are_no_tiles_though_the_sizes_fit() -> None:
+    attrs = {"kernel_shape": [2, 2], "strides": [2, 2], "pads": [1, 1, 0, 0]}
+    check_gradient("MaxPool", [distinct(2, (2, 3, 4, 6))], attrs=attrs, half=FP16)
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda", "reference"])
+@pytest.mark.parametrize("strides", [[2, 2], [1, 2], [3, 3]])
+def test_a_tie_goes_to_the_first_maximum(strides: list[int], place: str) -> None:
+    rng = np.random.default_rng(3)
+    x = np.maximum(rng.normal(size=(3, 4, 6, 6)) - 0.5, 0).astype(np.float32)  # most windows are all zero
+    windows = np.lib.stride_tricks.sliding_window_view(x, (2, 2), (2, 3))[:, :, :: strides[0], :: strides[1]]
+    dy = rng.normal(size=windows.shape[:4]).astype(np.float32)
+    expected = np.zeros_like(x)
+    for n, c, i, j in np.ndindex(*dy.shape):
+        first = np.unravel_index(np.argmax(windows[n, c, i, j]), (2, 2))
+        expected[n, c, i * strides[0] + first[0], j * strides[1] + first[1]] += dy[n, c, i, j]
+    model = gradient_model("MaxPool", [x], "float32", place, kernel_shape=[2, 2], strides=strides)
+    fed = {"x0": x, "y0": windows.max((4, 5)), "dy0": dy}
+    run = run_reference if place == "reference" else run_cpu
+    dx = run(model, {i.name: fed[i.name] for i in model.graph.input})[0]
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dx.sum((2, 3)), dy.sum((2, 3)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@few
+@given(data=st.data(), include=st.booleans(), channels=st.integers(1, 3), seed=seeds)
+def test_average_pool(rank: int, data: st.DataObject, include: bool, channels: int, seed: int) -> None:
+    window = data.draw(sliding(rank, pools=True))
+    x = normal(seed, (2, channels, *window.spatial))
+    check_gradient("AveragePool", x, attrs={**window.attrs, "count_include_pad": int(include)}, half=FP16)
+
+
+def test_average_pool_with_padding_that_the_runtime_defines_differently_is_an_error() -> None:
+    for unusual in ({"strides": [4]}, {"dilations": [2]}):
+        attrs = {"kernel_shape": [2], "auto_pad": "SAME_UPPER", **unusual}
+        with pytest.raises(GraphError, match="Give the padding as pads"):
+            gradient_model("AveragePool", [np.zeros((1, 1, 9))], "float32", "cpu", **attrs)
+
+
+@few
+@given(spatial=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=seeds)
+def test_global_pools(spatial: list[int], seed: int) -> None:
+    shape = (2, 3, *spatial)
+    check_gradient("GlobalAveragePool", normal(seed, shape), half=FP16)
+    check_gradient("GlobalMaxPool", [distinct(seed, shape)], half=FP16)
+
+
+@pytest.mark.parametrize("type_", ["MaxPool", "AveragePool"])
+@few
+@given(data=st.data(), rank=st.integers(1, 3), include=st.booleans(), seed=seeds)
+def test_the_pools_that_are_differentiated_are_those_of_onnxruntime(
+    type_: str, data: st.DataObject, rank: int, include: bool, seed: int
+) -> None:
+    window = data.draw(sliding(rank, pools=True))
+    attrs = dict(window.attrs) | ({"count_include_pad": int(include)} if type_ == "AveragePool" else {})
+    _assert_same_forward(type_, [distinct(seed, (2, 2, *window.spatial))], attrs, 2 if type_ == "MaxPool" else 1)
+
+
+def _assert_same_forward(type_: str, inputs: list[np.ndarray], attrs: dict[str, Any], outputs: int = 1) -> None:
+    names = [f"x{i}" for i in range(len(inputs))]
+    node = onnx.helper.make_node(type_, names, [f"y{i}" for i in range(outputs)], **attrs)
+    fed = {n: a.astype(np.float32) for n, a in zip(names, inputs, strict=True)}
+    infos = [tensor_info(n, "float32", a.shape) for n, a in fed.items()]
+    outs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output]
+    model = as_model(onnx.helper.make_graph([node], type_, infos, outs))
+    for ours, theirs in zip(run_reference(model, fed), run_cpu(model, fed), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@few
+@given(data=st.data(), groups=st.integers(1, 3), seed=seeds)
+def test_the_transposed_convolution_that_is_differentiated_is_that_of_onnxruntime(
+    data: st.DataObject, groups: int, seed: int
+) -> None:
+    window = data.draw(sliding(2, automatic=False))
+    spatial = [n + 2 for n in window.spatial]
+    pads = [min(p, (k - 1) // 2) for p, k in zip(window.attrs["pads"], window.kernel * 2, strict=True)]
+    x, w = normal(seed, (2, groups * 2, *spatial), (groups * 2, 3, *window.kernel))
+    _assert_same_forward("ConvTranspose", [x, w], {**window.attrs, "pads": pads, "group": groups})
+
+
+# -- normalisations ---------------------------------------------------------------------------------------
+@st.composite
+def images(draw: st.DrawFn, min_rank: int = 0, divisible: int = 1) -> tuple[int, ...]:
+    """At least 6 elements a channel: with fewer, the gradient through the statistics cancels almost to nothing."""
+    spatial = draw(st.lists(st.integers(2, 4), min_size=min_rank, max_size=3))
+    lengthened = [6, *spatial[1:]] if spatial else []
+    return (draw(st.integers(2, 4)) if spatial else 8, divisible * draw(st.integers(1, 3)), *lengthened)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-statistics"])
+@pytest.mark.parametrize("training", [0, 1], ids=["frozen", "training"])
+@few
+@given(shape=images(), epsilon=st.sampled_from([1e-3, 0.1]), seed=seeds)
+def test_batch_normalization(training: int, mixed: bool, shape: tuple[int, ...], epsilon: float, seed: int) -> None:
+    channels = (shape[1],)
+    x, scale, bias, mean, var = normal(seed, shape, *[channels] * 4)
+    check_gradient(
+        "BatchNormalization",
+        [x, scale, bias, mean, np.abs(var) + 0.2],
+        attrs={"training_mode": training, "epsilon": epsilon},
+        outputs=3 if training else 1,
+        wrt=(0, 1, 2),
+        keep_fp32=(1, 2, 3, 4) if mixed else (),
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=st.lists(st.integers(3, 5), min_size=1, max_size=4), bias=st.booleans(), data=st.data(), seed=seeds)
+def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st.DataObject, seed: int) -> None:
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    tail = tuple(shape[axis:])
+    inputs = normal(seed, tuple(shape), tail, tail)[: 3 if bias else 2]
+    check_gradient(
+        "LayerNormalization", inputs, attrs={"axis": axis, "epsilon": 1e-2}, keep_fp32=(1, 2) if mixed else ()
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=images(min_rank=1), seed=seeds)
+def test_instance_normalization(mixed: bool, shape: tuple[int, ...], seed: int) -> None:
+    x, scale, bias = normal(seed, shape, shape[1:2], shape[1:2])
+    check_gradient(
+        "InstanceNormalization", [x, scale, bias], attrs={"epsilon": 1e-3}, half=FP16, keep_fp32=(1, 2) if mixed else ()
+    )
+
+
+def group_normalization(groups: int, epsilon: float) -> Any:
+    """GroupNormalization in float64; the operator's own function computes in fp32."""
+
+    def forward(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> list[np.ndarray]:
+        split = x.reshape(x.shape[0], groups, -1)
+        centred = split - split.mean(2, keepdims=True)
+        normal = (centred / np.sqrt((centred**2).mean(2, keepdims=True) + epsilon)).reshape(x.shape)
+        column = (1, -1, *[1] * (x.ndim - 2))
+        return [normal * scale.reshape(column) + bias.reshape(column)]
+
+    return forward
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=images(min_rank=1, divisible=2), groups=st.sampled_from([1, 2]), seed=seeds)
+def test_group_normalization(mixed: bool, shape: tuple[int, ...], groups: int, seed: int) -> None:
+    x, scale, bias = normal(seed, shape, shape[1:2], shape[1:2])
+    check_gradient(
+        "GroupNormalization",
+        [x, scale, bias],
+        attrs={"num_groups": groups, "epsilon": 1e-3},
+        forward=group_normalization(groups, 1e-3),
+        keep_fp32=(1, 2) if mixed else (),
+    )

@@ -1,0 +1,247 @@
+"""Recompute: less memory, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from tests.helpers.programs import feeds_of, resnet_layers
+from tests.passes.test_memory import measured
+from tests.passes.test_placement import place
+from tests.passes.test_placement import pytestmark as needs_placement_tool
+
+Ask = Callable[[amp.Program], None]
+
+
+def encoder_layers(layers: int = 3) -> object:
+    """Token embedding and encoder layers under scopes, dropout everywhere, a classifier."""
+    ids, label = amp.data("ids", [2, 16], "int64"), amp.data("label", [32, 1], "int64")
+    with amp.fp16_guard():
+        h = amp.nn.dropout(amp.nn.layer_norm(amp.nn.embedding(ids, [50, 32])), 0.1)
+        for number in range(layers):
+            with amp.name_scope(f"encoder/layer_{number}"):
+                attended = amp.nn.multi_head_attention(h, num_heads=4, dropout=0.1)
+                h = amp.nn.layer_norm(h + amp.nn.dropout(attended, 0.1))
+                inner = amp.nn.fc(h, 128, act="gelu", num_flatten_dims=2)
+                h = amp.nn.layer_norm(h + amp.nn.dropout(amp.nn.fc(inner, 32, num_flatten_dims=2), 0.1))
+        return F.cross_entropy(F.reshape(amp.nn.fc(h, 50, num_flatten_dims=2), [-1, 50]), label)
+
+
+def residual_layers() -> object:
+    return resnet_layers()[1]
+
+
+LAYERS = {"transformer": encoder_layers, "resnet": residual_layers}
+
+
+class Training:
+    """A program that is trained for a few steps; ``ask`` may call recompute before the gradients are appended."""
+
+    def __init__(self, name: str, mode: str, ask: Ask | None = None, **options: object) -> None:
+        self.main, self.startup = amp.Program(), amp.Program("startup")
+        self.main.seed = self.startup.seed = 7
+        with amp.program_guard(self.main, self.startup), amp.unique_name.guard():
+            self.loss = LAYERS[name]()
+            if ask is not None:
+                ask(self.main)
+            self.optimizer = amp.optimizer.Adam(0.01, multi_precision=mode == "pure-fp16")
+            if mode != "fp32":
+                options.setdefault("init_loss_scaling", 128.0)
+                self.optimizer = amp.decorate(self.optimizer, use_pure_fp16=mode == "pure-fp16", **options)
+            _, self.pairs = self.optimizer.minimize(self.loss)
+        self.main.verify()
+        self.mode, self.feed = mode, feeds_of(name)
+
+    def states(self, steps: int = 3) -> dict[str, np.ndarray]:
+        """State, losses and gradients after each of some steps, by name."""
+        executor, scope = amp.Executor(threads=1, optimization_level="basic"), amp.Scope()
+        executor.run(self.startup, scope=scope)
+        if self.mode != "fp32":
+            self.optimizer.amp_init(amp.CPUPlace(), scope=scope)
+        names = [self.loss.name, *(gradient.name for _, gradient in self.pairs)]
+        found = {}
+        for step in range(steps):
+            results = executor.run(self.main, feed=self.feed, fetch_list=names, scope=scope)
+            found |= {f"{step} {name}": result for name, result in zip(names, results, strict=True)}
+            found |= {f"{step} {name}": scope.find_var(name).copy() for name in scope.var_names()}
+        return found
+
+    def recomputed(self) -> list[str]:
+        return [op.label for op in self.main.operators if op.reason.startswith("recomputed")]
+
+
+def assert_equal_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    different = [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
+    assert not different
+
+
+ASKS: dict[str, tuple[str, Ask]] = {
+    "scopes": ("transformer", lambda main: amp.recompute(main, ["encoder/layer_*"])),
+    "checkpoints": (
+        "transformer",
+        lambda main: amp.recompute(main, ["layer_norm_2.tmp_0", main.var("layer_norm_4.tmp_0")]),
+    ),
+    "statistics": ("resnet", lambda main: amp.recompute(main, ["batch_norm_1.tmp_3", "batch_norm_2.tmp_0"])),
+}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+@pytest.mark.parametrize("ask", ASKS)
+def test_no_bit_changes(ask: str, mode: str) -> None:
+    """Losses, gradients, parameters, moments, running statistics and the random state, dropout included."""
+    name, request = ASKS[ask]
+    plain, again = Training(name, mode), Training(name, mode, request)
+    assert len(again.recomputed()) > 5
+    assert_equal_bits(again.states(), plain.states())
+
+
+def test_a_bad_step_stays_a_bad_step() -> None:
+    """Infinite and NaN gradients reach the token; nothing of them may reach what is computed again, or the verdict."""
+    options = {"init_loss_scaling": 2.0**40, "decr_every_n_nan_or_inf": 1, "decr_ratio": 2.0**-12}
+    plain = Training("transformer", "pure-fp16", **options)
+    again = Training("transformer", "pure-fp16", ASKS["scopes"][1], **options)
+    found = again.states(5)
+    scales = [float(v.item()) for name, v in found.items() if name.endswith("loss_scaling_0")]
+    assert scales == [2.0**28, 2.0**16, 2.0**4, 2.0**4, 2.0**4]
+    assert any(not np.isfinite(v).all() for v in found.values() if v.dtype == np.float16)
+    assert_equal_bits(found, plain.states(5))
+
+
+def test_special_values_pass_the_barrier() -> None:
+    """-0.0, +0.0, subnormals, infinities and NaN, whatever the gradient is."""
+    from amp_transpiler.ops.training.recompute_barrier import INPUT, TOKEN
+
+    special = np.array([0.0, -0.0, 1e-40, -1e-45, np.inf, -np.inf, np.nan, 1.5], np.float32)
+    for dtype, values in (("float32", special), ("int64", np.arange(8)), ("bool", np.arange(8) % 2 == 0)):
+        main = amp.Program()
+        with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
+            gradient, x = amp.data("g", [2], "float32"), amp.data("x", [8], dtype)
+            token, late = main.add_variable("token", "float32", ()), main.add_variable("late", dtype, (8,))
+            main.add_operator(TOKEN, [gradient], [token], domain="amp_transpiler")
+            main.add_operator(INPUT, [token, x], [late], domain="amp_transpiler")
+        for first in (1.0, np.nan, np.inf, -np.inf, 0.0):
+            feed = {"g": np.array([first, 2], np.float32), "x": values}
+            (result,) = amp.Executor(threads=1).run(main, feed=feed, fetch_list=[late], scope=amp.Scope())
+            assert result.tobytes() == values.tobytes()
+
+
+def test_the_copies_survive_the_optimiser_and_less_is_kept() -> None:
+    plain, again = Training("transformer", "fp32"), Training("transformer", "fp32", ASKS["scopes"][1])
+    before, after = (training.main.memory_estimate().activations for training in (plain, again))
+    assert after < 0.25 * before
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure-fp16"])
+def test_measured_memory_falls(mode: str) -> None:
+    (_, plain), (forecast, again) = measured("mlp", mode), measured("mlp", mode, "block_*")
+    assert again < 0.75 * plain and 0.7 * again < forecast < 1.1 * again, (plain, again, forecast)
+
+
+def test_running_statistics_are_updated_once() -> None:
+    main = Training("resnet", "fp32", ASKS["statistics"][1]).main
+    norms = [op for op in main.operators if op.type == "BatchNormalization"]
+    assert sum(op.role == "backward" for op in norms) > 0
+    updated = {v.name for v in main.updates.values()}
+    assert not any(v is not None and v.name in updated for op in norms if op.role == "backward" for v in op.outputs)
+
+
+def test_weights_are_neither_copied_nor_delayed() -> None:
+    main = Training("transformer", "amp", ASKS["scopes"][1]).main
+    late = [op.inputs[1] for op in main.operators if op.type == "RecomputeInput"]
+    assert late and not any(v.persistable or v.is_constant for v in late)
+
+
+def test_what_is_not_for_training_has_no_copies() -> None:
+    training = Training("transformer", "fp32", ASKS["scopes"][1])
+    test = training.main.clone(for_test=True)
+    assert not any("Recompute" in op.type or op.reason.startswith("recomputed") for op in test.operators)
+
+
+def test_a_request_survives_a_clone() -> None:
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
+        loss = encoder_layers()
+        amp.recompute(loss, ["encoder/layer_*"])
+        copy = main.clone()
+    amp.append_backward(copy.var(loss.name))
+    assert any(op.reason.startswith("recomputed") for op in copy.operators)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure-fp16"])
+def test_a_recomputing_step_is_on_cuda_entirely(mode: str, tmp_path: Path) -> None:
+    training = Training("transformer", mode, ASKS["scopes"][1])
+    done = place(training.main.lower(amp.CUDAPlace(0), None, [training.loss]).model, tmp_path / "step.onnx")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+for mark in needs_placement_tool:
+    test_a_recomputing_step_is_on_cuda_entirely = mark(test_a_recomputing_step_is_on_cuda_entirely)
+
+
+# -- a byte budget ---------------------------------------------------------------------------------------
+def within(budget: int) -> Training:
+    return Training("transformer", "fp32", lambda main: amp.recompute(main, memory_budget=budget))
+
+
+def test_a_budget_takes_no_more_than_needed_and_says_what_is_out_of_reach() -> None:
+    with pytest.raises(amp.AmpError, match=r"within memory_budget=1000 .*the least that was found is \d+") as raised:
+        within(1000)
+    message = str(raised.value)
+    least = int(message.split("the least that was found is ")[1].split()[0])
+    without = int(float(message.split(", and ")[1].split()[0]) * 2**20) + 2**13
+    counts = [len(within(budget).recomputed()) for budget in (without, (without + least) // 2, least)]
+    assert counts[0] == 0 < counts[1] < counts[2]
+    assert_equal_bits(within(least).states(2), Training("transformer", "fp32").states(2))
+
+
+def test_a_budget_on_cuda_needs_no_gpu() -> None:
+    """16-bit tensors take half of what they take on CPU."""
+    counts = []
+    for device in (amp.CPUPlace(), amp.CUDAPlace(0)):
+        training = Training(
+            "transformer", "pure-fp16", lambda main, p=device: amp.recompute(main, memory_budget=370_000, place=p)
+        )
+        counts.append(len(training.recomputed()))
+    assert counts[0] > counts[1] == 0
+
+
+# -- wrong requests ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "takes segments, or a memory_budget"),
+        ({"segments": ["encoder/*"], "memory_budget": 1}, "one of the two"),
+        ({"segments": []}, "segments is empty"),
+        ({"segments": "encoder/*"}, "segments is a list of variables, names or patterns"),
+        ({"segments": [3]}, "segments holds 3"),
+        ({"segments": ["decoder/*"]}, "pattern 'decoder/.*' matches no operator name or scope"),
+        ({"segments": ["ids"]}, "checkpoint 'ids' is not made by the forward pass"),
+        ({"segments": ["re:("]}, "no regular expression"),
+        ({"segments": ["encoder/*"], "feed_shapes": {}}, "feed_shapes and place belong to memory_budget"),
+        ({"memory_budget": 1, "place": "cuda"}, "place is CPUPlace"),
+        ({"memory_budget": 0}, "at least 1"),
+        ({"memory_budget": 1.5}, "a number of bytes"),
+        ({"memory_budget": 1, "feed_shapes": {"idx": (1,)}}, "'idx' is no feed"),
+    ],
+)
+def test_wrong_requests_are_named(arguments: dict[str, object], message: str) -> None:
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
+        loss = encoder_layers(1)
+    with pytest.raises(amp.AmpError, match=message):
+        amp.recompute(loss, **arguments)
+    assert main.recompute is None
+
+
+def test_too_late() -> None:
+    main = Training("transformer", "fp32").main
+    with pytest.raises(amp.AmpError, match="has its gradients already; call recompute before"):
+        amp.recompute(main, ["encoder/*"])
+    with pytest.raises(TypeError, match="takes a Program or its loss"):
+        amp.recompute("encoder/*", ["x"])

@@ -1,0 +1,1 @@
+"""Tests of optimizers, loss scales, schedules, groups and averages."""

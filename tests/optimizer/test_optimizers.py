@@ -1,0 +1,417 @@
+"""Optimizers against Paddle's recorded trajectories and the float64 formulas, with and without masters and gates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler import optimizer as optim
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError
+from amp_transpiler.ir import context, unique_name
+from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.nn.parameters import create_parameter
+from amp_transpiler.optimizer.base import Optimizer
+from amp_transpiler.runtime.scope import Scope
+from tests.helpers.steps import Steps, feed
+from tests.helpers.where import PADDLE
+
+assert amp
+
+
+def oracle(name: str) -> Any:
+    return json.loads((PADDLE / name).read_text())
+
+
+class Training:
+    """One optimizer on parameters whose gradients are fed."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        arrays: list[np.ndarray[Any, Any]],
+        dtype: str = "float32",
+        gated: bool = False,
+        level: str = "BASIC",
+    ) -> None:
+        self.main, self.startup = Program(), Program("startup")
+        with context.program_guard(self.main, self.startup), unique_name.guard():
+            parameters = [create_parameter(a.shape, "float32", f"p{i}", a) for i, a in enumerate(arrays)]
+            for parameter in parameters:
+                parameter.dtype = dtype  # as a precision pass does; the startup program stays fp32
+            grads = [feed(self.main, f"p{i}@GRAD", "float32", a.shape) for i, a in enumerate(arrays)]
+            found = feed(self.main, "found", "bool", (1,)) if gated else None
+            pairs = list(zip(parameters, grads, strict=True))
+            self.gated = gated
+            self.ops = optimizer._apply(pairs, self.startup, found)
+        self.steps = Steps(self.main, self.startup, level)
+        for i, array in enumerate(arrays):
+            self.steps.state[f"p{i}"] = array.astype(dtype)
+
+    def step(self, *grads: Any, found: bool = False) -> None:
+        feeds = {f"p{i}@GRAD": np.asarray(g, np.float32) for i, g in enumerate(grads)}
+        self.steps(feeds | ({"found": np.array([found])} if self.gated else {}), [])
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self.steps.state[name]
+
+
+# -- float64 formulas ----------------------------------------------------------------------------------------
+Reference = Callable[[dict[str, Any], dict[str, Any], Any], None]
+
+
+def adam64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    b1, b2 = (float(np.float32(h[k])) for k in ("beta1", "beta2"))
+    if h.get("with_decay"):
+        s["p"] = s["p"] * (1 - h["lr"] * h["coeff"])
+    s["t"] = s.get("t", 0) + 1
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g * g
+    s["p"] = s["p"] - h["lr"] / (1 - b1 ** s["t"]) * s["m"] / (np.sqrt(s["v"]) / math.sqrt(1 - b2 ** s["t"]) + h["eps"])
+
+
+def lamb64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    b1, b2, decay = float(np.float32(h["beta1"])), float(np.float32(h["beta2"])), h["weight_decay"]
+    s["t"] = s.get("t", 0) + 1
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g * g
+    d = s["m"] / (1 - b1 ** s["t"]) / (np.sqrt(s["v"] / (1 - b2 ** s["t"])) + h["epsilon"]) + decay * s["p"]
+    adapts = decay > 0 or h["always_adapt"]
+    s["p"] = s["p"] - h["lr"] * (np.linalg.norm(s["p"]) / np.linalg.norm(d) if adapts else 1) * d
+
+
+def momentum64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    g = g + h["regularization_coeff"] * s["p"]
+    s["v"] = h["mu"] * s.get("v", 0) + g
+    s["p"] = s["p"] - h["lr"] * (g + h["mu"] * s["v"] if h["use_nesterov"] else s["v"])
+
+
+def sgd64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    s["p"] = s["p"] - h["lr"] * g
+
+
+def lars64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    g, size, decay = h["rescale_grad"] * g, np.linalg.norm(s["p"]), h["lars_weight_decay"]
+    rate = h["lr"]
+    if size > 0 and np.linalg.norm(g) > 0 and decay > 0:
+        rate *= h["lars_coeff"] * size / (np.linalg.norm(g) + decay * size + h["epsilon"])
+    s["v"] = h["mu"] * s.get("v", 0) + rate * (g + decay * s["p"])
+    s["p"] = s["p"] - s["v"]
+
+
+def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
+    """Recorded case, our optimizer, its formula, and which recorded state is which of ours."""
+    found: list[tuple[Any, Optimizer, Reference, dict[str, str]]] = []
+    moments = {"moment1": "p0_moment1_0", "moment2": "p0_moment2_0"}
+    powers = {"beta1_pow": "o_beta1_pow_acc_0", "beta2_pow": "o_beta2_pow_acc_0"}
+    for case in oracle("adam_fp32.json")["cases"]:
+        h = case["hyper"]
+        found.append((case, optim.Adam(h["lr"], h["beta1"], h["beta2"], h["eps"], name="o"), adam64, moments | powers))
+    for case in oracle("adamw_fp32.json")["cases"]:
+        h = case["hyper"]
+        if h["lr_ratio"] != 1:
+            continue  # Paddle's CPU kernel applies it to the decay alone; we have no such argument
+        optimizer = optim.AdamW(
+            h["lr"],
+            h["beta1"],
+            h["beta2"],
+            h["eps"],
+            weight_decay=h["coeff"],
+            name="o",
+            apply_decay_param_fun=lambda name, decays=h["with_decay"]: decays,
+        )
+        found.append((case, optimizer, adam64, moments | powers))
+    for case in oracle("momentum_fp32.json")["cases"]:
+        h = case["hyper"]  # rescale_grad: Paddle's CPU kernel ignores it, so do we
+        optimizer = optim.Momentum(
+            h["lr"], h["mu"], use_nesterov=h["use_nesterov"], weight_decay=h["regularization_coeff"]
+        )
+        found.append((case, optimizer, momentum64, {"velocity": "p0_velocity_0"}))
+    for case in oracle("sgd_lamb_lars_fp32.json")["cases"]:
+        h = case["hyper"]
+        if case["op"] == "sgd":
+            found.append((case, optim.SGD(h["lr"]), sgd64, {}))
+        elif case["op"] == "lamb":
+            optimizer = optim.Lamb(
+                h["lr"],
+                h["weight_decay"],
+                h["beta1"],
+                h["beta2"],
+                h["epsilon"],
+                name="o",
+                always_adapt=h["always_adapt"],
+            )
+            found.append((case, optimizer, lamb64, moments | powers))
+        else:
+            optimizer = optim.Lars(
+                h["lr"],
+                h["mu"],
+                h["lars_coeff"],
+                h["lars_weight_decay"],
+                epsilon=h["epsilon"],
+                rescale_grad=h["rescale_grad"],
+            )
+            found.append((case, optimizer, lars64, {"velocity": "p0_velocity_0"}))
+    return found
+
+
+@pytest.mark.parametrize("level", ["BASIC", "ALL"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_trajectories_are_paddles_and_the_formulas(gated: bool, level: str) -> None:
+    seen = 0
+    for case, optimizer, formula, states in cases():
+        skips = any(step.get("skip_update") for step in case["steps"])
+        if skips and not gated:
+            continue
+        training = Training(optimizer, [np.array(case["param0"], np.float32)], gated=gated, level=level)
+        exact: dict[str, Any] = {"p": np.array(case["param0"], np.float64)}
+        for step in case["steps"]:
+            g = np.array(step["grad"], np.float64)
+            skip = bool(step.get("skip_update"))
+            training.step(np.full_like(g, np.nan) if skip else g, found=skip)
+            if not skip:
+                formula(exact, case["hyper"], g)
+            assert np.abs(training["p0"] - exact["p"]).max() < 1e-6
+            assert np.abs(training["p0"] - np.array(step["param"])).max() < 1e-6
+            for recorded, ours in states.items():
+                expected = np.array(step[recorded])
+                assert np.abs(training[ours] - expected).max() <= 1e-6 * max(1, np.abs(expected).max()), recorded
+        seen += 1
+    assert seen >= 14
+
+
+# -- groups, masters, gates ----------------------------------------------------------------------------------
+def every_optimizer(**options: Any) -> list[Optimizer]:
+    return [
+        optim.SGD(0.1, weight_decay=0.1, **options),
+        optim.Momentum(0.1, 0.9, weight_decay=0.1, **options),
+        optim.Momentum(0.1, use_nesterov=True, **options),
+        optim.Adam(0.1, weight_decay=0.1, **options),
+        optim.AdamW(0.1, **options),
+        optim.Lamb(0.1, **options),
+        optim.Lars(1.0, lars_coeff=0.1, **options),
+    ]
+
+
+ALL = pytest.mark.parametrize("which", range(7), ids=["sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "lars"])
+
+
+@ALL
+def test_a_group_is_updated_as_its_members_alone(which: int) -> None:
+    rng = np.random.default_rng(which)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (), (5,))]
+    together = Training(every_optimizer()[which], arrays)
+    alone = [Training(every_optimizer()[which], [a]) for a in arrays]
+    assert len(together.ops) == 1
+    for _ in range(3):
+        grads = [rng.standard_normal(a.shape).astype(np.float32) for a in arrays]
+        together.step(*grads)
+        for one, grad in zip(alone, grads, strict=True):
+            one.step(grad)
+    for i, one in enumerate(alone):
+        assert together[f"p{i}"].shape == arrays[i].shape
+        assert together[f"p{i}"].tobytes() == one["p0"].tobytes()
+
+
+@ALL
+def test_masters_train_as_fp32_parameters_do(which: int) -> None:
+    """A 16-bit parameter is its rounded master; the master follows the fp32 trajectory bit for bit."""
+    rng = np.random.default_rng(which)
+    array = rng.standard_normal((4, 3)).astype(np.float32)
+    half = Training(every_optimizer(multi_precision=True)[which], [array], "float16")
+    full = Training(every_optimizer()[which], [array])
+    assert half["p0_fp32_master_0"].tobytes() == array.tobytes(), "the master starts unrounded"
+    for _ in range(4):
+        grad = rng.standard_normal(array.shape).astype(np.float32)
+        half.step(grad)
+        full.step(grad)
+        assert half["p0_fp32_master_0"].tobytes() == full["p0"].tobytes()
+        assert half["p0"].dtype == np.float16
+        assert half["p0"].tobytes() == full["p0"].astype(np.float16).tobytes()
+    accumulators = [name for name in half.steps.state if name.startswith("p0_fp32_master_0_")]
+    assert all(half[name].dtype == np.float32 for name in accumulators)
+    assert bool(accumulators) == (which > 0)
+
+
+def test_without_masters_there_is_a_warning_and_accumulators_are_fp32() -> None:
+    with pytest.warns(UserWarning, match="multi_precision"):
+        training = Training(optim.Adam(1e-5), [np.ones(3, np.float32)], "float16")
+    training.step(np.ones(3))
+    assert training["p0"].tolist() == [1, 1, 1], "the update is below half of the last digit"
+    assert training["p0_moment1_0"].dtype == np.float32
+    assert not [name for name in training.steps.state if "master" in name]
+
+
+def poisoned(training: Training) -> dict[str, bytes]:
+    """Put −0.0 and odd values into every float state, and return all state as bytes."""
+    for name, array in training.steps.state.items():
+        if array.dtype.kind == "f" and array.size > 1:
+            array = array.copy()
+            array.reshape(-1)[:4] = [-0.0, 0.0, 65504.0, -6e-8]
+            training.steps.state[name] = array
+    return {name: array.tobytes() for name, array in training.steps.state.items()}
+
+
+@ALL
+@pytest.mark.parametrize("level", ["OFF", "BASIC", "ALL"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_bad_step_changes_no_bit(which: int, level: str, dtype: str) -> None:
+    rng = np.random.default_rng(which)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (5,))]
+    training = Training(every_optimizer(multi_precision=True)[which], arrays, dtype, gated=True, level=level)
+    grads = [rng.standard_normal(a.shape).astype(np.float32) for a in arrays]
+    training.step(*grads)
+    before = poisoned(training)
+    for bad in (np.nan, np.inf, 1e30):
+        training.step(*[np.full_like(g, bad) for g in grads], found=True)
+        assert {name: array.tobytes() for name, array in training.steps.state.items()} == before
+    training.step(*grads)
+    after = {name: array.tobytes() for name, array in training.steps.state.items()}
+    assert {name for name in after if after[name] == before[name]} == {"learning_rate_0"}
+
+
+def test_every_state_is_persistable_and_initialised() -> None:
+    training = Training(optim.Adam(multi_precision=True, beta1=0.5), [np.ones((2, 2), np.float32)], "float16")
+    expected = {
+        "p0": "float16",
+        "p0_fp32_master_0": "float32",
+        "p0_fp32_master_0_moment1_0": "float32",
+        "p0_fp32_master_0_moment2_0": "float32",
+        "learning_rate_0": "float32",
+        "adam_beta1_pow_acc_0": "float32",
+        "adam_beta2_pow_acc_0": "float32",
+    }
+    assert {v.name: v.dtype for v in training.main.variables if v.persistable} == expected
+    assert {v.name for v in training.main.updates} == set(expected) - {"learning_rate_0"}
+    assert training["adam_beta1_pow_acc_0"] == np.float32(0.5)
+
+
+# -- clipping ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "clip, expected",
+    [
+        (optim.ClipGradByGlobalNorm(1.0), [[3 / 13, 4 / 13], [12 / 13]]),
+        (optim.ClipGradByNorm(1.0), [[0.6, 0.8], [1.0]]),
+        (optim.ClipGradByValue(3.5), [[3, 3.5], [3.5]]),
+        (optim.ClipGradByGlobalNorm(100.0), [[3, 4], [12]]),
+        (optim.ClipGradByNorm(6.0), [[3, 4], [6]]),
+        (optim.ClipGradByValue(5.0, min=4.0), [[4, 4], [5]]),
+    ],
+)
+def test_clipping(clip: Any, expected: list[list[float]]) -> None:
+    training = Training(optim.SGD(1.0, grad_clip=clip), [np.zeros(2, np.float32), np.zeros(1, np.float32)])
+    training.step([3, 4], [12])
+    for i, values in enumerate(expected):
+        assert np.allclose(-training[f"p{i}"], values, rtol=1e-6)
+
+
+def test_decay_comes_after_clipping() -> None:
+    training = Training(
+        optim.SGD(1.0, weight_decay=0.5, grad_clip=optim.ClipGradByValue(1.0)), [np.full(1, 8, np.float32)]
+    )
+    training.step([100.0])
+    assert training["p0"][0] == 8 - (1 + 0.5 * 8)
+
+
+# -- the learning rate ---------------------------------------------------------------------------------------
+def test_learning_rate_can_be_changed() -> None:
+    optimizer = optim.SGD(0.1)
+    optimizer.set_lr(0.5)
+    training = Training(optimizer, [np.zeros(1, np.float32)])
+    scope = Scope()
+    assert optimizer.get_lr(scope) == 0.5
+    for name, array in training.steps.state.items():
+        scope.set_var(name, array)
+    optimizer.set_lr(0.25, scope)
+    assert optimizer.get_lr(scope) == 0.25
+    training.steps.state["learning_rate_0"] = scope.find_var("learning_rate_0")
+    training.step([1.0])
+    assert training["p0"][0] == -0.25
+
+
+# -- wrong arguments -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "make, named",
+    [
+        (lambda: optim.Adam(beta1=1.0), "beta1"),
+        (lambda: optim.Adam(beta2=-0.1), "beta2"),
+        (lambda: optim.AdamW(epsilon=-1e-8), "epsilon"),
+        (lambda: optim.SGD(-1.0), "learning_rate"),
+        (lambda: optim.SGD(float("nan")), "learning_rate"),
+        (lambda: optim.SGD("fast"), "learning_rate"),
+        (lambda: optim.Momentum(momentum=-0.5), "momentum"),
+        (lambda: optim.Adam(weight_decay=-1.0), "weight_decay"),
+        (lambda: optim.Lamb(lamb_weight_decay=-1.0), "weight_decay"),
+        (lambda: optim.ClipGradByNorm(0.0), "clip_norm"),
+        (lambda: optim.ClipGradByValue(1.0, min=2.0), "min"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Callable[[], Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        make()
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    assert optim.Adam(np.float32(0.5), weight_decay=np.int64(2)).learning_rate == 0.5
+
+
+def test_wrong_kinds_are_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="parameter_list"):
+        optim.SGD(parameter_list="fc_0.w_0")
+    with pytest.raises(ArgumentTypeError, match="grad_clip"):
+        optim.SGD(grad_clip=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="apply_decay_param_fun"):
+        optim.AdamW(apply_decay_param_fun="bias")  # type: ignore[arg-type]
+
+
+def small_program() -> tuple[Program, Variable, Variable]:
+    main = Program(startup=Program("startup"))
+    with context.program_guard(main):
+        w = create_parameter([2], name="w", initializer=np.ones(2, np.float32))
+        loss = main.add_variable("loss", "float32", ())
+        main.add_operator("ReduceSum", [w], [loss], attrs={"keepdims": 0})
+    return main, w, loss
+
+
+def test_losses_that_cannot_be_minimised() -> None:
+    main, w, _ = small_program()
+    alone = main.add_input("alone", "float32", ())
+    with pytest.raises(GradientError, match="scalar"):
+        optim.SGD().minimize(w)
+    with pytest.raises(GradientError, match="does not depend on any parameter"):
+        optim.SGD().minimize(alone)
+    with pytest.raises(ArgumentTypeError, match="Variable"):
+        optim.SGD().minimize("loss")  # type: ignore[arg-type]
+    assert len(main.operators) == 1 and not main.updates
+
+
+def test_a_program_is_minimised_once_and_needs_its_startup_program() -> None:
+    main, w, loss = small_program()
+    ops, params_grads = optim.SGD().minimize(loss)
+    assert [op.type for op in ops] == ["SGD"] and params_grads[0][0] is w
+    with pytest.raises(GraphError, match="updated already"):
+        optim.SGD().apply_gradients(params_grads)
+    main, w, loss = small_program()
+    with pytest.raises(GraphError, match="does not initialise"):
+        optim.SGD().minimize(loss, Program("other"))
+    main.startup = None
+    with pytest.raises(ArgumentError, match="startup"):
+        optim.SGD().minimize(loss)
+
+
+def test_pairs_are_checked() -> None:
+    main, w, _ = small_program()
+    grad = feed(main, "g", "float32", (2,))
+    with pytest.raises(ArgumentError, match="empty"):
+        optim.SGD().apply_gradients([])
+    with pytest.raises(ArgumentError, match="twice"):
+        optim.SGD().apply_gradients([(w, grad), (w, grad)])
+    with pytest.raises(ArgumentTypeError, match="params_grads"):
+        optim.SGD().apply_gradients([w])  # type: ignore[list-item]
+    with pytest.raises(GraphError, match="different programs"):
+        optim.SGD().apply_gradients([(w, Program().add_input("g", "float32", (2,)))])

@@ -1,0 +1,115 @@
+"""The backward pass: what it appends, what it leaves out, what it refuses, and whole programs against differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import GradientError
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.programs import LAYERS, feeds_of
+
+
+def types(program: amp.Program) -> list[str]:
+    return [op.type for op in program.operators if op.role == "backward"]
+
+
+@pytest.fixture
+def program():
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
+        yield main
+
+
+def parameter(name: str, *shape: int) -> amp.Variable:
+    return amp.create_parameter(list(shape), "float32", name=name)
+
+
+def test_gradients_that_fan_in_are_summed_once(program: amp.Program) -> None:
+    w = parameter("w", 3)
+    pairs = amp.append_backward(F.sum(w * w + F.exp(w)))
+    assert types(program).count("GradSum") == 1
+    ((_, gradient),) = pairs
+    assert gradient.name == "w@GRAD" and gradient.producer.type == "GradSum" and len(gradient.producer.inputs) == 3
+    assert gradient.shape == w.shape and gradient.dtype == "float32" and gradient.grad_of is w
+
+
+def test_only_what_is_wanted_is_computed(program: amp.Program) -> None:
+    x = amp.data("x", [2, 3])
+    frozen = parameter("frozen", 3, 4)
+    frozen.trainable = False
+    w = parameter("w", 4, 5)
+    parameter("unused", 7)
+    loss = F.mean((x @ frozen) @ w)
+    pairs = amp.append_backward(loss)
+    assert [p.name for p, _ in pairs] == ["w"]
+    products = [op for op in program.operators if op.type == "MatMulGrad"]
+    assert len(products) == 1 and products[0].outputs[0] is None, "neither dX of the first product nor dfrozen"
+
+
+def test_no_grad_set_and_stop_gradient_end_the_path(program: amp.Program) -> None:
+    a, b = parameter("a", 3), parameter("b", 3)
+    middle = F.exp(a)
+    loss = F.sum(middle * b)
+    assert [p.name for p, _ in amp.append_backward(loss, no_grad_set=[middle])] == ["b"]
+    other = F.exp(a)
+    other.stop_gradient = True
+    assert [p.name for p, _ in amp.append_backward(F.sum(other * b), no_grad_set=[])] == ["b"]
+
+
+def test_a_missing_rule_is_named_before_anything_is_appended(program: amp.Program) -> None:
+    w = parameter("w", 3, 3)
+    d = program.add_variable("d", "float32", [])
+    program.add_operator("Det", [w], [d], name="determinant")
+    before = program.version
+    with pytest.raises(GradientError, match=r"'determinant' \(Det\).*'w'.*register_gradient\('Det'"):
+        amp.append_backward(d)
+    assert program.version == before
+
+
+def test_integer_and_comparison_paths_carry_no_gradient(program: amp.Program) -> None:
+    w = parameter("w", 3)
+    loss = F.sum(F.where(w > 0.0, w, 0.0 * w))
+    amp.append_backward(loss)
+    assert "GreaterGrad" not in types(program)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_whole_programs_against_central_differences(name: str) -> None:
+    """d loss along the gradient equals the gradient's square norm, for every parameter together and one by one."""
+    main, startup = amp.Program(), amp.Program("startup")
+    startup.seed = 3
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        _, loss, _ = LAYERS[name]()
+        pairs = amp.append_backward(loss)
+    scope = amp.Scope()
+    amp.Executor().run(startup, scope=scope)
+    feeds = feeds_of(name)
+    lowered = lower(main, "cpu", {k: v.shape for k, v in feeds.items()}, [loss, *(g for _, g in pairs)], updates=False)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    values = {p.tensor: scope.find_var(p.variable) for p in lowered.states} | {
+        p.tensor: feeds[p.variable] for p in lowered.feeds
+    }
+    values |= {s: np.zeros((), np.float32) for s in lowered.scalars}
+    _, *gradients = session.run([p.tensor for p in lowered.fetches], values)
+
+    def at(step: float, chosen: list[int]) -> float:
+        moved = dict(values)
+        for i in chosen:
+            moved[pairs[i][0].name] = values[pairs[i][0].name] + np.float32(step) * gradients[i]
+        return float(session.run([lowered.fetches[0].tensor], moved)[0].astype(np.float64))
+
+    squares = [float((g.astype(np.float64) ** 2).sum()) for g in gradients]
+    everything = list(range(len(pairs)))
+    for chosen in [everything, *([i] for i in everything)]:
+        square = sum(squares[i] for i in chosen)
+        if square < 1e-5 * sum(squares):
+            continue  # too small a slope to see in fp32
+        step = 1e-2 / np.sqrt(square)
+        slope = (at(step, chosen) - at(-step, chosen)) / (2 * step)
+        assert slope == pytest.approx(square, rel=0.05), [pairs[i][0].name for i in chosen]

@@ -1,0 +1,386 @@
+"""Numeric guards: which operators stay fp32 in each pattern, and where that ends."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.overflow_rules import FEW
+from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
+from tests.helpers.golden import program, run
+
+SQUARES = "sums squares: x*x leaves fp16 beyond 255 and vanishes near 0"
+CONSTANTS = "float two = {2}, float three = {3}, float half = {0.5}, float one = {1}, float eps = {0.00001}"
+
+
+def body(text: str, constants: str = "") -> Program:
+    """A program of x [8, 512] and w [512, 512] whose result is y."""
+    return without_parameters(
+        program(f"""main (float[8,512] x, float[512,512] w) => (float[8,512] y)
+    <{CONSTANTS}, int64[1] last = {{-1}}{constants}>
+    {{ {text} }}""")
+    )
+
+
+# ---------------------------------------------------------------- squares
+
+PATTERNS = {
+    "variance": (
+        """m = ReduceMean(x, last)  d = Sub(x, m)  p = Pow(d, two)  v = ReduceMean(p, last)
+        e = Add(v, eps)  s = Sqrt(e)  n = Div(d, s)  y = MatMul(n, w)""",
+        ["p", "v", "e", "s", "n"],
+    ),
+    "rms norm": (
+        """p = Mul(x, x)  v = ReduceMean(p, last)  e = Add(v, eps)  s = Sqrt(e)  r = Reciprocal(s)
+        n = Mul(x, r)  y = MatMul(n, w)""",
+        ["p", "v", "e", "s", "r", "n"],
+    ),
+    "one over a root": (
+        """p = Pow(x, two)  v = ReduceMean(p, last)  s = Pow(v, half)  r = Div(one, s)  g = Mul(r, three)
+        n = Mul(g, x)  y = MatMul(n, w)""",
+        ["p", "v", "s", "r", "g", "n"],
+    ),
+    "moments": (
+        """p = Mul(x, x)  a = ReduceMean(p, last)  m = ReduceMean(x, last)  q = Mul(m, m)  v = Sub(a, q)
+        s = Sqrt(v)  n = Div(x, s)  y = MatMul(n, w)""",
+        ["p", "a", "m", "q", "v", "s", "n"],
+    ),
+    "L2 normalise": (
+        """l = ReduceL2(x, last)  c = Clip(l, eps)  b = Expand(c, shape)  n = Div(x, b)  y = MatMul(n, w)""",
+        ["l", "c", "b", "n"],
+    ),
+    "cosine similarity": (
+        """l = ReduceL2(x, last)  z = Relu(x)  k = ReduceL2(z, last)  a = Mul(x, z)  m = Mul(l, k)  n = Div(a, m)
+        y = MatMul(n, w)""",
+        ["l", "k", "m", "n"],
+    ),
+    "distance": (
+        "d = Sub(x, one)  p = Mul(d, d)  v = ReduceSum(p, last)  s = Sqrt(v)  n = Mul(s, x)  y = MatMul(n, w)",
+        ["p", "v", "s"],
+    ),
+    "magnitude": (
+        "r = Relu(x)  a = Pow(r, two)  b = Mul(x, x)  v = Add(a, b)  s = Sqrt(v)  y = MatMul(s, w)",
+        ["a", "b", "v", "s"],
+    ),
+    "sum of squares": ("v = ReduceSumSquare(x, last)  s = Sqrt(v)  n = Mul(s, x)  y = MatMul(n, w)", ["v", "s"]),
+    "LpNormalization": ("n = LpNormalization<p = 2>(x)  y = MatMul(n, w)", ["n"]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_from_the_square_to_the_root_and_the_division(pattern: str, dtype: str) -> None:
+    text, expected = PATTERNS[pattern]
+    p = body(text, ", int64[2] shape = {8, 512}")
+    assert sorted(kept(p, gather(p, dtype, guards=True))) == sorted(expected)
+
+
+def test_reasons_name_the_pattern_and_where_it_began() -> None:
+    p = body(PATTERNS["rms norm"][0])
+    assert kept(p, gather(p)) == {
+        "p": SQUARES,
+        "v": f"after Mul -> p: {SQUARES}",
+        "e": f"after Mul -> p: {SQUARES}",
+        "s": f"after Mul -> p: {SQUARES}",
+        "r": f"after Mul -> p: {SQUARES}",
+        "n": f"after Mul -> p: {SQUARES}",
+    }
+
+
+FREE = {
+    "a mean": "m = ReduceMean(x, last)  d = Sub(x, m)  y = MatMul(d, w)",
+    "a square that nobody sums": "r = Relu(x)  p = Mul(r, r)  y = MatMul(p, w)",
+    "softmax and its like": "s = Softmax(x)  l = LogSoftmax(s)  a = ReduceLogSumExp(l, last)  n = Sub(l, a)  y = MatMul(n, w)",
+    "softmax written out": """t = ReduceMax(x, last)  d = Sub(x, t)  e = Exp(d)  s = ReduceSum(e, last)  n = Div(e, s)
+        y = MatMul(n, w)""",
+    "norms": "n = LayerNormalization(x, g)  g = Relu(r)  r = Squeeze(q)  q = ReduceMax(x, first)  y = MatMul(n, w)",
+    "roots": "a = Abs(x)  s = Sqrt(a)  h = Pow(s, half)  y = MatMul(h, w)",
+}
+
+
+@pytest.mark.parametrize("pattern", FREE)
+def test_what_fits_is_free(pattern: str) -> None:
+    p = body(
+        FREE[pattern]
+        .replace("g = Relu(r)  r = Squeeze(q)  q = ReduceMax(x, first)  ", "")
+        .replace("(x, g)", "(x, scale)"),
+        ", float[512] scale = {" + ",".join(["1"] * 512) + "}",
+    )
+    assert kept(p, gather(p)) == {}
+
+
+# ---------------------------------------------------------------- powers, sums, exponentials: float16 alone
+
+RANGE = {
+    "gelu": (
+        """c = Pow(x, three)  k = Mul(c, eps)  a = Add(x, k)  b = Mul(a, half)  t = Tanh(b)  o = Add(t, one)
+        h = Mul(x, half)  g = Mul(h, o)  y = MatMul(g, w)""",
+        {
+            "c": "raises to the power 3",
+            "k": "after Pow -> c: raises to the power 3",
+            "a": "after Pow -> c: raises to the power 3",
+            "b": "after Pow -> c: raises to the power 3",
+            "t": "after Pow -> c: raises to the power 3",
+        },
+    ),
+    "a cube written out": (
+        "q = Mul(x, x)  c = Mul(q, x)  t = Tanh(c)  y = MatMul(t, w)",
+        {
+            "q": "a square on the way to a higher power",
+            "c": "multiplies a number by its square",
+            "t": "after Mul -> c: multiplies a number by its square",
+        },
+    ),
+    "a power of a tensor": (
+        "p = Pow(x, x)  t = Sigmoid(p)  y = MatMul(t, w)",
+        {"p": "raises to a power that is not constant", "t": "after Pow -> p: raises to a power that is not constant"},
+    ),
+    "a negative power": (
+        "p = Pow(x, minus)  n = Mul(p, x)  y = MatMul(n, w)",
+        {"p": "a negative power leaves fp16 near 0", "n": "after Pow -> p: a negative power leaves fp16 near 0"},
+    ),
+    "a wide sum": (
+        "s = ReduceSum(x, last)  n = Div(x, s)  y = MatMul(n, w)",
+        {"s": "sums 512 elements", "n": "after ReduceSum -> s: sums 512 elements"},
+    ),
+    "a mean by division": (
+        "s = ReduceSum(x, last)  m = Div(s, many)  d = Sub(x, m)  y = MatMul(d, w)",
+        {"s": "sums 512 elements", "m": "after ReduceSum -> s: sums 512 elements"},
+    ),
+    "a mean by a factor": (
+        "s = ReduceSum(x, last)  m = Mul(share, s)  d = Sub(x, m)  y = MatMul(d, w)",
+        {"s": "sums 512 elements", "m": "after ReduceSum -> s: sums 512 elements"},
+    ),
+    "a running sum": (
+        "s = CumSum(x, axis)  c = Clip(s, one, three)  y = MatMul(c, w)",
+        {"s": "sums 512 elements", "c": "after CumSum -> s: sums 512 elements"},
+    ),
+    "a product": (
+        "s = ReduceProd(x, last)  l = Log(s)  n = Mul(l, x)  y = MatMul(n, w)",
+        {"s": "multiplies many elements", "l": "after ReduceProd -> s: multiplies many elements"},
+    ),
+    "a sigmoid written out": (
+        "m = Neg(x)  e = Exp(m)  a = Add(e, one)  s = Div(one, a)  y = MatMul(s, w)",
+        {
+            "e": "an exponential leaves fp16 from 11.1 on",
+            "a": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
+            "s": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
+        },
+    ),
+    # The product reads it in fp32; its result counts as an ordinary tensor again.
+    "a wide operand of a product": (
+        "e = Exp(x)  m = MatMul(e, w)  r = Relu(m)  y = MatMul(r, w)",
+        {
+            "e": "an exponential leaves fp16 from 11.1 on",
+            "m": "after Exp -> e: an exponential leaves fp16 from 11.1 on",
+        },
+    ),
+}
+MORE = ", float minus = {-0.5}, float many = {512}, float share = {0.001953125}, int64 axis = {1}"
+
+
+@pytest.mark.parametrize("pattern", RANGE)
+def test_what_leaves_float16_stays_fp32_until_it_is_back_in_range(pattern: str) -> None:
+    text, expected = RANGE[pattern]
+    p = body(text, MORE)
+    assert kept(p, gather(p)) == expected
+
+
+@pytest.mark.parametrize("pattern", RANGE)
+def test_bfloat16_has_the_range(pattern: str) -> None:
+    p = body(RANGE[pattern][0], MORE)
+    assert kept(p, gather(p, "bfloat16")) == {}
+
+
+@pytest.mark.parametrize(("terms", "stays"), [(FEW, False), (FEW + 1, True), (None, True)])
+def test_few_terms_are_no_more_than_as_many_additions(terms: int | None, stays: bool) -> None:
+    size = terms or "N"
+    p = program(f"""main (float[8,{size}] x) => (float[8,1] y) <int64[1] last = {{1}}>
+    {{ r = Relu(x)  s = ReduceSum(r, last)  y = Neg(s) }}""")
+    assert ("s" in kept(p, gather(p))) == stays
+
+
+# ---------------------------------------------------------------- proofs
+
+BOUNDED = [
+    ("p = Pow(x, three)  y = MatMul(p, w)", {"p": (0.0, 8.0)}),
+    ("p = Pow(x, x)  y = MatMul(p, w)", {"p": (0.0, 65504.0)}),
+    ("s = ReduceSum(x, last)  n = Mul(s, x)  y = MatMul(n, w)", {"s": (-512.0, 512.0)}),
+    ("e = Exp(x)  y = MatMul(e, w)", {"e": (0.0, 60000.0)}),
+]
+
+
+@pytest.mark.parametrize(("text", "intervals"), BOUNDED)
+def test_a_proof_lifts_a_guard(text: str, intervals: dict[str, tuple[float, float]]) -> None:
+    assert kept(body(text), gather(body(text), **intervals)) == {}
+    name = next(iter(intervals))
+    p = body(text)
+    assert name in kept(p, gather(p, **{name: (0.0, 65505.0)}))
+
+
+def test_a_proof_further_on_ends_what_is_wide() -> None:
+    p = body("e = Exp(x)  c = Min(e, three)  n = Neg(c)  y = MatMul(n, w)")
+    assert sorted(kept(p, gather(p, c=(0.0, 3.0)))) == ["c", "e"]
+    assert sorted(kept(p, gather(p))) == ["c", "e", "n", "y"]
+
+
+def test_a_proof_of_range_does_not_lift_the_guard_on_digits() -> None:
+    p = body(PATTERNS["variance"][0])
+    assert "p" in kept(p, gather(p, p=(0.0, 1.0), v=(0.0, 1.0)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_lies_wholly_beyond_the_format_stays_fp32(dtype: str) -> None:
+    p = body("n = Neg(x)  a = Add(n, one)  t = Tanh(a)  y = MatMul(t, w)")
+    limit = LIMITS[dtype].largest
+    beyond = {"n": (1.01 * min(limit, 3.3e38), 3.4e38)} if dtype == "float16" else {"n": (3.395e38, 3.4e38)}
+    short = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
+    found = kept(p, gather(p, dtype, **beyond))
+    assert found["n"] == f"its values lie in [{beyond['n'][0]:g}, 3.4e+38], beyond {short}"
+    assert sorted(found) == ["a", "n", "t"]
+
+
+def test_a_declared_input_beyond_the_format_keeps_its_readers() -> None:
+    p = body("m = Mul(x, eps)  c = Clip(m, one, three)  y = MatMul(c, w)")
+    found = kept(p, gather(p, x=(1e5, 2e5)))
+    assert found["m"] == "'x': its values lie in [100000, 200000], beyond fp16"
+    assert sorted(found) == ["c", "m"]
+
+
+# ---------------------------------------------------------------- masks
+
+TWO_MASKS = """main (float[2,4] x, bool[2,4] a, bool[2,4] b, float[4,4] w) => (float[2,4] y)
+<float low = {-1000000000}, float zero = {0}>
+{
+  h = MatMul(x, w)
+  m = Where(a, zero, low)
+  n = Where(b, zero, low)
+  both = Add(m, n)
+  s = Add(h, both)
+  y = Softmax(s)
+}"""
+MASKED = {
+    "x": np.float32([[-30, -40, -20, -25], [1, 2, 3, 4]]),
+    "w": np.eye(4, dtype=np.float32),
+    "a": np.array([[False] * 4, [True, True, False, False]]),
+    "b": np.array([[False] * 4, [True, False, True, False]]),
+}
+
+
+def test_the_sum_of_two_masks_stays_fp32_until_the_softmax() -> None:
+    p = without_parameters(program(TWO_MASKS))
+    evidence = gather(p)
+    assert {v.name: limit for v, limit in evidence.replaced.items()} == {"low": -65504.0}
+    assert kept(p, evidence) == {
+        "both": "adds two masks, each with the smallest number of the format",
+        "s": "after Add -> both: adds two masks, each with the smallest number of the format",
+        "y": "after Add -> both: adds two masks, each with the smallest number of the format",
+    }
+    expected = run(p, MASKED)[0]
+    got = run_faithful(convert(p, evidence), MASKED)[0]
+    assert np.isfinite(got).all()
+    assert np.abs(got - expected)[1].max() < 2e-3  # a row that is masked throughout is arbitrary, but a number
+    unguarded = without_parameters(program(TWO_MASKS))
+    masks = Evidence(replaced=gather(unguarded).replaced)
+    assert np.isnan(run_faithful(convert(unguarded, masks), MASKED)[0]).any()  # a row of minus infinity
+
+
+# ---------------------------------------------------------------- nested graphs, converted programs
+
+NESTED = """main (float[8,512] x, bool c, int64 n) => (float[8,512] y, float[8,1] z) <float two = {2}, int64[1] last = {1}>
+{
+  p = Pow(x, two)
+  v = If (c) <
+    then_branch = t () => (float[8,1] tv) { tv = ReduceSum(p, last) },
+    else_branch = e () => (float[8,1] ev) { ev = ReduceMean(x, last) }
+  >
+  s = Sqrt(v)
+  y = Div(x, s)
+  z = Loop (n, , v) <
+    body = b (int64 i, bool go, float[8,1] state) => (bool on, float[8,1] next)
+    { on = Identity(go)  g = Neg(state)  k = Tanh(g)  next = Exp(k) }
+  >
+}"""
+
+
+def test_nested_graphs() -> None:
+    p = program(NESTED)
+    found = kept(p, gather(p))
+    assert found["p"] == SQUARES
+    assert found["tv"] == found["s"] == f"after Pow -> p: {SQUARES}"
+    # What the If gives is never stored in 16 bit, so the loop's state is not either; its exponential comes back in.
+    assert set(found) == {"p", "v", "tv", "s", "y", "z", "g", "k", "next"}
+    assert {"v", "state", "z"} <= {v.name for v in gather(p).tensors}
+
+
+@pytest.mark.parametrize("text", [*(t for t, _ in PATTERNS.values()), *(t for t, _ in RANGE.values())])
+def test_a_converted_program_gives_the_same_evidence(text: str) -> None:
+    def once(p: Program) -> tuple[list[str], Program]:
+        evidence = gather(p)
+        labels = [f"{op.type} {evidence.against(op)}" for op in p.walk() if evidence.against(op)]
+        return labels, convert(p, evidence)
+
+    first, p = once(body(text, MORE + ", int64[2] shape = {8, 512}"))
+    model = p.to_onnx()
+    second, p = once(p)
+    assert [line.split(" ")[0] for line in second] == [line.split(" ")[0] for line in first]
+    assert p.to_onnx() == model
+
+
+# ---------------------------------------------------------------- cost
+
+
+def test_cost_is_linear() -> None:
+    calls = {}
+    for length in (250, 1000):
+        steps = [
+            f"a{i} = {('Exp', 'Neg', 'Identity')[i % 3]}(a{i - 1})  b{i} = Add(b{i - 1}, a{i})"
+            for i in range(1, length)
+        ]
+        text = f"main (float[2] x) => (float[2] y) {{ a0 = Relu(x)  b0 = Mul(a0, a0) {' '.join(steps)} y = Sqrt(b{length - 1}) }}"
+        p, count = program(text), 0
+
+        def counted(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(counted)
+        try:
+            gather(p)
+        finally:
+            sys.setprofile(None)
+        calls[length] = count
+    assert calls[1000] < 4.2 * calls[250], calls
+
+
+def test_the_mean_in_a_difference_of_squares() -> None:
+    """The variance as TensorFlow writes it: E[x²] - E[x]², of a mean that is large beside the deviation."""
+    text = """<ir_version: 10, opset_import: ["" : 17]>
+    m (float[4,64] x) => (float[4,64] y) <float n = {0.015625}, float eps = {0.000001}, int64[1] axis = {-1}>
+    { s = ReduceSum(x, axis) mean = Mul(s, n) q = Mul(x, x) sq = ReduceSum(q, axis) e = Mul(sq, n)
+      m2 = Mul(mean, mean) v = Sub(e, m2) ve = Add(v, eps) d = Sqrt(ve) c = Sub(x, mean) y = Div(c, d) }"""
+    model = onnx.parser.parse_model(text)
+    x = (np.random.default_rng(0).standard_normal((4, 64)) + 30).astype(np.float32)
+    program = amp.convert(model)
+    kept = {op.outputs[0].name for op in program.operators if op.precision == "float32" and op.type != "Cast"}
+    assert {"s", "mean", "q", "sq", "e", "m2", "v", "ve", "d"} <= kept
+    got, want = (
+        amp.Executor(amp.CPUPlace()).run(p, feed={"x": x}, fetch_list=["y"])[0]
+        for p in (program, amp.Program.from_onnx(model))
+    )
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.02
+
+
+@pytest.mark.parametrize("mode", ["pure-fp16", "mixed", "auto"])
+def test_a_matrix_product_with_a_single_number_is_no_traceback(mode: str) -> None:
+    """ONNX forbids it, its shape inference does not see it."""
+    text = '<ir_version: 10, opset_import: ["" : 21]> g (float[2,3] x) => (float[2,3] y) <float w = {2000}> { y = MatMul(x, w) }'
+    program = amp.convert(onnx.parser.parse_model(text), mode=mode)
+    assert [op.type for op in program.operators if op.type != "Cast"] == ["MatMul"]

@@ -1,0 +1,85 @@
+"""Both lowerings mean the same: the CUDA one, with real 16-bit operators, run node by node on the CPU.
+
+Run alone, an fp16 operator of onnxruntime's CPU provider computes in fp32 and rounds its result once, as a GPU does;
+so walking the CUDA model node by node shows, without a GPU, that it rounds where the CPU lowering rounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.programs import LAYERS, build
+
+
+def node_by_node(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every tensor of a flat model, each node run in a session of its own."""
+    known = dict(values) | {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for node in model.graph.node:
+        infos = [
+            onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(known[n].dtype), known[n].shape)
+            for n in dict.fromkeys(node.input)
+            if n
+        ]
+        outputs = [onnx.helper.make_empty_tensor_value_info(n) for n in node.output if n]
+        graph = onnx.helper.make_graph([node], "one", infos, outputs)
+        one = onnx.helper.make_model(graph, ir_version=10, opset_imports=model.opset_import)
+        session = ort.InferenceSession(one.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        results = session.run(None, {i.name: known[i.name] for i in infos})
+        known |= dict(zip([n for n in node.output if n], results, strict=True))
+    return known
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_lowerings_agree(name: str, mode: str) -> None:
+    net = build(name, mode, batch=2)
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(net.startup, scope=scope)
+    if mode != "fp32":
+        net.optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    shapes = {k: v.shape for k, v in net.feeds.items()}
+    gradients = [v for v in net.main.variables if v.name.endswith("@GRAD") and v.producer is not None]
+    masks = [op.outputs[1] for op in net.main.operators if op.type == "Dropout"]
+    fetches = [net.loss, *gradients, *(m for m in masks if m is not None)]
+    results = []
+    for place in ("cpu", "cuda"):
+        lowered = lower(net.main, place, shapes, fetches)
+        values = {p.tensor: scope.find_var(p.variable) for p in lowered.states}
+        values |= {p.tensor: net.feeds[p.variable] for p in lowered.feeds}
+        values |= {s: np.zeros((), np.float32) for s in lowered.scalars}
+        if place == "cuda":
+            known = node_by_node(lowered.model, values)
+        else:
+            options = ort.SessionOptions()
+            options.log_severity_level = 4
+            session = ort.InferenceSession(
+                lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            names = [o.name for o in session.get_outputs()]
+            known = dict(zip(names, session.run(names, values), strict=True)) | values
+        results.append({p.variable: known[p.tensor] for p in [*lowered.fetches, *lowered.updates]})
+    cpu, cuda = results
+    assert cpu.keys() == cuda.keys()
+    floor = max(float(np.abs(cpu[g.name].astype(np.float32)).max()) for g in gradients)
+    #: A bias before a normalisation has a gradient of zero; Adam divides its rounding noise by its own size.
+    noise = tuple(p.name for p in net.main.parameters if np.abs(cpu[f"{p.name}@GRAD"]).max() < 1e-4 * floor)
+    for variable, value in cpu.items():
+        other = cuda[variable]
+        assert value.dtype == other.dtype and value.shape == other.shape, variable
+        if value.dtype.kind not in "fV":
+            assert np.array_equal(value, other), variable
+            continue
+        if variable.startswith(noise) and not variable.endswith("@GRAD"):
+            continue
+        a, b = value.astype(np.float64), other.astype(np.float64)
+        tolerance = 1e-4 if mode == "fp32" else 4e-3
+        scale = np.linalg.norm(a) + 1e-3 * floor * np.sqrt(a.size) * variable.endswith("@GRAD")
+        assert np.linalg.norm(a - b) <= tolerance * scale + 1e-6, (variable, np.linalg.norm(a - b) / max(scale, 1e-12))

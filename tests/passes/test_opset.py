@@ -1,0 +1,186 @@
+"""Programs moved to the opset that training and bodies are written for compute what they computed."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import GraphError
+from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.passes.canonicalize.opset import _ADAPTERS
+from tests.helpers.where import DATA, NO_DATA
+
+LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
+X = np.random.default_rng(0).standard_normal((2, 4, 6, 6)).astype(np.float32)
+
+#: name -> (opset, node text over ``x`` (float[2,4,6,6]) giving ``y``, extra initializers)
+OLD = {
+    "ReduceSum": (11, "y = ReduceSum <axes = [1, -1], keepdims = 0> (x)", ""),
+    "ReduceSum of all": (11, "y = ReduceSum <keepdims = 0> (x)", ""),
+    "ReduceMean": (17, "y = ReduceMean <axes = [2]> (x)", ""),
+    "ReduceMax": (13, "y = ReduceMax <axes = [0, 3], keepdims = 0> (x)", ""),
+    "ReduceL2": (11, "y = ReduceL2 <axes = [-1]> (x)", ""),
+    "Unsqueeze and Squeeze": (11, "u = Unsqueeze <axes = [0, 3]> (x) y = Squeeze <axes = [3]> (u)", ""),
+    "Split by attribute": (11, "y, z = Split <axis = 1, split = [1, 3]> (x)", ""),
+    "Split evenly": (13, "y, z = Split <axis = 1> (x)", ""),
+    "Slice": (9, "y = Slice <axes = [1, 3], starts = [1, -4], ends = [3, 100]> (x)", ""),
+    "Clip": (7, "y = Clip <min = -0.5, max = 0.25> (x)", ""),
+    "Clip from below": (7, "y = Clip <min = 0.1> (x)", ""),
+    "Pad": (10, "y = Pad <pads = [0, 0, 1, 2, 0, 1, 0, 3], value = 1.5> (x)", ""),
+    "Pad by reflection": (10, 'y = Pad <pads = [0, 0, 1, 2, 0, 0, 0, 3], mode = "reflect"> (x)', ""),
+    "Dropout": (10, "y = Dropout <ratio = 0.3> (x)", ""),
+    "TopK": (9, "y, i = TopK <axis = 2, k = 3> (x)", ""),
+    "Upsample": (9, 'y = Upsample <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 2, 3}"),
+    "Upsample by attribute": (8, 'y = Upsample <mode = "nearest", scales = [1.0, 1.0, 2.0, 1.0]> (x)', ""),
+    "Upsample, linear": (9, 'y = Upsample <mode = "linear"> (x, s)', "float[4] s = {1, 1, 2, 2}"),
+    "Resize": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 2, 1.5}"),
+    "Scatter": (10, "y = Scatter <axis = 1> (x, i, u)", "int64[1,1,1,2] i = {1, 0}, float[1,1,1,2] u = {5, 7}"),
+    "Softmax of the last axes": (11, "y = Softmax <axis = 3> (x)", ""),
+    "Softmax of flattened axes": (11, "y = Softmax (x)", ""),
+    "LogSoftmax of flattened axes": (9, "y = LogSoftmax <axis = 2> (x)", ""),
+    "Hardmax": (11, "y = Hardmax <axis = 2> (x)", ""),
+    "BatchNormalization": (
+        7,
+        "y = BatchNormalization <epsilon = 0.01, spatial = 1> (x, a, b, b, a)",
+        "float[4] a = {1, 2, 0.5, 3}, float[4] b = {0, 1, -1, 0.5}",
+    ),
+    "BatchNormalization 9": (
+        9,
+        "y = BatchNormalization (x, a, b, b, a)",
+        "float[4] a = {1, 2, 0.5, 3}, float[4] b = {0, 1, -1, 0.5}",
+    ),
+    "DFT": (17, "r = Unsqueeze(x, last) f = DFT (r) y = ReduceSumSquare <axes = [-1]> (f)", "int64[1] last = {4}"),
+    "DFT of an axis": (
+        17,
+        "r = Unsqueeze(x, last) f = DFT <axis = 2> (r) y = ReduceSumSquare <axes = [-1]> (f)",
+        "int64[1] last = {4}",
+    ),
+    "GroupNormalization": (
+        18,
+        "y = GroupNormalization <num_groups = 2> (x, a, b)",
+        "float[2] a = {1, 2}, float[2] b = {0.5, -1}",
+    ),
+    "newer than the target": (22, "y = MaxPool <kernel_shape = [2, 2]> (x)", ""),
+}
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feeds)
+
+
+def same(before: onnx.ModelProto, after: onnx.ModelProto, feeds: dict[str, np.ndarray], **tolerance: float) -> None:
+    for want, got in zip(run(before, feeds), run(after, feeds), strict=True):
+        assert want.shape == got.shape and want.dtype == got.dtype
+        np.testing.assert_allclose(got, want, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_form_computes_the_same(name: str) -> None:
+    version, body, constants = OLD[name]
+    text = f"""<ir_version: 10, opset_import: ["" : {version}]>
+    net (float[2,4,6,6] x) => (float y) {f"<{constants}>" if constants else ""} {{ {body} }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    shape = X.shape if name == "GroupNormalization" else run(model, {"x": X})[0].shape
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape))
+    program = amp.Program.from_onnx(model)
+    assert program.convert_opset()
+    assert program.opset() == TARGET_OPSET and not program.convert_opset()
+    program.verify()
+    after = program.to_onnx()
+    onnx.checker.check_model(after, full_check=True)
+    if name == "GroupNormalization":  # onnxruntime has no kernel for the old form: the definition instead
+        groups = X.reshape(2, 2, -1)
+        normed = (groups - groups.mean(-1, keepdims=True)) / np.sqrt(groups.var(-1, keepdims=True) + 1e-5)
+        want = (normed * np.array([1, 2])[:, None] + np.array([0.5, -1])[:, None]).reshape(X.shape)
+        np.testing.assert_allclose(run(after, {"x": X})[0], want, atol=1e-5)
+    else:
+        same(model, after, {"x": X})
+
+
+def test_the_format_version_is_the_first_that_has_the_target_opset() -> None:
+    imports = [onnx.helper.make_opsetid("", TARGET_OPSET)]
+    assert onnx.helper.find_min_ir_version_for(imports) == TARGET_IR_VERSION
+
+
+def test_every_changed_operator_has_an_adapter_or_needs_none() -> None:
+    """An operator of opset 7 … 20 whose attributes or inputs are not those of the target is adapted."""
+    missing = []
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.domain or schema.since_version >= TARGET_OPSET:
+            continue
+        new = onnx.defs.get_schema(schema.name, TARGET_OPSET, "")
+        try:
+            newest_at_7 = onnx.defs.get_schema(schema.name, 7, "").since_version
+        except onnx.defs.SchemaError:
+            newest_at_7 = 0
+        if schema.since_version < newest_at_7 or schema.since_version == new.since_version:
+            continue
+        lost = set(schema.attributes) - set(new.attributes)
+        adapted = any(schema.since_version < upto for upto, _ in _ADAPTERS.get(schema.name, []))
+        if (lost or new.deprecated) and not adapted:
+            missing.append((schema.name, schema.since_version, sorted(lost)))
+    assert not missing
+
+
+def light() -> list[Path]:
+    return sorted(LIGHT.glob("*.onnx")) if LIGHT.exists() else []
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in light() if p.stem.split("light_")[-1] in ("squeezenet", "shufflenet")], ids=lambda p: p.stem
+)
+def test_models_of_opset_9_compute_the_same(path: Path) -> None:
+    model = onnx.load(path)
+    program = amp.Program.from_onnx(model)
+    program.convert_opset()
+    initialised = {i.name for i in model.graph.initializer}
+    feeds = {
+        i.name: np.random.default_rng(1).random([d.dim_value for d in i.type.tensor_type.shape.dim]).astype(np.float32)
+        for i in model.graph.input
+        if i.name not in initialised
+    }
+    same(model, program.to_onnx(), feeds, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mnist_cntk", "ultraface_rfb320"])
+def test_trained_models_compute_the_same(name: str) -> None:
+    file = DATA / "onnx_models" / f"{name}.onnx.xz"
+    if not file.exists():
+        pytest.skip(NO_DATA)
+    model = onnx.load_model_from_string(lzma.decompress(file.read_bytes()))
+    program = amp.Program.from_onnx(model)
+    program.convert_opset()
+    feeds = {
+        v.name: np.random.default_rng(1).random([d if isinstance(d, int) else 1 for d in v.shape]).astype(np.float32)
+        for v in program.inputs
+    }
+    same(model, program.to_onnx(), feeds, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("version", "body", "complaint"),
+    [
+        (6, "y = Relu(x)", "older than opset 7"),
+        (24, "y = TensorScatter(x)", r"TensorScatter.*does not exist at opset 21"),
+        (7, "y = BatchNormalization <spatial = 0> (x, x, x, x, x)", "spatial=0"),
+    ],
+)
+def test_what_cannot_be_moved_is_named(version: int, body: str, complaint: str) -> None:
+    program = amp.Program()
+    program.info.opsets[""] = version
+    x = program.add_input("x", "float32", [2])
+    y = program.add_variable("y", "float32", [2])
+    type_ = body.split("= ")[1].split("(")[0].split("<")[0].strip()
+    inputs = [x] * (5 if type_ == "BatchNormalization" else 1)
+    program.add_operator(type_, inputs, [y], attrs={"spatial": 0} if len(inputs) > 1 else None)
+    with pytest.raises(GraphError, match=complaint):
+        program.convert_opset()

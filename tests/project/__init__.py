@@ -1,0 +1,1 @@
+"""Tests of README, documentation and packaging."""

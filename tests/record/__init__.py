@@ -1,0 +1,1 @@
+"""Records results of torch in ``tests/data``; run where torch is installed."""

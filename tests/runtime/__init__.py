@@ -1,0 +1,1 @@
+"""Tests of executors, scopes, checkpoints and models for serving."""

@@ -1,0 +1,476 @@
+"""Checkpoints on disk: what is in them, what happens where they cannot be written, and what damage is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import amp_transpiler as amp
+from amp_transpiler.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ScopeError,
+)
+from amp_transpiler.runtime.checkpoint import writing as checkpoint_files
+from tests.helpers.checkpoints import HALF, Small, build, state
+
+TENSORS, META = "state.safetensors", "meta.json"
+
+
+@pytest.fixture(scope="module")
+def net() -> Small:
+    return build()
+
+
+@pytest.fixture
+def scope(net: Small) -> amp.Scope:
+    scope = net.start()
+    net.train(scope, 0, 2)
+    return scope
+
+
+def loads(net: Small, path: Path) -> dict[str, bytes]:
+    fresh = amp.Scope()
+    amp.load_checkpoint(path, net.main, fresh)
+    return state(net.main, fresh)
+
+
+# -- what is written --------------------------------------------------------------------------------------
+def test_content(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    folder = amp.save_checkpoint(
+        tmp_path / "run",
+        net.main,
+        scope,
+        step=123,
+        data_position=(4, np.int64(2)),
+        extra={"best": float("inf"), "rng": rng.bit_generator.state},
+    )
+    assert folder == tmp_path / "run" / "step_00000123"
+    assert sorted(os.listdir(folder)) == [META, TENSORS]
+    assert os.listdir(tmp_path / "run") == [folder.name]
+    arrays = load_file(folder / TENSORS)
+    assert set(arrays) == {v.name for v in net.main.variables if v.persistable}
+    for name, array in arrays.items():
+        assert array.dtype == scope.find_var(name).dtype
+        assert array.tobytes() == scope.find_var(name).tobytes()
+    assert {str(array.dtype) for array in arrays.values()} == {"float32", "float16", "int32", "uint32"}
+    meta = json.loads((folder / META).read_text())
+    assert (meta["version"], meta["step"], meta["data_position"]) == (1, 123, [4, 2])
+    assert meta["scaling"][0]["incr_every_n_steps"] == 2
+    assert meta["versions"]["numpy"] == np.__version__
+    roles = {one["role"] for one in meta["tensors"].values()}
+    assert roles == {
+        "parameter",
+        "master",
+        "moment1",
+        "moment2",
+        "beta1_pow_acc",
+        "beta2_pow_acc",
+        "statistics",
+        "loss_scaling",
+        "learning_rate",
+        "random",
+    }
+    loaded = amp.load_checkpoint(tmp_path / "run", net.main, amp.Scope())
+    assert loaded.path == folder and loaded.step == 123 and loaded.data_position == [4, 2]
+    assert loaded.extra == {"best": float("inf"), "rng": rng.bit_generator.state}
+
+
+def test_the_same_state_gives_the_same_tensors(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    folders = [amp.save_checkpoint(tmp_path / name, net.main, scope) for name in "ab"]
+    assert len({(folder / TENSORS).read_bytes() for folder in folders}) == 1
+
+
+def test_bfloat16_is_stored_as_such(tmp_path: Path) -> None:
+    net = build(mode="pure-bf16")
+    folder = amp.save_checkpoint(tmp_path / "c", net.main, net.start())
+    assert np.dtype(ml_dtypes.bfloat16) in {array.dtype for array in load_file(folder / TENSORS).values()}
+
+
+def test_every_element_type_comes_back(tmp_path: Path) -> None:
+    program, scope = amp.Program(), amp.Scope()
+    types = [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8e4m3fn",
+        "int4",
+    ]
+    for number, dtype in enumerate(types):
+        shape = [(), (3,), (0, 2), (2, 3)][number % 4]
+        variable = program.add_variable(f"v.{dtype}", dtype, shape, persistable=True)
+        program.add_operator("Identity", [variable], [program.add_variable(f"r.{dtype}", dtype, shape)])
+        array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        scope.set_var(variable.name, array.astype(amp.ir.types.numpy_dtype(dtype)))
+    amp.save_checkpoint(tmp_path / "c", program, scope)
+    fresh = amp.Scope()
+    amp.load_checkpoint(tmp_path / "c", program, fresh)
+    assert state(program, fresh) == state(program, scope)
+
+
+def test_replaced_where_there_is_one(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    for last in range(3, 6):
+        net.train(scope, last - 1, last)
+        amp.save_checkpoint(tmp_path / "c", net.main, scope)
+        assert loads(net, tmp_path / "c") == state(net.main, scope)
+        assert len(os.listdir(tmp_path / "c")) == 2
+    (tmp_path / "empty").mkdir()
+    amp.save_checkpoint(tmp_path / "empty", net.main, scope)
+    assert loads(net, tmp_path / "empty") == state(net.main, scope)
+
+
+def test_the_last_k_in_the_order_of_writing(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    assert amp.latest_checkpoint(tmp_path / "none") is None
+    for step in (1, 2, 30):
+        amp.save_checkpoint(tmp_path, net.main, scope, step=step, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000030"]
+    net.train(scope, 2, 3)
+    newest = amp.save_checkpoint(tmp_path, net.main, scope, step=3, keep_last=2)  # training went back
+    assert sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000030"]
+    assert amp.latest_checkpoint(tmp_path) == newest
+    assert amp.latest_checkpoint(newest) == newest
+    assert loads(net, tmp_path) == state(net.main, scope)
+    amp.save_checkpoint(tmp_path, net.main, scope, step=30, keep_last=1)
+    assert os.listdir(tmp_path) == ["step_00000030"]
+
+
+# -- arguments --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"step": -1}, ArgumentError, "step is -1"),
+        ({"step": 1.5}, ArgumentTypeError, "step is 1.5"),
+        ({"step": True}, ArgumentTypeError, "step is True"),
+        ({"step": 1, "keep_last": 0}, ArgumentError, "keep_last is 0; expected at least 1"),
+        ({"keep_last": 2}, ArgumentError, "pass step="),
+        ({"extra": np.zeros(2)}, ArgumentTypeError, r"array\.tolist\(\)"),
+        ({"extra": {"a": [object()]}}, ArgumentTypeError, r"extra\['a'\]\[0\] is <object"),
+        ({"data_position": {1: 2}}, ArgumentTypeError, "data_position has the key 1"),
+        ({"program": 3}, ArgumentTypeError, "takes a program as second argument"),
+        ({"path": None}, ArgumentTypeError, "takes a path first"),
+    ],
+)
+def test_bad_arguments(
+    net: Small, scope: amp.Scope, tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given: dict[str, Any] = {"path": tmp_path / "c", "program": net.main, "scope": scope} | arguments
+    with pytest.raises(error, match=message):
+        amp.save_checkpoint(**given)
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_whole_state(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    with pytest.raises(ScopeError, match=r"'fc_0.w_0' of program 'program_\d+' is not in the scope.*no whole state"):
+        amp.save_checkpoint(tmp_path / "c", net.main, amp.Scope())
+    fresh = amp.Scope()
+    net.exe.run(net.startup, scope=fresh)
+    with pytest.raises(ScopeError, match="amp_init"):
+        amp.save_checkpoint(tmp_path / "c", net.main, fresh)
+    scope.set_var("fc_0.b_0", np.zeros(5, scope.find_var("fc_0.b_0").dtype))
+    with pytest.raises(ScopeError, match=r"'fc_0.b_0' has shape \[5\]"):
+        amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_something_else(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointWriteError, match="is not empty, and is no checkpoint"):
+        amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    with pytest.raises(CheckpointWriteError, match="cannot be written"):
+        amp.save_checkpoint(tmp_path / "c" / "mine.txt", net.main, scope, step=1)
+    with pytest.raises(CheckpointWriteError, match="cannot be written"):
+        amp.save_checkpoint(tmp_path / "c" / "mine.txt", net.main, scope)
+    assert os.listdir(tmp_path / "c") == ["mine.txt"] and os.listdir(tmp_path) == ["c"]
+    amp.save_checkpoint(tmp_path / "d", net.main, scope)
+    with pytest.raises(ArgumentError, match="is a checkpoint itself"):
+        amp.save_checkpoint(tmp_path / "d", net.main, scope, step=1)
+
+
+# -- a disk that does not take it -------------------------------------------------------------------------
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: writing fails as on a full disk, at any place that is wanted."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    first = amp.save_checkpoint(tmp_path / "run", net.main, scope, step=1)
+    amp.save_checkpoint(tmp_path / "one", net.main, scope)
+    before, size = state(net.main, scope), (first / TENSORS).stat().st_size
+    net.train(scope, 2, 3)
+    for limit in (0, 100, size // 2, size - 1):
+        for path, arguments in (("run", {"step": 2, "keep_last": 1}), ("one", {})):
+            with small_files(limit), pytest.raises(CheckpointWriteError, match="cannot be written"):
+                amp.save_checkpoint(tmp_path / path, net.main, scope, **arguments)  # type: ignore[arg-type]
+            assert loads(net, tmp_path / path) == before
+    assert os.listdir(tmp_path / "run") == ["step_00000001"]
+    assert sorted(os.listdir(tmp_path / "one")) == [META, TENSORS]
+    assert sorted(os.listdir(tmp_path)) == ["one", "run"]
+
+
+def test_full_disk_at_the_meta_file(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    folder = amp.save_checkpoint(tmp_path / "one", net.main, scope)
+    before, size = state(net.main, scope), (folder / TENSORS).stat().st_size
+    net.train(scope, 2, 3)
+    with small_files(size + 10), pytest.raises(CheckpointWriteError, match="cannot be written"):
+        amp.save_checkpoint(tmp_path / "one", net.main, scope, extra=["long"] * size)
+    assert loads(net, tmp_path / "one") == before
+    assert sorted(os.listdir(tmp_path / "one")) == [META, TENSORS]
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX users")
+def test_read_only_folder(net: Small, scope: amp.Scope) -> None:
+    home = Path(tempfile.mkdtemp())
+    root = os.geteuid() == 0  # whom no permission stops
+    try:
+        amp.save_checkpoint(home, net.main, scope, step=1)
+        before = state(net.main, scope)
+        home.chmod(0o555)
+        if root:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointWriteError, match="Permission denied"):
+                amp.save_checkpoint(home, net.main, scope, step=2)
+            with pytest.raises(CheckpointWriteError, match="Permission denied"):
+                amp.save_checkpoint(home / "new" / "er", net.main, scope)
+        finally:
+            if root:
+                os.seteuid(0)
+        assert os.listdir(home) == ["step_00000001"] and loads(net, home) == before
+    finally:
+        home.chmod(0o755)
+        shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("path", ["run", "one"])
+def test_interrupted_at_any_call(
+    net: Small, scope: amp.Scope, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in place of each call that touches the disk: the old checkpoint, or the new one, but whole."""
+    arguments: dict[str, Any] = {"step": 1} if path == "run" else {}
+    amp.save_checkpoint(tmp_path / path, net.main, scope, **arguments)
+    seen = set()
+    for stop in range(40):
+        old = state(net.main, scope)
+        net.train(scope, 2, 3)
+        new = state(net.main, scope)
+        count = iter(range(1000))
+
+        def stopped(call: Callable[..., Any], number: Iterator[int] = count, stop: int = stop) -> Callable[..., Any]:
+            def wrapped(*given: Any, **named: Any) -> Any:
+                if next(number) == stop:
+                    raise KeyboardInterrupt
+                return call(*given, **named)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for owner, name in (
+                (os, "fsync"),
+                (os, "replace"),
+                (Path, "rename"),
+                (Path, "unlink"),
+                (json, "dump"),
+                (checkpoint_files, "serialize_file"),
+            ):
+                patch.setattr(owner, name, stopped(getattr(owner, name)))
+            try:
+                amp.save_checkpoint(tmp_path / path, net.main, scope, **arguments)
+            except KeyboardInterrupt:
+                pass
+        found = loads(net, tmp_path / path)
+        assert found in (old, new)
+        seen.add("new" if found == new else "old")
+        if next(count) <= stop:
+            break
+        amp.load_checkpoint(tmp_path / path, net.main, scope)
+    assert stop > 5 and seen == {"old", "new"}
+    amp.save_checkpoint(tmp_path / path, net.main, scope, **arguments)
+    folder = tmp_path / path / ("step_00000001" if arguments else "")
+    assert len(os.listdir(folder)) == 2 and not [n for n in os.listdir(tmp_path / path) if n.startswith(".")]
+
+
+def test_leftovers_are_ignored_and_removed(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    left = tmp_path / ".amp_write.abc.tmp"
+    (left / "new").mkdir(parents=True)
+    (left / "amp_transpiler.lock").touch()
+    (left / "new" / META).write_text("{}")
+    (tmp_path / ".other.tmp").mkdir()
+    (tmp_path / "step_00000009").mkdir()  # made by hand: no checkpoint
+    assert amp.latest_checkpoint(tmp_path) is None
+    amp.save_checkpoint(tmp_path, net.main, scope, step=1)
+    assert sorted(os.listdir(tmp_path)) == [".other.tmp", "step_00000001", "step_00000009"]
+    assert amp.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_another_process_may_be_writing(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    busy = tmp_path / ".amp_write.abc.tmp"
+    busy.mkdir()
+    handle = os.open(busy / "amp_transpiler.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    amp.save_checkpoint(tmp_path, net.main, scope, step=1)
+    assert busy.exists()
+    os.close(handle)
+    amp.save_checkpoint(tmp_path, net.main, scope, step=2)
+    assert not busy.exists()
+
+
+# -- damage -----------------------------------------------------------------------------------------------
+def refused(net: Small, path: Path, message: str, error: type[Exception] = CheckpointError) -> None:
+    """Loading raises, and the scope is as it was."""
+    scope = amp.Scope()
+    scope.set_var("fc_0.b_0", np.ones(2, np.float32))
+    with pytest.raises(error, match=message):
+        amp.load_checkpoint(path, net.main, scope)
+    assert scope.var_names() == ["fc_0.b_0"] and scope.find_var("fc_0.b_0").shape == (2,)
+
+
+def test_every_flipped_byte_is_found(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path, net.main, scope, step=1)
+    folder = amp.save_checkpoint(tmp_path, net.main, scope, step=2)
+    rng = np.random.default_rng(0)
+    for name in (TENSORS, META):
+        good = (folder / name).read_bytes()
+        for place in (0, len(good) - 1, *rng.integers(0, len(good), 40)):
+            bad = bytearray(good)
+            bad[place] ^= 1 << int(rng.integers(0, 8))
+            (folder / name).write_bytes(bad)
+            if bytes(bad).split() != good.split():
+                refused(net, tmp_path, "step_00000002.*(damaged|cannot be read|not that of|format version)")
+        (folder / name).write_bytes(good)
+    assert loads(net, folder) == state(net.main, scope)
+    (tmp_path / "step_00000001" / META).write_text("{}")  # an old one does no harm
+    assert loads(net, tmp_path) == state(net.main, scope)
+    amp.save_checkpoint(tmp_path, net.main, scope, step=3, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000003"]
+
+
+def test_damage_names_the_checkpoint_before(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path, net.main, scope, step=1)
+    folder = amp.save_checkpoint(tmp_path, net.main, scope, step=2)
+    good = (folder / TENSORS).read_bytes()
+    for cut in (0, 7, len(good) // 2, len(good) - 1):
+        (folder / TENSORS).write_bytes(good[:cut])
+        refused(net, tmp_path, rf"step_00000002' is damaged \(there is 'step_00000001' beside it\).*has {cut} bytes")
+    (folder / TENSORS).unlink()
+    refused(net, tmp_path, "No such file")
+    assert loads(net, tmp_path / "step_00000001") == state(net.main, scope)
+
+
+def test_what_is_no_checkpoint(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    refused(net, tmp_path / "none", "there is no checkpoint", CheckpointNotFoundError)
+    refused(net, tmp_path, "there is no checkpoint in folder", CheckpointNotFoundError)
+    folder = amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    refused(net, folder / TENSORS, "is a file; a checkpoint is a folder", CheckpointNotFoundError)
+    meta = (folder / META).read_text()
+    (folder / META).unlink()
+    refused(net, folder, "has no meta.json.*load_weights", CheckpointNotFoundError)
+    (folder / META).write_text('{"format": "other"}')
+    refused(net, folder, "not that of a checkpoint")
+    (folder / META).write_text(meta.replace('"version": 1', '"version": 2'))
+    refused(net, folder, "format version 2")
+    (folder / META).write_text(meta)
+    save_file({"x": np.zeros(3)}, folder / TENSORS)  # foreign
+    refused(net, folder, "damaged")
+
+
+# -- another program --------------------------------------------------------------------------------------
+def test_every_mismatch_is_listed(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    other = build(hidden=9)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        amp.load_checkpoint(tmp_path / "c", other.main, amp.Scope())
+    wrong = {v.name for v in other.main.variables if v.persistable and 9 in (v.shape or ())}
+    assert set(caught.value.wrong) == wrong and all(name in str(caught.value) for name in wrong)
+    assert "fc_0.w_0 has shape [8, 8] and not [8, 9]" in str(caught.value)
+
+    with amp.program_guard(amp.Program(), amp.Program("startup")):  # without the guard of names
+        main = amp.default_main_program()
+        amp.nn.fc(amp.nn.fc(amp.data("x", [2, 8]), 8), 4)
+    renamed = [v.name for v in main.parameters]
+    with pytest.raises(CheckpointMismatchError, match=r"unique_name\.guard\(\)") as caught:
+        amp.load_checkpoint(tmp_path / "c", main, amp.Scope(), rename={"fc_0.*": "other.*"})
+    assert set(caught.value.missing) == set(renamed) - {"fc_1.w_0", "fc_1.b_0"}
+    assert "fc_0.w_0" in caught.value.extra
+
+
+def test_renamed(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    """Moments and masters follow their parameter."""
+    amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    other = build()
+    for variable in list(other.main.variables):
+        if variable.persistable and variable.name.startswith("fc_0"):
+            other.main.rename_variable(variable, variable.name.replace("fc_0", "head"))
+    fresh = amp.Scope()
+    loaded = amp.load_checkpoint(tmp_path / "c", other.main, fresh, rename={"fc_0.*": "head.*"})
+    assert not loaded.exact
+    before = state(net.main, scope)
+    assert {name.replace("head", "fc_0"): bits for name, bits in state(other.main, fresh).items()} == before
+
+
+def test_the_same_state_of_another_program(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    with pytest.warns(UserWarning, match="computes something else.*not bit for bit"):
+        loaded = amp.load_checkpoint(tmp_path / "c", build(beta1=0.8).main, amp.Scope())
+    assert not loaded.exact
+
+
+def test_fingerprint() -> None:
+    from amp_transpiler.runtime.checkpoint.state_slots import fingerprint
+
+    one, other = build(), build()
+    assert fingerprint(one.main) == fingerprint(other.main) == fingerprint(one.main.clone())
+    other.main.seed = 9
+    assert fingerprint(one.main) == fingerprint(other.main)
+    prints = [fingerprint(build(*case).main) for case in (("Adam",), ("AdamW",), ("Adam", "amp"), ("Adam", "fp32"))]
+    prints += [fingerprint(build(weight_decay=0.1).main), fingerprint(build(schedule=True).main)]
+    assert len(set(prints)) == len(prints)
+    ratio = next(op.input(1) for op in other.main.operators if op.type == "Dropout")
+    assert ratio is not None
+    ratio.data = np.float32(0.5)
+    assert fingerprint(other.main) != fingerprint(one.main)
+
+
+def test_other_variables_of_the_scope_stay(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path / "c", net.main, scope)
+    other = amp.Scope()
+    other.set_var("mine", np.arange(3))
+    amp.load_checkpoint(tmp_path / "c", net.main, other)
+    assert np.array_equal(other.find_var("mine"), np.arange(3))
+    net.train(other, HALF, HALF + 1)
+    assert re.fullmatch(r"[0-9a-f]{64}", json.loads((tmp_path / "c" / META).read_text())["file"]["sha256"])

@@ -1,0 +1,1 @@
+"""Programs that are run by hand as well as by tests."""
