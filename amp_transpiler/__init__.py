@@ -21,15 +21,9 @@ from amp_transpiler.conversion.converting import convert
 from amp_transpiler.finetune import FitOptions, FitResult, fit
 from amp_transpiler.finetune.prepare import prepare_training
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import (
-    default_main_program,
-    default_startup_program,
-    fp16_guard,
-    name_scope,
-    program_guard,
-)
+from amp_transpiler.ir.context import fp16_guard, name_scope
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient as register_gradient
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.monitor import (
@@ -63,9 +57,11 @@ from amp_transpiler.optimizer import (
 )
 from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.passes.autodiff.segments import recompute
+from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import check_step
+from amp_transpiler.program import Program, default_main_program, default_startup_program, program_guard
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.checkpoint.checkpoints import (
@@ -76,7 +72,6 @@ from amp_transpiler.runtime.checkpoint.checkpoints import (
 )
 from amp_transpiler.runtime.checkpoint.weight_files import load_weights
 from amp_transpiler.runtime.inference_model import load_inference_model, save_inference_model
-from amp_transpiler.runtime.memory_estimate import MemoryEstimate
 
 from amp_transpiler import mixed_precision, static  # isort: skip
 

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,11 +47,19 @@ def public(module: ModuleType) -> list[str]:
     return sorted(name for name in own if not name.startswith("_"))
 
 
+@cache
+def exported() -> frozenset[type]:
+    """The classes that the public modules name."""
+    modules = [importlib.import_module(full) for full in MODULES.values()]
+    found = (getattr(module, name) for module in modules for name in public(module))
+    return frozenset(thing for thing in found if isinstance(thing, type))
+
+
 def members(cls: type) -> dict[str, Any]:
     """Public functions and properties that a class adds to its public bases."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
-        if not base.__module__.startswith("amp_transpiler") or (base is not cls and not base.__name__.startswith("_")):
+        if not base.__module__.startswith("amp_transpiler") or (base is not cls and base in exported()):
             continue
         for name, value in vars(base).items():
             called = value.fget if isinstance(value, property) else getattr(value, "__func__", value)

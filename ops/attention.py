@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from amp_transpiler.ir.decompose import Parts, decomposition
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind
 
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.

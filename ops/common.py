@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.nodes import Operator
 
 #: What a gradient body returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]

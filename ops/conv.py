@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.window import Window, window_of
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import body, gradient, own
-from amp_transpiler.ir.program import Operator, Shape
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.recurrence import recur
 

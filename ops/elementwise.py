@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, gradient, no_gradient, own, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, shape_of, summed
 
 

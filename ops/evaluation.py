@@ -5,8 +5,8 @@ The clone has no state updates, and itself removes variables that these rules le
 
 from __future__ import annotations
 
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import for_test
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.training.random import MASK_ID
 
 

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, size_of
 
 #: The coefficient of the cubic kernel.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, gradient, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, size_of
 
 #: An index that no number of classes reaches.

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
 
 

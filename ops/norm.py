@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import body, gradient, traits
-from amp_transpiler.ir.program import Operator, Shape
 
 _EPSILON = 1e-5
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, gradient, own, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.window import Window, window_of
 
 traits("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"), exact=True)

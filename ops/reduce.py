@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, gradient, no_gradient, own, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, integers, shape_of
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, integers, shape_of, size_of
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]

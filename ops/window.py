@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.nodes import Operator
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from amp_transpiler.cli.terminal import complain, printable
 from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.errors import AmpError, FeedError, ModelFileError
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import (
     available_memory,
     calibration_budget,

@@ -26,7 +26,7 @@ from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.onnx_out import save
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import available_memory
 
 #: Bytes from which on a conversion takes long enough for a progress bar.

@@ -7,10 +7,11 @@ from collections import Counter
 
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.tensors import byte_size, tensor_type
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.typing import is_float, programs
+from amp_transpiler.program import Program
 
 _FEW = 5
 

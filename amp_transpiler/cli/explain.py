@@ -10,9 +10,10 @@ from amp_transpiler.conversion.converting import convert
 from amp_transpiler.conversion.report.summary import group
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.passes.view.names import label as plain_label
+from amp_transpiler.program import Program
 
 _EXAMPLES = 3
 

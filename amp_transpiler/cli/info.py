@@ -8,10 +8,11 @@ from collections import Counter
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import has_kernel, kernel_types, unsupported_reason
 from amp_transpiler.passes.view.typing import operator_name
+from amp_transpiler.program import Program
 
 _CUDA = "CUDAExecutionProvider"
 #: Control flow, whose graphs are looked into, and constants, which are loaded and not run.

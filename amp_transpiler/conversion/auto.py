@@ -17,12 +17,13 @@ from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bis
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
 from amp_transpiler.conversion.calibration.trials import Trials
 from amp_transpiler.conversion.report.record import RangeRecord
-from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.partition.assign_precision import Assignment
 from amp_transpiler.passes.view.constants import saturate
+from amp_transpiler.program import Program
 
 #: A tensor that comes this near to the largest number is taken to leave the format: other data may reach further.
 MARGIN = 2.0

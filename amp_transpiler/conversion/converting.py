@@ -20,8 +20,8 @@ from amp_transpiler.conversion.report.record import Conversion, CutRecord, recor
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.inline import inline_functions
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.patterns import matching
-from amp_transpiler.ir.program import Operator, Program
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
@@ -34,6 +34,7 @@ from amp_transpiler.passes.partition.assign_precision import MODES, Assignment, 
 from amp_transpiler.passes.precision.rules import check_variables
 from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import calibration_budget, within
 
 #: Relative L2 error of an output that auto mode allows where the caller names none.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.precision.casts import add_cast
+from amp_transpiler.program import Program
 
 
 def narrow_io(program: Program, names: Iterable[str], dtype: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import TARGET_OPSET, has_kernel
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
+from amp_transpiler.program import Program
 
 _CUDA = "CUDAExecutionProvider"
 #: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.

@@ -15,8 +15,9 @@ import onnx
 
 from amp_transpiler.errors import AmpError
 from amp_transpiler.ir.infer import constant_array
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
 #: What the free dimension is called.

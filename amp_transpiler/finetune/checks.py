@@ -18,7 +18,7 @@ from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
-from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.session import cuda_missing
 
 #: Bytes of a model from which on what is trained of it may get a data file beside it.

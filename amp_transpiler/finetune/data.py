@@ -14,7 +14,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, FeedError, FeedTypeError
 from amp_transpiler.finetune.metrics import IGNORED
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, element_type
 from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
 

@@ -10,9 +10,9 @@ import numpy as np
 from amp_transpiler.errors import NonFiniteError
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.programs import Programs
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.program import Program
 
 Feed = Mapping[str, np.ndarray]
 LossOf = Callable[[Program, Feed], float]

@@ -24,10 +24,11 @@ from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.finetune.training_record import EpochRecord, FitResult
 from amp_transpiler.ir.locations import model_size
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 from amp_transpiler.runtime.arrays import as_declared, as_ranked
-from amp_transpiler.runtime.place import Place
 
 _log = logging.getLogger(__name__)
 _BATCH = 32

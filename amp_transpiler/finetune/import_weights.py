@@ -14,11 +14,13 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
+from amp_transpiler.program import Program
 
 #: Names that exporters make up.
 _ANONYMOUS = re.compile(
@@ -73,7 +75,7 @@ def _adopt(variable: Variable) -> int:
     return 1
 
 
-def _hoist(nested: Program, op: Operator) -> int:
+def _hoist(nested: Graph, op: Operator) -> int:
     """Move weights out of a nested graph, and capture them there."""
     count = 0
     for inner in nested.operators:

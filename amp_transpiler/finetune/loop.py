@@ -16,8 +16,8 @@ from amp_transpiler.finetune.metrics import Metric
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.finetune.training_record import EpochRecord
-from amp_transpiler.ir.program import Program
 from amp_transpiler.monitor import StepReports
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 
 #: Batches on which the model is tried as it was given, where a loss is not finite.

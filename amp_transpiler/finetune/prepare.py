@@ -22,8 +22,8 @@ from amp_transpiler.finetune.import_weights import (
 )
 from amp_transpiler.finetune.train_mode import insert_dropout, train_batch_norm, train_dropout
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
 from amp_transpiler.ir.patterns import matching_names, names_of_parameter
-from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Program, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
@@ -33,6 +33,7 @@ from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.widen import widen
+from amp_transpiler.program import Program
 
 _log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, prepare_training
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import program_guard
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.nn import data
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import decorate
+from amp_transpiler.program import Program, program_guard
 
 #: Loss by name: its function, and the activation at a model's end that it applies itself.
 _CALLS: dict[str, tuple[Callable[..., Variable], str]] = {

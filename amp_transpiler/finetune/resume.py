@@ -15,8 +15,8 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, CheckpointError
 from amp_transpiler.finetune.options import FIXED, FitOptions, options_of
 from amp_transpiler.finetune.training_record import EpochRecord
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import Scope
 from amp_transpiler.runtime.checkpoint.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
 from amp_transpiler.runtime.checkpoint.reading import read_meta

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ops.training.random import MASK_ID, rng_state
+from amp_transpiler.program import Program
 
 
 def train_batch_norm(program: Program) -> list[str]:

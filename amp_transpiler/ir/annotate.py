@@ -10,16 +10,17 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import contrib_types
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import inferred_types, size_of
 from amp_transpiler.ir.onnx_out import weightless
-from amp_transpiler.ir.program import Operator, Program, Shape, Variable
 
 #: Names that ONNX's inference makes up for sizes that it does not know.
 _INVENTED = "unk__"
 
 
-def annotate(program: Program, model: onnx.ModelProto | None = None) -> None:
+def annotate(program: Graph, model: onnx.ModelProto | None = None) -> None:
     """Put the types that can be inferred on the variables of ``program`` and of its nested programs.
 
     ``model``: the program as a ModelProto without weights, nodes in the program's order, where there is one already.
@@ -30,7 +31,7 @@ def annotate(program: Program, model: onnx.ModelProto | None = None) -> None:
     _complete(program)
 
 
-def _assign(program: Program, graph: onnx.GraphProto) -> None:
+def _assign(program: Graph, graph: onnx.GraphProto) -> None:
     for info in (*graph.input, *graph.value_info, *graph.output):
         if program.has_var(info.name):
             _put(program.var(info.name), info.type)
@@ -74,7 +75,7 @@ def _typed(variable: Variable) -> bool:
     return variable.dtype is not None or variable.type_proto is not None
 
 
-def _complete(program: Program) -> None:
+def _complete(program: Graph) -> None:
     """Operator by operator: captured variables, inputs of nested graphs, then outputs that are still untyped."""
     env = Declared()
     for op in program.operators:
@@ -110,7 +111,7 @@ def _one(op: Operator, env: Declared) -> None:
             _fill(variable, dtype, shape)
 
 
-def _nested_inputs(op: Operator, body: Program) -> None:
+def _nested_inputs(op: Operator, body: Graph) -> None:
     """Element types of what a Loop or Scan hands to its body; shapes are the inference's business."""
     if op.type == "Loop":
         given: list[Variable | None] = [None, None, *op.inputs[2:]]

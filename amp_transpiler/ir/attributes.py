@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 if TYPE_CHECKING:
-    from amp_transpiler.ir.program import Program
+    from amp_transpiler.ir.graph import Graph
 
 
 def _encode(name: str, value: Any) -> onnx.AttributeProto:
@@ -81,7 +81,7 @@ class Attributes(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._order)
 
-    def set_graph(self, header: onnx.AttributeProto, value: Program | list[Program]) -> None:
+    def set_graph(self, header: onnx.AttributeProto, value: Graph | list[Graph]) -> None:
         """A graph attribute from a file: ``header`` is its AttributeProto without the graph."""
         self[header.name] = value
         self._protos[header.name] = header
@@ -91,11 +91,11 @@ class Attributes(MutableMapping[str, Any]):
         return self._protos.get(name)
 
     @property
-    def programs(self) -> list[Program]:
+    def programs(self) -> list[Graph]:
         """Every nested program, in attribute order."""
         if not self._graphs:
             return []
-        found: list[Program] = []
+        found: list[Graph] = []
         for value in self.graphs.values():
             found.extend(value if isinstance(value, list) else [value])
         return found
@@ -120,7 +120,7 @@ class Attributes(MutableMapping[str, Any]):
             new[proto.name] = proto
         return new
 
-    def copy_with(self, program: Callable[[Program], Program]) -> Attributes:
+    def copy_with(self, program: Callable[[Graph], Graph]) -> Attributes:
         """All attributes, in order, each nested program replaced by ``program`` of it."""
         new = Attributes()
         for name in self._order:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import onnx
 
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
-from amp_transpiler.ir.program import FORWARD, Operator, Program, Variable
 from amp_transpiler.ir.proto_residue import set_source, source_of
 
 __all__ = ["clone", "clone_graph", "insert_graph"]
 
 
-def clone(program: Program, for_test: bool = False) -> Program:
+G = TypeVar("G", bound=Graph)
+
+
+def clone(program: G, for_test: bool = False) -> G:
     """A copy; see ``Program.clone``."""
-    new = _Cloner(for_test).program(program, {})
+    new = _Cloner(for_test).program(program, {}, type(program))
     new.startup = program.startup
     return new
 
 
-def clone_graph(nested: Program) -> Program:
+def clone_graph(nested: G) -> G:
     """A copy of a nested program that stands in the same place: it reads the same outer variables."""
-    new = _Cloner(False).program(nested, {v.outer: v.outer for v in nested.variables if v.outer is not None})
+    new = _Cloner(False).program(
+        nested, {v.outer: v.outer for v in nested.variables if v.outer is not None}, type(nested)
+    )
     new.parent = nested.parent
     return new
 
 
 def insert_graph(
-    nested: Program, program: Program, given: dict[Variable, Variable], prefix: str, taken: set[str]
+    nested: Graph, program: Graph, given: dict[Variable, Variable], prefix: str, taken: set[str]
 ) -> list[Variable]:
     """Copy the operators of a nested program into the program around it.
 
@@ -63,15 +70,15 @@ class _Cloner:
     def __init__(self, for_test: bool) -> None:
         self.for_test = for_test
 
-    def program(self, old: Program, outer: dict[Variable, Variable]) -> Program:
-        """Copy one program. ``outer`` maps the variables around a nested one to their copies."""
-        new = Program(old.name)
+    def program(self, old: Graph, outer: dict[Variable, Variable], made: Callable[[str], G]) -> G:
+        """Copy one program into one that ``made`` makes. ``outer`` maps the variables around a nested one to copies."""
+        new = made(old.name)
         new.call(old.name, old.graph_name)
         new.seed, new.numeric_guards = old.seed, old.numeric_guards
         copies = {variable: self.variable(variable, new, outer, variable.name) for variable in old.variables}
-        for variable, made in copies.items():
+        for variable, copy in copies.items():
             if variable.grad_of is not None:
-                made.grad_of = copies[variable.grad_of]
+                copy.grad_of = copies[variable.grad_of]
         for op in old._operators.values():
             if not self.for_test or op.role == FORWARD:
                 self.operator(op, new, copies)
@@ -88,7 +95,7 @@ class _Cloner:
         _copy_info(old, new, copies)
         return new
 
-    def variable(self, old: Variable, new: Program, outer: dict[Variable, Variable], name: str) -> Variable:
+    def variable(self, old: Variable, new: Graph, outer: dict[Variable, Variable], name: str) -> Variable:
         """A copy of one variable, without its producer."""
         made = new.add_variable(
             name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable, data=old.data
@@ -103,9 +110,9 @@ class _Cloner:
             made.type_proto.CopyFrom(old.type_proto)
         return made
 
-    def operator(self, old: Operator, new: Program, copies: dict[Variable, Variable]) -> Operator:
+    def operator(self, old: Operator, new: Graph, copies: dict[Variable, Variable]) -> Operator:
         """A copy of one operator, nested programs included."""
-        attrs = old.attrs.copy_with(lambda nested: self.program(nested, copies))
+        attrs = old.attrs.copy_with(lambda nested: self.program(nested, copies, type(new)))
         op = new.add_operator(
             old.type,
             _mapped(old.inputs, copies),
@@ -129,7 +136,7 @@ def _mapped(variables: Iterable[Variable | None], copies: dict[Variable, Variabl
     return [None if v is None else copies[v] for v in variables]
 
 
-def _copy_info(old: Program, new: Program, copies: dict[Variable, Variable]) -> None:
+def _copy_info(old: Graph, new: Graph, copies: dict[Variable, Variable]) -> None:
     info = old.info
     new.info = replace(
         info,
@@ -146,7 +153,7 @@ def _copy_info(old: Program, new: Program, copies: dict[Variable, Variable]) -> 
 
 
 # -- evaluation ------------------------------------------------------------------------------------
-def _evaluate(old: Program, new: Program, copies: dict[Variable, Variable]) -> None:
+def _evaluate(old: Graph, new: Graph, copies: dict[Variable, Variable]) -> None:
     """Turn a copy without its training operators into a program for evaluation."""
     for op in new.operators:
         found = lookup(op)
@@ -160,7 +167,7 @@ def _evaluate(old: Program, new: Program, copies: dict[Variable, Variable]) -> N
             new.remove_variable(after)
 
 
-def _remove_dead(program: Program, targets: list[Variable]) -> None:
+def _remove_dead(program: Graph, targets: list[Variable]) -> None:
     """Remove operators that served only the updates: what they made is neither read nor an output.
 
     An operator whose result was never read (a loss, an accuracy) is no such operator: it may be fetched.

@@ -5,7 +5,7 @@ A table because onnxruntime's schemas cannot be read without its session library
 
 from __future__ import annotations
 
-from amp_transpiler.ir.program import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Shape
 
 DOMAIN = "com.microsoft"
 

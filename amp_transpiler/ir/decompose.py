@@ -22,10 +22,11 @@ import numpy as np
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import OperatorCall
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.metadata import FULL
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, rule_of
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 
@@ -208,7 +209,7 @@ def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
     parts.program.remove_variable(value)
 
 
-def decompose(program: Program) -> int:
+def decompose(program: Graph) -> int:
     """Take apart every operator that has an entry and no gradient rule, nested programs too; the number of them.
 
     One whose form its entry cannot express stays; :func:`take_apart` says why.

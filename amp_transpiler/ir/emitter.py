@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.infer import constant_array
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
 

@@ -11,8 +11,9 @@ import onnx
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.files import Group, check_space, check_target, put, remove_leftovers, same_file
 from amp_transpiler.ir import serializing
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.locations import model_files
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.ir.tensors import (
     CastTensor,
@@ -44,7 +45,7 @@ class Layout:
     """
 
     def __init__(
-        self, program: Program, values: dict[Variable, Any], path: Path | None, external_data: bool | str | None
+        self, program: Graph, values: dict[Variable, Any], path: Path | None, external_data: bool | str | None
     ) -> None:
         self.path = path
         self.values = values
@@ -56,7 +57,7 @@ class Layout:
             self._check_paths(path, program, held, named=isinstance(external_data, str))
 
     def _moved(
-        self, program: Program, held: list[tuple[Variable, Any]], external_data: bool | str | None
+        self, program: Graph, held: list[tuple[Variable, Any]], external_data: bool | str | None
     ) -> list[tuple[Variable, Any]]:
         """What goes into the data file."""
         if self.path is None or external_data is False:
@@ -88,7 +89,7 @@ class Layout:
             end = offset + size
         return places
 
-    def _check_paths(self, path: Path, program: Program, held: list[tuple[Variable, Any]], *, named: bool) -> None:
+    def _check_paths(self, path: Path, program: Graph, held: list[tuple[Variable, Any]], *, named: bool) -> None:
         """Refuse what would overwrite weights that the program reads, or what is not this model's."""
         source = source_of(program)
         read = {data.file for _, data in held if isinstance(data, ExternalTensor)}
@@ -147,7 +148,7 @@ def check_unnamed(path: Path, beside: Path) -> None:
         )
 
 
-def _contents(program: Program, values: dict[Variable, Any]) -> list[Variable]:
+def _contents(program: Graph, values: dict[Variable, Any]) -> list[Variable]:
     """Variables, nested ones included, that are written as dense initializers."""
     return [
         v

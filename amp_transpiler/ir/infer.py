@@ -14,9 +14,10 @@ import onnx
 import onnx.reference
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.opdef import lookup, rule_of
-from amp_transpiler.ir.program import OWN, Operator, Program, Shape, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 
@@ -90,7 +91,7 @@ class Shapes:
     """
 
     def __init__(
-        self, program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None, around: Shapes | None = None
+        self, program: Graph, feed_shapes: dict[str, tuple[int, ...]] | None = None, around: Shapes | None = None
     ) -> None:
         self.program = program
         self.types: dict[int, tuple[str | None, Shape | None]] = {}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import onnx
 import onnx.inliner
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.model_file import ModelFile
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.onnx_in import program_of
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.onnx_out import weightless
-from amp_transpiler.ir.program import Operator, Program
 from amp_transpiler.ir.proto_residue import plain_domain, source_of
 
+G = TypeVar("G", bound=Graph)
 
-def inline_functions(program: Program) -> Program:
+
+def inline_functions(program: G) -> G:
     """A program without model-local functions: each call replaced by the function's body.
 
     The operators of a body get role, guard, precision and reason of the call, and its scope where they have none.
@@ -21,14 +28,12 @@ def inline_functions(program: Program) -> Program:
     """
     if not program.info.functions:
         return program
-    from amp_transpiler.ir.model_file import ModelFile
-    from amp_transpiler.ir.onnx_in import program_of
-
     try:
         model = onnx.inliner.inline_local_functions(weightless(program))
     except ONNX_ERRORS as error:
         raise GraphError(f"the functions of program '{program.name}' cannot be inlined: {str(error).strip()}") from None
-    new = program_of(ModelFile(model, f"program '{program.name}'", None, list(model.graph.initializer)), program.name)
+    read = ModelFile(model, f"program '{program.name}'", None, list(model.graph.initializer))
+    new = program_of(read, type(program), program.name)
     source, made = source_of(program), source_of(new)
     if source is not None and made is not None:
         made.path, made.external = source.path, source.external
@@ -43,11 +48,11 @@ def inline_functions(program: Program) -> Program:
     return new
 
 
-def _calls(program: Program) -> set[tuple[str, str, str]]:
+def _calls(program: Graph) -> set[tuple[str, str, str]]:
     return {(plain_domain(f.domain), f.name, f.overload) for f in program.info.functions}
 
 
-def _carry_variables(old: Program, new: Program) -> None:
+def _carry_variables(old: Graph, new: Graph) -> None:
     """Content and flags, by name; the inliner saw neither."""
     for variable in old.variables:
         if not new.has_var(variable.name):
@@ -62,7 +67,7 @@ def _carry_variables(old: Program, new: Program) -> None:
     new.updates = {new.var(state.name): new.var(value.name) for state, value in old.updates.items()}
 
 
-def _carry_marks(old: Program, new: Program, calls: set[tuple[str, str, str]]) -> None:
+def _carry_marks(old: Graph, new: Graph, calls: set[tuple[str, str, str]]) -> None:
     """The inliner puts a body where its call stood, so both programs are walked side by side."""
     rest = iter(new.operators)
     op = next(rest, None)

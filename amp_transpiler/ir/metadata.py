@@ -7,8 +7,8 @@ import ast
 import json
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.nodes import Window
-from amp_transpiler.ir.program import FORWARD, ROLES, Operator, Program
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator, Window
 from amp_transpiler.ir.reasons import Kind, pack, unpack
 from amp_transpiler.ir.weights import not_a_weight
 
@@ -92,7 +92,7 @@ def _joined(listed: str) -> str:
     return "/".join(parts)
 
 
-def written_state(program: Program) -> dict[str, str]:
+def written_state(program: Graph) -> dict[str, str]:
     """The metadata entry that says which variables are persistable and trainable, and the updates.
 
     None is needed, and none written, where importing would find the same: all weights are trainable, nothing is
@@ -116,7 +116,7 @@ def written_state(program: Program) -> dict[str, str]:
     return {_STATE: json.dumps(state)}
 
 
-def read_state(program: Program) -> bool:
+def read_state(program: Graph) -> bool:
     """Take the state entry out of the graph's metadata and obey it; whether there was one."""
     text = program.info.graph_metadata.pop(_STATE, None)
     if text is None:

@@ -1,6 +1,6 @@
 """What a program is made of: variables, operators, and what its file says besides.
 
-Changes of edges go through the methods here and those of :class:`~amp_transpiler.ir.program.Program`.
+Changes of edges go through the methods here and those of :class:`~amp_transpiler.ir.graph.Graph`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_attributes
 
 if TYPE_CHECKING:
-    from amp_transpiler.ir.program import Program
+    from amp_transpiler.ir.graph import Graph
 
 FORWARD, BACKWARD, SCALING, UPDATE = "forward", "backward", "loss_scaling", "update"
 ROLES = (FORWARD, BACKWARD, SCALING, UPDATE)
@@ -83,7 +83,7 @@ class Variable:
         def __getitem__(self, key: Any) -> Variable: ...
         def astype(self, dtype: Any) -> Variable: ...
 
-    def __init__(self, program: Program, key: int, name: str, dtype: str | None, shape: Shape | None) -> None:
+    def __init__(self, program: Graph, key: int, name: str, dtype: str | None, shape: Shape | None) -> None:
         self.program = program
         self.key = key
         self.name = name
@@ -154,7 +154,7 @@ class Operator:
         "why",
     )
 
-    def __init__(self, program: Program, key: int, type: str, domain: str) -> None:
+    def __init__(self, program: Graph, key: int, type: str, domain: str) -> None:
         self.program = program
         self.key = key
         self.type = type

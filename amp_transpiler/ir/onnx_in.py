@@ -7,18 +7,19 @@ not matter; nested graphs are read when their operator is. Element types are fou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import onnx
 
 from amp_transpiler.errors import GraphError, ModelFileError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto
 from amp_transpiler.ir.metadata import INITIALIZER, read_marks, read_state
 from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, read_model, without_weights
-from amp_transpiler.ir.program import FORWARD, OWN, ModelInfo, Program, Shape, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, ModelInfo, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
 from amp_transpiler.ir.tensors import stripped, tensor_array, tensor_type
 from amp_transpiler.ir.verify import operator_clashes
@@ -27,25 +28,34 @@ from amp_transpiler.ir.wellformed import node_label
 
 __all__ = ["load", "program_of", "tensor_array"]
 
+G = TypeVar("G", bound=Graph)
+
 #: Fields of GraphProto that have a place of their own in a Program.
 _GRAPH_LISTS = ("node", "initializer", "sparse_initializer", "input", "output", "value_info")
 
 
 def load(
-    model_or_path: Any, *, name: str | None = None, external_data_dir: str | os.PathLike[str] | None = None
-) -> Program:
-    """A program, and its startup program, from a model file or ModelProto; see ``Program.from_onnx``."""
+    model_or_path: Any,
+    made: Callable[[str], G],
+    *,
+    name: str | None = None,
+    external_data_dir: str | os.PathLike[str] | None = None,
+) -> G:
+    """A program, and its startup program, from a model file or ModelProto; see ``Program.from_onnx``.
+
+    ``made`` makes an empty one from its name, for each graph of the model.
+    """
     read = read_model(model_or_path, external_data_dir)
     try:
-        return program_of(read, name)
+        return program_of(read, made, name)
     except GraphError as error:
         raise GraphError(f"{read.label}: {error}") from None
 
 
-def program_of(read: ModelFile, name: str | None = None) -> Program:
+def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = None) -> G:
     """The program of a model that was read."""
     model = read.model
-    reader = _Reader(DataFiles(read.label, read.folder, read.path))
+    reader = _Reader(DataFiles(read.label, read.folder, read.path), made)
     program = reader.graph(model.graph, read.initializers, None, name).program
     program.numeric_guards = True
     if read.path is not None and not name:  # exporters call every graph the same
@@ -71,7 +81,7 @@ def program_of(read: ModelFile, name: str | None = None) -> Program:
     return program
 
 
-def _as_read(program: Program, model: onnx.ModelProto) -> onnx.ModelProto | None:
+def _as_read(program: Graph, model: onnx.ModelProto) -> onnx.ModelProto | None:
     """The model without its weights, for type inference; None where its nodes are not in order."""
     keys = [op.key for op in program.operators]
     if keys != sorted(keys):
@@ -85,7 +95,7 @@ def _as_read(program: Program, model: onnx.ModelProto) -> onnx.ModelProto | None
     return copy
 
 
-def _check_domain(program: Program, label: str) -> None:
+def _check_domain(program: Graph, label: str) -> None:
     """Operators of ai.onnx mean nothing without the version of their set; a cut file may have lost it."""
     if "" in program.info.opsets or program.info.ir_version < 3:
         return
@@ -97,7 +107,7 @@ def _check_domain(program: Program, label: str) -> None:
             )
 
 
-def _mark_parameters(program: Program) -> None:
+def _mark_parameters(program: Graph) -> None:
     """Find the persistable variables, and make the startup program that sets them.
 
     A program that was written by this package says which they are. In any other file weights are (trainable ones)
@@ -114,19 +124,18 @@ def _mark_parameters(program: Program) -> None:
         for v in program.variables
         if v.persistable and v.producer is None and v.data is not None
     ]
-    program.defer_startup(lambda: _startup(program.name, contents))
+    program.defer_startup(lambda: _startup(type(program)(f"{program.name}_startup"), contents))
 
 
-def _startup(name: str, contents: list[tuple[str, str | None, Shape | None, Any]]) -> Program:
-    """The program that sets each variable to the content that it carried (shared, not copied)."""
-    startup = Program(f"{name}_startup")
+def _startup(startup: G, contents: list[tuple[str, str | None, Shape | None, Any]]) -> G:
+    """An empty program made to set each variable to the content that it carried (shared, not copied)."""
     for variable, dtype, shape, data in contents:
         out = startup.add_variable(variable, dtype, shape, persistable=True, data=data)
         startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)
     return startup
 
 
-def _settle(program: Program) -> None:
+def _settle(program: Graph) -> None:
     source = source_of(program)
     if source is not None:
         source.settle()
@@ -139,10 +148,10 @@ def _entries(props: Iterable[onnx.StringStringEntryProto]) -> dict[str, str]:
     return {entry.key: entry.value for entry in props}
 
 
-class _Frame:
+class _Frame(Generic[G]):
     """A graph being read: its program, the graph around it, and what it reads from there, in order."""
 
-    def __init__(self, program: Program, outer: _Frame | None) -> None:
+    def __init__(self, program: G, outer: _Frame[G] | None) -> None:
         self.program = program
         self.outer = outer
         self.captured: dict[Variable, None] = {}
@@ -160,19 +169,20 @@ class _Frame:
         return inner
 
 
-class _Reader:
-    def __init__(self, files: DataFiles) -> None:
+class _Reader(Generic[G]):
+    def __init__(self, files: DataFiles, made: Callable[[str], G]) -> None:
         self.files = files
+        self.made = made
 
     def graph(
         self,
         graph: onnx.GraphProto,
         initializers: Iterable[onnx.TensorProto],
-        outer: _Frame | None,
+        outer: _Frame[G] | None,
         name: str | None = None,
-    ) -> _Frame:
+    ) -> _Frame[G]:
         """Read one graph. ``outer`` is the frame of the graph around a nested one."""
-        program = Program(name or graph.name)
+        program = self.made(name or graph.name)
         program.info = ModelInfo(opsets={}, graph_doc=graph.doc_string, graph_metadata=_entries(graph.metadata_props))
         source = Source(copy_without(graph, _GRAPH_LISTS), program.graph_name)
         set_source(program, source)
@@ -195,7 +205,7 @@ class _Reader:
 
     def _initializers(
         self,
-        program: Program,
+        program: Graph,
         source: Source,
         dense: Iterable[onnx.TensorProto],
         sparse: Iterable[onnx.SparseTensorProto],
@@ -205,12 +215,12 @@ class _Reader:
         for item in sparse:
             self._content(program, source, item.values.name, item)
 
-    def _content(self, program: Program, source: Source, name: str, data: Any) -> None:
+    def _content(self, program: Graph, source: Source, name: str, data: Any) -> None:
         if program.has_var(name):
             raise GraphError(f"graph '{program.name}' has two initializers called '{name}'")
         source.initializers.append(program.add_variable(name, *tensor_type(data), data=data))
 
-    def _inputs(self, program: Program, source: Source, inputs: Iterable[onnx.ValueInfoProto]) -> None:
+    def _inputs(self, program: Graph, source: Source, inputs: Iterable[onnx.ValueInfoProto]) -> None:
         seen: set[str] = set()
         for info in inputs:
             if info.name in seen:
@@ -220,7 +230,7 @@ class _Reader:
                 program.add_input(info.name, None, None)
             source.inputs.append(_entry(program.var(info.name), info))
 
-    def _declare_outputs(self, program: Program, node: onnx.NodeProto) -> None:
+    def _declare_outputs(self, program: Graph, node: onnx.NodeProto) -> None:
         for output in node.output:
             if output and program.has_var(output):
                 raise GraphError(
@@ -230,7 +240,7 @@ class _Reader:
             if output:
                 program.add_variable(output)
 
-    def _operator(self, frame: _Frame, node: onnx.NodeProto) -> None:
+    def _operator(self, frame: _Frame[G], node: onnx.NodeProto) -> None:
         program = frame.program
         attributes = Attributes()
         captured: dict[Variable, None] = {}
@@ -255,7 +265,7 @@ class _Reader:
         for variable in captured:
             op.add_capture(variable)
 
-    def _read(self, frame: _Frame, node: onnx.NodeProto, name: str) -> Variable | None:
+    def _read(self, frame: _Frame[G], node: onnx.NodeProto, name: str) -> Variable | None:
         if not name:
             return None
         variable = frame.find(name)
@@ -266,12 +276,12 @@ class _Reader:
         return variable
 
     def _attribute(
-        self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame, captured: dict[Variable, None]
+        self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame[G], captured: dict[Variable, None]
     ) -> None:
         if not attribute.HasField("g") and not attribute.graphs:
             attributes[attribute.name] = self.files.embedded(attribute)
             return
-        programs = []
+        programs: list[Graph] = []
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
             inner = self.graph(graph, graph.initializer, frame)
             captured.update(inner.captured)

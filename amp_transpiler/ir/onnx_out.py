@@ -15,8 +15,9 @@ from amp_transpiler.errors import GraphError, ScopeError
 from amp_transpiler.files import Group
 from amp_transpiler.ir.external import Layout
 from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import INITIALIZER, inserted, written_marks, written_state
-from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.proto_residue import plain_domain, source_of, value_info
 from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
 from amp_transpiler.ir.verify import same_shape
@@ -29,7 +30,7 @@ Content = Callable[[Variable, Any], Tensor]
 
 
 def model_of(
-    program: Program, content: Content | None = None, values: dict[Variable, Any] | None = None, results: bool = False
+    program: Graph, content: Content | None = None, values: dict[Variable, Any] | None = None, results: bool = False
 ) -> onnx.ModelProto:
     """The program as a ModelProto; with ``results``, what :func:`results_of` names are its outputs.
 
@@ -41,7 +42,7 @@ def model_of(
     return _Writer(content or embedded, values or {}, outputs).model(program)
 
 
-def results_of(program: Program) -> list[Variable]:
+def results_of(program: Graph) -> list[Variable]:
     """The declared outputs; of a built program without any, all that its last operators compute.
 
     Those are the operators none of whose results another one reads; their optional results do not count. No outputs for
@@ -67,7 +68,7 @@ def _optional(op: Operator, slot: int) -> bool:
     return slot < len(outputs) and outputs[slot].option == onnx.defs.OpSchema.FormalParameterOption.Optional
 
 
-def weightless(program: Program) -> onnx.ModelProto:
+def weightless(program: Graph) -> onnx.ModelProto:
     """The program as a ModelProto without the content of its large tensors: for onnx's type inference and inliner."""
 
     def content(variable: Variable, data: Any) -> Tensor:
@@ -77,7 +78,7 @@ def weightless(program: Program) -> onnx.ModelProto:
 
 
 def save(
-    program: Program,
+    program: Graph,
     path: str | os.PathLike[str] | None = None,
     *,
     scope: Any = None,
@@ -103,7 +104,7 @@ def save(
     return model
 
 
-def _scope_values(program: Program, scope: Any) -> dict[Variable, Any]:
+def _scope_values(program: Graph, scope: Any) -> dict[Variable, Any]:
     """What the scope holds of the program's persistable variables, checked against what they declare."""
     values: dict[Variable, Any] = {}
     for variable in program.variables:
@@ -135,7 +136,7 @@ class _Writer:
         self.results = results
 
     # -- model -----------------------------------------------------------------------------------
-    def model(self, program: Program) -> onnx.ModelProto:
+    def model(self, program: Graph) -> onnx.ModelProto:
         info, source = program.info, source_of(program)
         model = onnx.ModelProto()
         if source is not None and source.model is not None:
@@ -163,14 +164,14 @@ class _Writer:
         inputs = {info.name for info in graph.input}
         return any(tensor.name not in inputs for tensor in graph.initializer)
 
-    def _opsets(self, program: Program) -> dict[str, int]:
+    def _opsets(self, program: Graph) -> dict[str, int]:
         opsets = dict(program.info.opsets)
         if OWN not in opsets and any(op.domain == OWN for op in program.walk()):
             opsets[OWN] = 1
         return opsets
 
     # -- graph -----------------------------------------------------------------------------------
-    def graph(self, program: Program, graph: onnx.GraphProto) -> None:
+    def graph(self, program: Graph, graph: onnx.GraphProto) -> None:
         """Write the program into an empty GraphProto."""
         source = source_of(program)
         if source is not None:
@@ -190,7 +191,7 @@ class _Writer:
     def _data(self, variable: Variable) -> Any:
         return self.values.get(variable, variable.data)
 
-    def _initializers(self, program: Program, graph: onnx.GraphProto) -> set[Variable]:
+    def _initializers(self, program: Graph, graph: onnx.GraphProto) -> set[Variable]:
         """Write every variable that has content and no producer; gives those variables."""
         source = source_of(program)
         held = [v for v in program.variables if v.producer is None and v.outer is None and self._data(v) is not None]
@@ -204,7 +205,7 @@ class _Writer:
                 graph.initializer.append(tensor)
         return found
 
-    def _inputs(self, program: Program, graph: onnx.GraphProto, held: set[Variable]) -> None:
+    def _inputs(self, program: Graph, graph: onnx.GraphProto, held: set[Variable]) -> None:
         """Inputs in the file's order (initializers that are inputs as well among them), then new ones, then states."""
         source = source_of(program)
         fed = dict.fromkeys(program.inputs)
@@ -226,7 +227,7 @@ class _Writer:
                     "which nothing writes, feeds or initialises"
                 )
 
-    def _outputs(self, program: Program, graph: onnx.GraphProto) -> None:
+    def _outputs(self, program: Graph, graph: onnx.GraphProto) -> None:
         source = source_of(program)
         entries = {id(entry.variable): entry for entry in source.outputs} if source else {}
         for variable in self.results if program.parent is None else program.outputs:
@@ -235,7 +236,7 @@ class _Writer:
             graph.output.append(written)
             graph.output[-1].name = exported_name(variable)
 
-    def _value_info(self, program: Program, graph: onnx.GraphProto) -> None:
+    def _value_info(self, program: Graph, graph: onnx.GraphProto) -> None:
         """The file's entries; the outputs of own operators, whose types nobody else can infer; and what a cast was put
         behind to keep an output's type: the file may say of that output what nobody can infer either."""
         source = source_of(program)

@@ -8,10 +8,10 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.nodes import Operator
 
 if TYPE_CHECKING:
-    from amp_transpiler.ir.program import Program
+    from amp_transpiler.ir.graph import Graph
 
 
-def topological_order(program: Program) -> list[Operator]:
+def topological_order(program: Graph) -> list[Operator]:
     """Operators in stable order: as added, each after its producers. GraphError on a cycle."""
     operators = program._operators
     added = [operators[key] for key in sorted(operators)]

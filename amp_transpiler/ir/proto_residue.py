@@ -8,8 +8,9 @@ from typing import Any
 
 import onnx
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 
 #: Names of ai.onnx in files; the program calls it "".
 DEFAULT_DOMAINS = ("", "ai.onnx")
@@ -129,13 +130,13 @@ class Source:
         )
 
 
-def source_of(program: Program) -> Source | None:
+def source_of(program: Graph) -> Source | None:
     """What the file said about this program, None for a program that was built."""
     found: Source | None = program.info.extra.get(_KEY)
     return found
 
 
-def set_source(program: Program, source: Source) -> None:
+def set_source(program: Graph, source: Source) -> None:
     """Let the program remember its file."""
     program.info.extra[_KEY] = source
 

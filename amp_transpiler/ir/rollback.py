@@ -14,12 +14,12 @@ from typing import Any
 
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import CAPTURE, ModelInfo, Operator, Variable
-from amp_transpiler.ir.program import Program
 
 
 @contextmanager
-def unchanged_on_error(*programs: Program | None) -> Iterator[None]:
+def unchanged_on_error(*programs: Graph | None) -> Iterator[None]:
     """Take back what the block does to ``programs`` (nested ones included) where it raises, Ctrl-C included."""
     snapshots = [_Snapshot(program) for program in dict.fromkeys(programs) if program is not None]
     counters = unique_name.counters()
@@ -49,7 +49,7 @@ def _info(info: ModelInfo) -> ModelInfo:
 class _Snapshot:
     """One program as it is now. Attribute protobufs and tensor contents are shared: passes replace, never edit them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Graph) -> None:
         self.program = program
         self.fields = {name: _copied(value) for name, value in vars(program).items() if name != "graph"}
         self.fields["info"] = _info(program.info)

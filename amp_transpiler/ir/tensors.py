@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError, ModelFileError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
 
 #: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.

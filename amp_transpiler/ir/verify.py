@@ -13,7 +13,8 @@ from typing import Any
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.program import CAPTURE, OWN, Operator, Program, Variable
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import CAPTURE, OWN, Operator, Variable
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES
 
 _SHOWN = 10
@@ -22,7 +23,7 @@ _VARIADIC = onnx.defs.OpSchema.FormalParameterOption.Variadic
 _SPELLING = {"float32": "float", "float64": "double"}
 
 
-def verify(program: Program) -> None:
+def verify(program: Graph) -> None:
     """Raise GraphError with what is wrong with the program; see ``Program.verify``."""
     findings = list(islice(_findings(program), _SHOWN + 1))
     if findings:
@@ -31,12 +32,12 @@ def verify(program: Program) -> None:
         raise GraphError(f"program '{program.name}' is malformed:\n- {listed}{more}")
 
 
-def untyped(program: Program) -> list[str]:
+def untyped(program: Graph) -> list[str]:
     """Names of the variables, nested programs included, that have no element type and are no sequence or the like."""
     return [v.name for one in programs_of(program) for v in one.variables if v.dtype is None and not _spelled(v)]
 
 
-def programs_of(program: Program) -> Iterator[Program]:
+def programs_of(program: Graph) -> Iterator[Graph]:
     """The program and every program nested in it, without sorting them (so that a cycle does no harm)."""
     yield program
     for op in program._operators.values():
@@ -44,7 +45,7 @@ def programs_of(program: Program) -> Iterator[Program]:
             yield from programs_of(nested)
 
 
-def _findings(program: Program) -> Iterator[str]:
+def _findings(program: Graph) -> Iterator[str]:
     for one in programs_of(program):
         for op in one._operators.values():
             yield from _edges(one, op)
@@ -63,7 +64,7 @@ def _findings(program: Program) -> Iterator[str]:
 
 
 # -- structure -----------------------------------------------------------------------------------
-def _edges(program: Program, op: Operator) -> Iterator[str]:
+def _edges(program: Graph, op: Operator) -> Iterator[str]:
     told = {(v.key, slot) for slot, v in enumerate(op.inputs) if v is not None}
     drawn = {(key, slot) for key, slots in program.graph._pred[op.key].items() for slot in slots if slot != CAPTURE}
     if told != drawn:
@@ -77,7 +78,7 @@ def _edges(program: Program, op: Operator) -> Iterator[str]:
             yield f"operator '{op.label}' writes '{v.name}', which says that {by} writes it"
 
 
-def _variable(program: Program, name: str, variable: Variable) -> Iterator[str]:
+def _variable(program: Graph, name: str, variable: Variable) -> Iterator[str]:
     if variable.name != name or variable.program is not program:
         yield f"variable '{variable.name}' is filed as '{name}' in program '{program.name}'"
     producers = program.graph._pred[variable.key]
@@ -103,7 +104,7 @@ def _variable(program: Program, name: str, variable: Variable) -> Iterator[str]:
         yield f"variable '{name}' has the unknown element type {variable.dtype!r}"
 
 
-def _ports(program: Program) -> Iterator[str]:
+def _ports(program: Graph) -> Iterator[str]:
     for what, variables in (("input", program.inputs), ("output", program.outputs)):
         for v in variables:
             if not program.has_var(v.name) or program.var(v.name) is not v:
@@ -113,7 +114,7 @@ def _ports(program: Program) -> Iterator[str]:
             yield f"input '{v.name}' of program '{program.name}' is written by operator '{v.producer.label}'"
 
 
-def _captures(program: Program) -> Iterator[str]:
+def _captures(program: Graph) -> Iterator[str]:
     """Nested programs reach outwards through one capture edge per level, and shadow nothing that they capture."""
     for op in program._operators.values():
         inner = [v for nested in op.attrs.programs for v in nested.variables if v.outer is not None]
@@ -154,7 +155,7 @@ def _root(variable: Variable) -> Variable:
     return variable
 
 
-def _updates(program: Program) -> Iterator[str]:
+def _updates(program: Graph) -> Iterator[str]:
     for state, new in program.updates.items():
         if not state.persistable or new.program is not program or not program.has_var(state.name):
             yield f"the update of '{state.name}' does not go from a variable of the program to a persistable one"

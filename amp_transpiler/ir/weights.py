@@ -11,8 +11,9 @@ import math
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
@@ -92,7 +93,7 @@ def _is_layer(op: Operator, slot: int) -> bool:
     return other is not None and other.producer is not None and other.producer.type == "MatMul"
 
 
-def become_constants(program: Program) -> None:
+def become_constants(program: Graph) -> None:
     """Let what carries its content be a constant, no parameter: nobody trains the program."""
     for variable in program.variables:
         if variable.persistable and variable.data is not None and variable not in program.updates:

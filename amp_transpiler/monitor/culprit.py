@@ -11,7 +11,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
 from amp_transpiler.monitor.step_snapshot import load_step
@@ -19,6 +19,7 @@ from amp_transpiler.monitor.steps import TrainingStep, training_step
 from amp_transpiler.monitor.suggested_fixes import Cure, forward_of, tried
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.passes.view.names import label
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
 

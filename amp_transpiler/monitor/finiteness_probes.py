@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import BACKWARD, Operator, Program, Shape, Variable
+from amp_transpiler.ir.nodes import BACKWARD, Operator, Shape, Variable
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
 from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.program import Program, program_guard
 
 TAPS = "@taps"
 
@@ -51,7 +52,7 @@ def nonfinite(program: Program, order: Sequence[Operator], rerun: Rerun) -> set[
 def tapped(program: Program, variables: Sequence[Variable]) -> Program:
     """A copy of ``program`` with the variable ``@taps``: one bool for each of ``variables``, the last first."""
     copy = program.clone()
-    with context.program_guard(copy, program.startup or Program("startup")), context.operator_role(BACKWARD):
+    with program_guard(copy, program.startup or Program("startup")), context.operator_role(BACKWARD):
         one = copy.add_constant("@taps.one", np.ones(1, np.int64))
         sums = [_sum(copy, copy.var(v.name), one) for v in reversed(variables)]
         joined = copy.add_variable("@taps.joined", "float32", (len(sums),))

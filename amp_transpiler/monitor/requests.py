@@ -7,10 +7,11 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
+from amp_transpiler.ir.nodes import OWN, UPDATE, Variable
 from amp_transpiler.ir.patterns import matching_names
-from amp_transpiler.ir.program import OWN, UPDATE, Program, Variable
 from amp_transpiler.monitor.steps import TrainingStep, scope_group, training_step
 from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.report import ReportRequest
 
 

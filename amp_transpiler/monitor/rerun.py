@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.monitor.steps import TrainingStep
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.place import CPUPlace, Place
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.feeds import Feeds, shape_of
-from amp_transpiler.runtime.place import CPUPlace, Place
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.session import Settings, create_session
 

@@ -13,11 +13,12 @@ import onnx
 
 from amp_transpiler.errors import ModelFileError, ModelFileNotFoundError
 from amp_transpiler.files import write_files
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.passes.step_check.check_step import UNGATED
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
 

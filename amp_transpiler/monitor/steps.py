@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import FORWARD, OWN, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, SCALING, Operator, Variable
 from amp_transpiler.ops.training.clip import CLIPS
 from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE
 from amp_transpiler.ops.training.update import LAYOUTS
+from amp_transpiler.program import Program
 
 
 @dataclass

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import gradient_type
-from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.monitor.steps import TrainingStep
 from amp_transpiler.passes.view.names import source, written_name
 from amp_transpiler.passes.view.typing import operator_name
+from amp_transpiler.program import Program
 
 #: The smallest scale that is tried, as a power of two: fp16 gradients below it are lost with any scale.
 LEAST = -24

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, NonFiniteError
-from amp_transpiler.ir import context
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.monitor.culprit import Culprit, find_culprit
 from amp_transpiler.monitor.rerun import is_bad
 from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.passes.step_check.check_step import UNGATED
+from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -79,7 +79,7 @@ class Watch:
         return_numpy: bool = True,
     ) -> list[Any]:
         """As ``Executor.run``. NonFiniteError, with ``on_bad="raise"``: the step was bad; its results are lost."""
-        program = context.default_main_program() if program is None else program
+        program = default_main_program() if program is None else program
         watched = self._parts(program)
         if not watched.flags or not isinstance(fetch_list, (list, tuple, type(None))):
             return self.executor.run(program, feed, fetch_list, scope, return_numpy)

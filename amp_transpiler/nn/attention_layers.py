@@ -9,7 +9,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import name_scope
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
 from amp_transpiler.nn.elementwise_functions import dropout as drop

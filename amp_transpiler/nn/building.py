@@ -14,11 +14,12 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import default_main_program
+from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import Declared, infer_operator
-from amp_transpiler.ir.program import Program, Variable, other_program
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
+from amp_transpiler.program import Program, default_main_program
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
 Input = Variable | np.ndarray | None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.program import Shape, Variable
+from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import (
     FLOATING,

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.context import default_main_program
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.nn.building import append, fresh, integers, real, variable
 from amp_transpiler.nn.calls import function
+from amp_transpiler.program import default_main_program
 
 
 def _filled(call: str, shape: Sequence[int], value: Any, dtype: Any) -> Variable:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.context import default_main_program
-from amp_transpiler.ir.program import OWN, Variable
+from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.nn.building import FLOATING, INTEGER, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction
+from amp_transpiler.program import default_main_program
 
 
 @function()

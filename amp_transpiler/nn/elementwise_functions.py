@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.context import default_startup_program
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.nn.building import (
     FLOATING,
@@ -25,6 +24,7 @@ from amp_transpiler.nn.building import (
 )
 from amp_transpiler.nn.calls import function, simple
 from amp_transpiler.ops.training.random import MASK_ID, rng_state
+from amp_transpiler.program import default_startup_program
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
 sign = simple("sign", "Sign", "-1, 0 or 1. No gradient flows through it.", dtypes=None)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import HALF, element_type
 from amp_transpiler.nn.elementwise_functions import cast
 

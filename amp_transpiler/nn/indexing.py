@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import INTEGER, append, axis_of, describe, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.manipulation import LONGEST

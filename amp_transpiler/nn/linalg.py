@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import FLOATING, append, fresh, variable
 from amp_transpiler.nn.calls import function
 

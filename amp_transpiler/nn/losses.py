@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, constant, describe, fresh, real, variable
 from amp_transpiler.nn.calls import function

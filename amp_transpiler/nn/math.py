@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import append, variable
 from amp_transpiler.nn.elementwise_functions import abs, binary, cast
 from amp_transpiler.nn.indexing import item

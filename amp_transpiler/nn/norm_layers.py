@@ -12,8 +12,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import default_main_program
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
@@ -34,6 +33,7 @@ from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import Constant
 from amp_transpiler.nn.parameters import Attr, parameter
 from amp_transpiler.nn.windows import LAYOUTS, Image, channels_last
+from amp_transpiler.program import default_main_program
 
 _STATISTICS = (("w_1", 0.0), ("w_2", 1.0))
 

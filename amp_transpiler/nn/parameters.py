@@ -14,14 +14,14 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import default_main_program, default_startup_program
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.settings import UpdateSettings, set_settings
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import check_program, describe, flag, real
 from amp_transpiler.nn.getter import got
 from amp_transpiler.nn.initializer import Assign, Constant, Initializer, XavierUniform
+from amp_transpiler.program import Program, default_main_program, default_startup_program
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
 

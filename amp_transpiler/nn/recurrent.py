@@ -8,7 +8,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
 from amp_transpiler.nn.initializer import Uniform

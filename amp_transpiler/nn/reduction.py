@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES, element_type
 from amp_transpiler.nn.building import (
     FLOATING,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import FLOATING, Input, append, describe, flag, fresh, real, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
 
 #: A size along every axis, or one for each.

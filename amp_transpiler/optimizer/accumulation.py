@@ -8,8 +8,7 @@ rest of the step, and sets the sums back to zero. A bad window gives running sta
 from __future__ import annotations
 
 from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import Window
-from amp_transpiler.ir.program import BACKWARD, OWN, SCALING, Program, Variable
+from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable, Window
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.optimizer.pairs import ParamsGrads
@@ -23,6 +22,7 @@ from amp_transpiler.optimizer.state import (
     static_shape,
 )
 from amp_transpiler.passes.step_check.check_step import UNGATED
+from amp_transpiler.program import Program
 
 
 class Accumulation:

@@ -9,7 +9,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingNameError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import BACKWARD, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.nodes import BACKWARD, SCALING, Operator, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -31,12 +31,13 @@ from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.optimizer.state import appending, gated_value
 from amp_transpiler.optimizer.step_pieces import checked_losses, listed, made_of, shares, take_apart, wide_loss
 from amp_transpiler.passes.autodiff.backward import append_backward, check_loss, listed_parameters
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.numerics.known import keep_losses
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import UNGATED, check_step
+from amp_transpiler.program import Program, program_guard, program_of
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
-from amp_transpiler.runtime.place import Place, check_place
 from amp_transpiler.runtime.scope import Scope
 
 Losses = Variable | Sequence[Variable]
@@ -118,7 +119,7 @@ class OptimizerWithMixedPrecision:
         startup program next, then ``amp_init``. GradientError: see ``append_backward``. OrderError: minimize was
         called before. Where anything raises, the programs and this optimizer are as before.
         """
-        program = checked_losses(loss)[0].program
+        program = program_of(checked_losses(loss)[0])
         with appending(program, startup_program, self, *self.optimizers):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
             return self.apply_gradients(params_grads), params_grads
@@ -138,7 +139,7 @@ class OptimizerWithMixedPrecision:
         trainable parameters that the losses do not depend on.
         """
         losses = checked_losses(loss)
-        program = losses[0].program
+        program = program_of(losses[0])
         parameter_list = listed(self.optimizers, program) if parameter_list is None else parameter_list
         parameter_list = thawed(parameter_list) if isinstance(parameter_list, list) else parameter_list
         for each in losses:
@@ -160,9 +161,10 @@ class OptimizerWithMixedPrecision:
             assert self._scaled_loss is not None
             return self._scaled_loss
         losses = checked_losses(loss)
-        with appending(losses[0].program, startup_program, self) as startup:
+        program = program_of(losses[0])
+        with appending(program, startup_program, self) as startup:
             self._rewrite(losses, startup)
-            with context.program_guard(losses[0].program, startup), context.operator_role(SCALING):
+            with program_guard(program, startup), context.operator_role(SCALING):
                 self._scaled_loss = self._scale(losses)
             return self._scaled_loss
 
@@ -194,7 +196,7 @@ class OptimizerWithMixedPrecision:
             raise ArgumentError(
                 "get_unscaled_gradients: every gradient is None; the loss depends on none of these parameters"
             )
-        with appending(program, startup, self), context.program_guard(program, startup):
+        with appending(program, startup, self), program_guard(program, startup):
             self._unscale(given)
         return [None if grad is None else self._unscaled[grad] for grad in grads]
 
@@ -216,7 +218,7 @@ class OptimizerWithMixedPrecision:
             )
         with appending(program, startup, self, *self.optimizers):
             self._applied = True
-            with context.program_guard(program, startup):
+            with program_guard(program, startup):
                 updates = self._complete(program, startup, latest_first(params_grads))
             if self._accumulation is not None:
                 self._accumulation.close(program, startup)
@@ -378,7 +380,7 @@ class OptimizerWithMixedPrecision:
 
     def _rewrite(self, losses: Sequence[Variable], startup: Program) -> None:
         """Bring the losses' program into this optimizer's precision, and create the scale; once."""
-        program = losses[0].program
+        program = program_of(losses[0])
         if self._program is program and not self._applied:
             return
         if self._program is program:
@@ -415,7 +417,7 @@ class OptimizerWithMixedPrecision:
     def _scale(self, losses: Sequence[Variable]) -> Variable:
         """The sum of the losses times the scale; its share of a window where gradients accumulate."""
         assert self._scale_state is not None
-        program = losses[0].program
+        program = program_of(losses[0])
         wide = [wide_loss(loss) for loss in losses]
         self._losses = [*self._losses, *wide]
         total = wide[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, GraphError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import OWN, UPDATE, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, UPDATE, Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.ops.training.scaling import master_type
@@ -52,6 +52,7 @@ from amp_transpiler.optimizer.state import (
     static_shape,
 )
 from amp_transpiler.passes.autodiff.backward import append_backward, listed_parameters
+from amp_transpiler.program import Program, program_guard, program_of
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
@@ -187,7 +188,7 @@ class Optimizer:
             done: tuple[list[Operator], list[tuple[Variable, Variable]]]
             done = self._mixed_precision.minimize(loss, startup_program, parameter_list, no_grad_set)
             return done
-        program = checked_loss(loss).program
+        program = program_of(checked_loss(loss))
         with appending(program, startup_program, self):
             params_grads = self.backward(loss, startup_program, parameter_list, no_grad_set)
             return self.apply_optimize(loss, startup_program, params_grads), params_grads
@@ -204,7 +205,7 @@ class Optimizer:
 
         A warning names the trainable parameters that the loss does not depend on.
         """
-        program = checked_loss(loss).program
+        program = program_of(checked_loss(loss))
         with appending(program, startup_program, self):
             listed = self.parameter_list if parameter_list is None else parameter_list
             pairs = append_backward(loss, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
@@ -217,7 +218,7 @@ class Optimizer:
     ) -> list[Operator]:
         """``apply_gradients``, with new state initialised in ``startup_program``."""
         params_grads = without_none(params_grads)
-        with appending(checked_loss(loss).program, startup_program, self) as startup:
+        with appending(program_of(checked_loss(loss)), startup_program, self) as startup:
             return self._apply(params_grads, startup, None)
 
     def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:
@@ -247,7 +248,7 @@ class Optimizer:
                     f"parameter '{parameter.name}' of program '{program.name}' is updated already; minimize a program "
                     "once, or give each optimizer its own parameter_list"
                 )
-        with context.program_guard(program, startup), context.operator_role(UPDATE):
+        with program_guard(program, startup), context.operator_role(UPDATE):
             params_grads = clipped(params_grads, groups)
             alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay))
             rate = self._learning_rate(program, startup, found_inf)

@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import OWN, UPDATE, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, UPDATE, Operator, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.ops.training.average import AVERAGE, average_states
@@ -17,6 +17,7 @@ from amp_transpiler.ops.training.update import LAYOUTS, Row
 from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.state import appending, create_copy, create_state, next_value, owned_name, shared_name
 from amp_transpiler.passes.step_check.check_step import check_step
+from amp_transpiler.program import Program, default_main_program, program_guard
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -64,7 +65,7 @@ class ExponentialMovingAverage:
         Their initial values are computed by ``startup_program`` (default: the program's own). OrderError: before
         ``minimize``, or a second time.
         """
-        program = context.default_main_program() if program is None else program
+        program = default_main_program() if program is None else program
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"ExponentialMovingAverage.update takes a program, got {program!r}")
         if self._program is not None:
@@ -79,7 +80,7 @@ class ExponentialMovingAverage:
             )
         with appending(program, startup_program, self) as startup:
             rows = [row for op in updates for row in LAYOUTS[op.type].read(op.inputs)]
-            with context.program_guard(program, startup), context.operator_role(UPDATE):
+            with program_guard(program, startup), context.operator_role(UPDATE):
                 op = self._append(program, startup, rows, updates[0].input(0))
             if updates[0].input(0) is not None:
                 check_step(program)

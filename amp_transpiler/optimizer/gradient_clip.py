@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.program import OWN, Variable
+from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
 from amp_transpiler.ops.training.scaling import master_type

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.patterns import matching_names, names_of_parameter
-from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.settings import UpdateSettings, settings_of
 from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.passes.autodiff.backward import listed_parameters
+from amp_transpiler.program import Program
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
 
 _log = logging.getLogger(__name__)

@@ -9,11 +9,12 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import OWN, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE, master_type
 from amp_transpiler.optimizer.state import owned_name
+from amp_transpiler.program import Program
 
 
 @paddle_arguments("scaling")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError
-from amp_transpiler.ir.program import Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.base import Optimizer, Parameters
 from amp_transpiler.optimizer.gradient_clip import GradientClip

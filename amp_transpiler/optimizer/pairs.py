@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.program import Program, program_of
 from amp_transpiler.warn import warn_user
 
 ParamsGrads = list[tuple[Variable, Variable]]
@@ -75,7 +76,7 @@ def checked_pairs(params_grads: ParamsGrads) -> Program:
     for parameter, grad in pairs:
         if parameter.program is not pairs[0][0].program or grad.program is not parameter.program:
             raise GraphError(f"parameter '{parameter.name}' and gradient '{grad.name}' belong to different programs")
-    return pairs[0][0].program
+    return program_of(pairs[0][0])
 
 
 def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_grad_set: Names | None) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.program import OWN, SCALING, Program, Variable
+from amp_transpiler.ir.nodes import OWN, SCALING, Variable
 from amp_transpiler.ops.training.scaling import COUNT_BAD
 from amp_transpiler.optimizer.loss_scaling import append_scale_update
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.optimizer.state import create_state, shared_name
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 

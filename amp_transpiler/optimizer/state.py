@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
-from amp_transpiler.ir import context, unique_name
-from amp_transpiler.ir.program import OWN, Program, Variable
+from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, ONNX_TYPES
 from amp_transpiler.nn.initializer import Constant
 from amp_transpiler.ops.training.scaling import GATE
+from amp_transpiler.program import Program, default_main_program, default_startup_program
 from amp_transpiler.runtime.scope import MASTER
 
 
@@ -25,8 +26,8 @@ def startup_of(program: Program, startup: Program | None = None) -> Program:
         startup = program.startup
     elif not isinstance(startup, Program):
         raise ArgumentTypeError(f"startup_program must be a Program, not {type(startup).__name__}")
-    if startup is None and program is context.default_main_program():
-        startup = context.default_startup_program()
+    if startup is None and program is default_main_program():
+        startup = default_startup_program()
     if startup is None:
         raise ArgumentError(
             f"program '{program.name}' has no startup program to initialise optimizer state in; pass startup_program"

@@ -7,11 +7,12 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.decompose import has_decomposition
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.pairs import ParamsGrads, checked_loss
 from amp_transpiler.passes.autodiff.backward import listed_parameters, standardize
+from amp_transpiler.program import Program
 
 
 def checked_losses(loss: Any) -> list[Variable]:

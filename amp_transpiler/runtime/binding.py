@@ -16,11 +16,11 @@ import onnx
 
 from amp_transpiler.errors import ExecutionError, ScopeError
 from amp_transpiler.ir.types import HALF, numpy_dtype
+from amp_transpiler.passes.lowering.in_place import refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
-from amp_transpiler.runtime.in_place import refusals
-from amp_transpiler.runtime.place import Place
 from amp_transpiler.runtime.scope import Scope, on_place
 from amp_transpiler.runtime.session import plain_message
 

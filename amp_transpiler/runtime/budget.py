@@ -22,8 +22,8 @@ from typing import Any
 import onnxruntime as ort
 
 from amp_transpiler.errors import ExecutionError
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import byte_size, tensor_type
+from amp_transpiler.program import Program
 
 try:
     import resource

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.passes.lowering.place import CUDAPlace, Place, check_place
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.place import CUDAPlace, Place, check_place
 from amp_transpiler.runtime.scope import Scope, check_scope, near_names
 from amp_transpiler.runtime.session import require_cuda
 

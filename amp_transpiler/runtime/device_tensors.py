@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentTypeError, PrecisionError
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
-from amp_transpiler.runtime.place import CPUPlace, Place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place
 
 #: Several elements in one byte: numpy has one a byte, onnxruntime packs them.
 _PACKED = frozenset({"int4", "uint4", "float4e2m1", "int2", "uint2"})

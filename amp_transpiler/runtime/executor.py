@@ -21,17 +21,16 @@ from amp_transpiler.errors import (
     PlaceError,
     ScopeError,
 )
-from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import Window
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable, Window
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place, check_place
+from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.locks import Uninterrupted
-from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place, check_place
 from amp_transpiler.runtime.plan import (
     Plan,
     Plans,
@@ -331,7 +330,7 @@ def _turn(window: Window | None, scope: Scope) -> int:
 
 def _check_program(program: Program | None) -> Program:
     if program is None:
-        return context.default_main_program()
+        return default_main_program()
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"expected a Program to run, got {program!r}")
     return program

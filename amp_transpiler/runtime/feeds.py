@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
-from amp_transpiler.ir.program import Program, Shape, Variable
+from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import literal, near_names
 

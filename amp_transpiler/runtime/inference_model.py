@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
-from amp_transpiler.ir import context
-from amp_transpiler.ir.program import OWN, Program, Variable
+from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.program import Program, default_main_program, program_of
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -44,7 +44,7 @@ def save_inference_model(
         raise ArgumentError("save_inference_model: fetch_vars is empty; name what the model is to compute")
     if program is None:
         first = fetch_vars[0]
-        program = first.program if isinstance(first, Variable) else context.default_main_program()
+        program = program_of(first) if isinstance(first, Variable) else default_main_program()
     scope = check_scope(scope)
     pruned = _pruned(program, feeds, fetches)
     missing = [v.name for v in pruned.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
+from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.metadata import INITIALIZER
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import body_of
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable, other_program
+from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.feeds import Feeds, shape_of
-from amp_transpiler.runtime.place import Place
 from amp_transpiler.runtime.report import ReportRequest
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

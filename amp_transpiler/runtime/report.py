@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 
 #: The scalars at the head of a summary; losses and learning rates follow.

@@ -17,9 +17,9 @@ import onnx
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ScopeError
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.locks import StepLock
-from amp_transpiler.runtime.place import CPUPlace, Place
 
 #: What comes between the name of a parameter and the number of its fp32 master weight.
 MASTER = "_fp32_master"

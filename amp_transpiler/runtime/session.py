@@ -22,8 +22,8 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
+from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
-from amp_transpiler.runtime.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.warn import AmpWarning
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"

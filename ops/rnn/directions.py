@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.rnn.recurrence import concat
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.common import size_of
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.program import Operator
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.common import size_of
 
 #: ``step(states, slices) -> (new states, outputs)``; slices and outputs belong to one time step.

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.directions import Direction, Layer, assembled, pick, product, rows, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, unknown

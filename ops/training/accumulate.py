@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.training.scaling import Types
 
 ACCUMULATE, RESET = "AccumulateGradients", "ResetGradients"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.ops.training.scaling import Types, gate
 from amp_transpiler.ops.training.update import LAYOUTS
 

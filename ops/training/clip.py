@@ -7,8 +7,8 @@ before, keeps them out of every state.
 from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.training.scaling import Types, master_type
 
 GLOBAL_NORM, NORM, VALUE = "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"

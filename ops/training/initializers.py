@@ -15,8 +15,8 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.ops.training.random import normal, stream_of, uniform
 

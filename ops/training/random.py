@@ -23,9 +23,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import body, gradient, traits
-from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
 
 SEED, STEP = "@rng_seed", "@rng_step"
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
@@ -146,7 +147,7 @@ def keep_mask(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream
     return e.GreaterOrEqual(bits, e.Mul(threshold, _word(e, 1 << 8)), shape=shape)
 
 
-def rng_state(program: Program, startup: Program | None = None) -> tuple[Variable, Variable]:
+def rng_state(program: Graph, startup: Graph | None = None) -> tuple[Variable, Variable]:
     """The program's persistable uint32 scalars (seed, step), made on the first call.
 
     ``startup`` (default: ``program.startup``) sets them to its seed and to 0. Every run of the program
@@ -154,9 +155,7 @@ def rng_state(program: Program, startup: Program | None = None) -> tuple[Variabl
     """
     if program.has_var(STEP):
         return program.var(SEED), program.var(STEP)
-    startup = startup or program.startup
-    if startup is None:
-        startup = program.startup = Program(f"{program.name}_startup")
+    startup = startup or program.ensure_startup()
     known = program.has_var(SEED)  # a clone for testing keeps the seed, but not the step
     seed = program.var(SEED) if known else program.add_variable(SEED, "uint32", (), persistable=True)
     step = program.add_variable(STEP, "uint32", (), persistable=True)
@@ -178,7 +177,7 @@ def set_default_seed(seed: int) -> None:
     _default_seed = seed
 
 
-def startup_seed(startup: Program) -> Variable:
+def startup_seed(startup: Graph) -> Variable:
     """The seed variable of a startup program: what ``startup.seed`` is when it is lowered."""
     if startup.has_var(SEED):
         return startup.var(SEED)

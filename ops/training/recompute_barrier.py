@@ -9,8 +9,8 @@ gradient that reaches the segment, whatever its value is, so that nothing of the
 from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import body, own, traits
-from amp_transpiler.ir.program import Operator, Shape
 from amp_transpiler.ops.training.random import masked
 
 TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator, Shape
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
 COUNT_BAD = "CountBadSteps"

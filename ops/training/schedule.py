@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ops.training.scaling import Types
 
 LEARNING_RATE = "LearningRate"

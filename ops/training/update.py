@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ir.program import Operator, Shape
 from amp_transpiler.ops.training.scaling import gate
 
 T = TypeVar("T")

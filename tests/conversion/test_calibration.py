@@ -15,7 +15,7 @@ import pytest
 
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 TWO = "m (float[N,3] image, int64[N] label) => (float[N,3] y, int64[N] z) { y = Relu(image)  z = Neg(label) }"

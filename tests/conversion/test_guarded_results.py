@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from amp_transpiler.ir.program import Program
 from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.program import Program
 from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 from tests.helpers.where import TRAPS

@@ -15,7 +15,7 @@ from amp_transpiler.conversion.calibration import measure
 from amp_transpiler.conversion.calibration.measure import Measurement, outputs_of
 from amp_transpiler.conversion.calibration.measure import measure as run_measure
 from amp_transpiler.errors import ArgumentError, FeedError, FeedTypeError
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 from amp_transpiler.runtime.session import Settings
 from tests.helpers.evidence_of import without_parameters

@@ -14,11 +14,12 @@ import numpy as np
 from amp_transpiler import nn
 from amp_transpiler import optimizer as optim
 from amp_transpiler.ir import context, unique_name
-from amp_transpiler.ir.program import OWN, SCALING, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import check_finite_and_unscale, decorate
 from amp_transpiler.passes.autodiff.backward import append_backward
+from amp_transpiler.program import Program, program_guard
 
 FEEDS = {"x": (4, 3)}
 
@@ -32,7 +33,7 @@ class Case(NamedTuple):
 def built(pure: bool = False, optimizer: Any = None, average: bool = False, **options: Any) -> Program:
     """A step with batch norm, dropout, clipping, a schedule, two layers."""
     main, startup = Program(), Program("startup")
-    with context.program_guard(main, startup), unique_name.guard():
+    with program_guard(main, startup), unique_name.guard():
         x = nn.data("x", [4, 3], "float32")
         with context.fp16_guard():
             h = nn.dropout(nn.batch_norm(nn.fc(x, 5, act="relu")), 0.5)
@@ -48,7 +49,7 @@ def built(pure: bool = False, optimizer: Any = None, average: bool = False, **op
 def looped(pure: bool = False) -> Program:
     """Two losses, two optimizers over disjoint parameters, gradients clipped by the user's own operators."""
     main, startup = Program(), Program("startup")
-    with context.program_guard(main, startup), unique_name.guard():
+    with program_guard(main, startup), unique_name.guard():
         with context.fp16_guard():
             h = nn.batch_norm(nn.fc(nn.data("x", [4, 3], "float32"), 5, act="relu"))
             losses = [F.mean(nn.fc(h, 2)), F.mean(nn.fc(h, 1))]

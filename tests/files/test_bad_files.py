@@ -7,7 +7,7 @@ import onnx.parser
 import pytest
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import EVERYTHING, everything, external_model, ir3, text
 
 

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from amp_transpiler import files
 from amp_transpiler.errors import ArgumentError, GraphError, ModelFileError, ModelFileNotFoundError, ModelFileWriteError
 from amp_transpiler.ir import external, serializing
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import ExternalTensor, tensor_array
+from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import FUNCTIONS, external_model, run, same, text
 
 

@@ -12,8 +12,8 @@ from onnx.reference import ReferenceEvaluator
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import group_inputs
-from amp_transpiler.ir.program import Operator
 from amp_transpiler.ir.types import HALF
 from tests.helpers.reference_ops import CORRECTED
 

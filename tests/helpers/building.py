@@ -10,10 +10,10 @@ import numpy as np
 import onnxruntime as ort
 
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import program_guard
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.program import Program, program_guard
 
 Array = np.ndarray[Any, Any]
 

@@ -8,13 +8,14 @@ import numpy as np
 import onnxruntime
 
 import amp_transpiler as amp
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.overflow_rules import guard_numerics
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.partition.assign_precision import assign
+from amp_transpiler.program import Program
 
 
 class Bounds:

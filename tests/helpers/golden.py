@@ -10,7 +10,7 @@ import onnx
 import onnx.parser
 import onnxruntime
 
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 
 
 def model(text: str, opset: int = 21, domains: str = "") -> onnx.ModelProto:

@@ -24,9 +24,10 @@ from hypothesis import settings
 
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import body_of, gradient_type, lookup
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable
 from amp_transpiler.ir.types import HALF, numpy_dtype
+from amp_transpiler.program import Program
 from tests.helpers.bodies import OPSET, Array, as_model, emit, run_cpu, run_reference, tensor_info, typed_feeds
 from tests.helpers.cuda_kernels import without_cuda_kernel
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.program import Program
 from tests.helpers.where import PADDLE
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "int64": "int64", "uint8": "bool"}

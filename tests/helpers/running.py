@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import parser
 
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 
 LINEAR = """

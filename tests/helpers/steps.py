@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.program import Program
 
 Array = np.ndarray[Any, Any]
 

@@ -9,7 +9,8 @@ import pytest
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import contrib_types
-from amp_transpiler.ir.program import OWN, Program
+from amp_transpiler.ir.nodes import OWN
+from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import (
     text,
 )

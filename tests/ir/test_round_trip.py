@@ -12,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.inline import inline_functions
-from amp_transpiler.ir.program import OWN, Program
+from amp_transpiler.ir.nodes import OWN
 from amp_transpiler.ir.tensors import as_array, tensor_array
+from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import (
     CAPTURES,
     EVERYTHING,

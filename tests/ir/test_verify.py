@@ -6,7 +6,8 @@ import pytest
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir import opdef
-from amp_transpiler.ir.program import CAPTURE, OWN, Program
+from amp_transpiler.ir.nodes import CAPTURE, OWN
+from amp_transpiler.program import Program
 
 NESTED = """
 <ir_version: 10, opset_import: ["" : 21]>

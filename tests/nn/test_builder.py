@@ -12,9 +12,10 @@ import pytest
 from amp_transpiler import nn
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.clone import clone
-from amp_transpiler.ir.context import fp16_guard, name_scope, program_guard
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.context import fp16_guard, name_scope
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn import functional as F
+from amp_transpiler.program import Program, program_guard
 from tests.helpers.building import building, run, startup_values
 
 Array = np.ndarray[Any, Any]

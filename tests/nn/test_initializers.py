@@ -14,11 +14,10 @@ import pytest
 from amp_transpiler import nn
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import program_guard
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn import initializer as I
 from amp_transpiler.ops.training import random as R
+from amp_transpiler.program import Program, program_guard
 from tests.helpers.building import startup_values
 from tests.helpers.random_words import Words
 

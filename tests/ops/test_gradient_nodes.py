@@ -18,8 +18,8 @@ from onnx.reference import ReferenceEvaluator
 
 import amp_transpiler as amp
 from amp_transpiler.ir.decompose import has_decomposition
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
-from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.bodies import cpu_session

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import body_of, lookup
-from amp_transpiler.ir.program import Operator, Program
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.program import Program
 from tests.helpers.bodies import as_model, emit, run_cpu, run_reference, tensor_info
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.gradcheck import few

@@ -17,14 +17,14 @@ import pytest
 
 from amp_transpiler import nn
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import name_scope, program_guard
+from amp_transpiler.ir.context import name_scope
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn import initializer as I
 from amp_transpiler.ops.training import random as R
 from amp_transpiler.passes.autodiff.backward import append_backward
+from amp_transpiler.program import Program, program_guard
 from tests.helpers.building import run, startup_values
 from tests.helpers.random_words import WEYL, Words
 from tests.tools.gpu_device import device_missing, driver_missing

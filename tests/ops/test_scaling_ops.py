@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from amp_transpiler import ops
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.program import OWN, Program, Variable
+from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.optimizer import check_finite_and_unscale, update_loss_scaling
+from amp_transpiler.program import Program
 from tests.helpers.steps import Steps, feed, state
 from tests.helpers.where import PADDLE
 

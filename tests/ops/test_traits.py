@@ -13,8 +13,8 @@ from onnx.backend.test.case.node import collect_testcases
 
 from amp_transpiler.ir.opdef import entry, moves, traits_of
 from amp_transpiler.ir.patterns import names_of_parameter
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.program import Program
 
 LISTS = AutoMixedPrecisionLists()
 #: What moves elements, and rounds them: its numbers are not only those of its inputs.

@@ -19,10 +19,11 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.ir import context, unique_name
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import OptimizerWithMixedPrecision, decorate
+from amp_transpiler.program import Program, program_guard
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 from tests.helpers.steps import Steps
 from tests.helpers.where import PADDLE
@@ -43,7 +44,7 @@ class Regression:
         rng = np.random.default_rng(0)
         w0 = rng.standard_normal((3, 2)) if w0 is None else np.reshape(w0, (3, 2))
         b0 = rng.standard_normal(2) if b0 is None else b0
-        with context.program_guard(self.main, self.startup), unique_name.guard():
+        with program_guard(self.main, self.startup), unique_name.guard():
             x, y = nn.data("x", [5, 3], "float32"), nn.data("y", [5, 2], "float32")
             w = nn.create_parameter([3, 2], name="w", initializer=np.array(w0, np.float32))
             b = nn.create_parameter([2], name="b", initializer=np.array(b0, np.float32))
@@ -198,7 +199,7 @@ def test_a_scale_far_too_high_comes_down() -> None:
 @pytest.mark.parametrize("level", ["OFF", "BASIC", "ALL"])
 def test_state_written_by_the_forward_pass_is_gated_but_not_the_randomness_counter(level: str) -> None:
     main, startup = Program(), Program("startup")
-    with context.program_guard(main, startup), unique_name.guard():
+    with program_guard(main, startup), unique_name.guard():
         x = nn.data("x", [4, 3], "float32")
         h = nn.dropout(nn.batch_norm(nn.fc(x, 3)), 0.5)
         loss = F.mean(h * h)
@@ -225,7 +226,7 @@ def test_masters_start_from_unrounded_values() -> None:
     case = json.loads((PADDLE / "master_weight_init.json").read_text())["rewrite_master_weight=False"]
     start = np.array(case["param_after_startup_f32"], np.float32)
     main, startup = Program(), Program("startup")
-    with context.program_guard(main, startup), unique_name.guard():
+    with program_guard(main, startup), unique_name.guard():
         x = nn.data("x", [1, start.size], "float32")
         w = nn.create_parameter([start.size, 1], name="fc_0.w_0", initializer=start[:, None])
         optimizer = pure(use_fp16_guard=False)
@@ -245,7 +246,7 @@ def test_masters_start_from_unrounded_values() -> None:
 
 def forward_program() -> tuple[Program, Variable]:
     test, startup = Program("test"), Program("test_startup")
-    with context.program_guard(test, startup), unique_name.guard():
+    with program_guard(test, startup), unique_name.guard():
         x = nn.data("x", [5, 3], "float32")
         with context.fp16_guard():
             w, b = nn.create_parameter([3, 2], name="w"), nn.create_parameter([2], name="b")
@@ -373,7 +374,7 @@ def test_calls_in_the_wrong_order() -> None:
 
 def test_a_loss_that_cannot_be_minimised_leaves_the_program_alone() -> None:
     main, startup = Program(), Program("startup")
-    with context.program_guard(main, startup), unique_name.guard():
+    with program_guard(main, startup), unique_name.guard():
         x = nn.data("x", [5, 3], "float32")
         h = nn.fc(x, 2)
         unrelated = F.mean(x)

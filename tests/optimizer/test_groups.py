@@ -12,12 +12,12 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError
-from amp_transpiler.ir import context, unique_name
-from amp_transpiler.ir.program import Program
+from amp_transpiler.ir import unique_name
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
+from amp_transpiler.program import Program, program_guard
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.steps import Steps, feed
 
@@ -45,7 +45,7 @@ class Net:
         self.main, self.startup = Program(), Program("startup")
         rng = np.random.default_rng(1)
         self.initial = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-        with context.program_guard(self.main, self.startup), unique_name.guard():
+        with program_guard(self.main, self.startup), unique_name.guard():
             made = [create_parameter(a.shape, "float32", name, a) for name, a in self.initial.items()]
             grads = {p.name: feed(self.main, f"{p.name}@GRAD", "float32", SHAPES[p.name]) for p in made}
             found = feed(self.main, "found", "bool", (1,)) if gated else None

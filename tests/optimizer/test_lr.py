@@ -12,12 +12,12 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
-from amp_transpiler.ir import context, unique_name
-from amp_transpiler.ir.program import Program
+from amp_transpiler.ir import unique_name
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.optimizer import lr
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.program import Program, program_guard
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.steps import Steps, feed
 
@@ -175,7 +175,7 @@ class Net:
     def __init__(self, schedule: Any, gated: bool = False) -> None:
         self.main, self.startup = Program(), Program("startup")
         self.optimizer = optim.SGD(schedule)
-        with context.program_guard(self.main, self.startup), unique_name.guard():
+        with program_guard(self.main, self.startup), unique_name.guard():
             w = create_parameter([1], "float32", "w", np.zeros(1, np.float32))
             grad = feed(self.main, "grad", "float32", (1,))
             found = feed(self.main, "found", "bool", (1,)) if gated else None

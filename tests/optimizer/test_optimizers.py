@@ -13,10 +13,11 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError
-from amp_transpiler.ir import context, unique_name
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.optimizer.base import Optimizer
+from amp_transpiler.program import Program, program_guard
 from amp_transpiler.runtime.scope import Scope
 from tests.helpers.steps import Steps, feed
 from tests.helpers.where import PADDLE
@@ -40,7 +41,7 @@ class Training:
         level: str = "BASIC",
     ) -> None:
         self.main, self.startup = Program(), Program("startup")
-        with context.program_guard(self.main, self.startup), unique_name.guard():
+        with program_guard(self.main, self.startup), unique_name.guard():
             parameters = [create_parameter(a.shape, "float32", f"p{i}", a) for i, a in enumerate(arrays)]
             for parameter in parameters:
                 parameter.dtype = dtype  # as a precision pass does; the startup program stays fp32
@@ -371,7 +372,7 @@ def test_wrong_kinds_are_refused() -> None:
 
 def small_program() -> tuple[Program, Variable, Variable]:
     main = Program(startup=Program("startup"))
-    with context.program_guard(main):
+    with program_guard(main):
         w = create_parameter([2], name="w", initializer=np.ones(2, np.float32))
         loss = main.add_variable("loss", "float32", ())
         main.add_operator("ReduceSum", [w], [loss], attrs={"keepdims": 0})

@@ -12,10 +12,10 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from amp_transpiler.errors import LossScaleError
-from amp_transpiler.ir.program import Program
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.program import Program
 from tests.helpers import scaler_rules as rules
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.steps import Steps, feed

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.program import Program
 from tests.helpers.paddle_programs import Recorded, Slot, View, load, translate, view, view_of
 
 # ---------------------------------------------------------------- deviations, each with its decision

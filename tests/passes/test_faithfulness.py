@@ -17,12 +17,13 @@ import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import _TABLE, body_of
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowering import Lowered, lower
 from amp_transpiler.passes.view.typing import Slots, has_float, narrowed
+from amp_transpiler.program import Program
 from tests.helpers.programs import LAYERS, build
 
 HALVES = ["float16", "bfloat16"]

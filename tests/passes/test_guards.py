@@ -9,10 +9,10 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence
 from amp_transpiler.passes.numerics.overflow_rules import FEW
+from amp_transpiler.program import Program
 from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 

@@ -7,10 +7,10 @@ import onnx
 import pytest
 
 from amp_transpiler.errors import GraphError, OrderError, PrecisionError
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.program import Program
 from tests.helpers.golden import DEEP, assert_becomes, backend_models, program, reasons, run, shuffled, state
 
 # ---------------------------------------------------------------- golden programs

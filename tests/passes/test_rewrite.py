@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.program import Program
 from tests.helpers.golden import DEEP, assert_becomes, backend_models, program, reasons, run, state
 
 # ---------------------------------------------------------------- golden programs

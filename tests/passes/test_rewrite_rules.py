@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from amp_transpiler.errors import ArgumentError, GraphError, OrderError, PrecisionError
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.program import Program
 from tests.helpers.golden import DEEP, assert_becomes, program, reasons, shuffled, state
 
 # ---------------------------------------------------------------- rules

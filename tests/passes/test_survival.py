@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx.reference import ReferenceEvaluator
 
-from amp_transpiler.ir.program import Program
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
 from amp_transpiler.passes.numerics.masks import HIGH, LOW
 from amp_transpiler.passes.numerics.rounding_loss import (
@@ -25,6 +24,7 @@ from amp_transpiler.passes.numerics.rounding_loss import (
     relative_error,
 )
 from amp_transpiler.passes.view import constants
+from amp_transpiler.program import Program
 from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 

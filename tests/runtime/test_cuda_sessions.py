@@ -25,7 +25,7 @@ import numpy as np
 from onnx import parser
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.runtime.in_place import refusals
+from amp_transpiler.passes.lowering.in_place import refusals
 from amp_transpiler.runtime.session import Settings, create_session
 
 def model(signature, body):

@@ -25,8 +25,7 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import program_guard
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program, program_guard
 from amp_transpiler.runtime import (
     CPUPlace,
     CUDAPlace,

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError, GraphError, ScopeError
-from amp_transpiler.ir.program import Program
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope, global_scope, scope_guard
 from tests.helpers.running import FEED, ROW, W, X, linear, program_of, started
 

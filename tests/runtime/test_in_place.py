@@ -9,11 +9,11 @@ import pytest
 from onnx import parser
 
 from amp_transpiler.ir.types import NAMES
+from amp_transpiler.passes.lowering.in_place import refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
 from amp_transpiler.runtime.binding import Step
-from amp_transpiler.runtime.in_place import refusals
-from amp_transpiler.runtime.place import Place
 from amp_transpiler.runtime.scope import on_place
 from amp_transpiler.runtime.session import Settings, create_session
 

@@ -15,9 +15,8 @@ import amp_transpiler.ops  # noqa: F401 -- fills the operator table
 from amp_transpiler import nn
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.context import program_guard
-from amp_transpiler.ir.program import Program
 from amp_transpiler.nn import functional as F
+from amp_transpiler.program import Program, program_guard
 from amp_transpiler.runtime import (
     CPUPlace,
     Executor,

@@ -11,17 +11,18 @@ import numpy as np
 
 from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import body_of
-from amp_transpiler.ir.program import Program, Variable
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import Lowered, needed, static
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.place import CPUPlace
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.feeds import Feeds
-from amp_transpiler.runtime.place import CPUPlace
 from amp_transpiler.runtime.scope import Scope, global_scope
 from amp_transpiler.runtime.session import Settings, create_session
 

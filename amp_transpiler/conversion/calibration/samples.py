@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.arrays import as_declared, as_ranked, read_array, read_arrays
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 

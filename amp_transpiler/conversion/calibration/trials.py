@@ -10,8 +10,8 @@ import numpy as np
 
 from amp_transpiler.conversion.calibration.measure import Batch, Runner
 from amp_transpiler.conversion.calibration.statistics import Difference
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.canonicalize.opset import convert_opset
@@ -20,6 +20,7 @@ from amp_transpiler.passes.lowering.switches import FIXED, FULL, Switches, add_s
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import programs
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.scope import Scope

@@ -10,10 +10,11 @@ import numpy as np
 from amp_transpiler.errors import ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.decompose import decompose, has_decomposition, take_apart
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import Gradient, body_of, gradient_type, lookup
 from amp_transpiler.ir.patterns import is_pattern, matching_names, names_of_parameter
-from amp_transpiler.ir.program import BACKWARD, OWN, Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
@@ -53,7 +54,7 @@ def append_backward(
         return _append(program, loss, parameter_list, no_grad_set)
 
 
-def standardize(program: Program) -> None:
+def standardize(program: Graph) -> None:
     """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
 
     That is the target opset; later operators, and those that onnxruntime's optimisers write, are taken apart.
@@ -64,7 +65,7 @@ def standardize(program: Program) -> None:
 
 
 def _append(
-    program: Program,
+    program: Graph,
     loss: Variable,
     parameter_list: Sequence[Variable | str] | None,
     no_grad_set: Collection[Variable | str] | None,
@@ -91,7 +92,7 @@ def check_loss(
     loss: Variable,
     parameter_list: Sequence[Variable | str] | None = None,
     no_grad_set: Collection[Variable | str] | None = None,
-) -> Program:
+) -> Graph:
     """The loss's program. GradientError: it is no float scalar, or depends on no parameter."""
     if not isinstance(loss, Variable):
         raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
@@ -115,7 +116,7 @@ def check_loss(
 
 
 def _wanted(
-    program: Program,
+    program: Graph,
     order: list[Operator],
     parameter_list: Sequence[Variable | str] | None,
     no_grad_set: Collection[Variable | str] | None,
@@ -127,7 +128,7 @@ def _wanted(
     return wanted, _dependents(order, wanted, blocked)
 
 
-def listed_parameters(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
+def listed_parameters(program: Graph, items: Iterable[Variable | str], what: str) -> list[Variable]:
     """The parameters that variables, names and patterns stand for, each once; a pattern stands for trainable ones.
 
     ``what`` names the list in errors: ArgumentTypeError for what is no list, or holds anything else, GraphError for
@@ -146,7 +147,7 @@ def listed_parameters(program: Program, items: Iterable[Variable | str], what: s
     return list(found.values())
 
 
-def _variables(program: Program, items: Iterable[Variable | str], what: str) -> list[Variable]:
+def _variables(program: Graph, items: Iterable[Variable | str], what: str) -> list[Variable]:
     if isinstance(items, (str, Variable)) or not isinstance(items, Iterable):
         raise ArgumentTypeError(f"{what} must be a list of variables or names, not {items!r}")
     found = []

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from amp_transpiler.ir.clone import clone_graph
-from amp_transpiler.ir.program import BACKWARD, Operator, Program, Variable
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 
@@ -58,7 +59,7 @@ def append_if_gradient(op: Operator, sweep: Sweep) -> None:
     grad.scope, grad.guard, grad.why = op.scope, op.guard, Reason(Kind.GRADIENT, op.label)
 
 
-def _branch(branch: Program, known: list[tuple[int, Variable]], captured: list[Variable], sweep: Sweep) -> Program:
+def _branch(branch: Graph, known: list[tuple[int, Variable]], captured: list[Variable], sweep: Sweep) -> Graph:
     """A branch that gives the gradients of ``captured`` instead of its outputs."""
     inner = {v.outer: v for v in branch.variables if v.outer is not None}
     seeds = [(branch.outputs[slot], _from_outside(branch, gradient, inner)) for slot, gradient in known]
@@ -73,7 +74,7 @@ def _branch(branch: Program, known: list[tuple[int, Variable]], captured: list[V
     return branch
 
 
-def _from_outside(branch: Program, variable: Variable, inner: dict[Variable, Variable]) -> Variable:
+def _from_outside(branch: Graph, variable: Variable, inner: dict[Variable, Variable]) -> Variable:
     if variable not in inner:
         new = branch.add_variable(branch.unique(variable.name), variable.dtype, variable.shape)
         new.outer = variable
@@ -81,7 +82,7 @@ def _from_outside(branch: Program, variable: Variable, inner: dict[Variable, Var
     return inner[variable]
 
 
-def _zeros(branch: Program, variable: Variable, inner: dict[Variable, Variable]) -> Variable:
+def _zeros(branch: Graph, variable: Variable, inner: dict[Variable, Variable]) -> Variable:
     """Zeros like a variable around the branch."""
     assert variable.dtype is not None
     like = _from_outside(branch, variable, inner)

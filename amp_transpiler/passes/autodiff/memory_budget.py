@@ -15,8 +15,9 @@ from itertools import pairwise
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
-from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.ops.training.scaling import CHECK
@@ -33,7 +34,7 @@ class _Undo(Exception):
 
 
 def working_peak(
-    program: Program, loss: Variable, gradients: Sequence[Variable], shapes: Mapping[str, tuple[int, ...]], place: str
+    program: Graph, loss: Variable, gradients: Sequence[Variable], shapes: Mapping[str, tuple[int, ...]], place: str
 ) -> int:
     """The bytes that tensors take at their peak while loss and gradients are computed at ``place`` ("cpu", "cuda").
 
@@ -88,7 +89,7 @@ def within_budget(
 
 
 def _least(
-    program: Program, shapes: Mapping[str, tuple[int, ...]], peak: Callable[[Sequence[Segment]], int]
+    program: Graph, shapes: Mapping[str, tuple[int, ...]], peak: Callable[[Sequence[Segment]], int]
 ) -> tuple[int, list[Segment]]:
     """The least peak over numbers of parts, and the parts but for the last, which is needed at once."""
     forward = [op for op in program.operators if op.role == FORWARD]
@@ -114,7 +115,7 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _sizes(
-    program: Program, forward: Sequence[Operator], shapes: Mapping[str, tuple[int, ...]]
+    program: Graph, forward: Sequence[Operator], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[int], list[int]]:
     """For each operator the bytes that it makes, and those that later ones still read when it is done."""
     types = Shapes(program, dict(shapes))

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import body_of, traits_of
-from amp_transpiler.ir.program import BACKWARD, FORWARD, OWN, Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ops.training.random import MASK_ID, mask_stream
 from amp_transpiler.ops.training.recompute_barrier import DROPOUT, INPUT, TOKEN
@@ -32,10 +33,10 @@ class Segment:
 
 
 #: Chooses the segments of a program, given its forward operators in order.
-Chooser = Callable[[Program, list[Operator]], list[Segment]]
+Chooser = Callable[[Graph, list[Operator]], list[Segment]]
 
 
-def insert(program: Program, loss: Variable, segments: Sequence[Segment], made: Made, stays: set[int]) -> int:
+def insert(program: Graph, loss: Variable, segments: Sequence[Segment], made: Made, stays: set[int]) -> int:
     """Let gradients read recomputed activations; the number of operators that run twice.
 
     ``made`` lists the gradient operators in the order in which they were appended, ``stays`` the keys of variables
@@ -61,7 +62,7 @@ def _repeatable(op: Operator) -> bool:
 class _Copier:
     """Copies what the gradients of one segment need of it."""
 
-    def __init__(self, program: Program, loss: Variable, segment: Segment, inside: set[int], kept: set[int]) -> None:
+    def __init__(self, program: Graph, loss: Variable, segment: Segment, inside: set[int], kept: set[int]) -> None:
         self.program, self.loss, self.segment, self.inside, self.kept = program, loss, segment, inside, kept
         self.copies: dict[int, Variable] = {}  # variable -> its recomputed or late form
         self.late: dict[int, Variable] = {}

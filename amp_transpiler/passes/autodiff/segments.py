@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
 from amp_transpiler.ir.patterns import matching, pattern_of
-from amp_transpiler.ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from amp_transpiler.passes.autodiff.memory_budget import within_budget
 from amp_transpiler.passes.autodiff.recompute import Made, Segment, insert
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
@@ -25,7 +26,7 @@ class Request:
 
 
 def recompute(
-    program_or_loss: Program | Variable,
+    program_or_loss: Graph | Variable,
     segments: Sequence[Variable | str] | None = None,
     *,
     memory_budget: int | None = None,
@@ -59,7 +60,7 @@ def recompute(
             with the least that can. OrderError: the gradients are there already.
     """
     program = program_or_loss.program if isinstance(program_or_loss, Variable) else program_or_loss
-    if not isinstance(program, Program):
+    if not isinstance(program, Graph):
         raise ArgumentTypeError(f"recompute takes a Program or its loss, not {type(program).__name__}")
     if any(op.role == BACKWARD for op in program.operators):
         raise OrderError(
@@ -78,7 +79,7 @@ def recompute(
     program.recompute = Request(names)
 
 
-def _budget(program: Program, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Any) -> Request:
+def _budget(program: Graph, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Any) -> Request:
     kind = "cpu" if place is None else getattr(place, "kind", None)
     if kind not in ("cpu", "cuda"):
         raise ArgumentTypeError(f"recompute: place is CPUPlace() or CUDAPlace(0), got {place!r}")
@@ -89,7 +90,7 @@ def _budget(program: Program, budget: object, feed_shapes: Mapping[str, Sequence
     return Request(memory_budget=budget, feed_shapes=given_shapes("recompute", program, feed_shapes), place=kind)
 
 
-def _names(program: Program, segments: Sequence[Variable | str]) -> tuple[str, ...]:
+def _names(program: Graph, segments: Sequence[Variable | str]) -> tuple[str, ...]:
     if isinstance(segments, (str, Variable)) or not isinstance(segments, Iterable):
         raise ArgumentTypeError(f"recompute: segments is a list of variables, names or patterns, not {segments!r}")
     names = []
@@ -106,7 +107,7 @@ def _names(program: Program, segments: Sequence[Variable | str]) -> tuple[str, .
     return tuple(names)
 
 
-def recompute_activations(program: Program, loss: Variable, made: Made, gradients: Sequence[Variable]) -> None:
+def recompute_activations(program: Graph, loss: Variable, made: Made, gradients: Sequence[Variable]) -> None:
     """Do what the program was asked for, once its ``gradients`` are appended; ``made`` as :func:`insert` takes it."""
     request: Request = program.recompute
     stays = {v.key for v in gradients}
@@ -120,7 +121,7 @@ def recompute_activations(program: Program, loss: Variable, made: Made, gradient
         put(within_budget(loss, gradients, request.memory_budget, request.feed_shapes, request.place, put))
 
 
-def named_segments(program: Program, names: Sequence[str], order: Sequence[Operator]) -> list[Segment]:
+def named_segments(program: Graph, names: Sequence[str], order: Sequence[Operator]) -> list[Segment]:
     """The segments that checkpoints and patterns make of the forward operators, given in order.
 
     ArgumentError: a name or pattern that fits nothing.

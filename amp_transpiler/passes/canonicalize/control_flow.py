@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.clone import insert_graph
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
-from amp_transpiler.ir.program import Operator, Program, Shape, Variable
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
 
 #: Operators that the unrolled turns of all loops of a program may have together: a loop in a loop multiplies.
 UNROLL_LIMIT = 20_000
 
 
-def expand_control_flow(program: Program, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> bool:
+def expand_control_flow(program: Graph, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> bool:
     """Inline and unroll what is known, in place, whatever comes out of it included; whether anything changed.
 
     ``feed_shapes``: shapes of feeds that the program does not declare itself.
@@ -44,7 +45,7 @@ def expand_control_flow(program: Program, feed_shapes: dict[str, tuple[int, ...]
     return changed
 
 
-def _added_since(program: Program, key: int) -> list[Operator]:
+def _added_since(program: Graph, key: int) -> list[Operator]:
     """The operators from this key on, as they were added: each after those that make what it reads."""
     added = list(takewhile(lambda op: op.key >= key, reversed(program._operators.values())))
     return added[::-1]
@@ -126,7 +127,7 @@ def _inline_if(op: Operator, env: _Known) -> bool:
     return True
 
 
-def _shared(body: Program, program: Program, label: str) -> dict[Variable, Variable]:
+def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]:
     """Constants of a loop body, put into the program once, for all turns."""
     shared = {}
     for variable in body.variables:
@@ -138,11 +139,11 @@ def _shared(body: Program, program: Program, label: str) -> dict[Variable, Varia
     return shared
 
 
-def _fits(body: Program, turns: int, env: _Known) -> bool:
+def _fits(body: Graph, turns: int, env: _Known) -> bool:
     return turns * sum(1 for _ in body.walk()) <= env.left
 
 
-def _goes_on(body: Program) -> bool:
+def _goes_on(body: Graph) -> bool:
     """Whether the loop's body always says that it goes on."""
     says: Variable | None = body.outputs[0]
     while says is not None and (says.outer is not None or (says.producer and says.producer.type == "Identity")):
@@ -154,7 +155,7 @@ def _goes_on(body: Program) -> bool:
 
 
 def _unroll_loop(op: Operator, env: _Known) -> bool:
-    body: Program = op.attrs["body"]
+    body: Graph = op.attrs["body"]
     turns, start = env.number(op.input(0)), env.number(op.input(1))
     if turns is None or not _goes_on(body) or (op.input(1) is not None and start is None):
         return False
@@ -182,7 +183,7 @@ def _unroll_loop(op: Operator, env: _Known) -> bool:
 
 
 def _unroll_scan(op: Operator, env: _Known) -> bool:
-    body: Program = op.attrs["body"]
+    body: Graph = op.attrs["body"]
     count = int(op.attrs["num_scan_inputs"])
     if op.program.opset() < 9 or any(v is None for v in op.inputs):
         return False

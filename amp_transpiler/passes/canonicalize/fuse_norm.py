@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.metadata import FULL
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.view.constants import content
@@ -30,7 +31,7 @@ class _Norm:
     epsilon: float
 
 
-def fuse_layer_norms(program: Program) -> list[str]:
+def fuse_layer_norms(program: Graph) -> list[str]:
     """Put one LayerNormalization in the place of each that is written out over the last dimension; in place."""
     count = 0
     for op in program.operators:
@@ -41,7 +42,7 @@ def fuse_layer_norms(program: Program) -> list[str]:
     return [f"{count} layer norms that were written out are one operator each"] if count else []
 
 
-def keep_root_mean_squares(program: Program) -> list[str]:
+def keep_root_mean_squares(program: Graph) -> list[str]:
     """Let what divides by the root of a mean square (an RMS norm, written out) run in fp32 whatever the lists say.
 
     Such a norm has no operator before opset 23; as one it would be computed in fp32 inside.

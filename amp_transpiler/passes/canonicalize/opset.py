@@ -15,7 +15,8 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import has_decomposition, take_apart
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 
 Adapter = Callable[[Operator], None]
@@ -23,7 +24,7 @@ Adapter = Callable[[Operator], None]
 _ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
 
 
-def convert_opset(program: Program, target: int = TARGET_OPSET) -> bool:
+def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
 
     GraphError names an operator that is older than opset 7, that the target does not have, or whose
@@ -47,7 +48,7 @@ def convert_opset(program: Program, target: int = TARGET_OPSET) -> bool:
     return True
 
 
-def check_age(program: Program, oldest: int = 7) -> None:
+def check_age(program: Graph, oldest: int = 7) -> None:
     """GraphError where the operators of ai.onnx are older than the opset ``oldest``."""
     version = program.opset()
     if version < oldest and any(not op.domain for op in program.walk()):
@@ -277,6 +278,3 @@ def _group_norm(op: Operator) -> None:
         program.add_operator("Expand", [column, _constant(op, f"wide{slot}", np.array([groups, per_group]))], [wide])
         program.add_operator("Reshape", [wide, _constant(op, f"flat{slot}", np.array([-1]))], [flat])
         op.set_input(slot, flat)
-
-
-setattr(Program, "convert_opset", convert_opset)  # noqa: B010 - mypy refuses the plain assignment

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import Shapes
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import static
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.graph import Graph
 
 
-def given_shapes(call: str, program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+def given_shapes(call: str, program: Graph, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
     """The fixed shape of every feed that an operator reads.
 
     ``given`` has those that are not declared; a size under a symbolic name is needed once. ArgumentTypeError where it
@@ -34,7 +34,7 @@ def given_shapes(call: str, program: Program, given: Mapping[str, Sequence[int]]
     return shapes
 
 
-def _checked(call: str, program: Program, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+def _checked(call: str, program: Graph, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
     if not isinstance(given, (Mapping, type(None))):
         raise ArgumentTypeError(f"{call}: feed_shapes is {given!r}; expected a mapping of names to shapes")
     feeds = {feed.name: feed for feed in program.inputs}

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.serializing import write_model
 from amp_transpiler.ir.types import HALF, NAMES
 
@@ -54,7 +55,7 @@ class Lowered:
         write_model(self.model, path)
 
 
-def needed(program: Program, targets: Sequence[Variable]) -> list[Operator]:
+def needed(program: Graph, targets: Sequence[Variable]) -> list[Operator]:
     """Operators that the targets depend on, in the program's order; one reverse sweep."""
     wanted = {v.key for v in targets}
     kept = []

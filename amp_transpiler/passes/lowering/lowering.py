@@ -16,11 +16,13 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, type_proto
 from amp_transpiler.ir.inline import inline_functions
+from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import body_of, group_inputs, lookup, rule_of
-from amp_transpiler.ir.program import OWN, Operator, Program, Shape, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
@@ -38,6 +40,7 @@ from amp_transpiler.passes.lowering.lowered import (
     static,
     used_tensors,
 )
+from amp_transpiler.passes.lowering.place import Place
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
@@ -45,7 +48,7 @@ _RUNTIME = {"seed": "@rng_seed", "step": "@rng_step"}
 
 
 def lower(
-    program: Program,
+    program: Graph,
     place: str,
     feed_shapes: dict[str, tuple[int, ...]] | None = None,
     fetches: Sequence[Variable] = (),
@@ -70,10 +73,10 @@ def lower(
     stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in program.variables)
     later = version > TARGET_OPSET and place == "cuda"
     if version != TARGET_OPSET and not stays and (later or any(body_of(op) for op in program.walk())):
-        program = program.clone() if program is original else program
+        program = clone(program) if program is original else program
         convert_opset(program)
     if any(_bodied(op) for op in program.nesting):  # a branch that these shapes decide against need not fit them
-        program = program.clone() if program is original else program
+        program = clone(program) if program is original else program
         expand_control_flow(program, feed_shapes)
     fetches = [program.var(name) for name in names]
     if isinstance(updates, Mapping):
@@ -85,36 +88,29 @@ def lower(
     return _Lowering(program, place, feed_shapes or {}, fetches, written, wide, declared, updates is False).run()
 
 
-def _lower_program(
-    self: Program,
-    place: Any,
+def lower_for(
+    program: Graph,
+    place: Place,
     feed_shapes: dict[str, tuple[int, ...]] | None = None,
     fetches: Sequence[Variable | str] = (),
 ) -> Lowered:
-    """The ONNX model that ``place`` (CPUPlace() or CUDAPlace(0)) runs; neither needs a GPU.
-
-    ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetches`` (variables or
-    names) what the model returns beside the updated state, by default the program's outputs. The result's
-    ``to_onnx(path)`` writes the model. ArgumentError for an unknown feed, GraphError for an unknown
-    fetch or for a shape that has to be fixed and is not.
-    """
+    """The model that ``place`` runs, the arguments checked; see ``Program.lower``."""
     kind = getattr(place, "kind", None)
     if kind not in ("cpu", "cuda"):
         raise ArgumentError(f"lower takes a place, CPUPlace() or CUDAPlace(0), got {place!r}")
-    unknown = sorted(set(feed_shapes or {}) - {v.name for v in self.inputs})
+    unknown = sorted(set(feed_shapes or {}) - {v.name for v in program.inputs})
     if unknown:
-        known = ", ".join(v.name for v in self.inputs) or "none"
-        raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{self.name}'; its feeds are {known}")
-    return lower(self, kind, feed_shapes, [self.var(v) if isinstance(v, str) else v for v in fetches], declared=True)
-
-
-setattr(Program, "lower", _lower_program)  # noqa: B010 - mypy refuses the plain assignment
+        known = ", ".join(v.name for v in program.inputs) or "none"
+        raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{program.name}'; its feeds are {known}")
+    return lower(
+        program, kind, feed_shapes, [program.var(v) if isinstance(v, str) else v for v in fetches], declared=True
+    )
 
 
 class _Lowering(Carriers):
     def __init__(
         self,
-        program: Program,
+        program: Graph,
         place: str,
         feed_shapes: dict[str, tuple[int, ...]],
         fetches: Sequence[Variable],
@@ -328,12 +324,12 @@ class _Lowering(Carriers):
         return protos if not self.cpu or real else [carrier_attribute(proto) for proto in protos]
 
     # -- nested graphs ----------------------------------------------------------------------------------
-    def _nested(self, name: str, nested: Program | list[Program]) -> onnx.AttributeProto:
+    def _nested(self, name: str, nested: Graph | list[Graph]) -> onnx.AttributeProto:
         if isinstance(nested, list):
             return onnx.helper.make_attribute(name, [self._graph(item) for item in nested])
         return onnx.helper.make_attribute(name, self._graph(nested))
 
-    def _graph(self, nested: Program) -> onnx.GraphProto:
+    def _graph(self, nested: Graph) -> onnx.GraphProto:
         e = self.e
         saved, widened, narrow, shared = e.nodes, dict(e._widened), dict(e.narrow), dict(e.shared)
         env, shapes = self.env, self.shapes

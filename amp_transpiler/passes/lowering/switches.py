@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, live, rename_tensors, used_tensors
 from amp_transpiler.passes.view.names import source

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view.names import source

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.view.names import source

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -37,7 +38,7 @@ _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
 _SMALL = 1 << 16
 
 
-def keep_positions(program: Program, evidence: Evidence) -> None:
+def keep_positions(program: Graph, evidence: Evidence) -> None:
     """Add to ``evidence`` the operators of ``program``, nested graphs included, that compute with positions.
 
     What an earlier conversion did to the program makes no difference. Linear in its size.

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL, inserted
-from amp_transpiler.ir.program import Operator, Program, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -26,7 +27,7 @@ from amp_transpiler.passes.view.typing import operator_name
 
 
 def known_evidence(
-    program: Program, dtype: str, ranges: Ranges, progress: Callable[[str], None] = lambda stage: None
+    program: Graph, dtype: str, ranges: Ranges, progress: Callable[[str], None] = lambda stage: None
 ) -> Evidence:
     """What constants, positions, patterns and intervals say against ``dtype``; the program is not changed."""
     evidence, flow = Evidence(), Flow(program)
@@ -38,7 +39,7 @@ def known_evidence(
     return evidence
 
 
-def training_evidence(program: Program, dtype: str, like: Program | None = None) -> Evidence:
+def training_evidence(program: Graph, dtype: str, like: Graph | None = None) -> Evidence:
     """What a precision pass for training keeps fp32 beyond its lists.
 
     Args:
@@ -71,7 +72,7 @@ def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> N
         pending += [v.producer for v in op.inputs if v is not None and v not in ends and v.dtype in FLOATS]
 
 
-def _as_in(other: Program, program: Program, evidence: Evidence) -> Evidence:
+def _as_in(other: Graph, program: Graph, evidence: Evidence) -> Evidence:
     """The decisions of ``other`` on what both have, and ``evidence`` on the rest."""
     known = {name: op for op in other.walk() if not inserted(op) for name in _names(op)}
     found = Evidence(constants=evidence.constants)

@@ -6,14 +6,14 @@ place is masked then makes NaN out of a softmax, which loss scaling answers by s
 
 from __future__ import annotations
 
-from amp_transpiler.ir.program import Program
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.masks import LOW, binary_tensors, maskable, masking
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 
 
-def saturate_masks(program: Program, dtype: str) -> None:
+def saturate_masks(program: Graph, dtype: str) -> None:
     """Let constants that only mask end at half of the largest number of ``dtype``, in place.
 
     A conversion takes the largest number itself; half of it leaves room for the scores, and for a second mask, that

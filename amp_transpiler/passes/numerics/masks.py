@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.ir.program import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.constraints import Evidence

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Evidence
@@ -69,7 +70,7 @@ class Bounds(Protocol):
         """Whether every element is proved to lie in ``[-limit, limit]``."""
 
 
-def guard_numerics(program: Program, dtype: str, ranges: Bounds, evidence: Evidence, flow: Flow | None = None) -> None:
+def guard_numerics(program: Graph, dtype: str, ranges: Bounds, evidence: Evidence, flow: Flow | None = None) -> None:
     """Add to ``evidence`` what patterns and intervals say against ``dtype`` ("float16" or "bfloat16").
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier

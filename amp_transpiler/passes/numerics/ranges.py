@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import CHUNK, as_array, release
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.bounds import RULES, Interval
@@ -40,7 +41,7 @@ class Ranges:
     """
 
     def __init__(
-        self, program: Program, input_ranges: Mapping[str, Interval] | None = None, *, trained: bool = False
+        self, program: Graph, input_ranges: Mapping[str, Interval] | None = None, *, trained: bool = False
     ) -> None:
         self.program, self.trained = program, trained
         self._bounds: dict[Variable, Interval | None] = {}
@@ -102,7 +103,7 @@ class Ranges:
         return self._weights[key]
 
 
-def _input(program: Program, name: str) -> Variable:
+def _input(program: Graph, name: str) -> Variable:
     known = {v.name: v for v in program.inputs if v.dtype in FLOATS}
     if name not in known:
         near = difflib.get_close_matches(name, known, 3)

@@ -14,8 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, release
 from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
@@ -40,7 +41,7 @@ _ADDING = frozenset(
 )
 
 
-def check_constants(program: Program, dtype: str, evidence: Evidence, flow: Flow | None = None) -> None:
+def check_constants(program: Graph, dtype: str, evidence: Evidence, flow: Flow | None = None) -> None:
     """Add to ``evidence`` the constants that do not survive in ``dtype`` ("float16" or "bfloat16"), and a note of each.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
@@ -117,7 +118,7 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
 
 
 class _Survival:
-    def __init__(self, program: Program, dtype: str, evidence: Evidence, flow: Flow) -> None:
+    def __init__(self, program: Graph, dtype: str, evidence: Evidence, flow: Flow) -> None:
         self.program, self.dtype, self.evidence = program, dtype, evidence
         self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
         self.flow = flow

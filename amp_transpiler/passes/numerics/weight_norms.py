@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, release, tensor_type
 from amp_transpiler.passes.view import constants
 

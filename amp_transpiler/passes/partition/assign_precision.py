@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -55,7 +56,7 @@ class Assignment:
 
 
 def assign(
-    program: Program,
+    program: Graph,
     lists: AutoMixedPrecisionLists,
     mode: str,
     evidence: Evidence | None,
@@ -103,7 +104,7 @@ class _Choices(Rules):
 
     def __init__(
         self,
-        program: Program,
+        program: Graph,
         lists: AutoMixedPrecisionLists,
         mode: str,
         evidence: Evidence | None,
@@ -237,7 +238,7 @@ class _Problem:
 
     def __init__(
         self,
-        program: Program,
+        program: Graph,
         choices: dict[Operator, Decision | Free],
         free: list[Operator | Boundary],
         dtype: str,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from amp_transpiler.ir.program import FORWARD, Operator, Program, Variable
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import CastTensor
 from amp_transpiler.ir.types import HALF, ONNX_TYPES, SHORT
@@ -28,7 +29,7 @@ Decisions = dict[Operator, Decision]
 
 
 def apply(
-    program: Program,
+    program: Graph,
     decisions: Decisions,
     lists: AutoMixedPrecisionLists,
     *,
@@ -65,7 +66,7 @@ def apply(
     return entering
 
 
-def _retype(program: Program, decisions: Decisions, inserter: _Inserter, protected: set[Variable]) -> None:
+def _retype(program: Graph, decisions: Decisions, inserter: _Inserter, protected: set[Variable]) -> None:
     """Put precision, reason and types on operators and what they write, then cast what they read."""
     for op, decision in decisions.items():
         op.precision, op.why = decision.precision, decision.why
@@ -117,7 +118,7 @@ class _Use:
         return v.dtype == decisions[v.producer].slots.outputs[v.producer_slot] == "float32"
 
 
-def _uses(program: Program, decisions: Decisions, dtype: str) -> dict[Variable, _Use]:
+def _uses(program: Graph, decisions: Decisions, dtype: str) -> dict[Variable, _Use]:
     """Every floating-point variable that some operator reads, with what is read of it, in the order of reading."""
     uses: dict[Variable, _Use] = {}
     for op, decision in decisions.items():
@@ -165,7 +166,7 @@ def _constant_decision(variable: Variable, decisions: Decisions, dtype: str) -> 
         decision.why = constant_reason(dtype)
 
 
-def _protected(program: Program, lists: AutoMixedPrecisionLists) -> set[Variable]:
+def _protected(program: Graph, lists: AutoMixedPrecisionLists) -> set[Variable]:
     """Variables that keep their declared type: outputs, state updates, ``custom_black_varnames``."""
     found: set[Variable] = set()
     for each in programs(program):
@@ -207,7 +208,7 @@ def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
 class _Inserter:
     """Inserts casts and remembers them."""
 
-    def __init__(self, program: Program, contents: dict[Variable, np.ndarray | CastTensor]) -> None:
+    def __init__(self, program: Graph, contents: dict[Variable, np.ndarray | CastTensor]) -> None:
         self.program = program
         self.contents = contents
         self.made: dict[tuple[Variable, str], Variable] = {}
@@ -261,7 +262,7 @@ class _Inserter:
             op.program.replace_uses(variable, raw)
         add_cast(raw, variable)
 
-    def _stand_in(self, program: Program, outer: Variable) -> Variable:
+    def _stand_in(self, program: Graph, outer: Variable) -> Variable:
         """The variable of a nested program that stands for ``outer`` of the enclosing one."""
         if (program, outer) not in self.stand_ins:
             new = program.add_variable(outer.name, outer.dtype, outer.shape)
@@ -330,6 +331,6 @@ def add_cast(source: Variable, target: Variable) -> None:
     cast.why = Reason(Kind.CAST, source.name, (dtype,))
 
 
-def cast_target(program: Program, dtype: str) -> int | str:
+def cast_target(program: Graph, dtype: str) -> int | str:
     """The attribute ``to`` of a Cast; before opset 6 it is a string."""
     return ONNX_TYPES[dtype] if program.opset() >= 6 else onnx.TensorProto.DataType.Name(ONNX_TYPES[dtype])

@@ -11,7 +11,8 @@ numeric guards, what is known to leave the type stays fp32 too.
 from __future__ import annotations
 
 from amp_transpiler.errors import PrecisionError
-from amp_transpiler.ir.program import FORWARD, Operator, Program
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import FORWARD, Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -27,13 +28,13 @@ from amp_transpiler.passes.view.typing import operator_name
 
 @paddle_arguments("cast_model_to_fp16")
 def cast_model_to_fp16(
-    program: Program,
+    program: Graph,
     amp_lists: AutoMixedPrecisionLists | None = None,
     use_fp16_guard: bool = True,
     *,
     names_must_exist: bool = True,
     numeric_guards: bool = False,
-    like: Program | None = None,
+    like: Graph | None = None,
 ) -> set[str]:
     """Turn ``program``, nested graphs included, to pure 16 bit in place.
 
@@ -82,7 +83,7 @@ def cast_model_to_fp16(
 
 class _Pure(Rules):
     def __init__(
-        self, program: Program, lists: AutoMixedPrecisionLists, use_fp16_guard: bool, evidence: Evidence
+        self, program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard: bool, evidence: Evidence
     ) -> None:
         super().__init__(program, lists)
         self.use_fp16_guard, self.evidence = use_fp16_guard, evidence

@@ -9,7 +9,8 @@ softmax) are brought into the range of the type. With numeric guards, what is kn
 
 from __future__ import annotations
 
-from amp_transpiler.ir.program import Operator, Program
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -23,12 +24,12 @@ from amp_transpiler.passes.view.typing import operator_name
 
 
 def rewrite_program(
-    program: Program,
+    program: Graph,
     amp_lists: AutoMixedPrecisionLists | None = None,
     *,
     names_must_exist: bool = True,
     numeric_guards: bool = False,
-    like: Program | None = None,
+    like: Graph | None = None,
 ) -> None:
     """Insert the casts of black/white/gray mixed precision into ``program``, nested graphs included, in place.
 
@@ -63,7 +64,7 @@ def rewrite_program(
 
 
 class _Colours(Rules):
-    def __init__(self, program: Program, lists: AutoMixedPrecisionLists, evidence: Evidence) -> None:
+    def __init__(self, program: Graph, lists: AutoMixedPrecisionLists, evidence: Evidence) -> None:
         super().__init__(program, lists)
         self.evidence = evidence
 

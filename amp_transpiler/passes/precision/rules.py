@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL, inserted
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.patterns import is_pattern, matching
-from amp_transpiler.ir.program import BACKWARD, FORWARD, Operator, Program, Variable
 from amp_transpiler.ir.reasons import UNTOUCHED, Kind, Reason, parse
 from amp_transpiler.ir.types import FLOATS, HALF, SHORT
 from amp_transpiler.lists import NO_KERNEL, TARGET_OPSET, AutoMixedPrecisionLists, unsupported_reason
@@ -52,7 +53,7 @@ class Decision:
 class Rules:
     """The rules of both passes for one program and its lists; holds the decisions made so far."""
 
-    def __init__(self, program: Program, lists: AutoMixedPrecisionLists) -> None:
+    def __init__(self, program: Graph, lists: AutoMixedPrecisionLists) -> None:
         self.program = program
         self.lists = lists
         self.dtype = lists.dtype
@@ -199,13 +200,13 @@ def own_cast(dtype: str) -> Reason:
     return Reason(Kind.OWN_CAST, detail=(dtype,), runs=UNTOUCHED)
 
 
-def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, names_must_exist: bool) -> None:
+def check_program(program: Graph, lists: AutoMixedPrecisionLists, what: str, names_must_exist: bool) -> None:
     """Refuse what a precision pass cannot work on.
 
     ArgumentTypeError for what is no program or no lists, GraphError for a variable without type, OrderError where
     the backward pass was appended already, ArgumentError for ``custom_black_varnames`` that the program does not have.
     """
-    if not isinstance(program, Program):
+    if not isinstance(program, Graph):
         raise ArgumentTypeError(f"{what} takes a Program, got {program!r}")
     if not isinstance(lists, AutoMixedPrecisionLists):
         raise ArgumentTypeError(f"{what}: amp_lists is {lists!r}; expected amp.AutoMixedPrecisionLists(...)")
@@ -220,7 +221,7 @@ def check_program(program: Program, lists: AutoMixedPrecisionLists, what: str, n
         check_variables(program, lists, what)
 
 
-def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str) -> None:
+def check_variables(program: Graph, lists: AutoMixedPrecisionLists, what: str) -> None:
     """ArgumentError where ``custom_black_varnames`` names a variable, or a pattern, that the program does not have."""
     known = _variable_names(program)
     missing = sorted(lists.black_varnames - known)
@@ -237,7 +238,7 @@ def check_variables(program: Program, lists: AutoMixedPrecisionLists, what: str)
     matching(_written(program), patterns, f"{what}: custom_black_varnames", names=_called)
 
 
-def black_operators(program: Program, lists: AutoMixedPrecisionLists) -> dict[Operator, Reason]:
+def black_operators(program: Graph, lists: AutoMixedPrecisionLists) -> dict[Operator, Reason]:
     """Operators that a pattern of ``custom_black_varnames`` or of the preset keeps fp32, each with the reason."""
     found: dict[Operator, Reason] = {}
     chosen = sorted(filter(is_pattern, lists.black_varnames))
@@ -252,11 +253,11 @@ def black_operators(program: Program, lists: AutoMixedPrecisionLists) -> dict[Op
     return found
 
 
-def _variable_names(program: Program) -> set[str]:
+def _variable_names(program: Graph) -> set[str]:
     return {v.name for each in programs(program) for v in each.variables}
 
 
-def _written(program: Program) -> list[Operator]:
+def _written(program: Graph) -> list[Operator]:
     """The operators of the program as it was written."""
     return [op for op in program.walk() if not inserted(op)]
 

@@ -12,8 +12,9 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.passes.precision.casts import add_cast, cast_target
@@ -29,7 +30,7 @@ _HALF_OF = {SHORT[dtype]: dtype for dtype in HALF}
 _BITS = frozenset({"BitCast"})
 
 
-def widen(program: Program) -> list[str]:
+def widen(program: Graph) -> list[str]:
     """Turn 16-bit weights, constants and operators to fp32 and take their casts out, in place; notes on what was done.
 
     Values stay what they are: every 16-bit number is a fp32 number. Inputs and outputs keep their declared types,
@@ -87,7 +88,7 @@ def _types(op: Operator) -> tuple[list[str | None], list[str | None]]:
     return reads, writes
 
 
-def _keep_io(program: Program) -> set[Variable]:
+def _keep_io(program: Graph) -> set[Variable]:
     """Put casts behind 16-bit inputs and before 16-bit outputs; these variables, whose types are declared."""
     found = {v for v in (*program.inputs, *program.outputs) if v.dtype in HALF}
     for variable in [v for v in program.variables if v in found]:
@@ -121,7 +122,7 @@ def _widen_content(variable: Variable) -> None:
         constants.replace(variable, constants.converted(variable, "float32", ""))
 
 
-def _widen_attributes(program: Program, io: set[Variable], kept: Collection[Operator]) -> None:
+def _widen_attributes(program: Graph, io: set[Variable], kept: Collection[Operator]) -> None:
     """Let attributes hold fp32 tensors instead of 16-bit ones, and name that type."""
     for op in program.operators:
         if op in kept:
@@ -169,7 +170,7 @@ def _between_casts(op: Operator, reads: list[str | None], writes: list[str | Non
             add_cast(raw, variable)
 
 
-def _without_casts(program: Program) -> int:
+def _without_casts(program: Graph) -> int:
     """Take out casts from fp32 to fp32; their number."""
     count = 0
     for op in program.operators:
@@ -191,7 +192,7 @@ def _without_casts(program: Program) -> int:
     return count
 
 
-def _merge_copies(program: Program) -> None:
+def _merge_copies(program: Graph) -> None:
     """Let a 16-bit copy that a precision pass made of a fp32 constant be that constant again: one weight, not two."""
     for variable in list(program.variables):
         found = _COPY.fullmatch(variable.name)

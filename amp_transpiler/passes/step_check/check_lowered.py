@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import onnx
 
 from amp_transpiler.errors import StepError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
-from amp_transpiler.ir.program import OWN, Program, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -23,7 +24,7 @@ _SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
 _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
 
 
-def check_lowered(program: Program, lowered: Lowered) -> None:
+def check_lowered(program: Graph, lowered: Lowered) -> None:
     """Check that every gated state of ``program`` is ``Where(ok, new, old)`` in ``lowered``, with a sound ``ok``.
 
     StepError lists every state that is not carried from step to step, that is written without a gate, through one with

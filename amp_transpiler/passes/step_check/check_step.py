@@ -20,12 +20,14 @@ from __future__ import annotations
 from typing import Any
 
 from amp_transpiler.errors import StepError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
 from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, UPDATE_SCALE, master_type
 from amp_transpiler.ops.training.update import LAYOUTS, Row
+from amp_transpiler.passes.lowering.lowering import lower_for
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from amp_transpiler.passes.step_check.gated import GatedStates, gated_states
 from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow, is_own
@@ -36,7 +38,7 @@ UNGATED = frozenset({"@rng_step"})
 _LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "ReduceSum", "ReduceMean", "Neg"})
 
 
-def check_step(program: Program, place: Any = None, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+def check_step(program: Graph, place: Any = None, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
     """Check a program with loss scaling, as ``minimize`` of a decorated optimizer leaves it.
 
     Points 1 to 5 are proved on the program. With ``place`` (CPUPlace() or CUDAPlace(0), neither needs a GPU) the
@@ -50,7 +52,7 @@ def check_step(program: Program, place: Any = None, feed_shapes: dict[str, tuple
         listed = "\n".join(f"  {violation}" for violation in dict.fromkeys(found))
         raise StepError(f"the training step of program '{program.name}' breaks the step protocol:\n{listed}")
     if place is not None:
-        check_lowered(program, program.lower(place, feed_shapes))
+        check_lowered(program, lower_for(program, place, feed_shapes))
 
 
 def _said(op: Operator | None) -> str:
@@ -60,7 +62,7 @@ def _said(op: Operator | None) -> str:
 class _Step:
     """The operators of a step, and what is wrong with them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Graph) -> None:
         self.program = program
         ops = [op for op in program.operators if op.domain == OWN]
         self.checks = [op for op in ops if op.type == CHECK]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amp_transpiler.ir.program import OWN, Operator, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ops.training.average import AVERAGE, average_states
 from amp_transpiler.ops.training.scaling import GATE
 from amp_transpiler.ops.training.update import LAYOUTS

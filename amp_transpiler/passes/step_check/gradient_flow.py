@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ops.training.clip import CLIPS
 from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, UPDATE_SCALE
 
@@ -24,7 +25,7 @@ class GradientFlow:
     gradient with what is computed from one of ``scales`` alone.
     """
 
-    def __init__(self, program: Program, scales: list[Variable]) -> None:
+    def __init__(self, program: Graph, scales: list[Variable]) -> None:
         self._masks: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._clips: dict[int, Operator] = {}

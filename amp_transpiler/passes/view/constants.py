@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import PrecisionError
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import CastTensor, annotated, as_array, chunks, tensor_type, to_proto
 from amp_transpiler.ir.types import FLOATS, LIMITS, numpy_dtype
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view import constants
@@ -31,7 +32,7 @@ class Flow:
     whole program.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Graph) -> None:
         self.steps: list[tuple[Operator, str, list[Variable | None]]] = []
         self.inputs: dict[Operator, list[Variable | None]] = {}
         self.uses: dict[Variable, list[tuple[Operator, int]]] = {}
@@ -66,7 +67,7 @@ class Flow:
             states = len(read) - op.attrs["num_scan_inputs"]
             self._iterate(op, body, read, body.inputs, body.outputs, states)
 
-    def _iterate(self, op: Operator, body: Program, read: Any, inside: Any, made: Any, states: int) -> None:
+    def _iterate(self, op: Operator, body: Graph, read: Any, inside: Any, made: Any, states: int) -> None:
         _join(self.entries, read, inside)
         _join(self.results, made, op.outputs)
         _join(self.loops, made[:states], inside[:states])
@@ -107,7 +108,7 @@ def _join(edges: dict[Variable, list[Variable]], ends: Any, starts: Any) -> None
             edges.setdefault(source(end), []).append(start)
 
 
-def every_variable(program: Program) -> list[Variable]:
+def every_variable(program: Graph) -> list[Variable]:
     """The floating-point variables of the program as it was written, nested graphs included."""
     found = (v for each in programs(program) for v in each.variables if v.outer is None and is_float(v))
     return [v for v in found if not inserted(v.producer)]

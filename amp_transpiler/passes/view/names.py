@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.program import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.view.typing import origin
 
 

@@ -15,9 +15,10 @@ import onnx
 import onnx.shape_inference
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
-from amp_transpiler.ir.program import Operator, Program, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES
 from amp_transpiler.lists import kept_fp32
@@ -288,7 +289,7 @@ def origin(variable: Variable) -> Variable:
     return variable
 
 
-def programs(program: Program) -> Iterator[Program]:
+def programs(program: Graph) -> Iterator[Graph]:
     """The program and every nested one, each before those inside it."""
     yield program
     for op in program.nesting:
@@ -296,7 +297,7 @@ def programs(program: Program) -> Iterator[Program]:
             yield from programs(nested)
 
 
-def require_typed(program: Program) -> None:
+def require_typed(program: Graph) -> None:
     """GraphError naming the first variable without a type; precision cannot be decided without."""
     for each in programs(program):
         for variable in each.variables:

@@ -31,7 +31,8 @@ from amp_transpiler.errors import (
     CheckpointWriteError,
     ScopeError,
 )
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import fits, type_message
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta

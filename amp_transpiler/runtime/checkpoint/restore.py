@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import CheckpointMismatchError
-from amp_transpiler.ir.program import Program, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import fits
 from amp_transpiler.runtime.checkpoint.state_slots import (

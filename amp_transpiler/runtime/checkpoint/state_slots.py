@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from amp_transpiler.ir.program import FORWARD, OWN, Operator, Program, Variable
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.tensors import SMALL, as_array, tensor_type
 from amp_transpiler.ops.training.average import AVERAGE, average_states, averaged_parameters
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, GATE, UPDATE_SCALE
 from amp_transpiler.ops.training.schedule import LEARNING_RATE
 from amp_transpiler.ops.training.update import LAYOUTS
+from amp_transpiler.program import Program
 
 PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
 RANDOM, SCALING, RATE, RATE_STEP, UNUSED = "random", "loss_scaling", "learning_rate", "lr_step", "unused"
@@ -141,7 +143,7 @@ def fingerprint(program: Program) -> str:
     return found.hexdigest()
 
 
-def _lines(program: Program, numbers: dict[Variable, str]) -> Iterator[bytes]:
+def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
     yield repr(sorted(program.info.opsets.items())).encode()
     for variable in program.variables:
         if variable.persistable or variable.is_input:

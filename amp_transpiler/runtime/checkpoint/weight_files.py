@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from amp_transpiler.ir.patterns import matching_names
-from amp_transpiler.ir.program import Program
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.restore import Stored, restore
 from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key

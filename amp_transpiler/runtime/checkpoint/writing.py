@@ -19,8 +19,8 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError
 from amp_transpiler.files import Workspace, check_space, sync_folder
+from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.place import CPUPlace
 
 META, TENSORS = "meta.json", "state.safetensors"
 FORMAT, VERSION = "amp_transpiler.checkpoint", 1

@@ -10,12 +10,12 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.context import fp16_guard as bf16_guard
-from amp_transpiler.ir.program import Program
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.optimizer import OptimizerWithMixedPrecision, decorate
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16 as cast_parameters_to_bf16
 
 

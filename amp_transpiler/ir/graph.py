@@ -1,4 +1,4 @@
-"""Program, Operator, Variable: a static graph on one networkx MultiDiGraph.
+"""Graph: operators and variables on one networkx MultiDiGraph.
 
 Operators and variables are nodes (integer keys, so that nothing hangs on addresses); an edge carries
 its slot as its key: ``variable -> operator`` the input slot, ``operator -> variable`` the output slot,
@@ -8,95 +8,57 @@ Every change goes through the methods of this module, which keep edges and order
 
 from __future__ import annotations
 
-import os
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any, Self
 
 import networkx as nx
 
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.attributes import Attributes
-from amp_transpiler.ir.blocks import Blocks, numbered_name, other_program
-from amp_transpiler.ir.nodes import (
-    BACKWARD,
-    CAPTURE,
-    FORWARD,
-    OWN,
-    ROLES,
-    SCALING,
-    UPDATE,
-    ModelInfo,
-    Operator,
-    Shape,
-    Variable,
-    Window,
-)
+from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, ModelInfo, Operator, Variable, Window
 from amp_transpiler.ir.order import topological_order
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.types import element_type
-from amp_transpiler.lists import TARGET_OPSET
 
-if TYPE_CHECKING:
-    import onnx
+__all__ = ["Graph", "other_program"]
 
-__all__ = [
-    "BACKWARD",
-    "CAPTURE",
-    "FORWARD",
-    "OWN",
-    "ROLES",
-    "SCALING",
-    "UPDATE",
-    "ModelInfo",
-    "Operator",
-    "Program",
-    "Shape",
-    "Variable",
-    "other_program",
-]
+_numbers = count()
 
 
-class Program(Blocks):
-    """A static program: operators and variables, ordered inputs and outputs, and state updates.
+def other_program(program: Graph, current: Graph) -> str:
+    """``program`` in a message that tells it from ``current``."""
+    return f"program '{program.name}'" if program.name != current.name else f"another program called '{program.name}'"
+
+
+class Graph:
+    """A static program's structure: operators and variables, ordered inputs and outputs, and state updates.
 
     ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given.
     ``updates`` maps a persistable variable to the variable whose value it takes when a step ends.
     ``startup`` is the program that initialises the persistable variables (None for a startup program).
+    Graphs nested in operators, startup programs and copies are of one class with the graph that they belong to.
     """
 
-    if TYPE_CHECKING:  # attached by passes.lowering, passes.opset and report.memory, which lie above this module
-
-        def lower(
-            self, place: Any, feed_shapes: dict[str, tuple[int, ...]] | None = None, fetches: Sequence[Variable] = ()
-        ) -> Any:
-            """The ONNX model that ``place`` runs."""
-
-        def memory_estimate(self, feed_shapes: Any = None, place: Any = None, fetch_list: Sequence[Any] = ()) -> Any:
-            """A forecast of the memory that running it takes; see report.memory."""
-
-        def convert_opset(self, target: int = TARGET_OPSET) -> bool:
-            """Rewrite every ai.onnx operator to another opset, in place."""
-
-    def __init__(self, name: str | None = None, startup: Program | None = None) -> None:
+    def __init__(self, name: str | None = None, startup: Self | None = None) -> None:
         self.graph: nx.MultiDiGraph = nx.MultiDiGraph()
-        self.call(name or numbered_name(), name or "main")
+        self.call(name or f"program_{next(_numbers)}", name or "main")
         self.info = ModelInfo()
         self.inputs: list[Variable] = []
         self.outputs: list[Variable] = []
         self.updates: dict[Variable, Variable] = {}
         #: Where a step is spread over several runs (gradient accumulation): what all but the last of them update.
         self.window: Window | None = None
-        self._startup = startup
-        self._make_startup: Callable[[], Program] | None = None
+        self._startup: Self | None = startup
+        self._make_startup: Callable[[], Self] | None = None
         #: The operator that holds this program as an attribute, for a nested graph.
         self.parent: Operator | None = None
         self._seed = 0
         self._variables: dict[str, Variable] = {}
         self._operators: dict[int, Operator] = {}
         self._next_key = 0
-        #: What ``amp.convert`` did to make this program, as a ``report.record.Conversion``; None for any other.
-        self.conversion: Any = None
         #: Whether passes for training keep fp32 what is known to leave 16 bit, as a conversion does: a program from a
         #: file, whose author had fp32 in mind. A built one is taken literally.
         self.numeric_guards = False
@@ -106,7 +68,7 @@ class Program(Blocks):
         self._order: tuple[int, list[Operator], list[Operator]] | None = None
 
     @property
-    def startup(self) -> Program | None:
+    def startup(self) -> Self | None:
         """The program that initialises the persistable variables."""
         make = self._make_startup
         if make is not None:
@@ -114,72 +76,29 @@ class Program(Blocks):
         return self._startup
 
     @startup.setter
-    def startup(self, startup: Program | None) -> None:
+    def startup(self, startup: Self | None) -> None:
         self._startup, self._make_startup = startup, None
 
-    def defer_startup(self, make: Callable[[], Program]) -> None:
+    def defer_startup(self, make: Callable[[], Self]) -> None:
         """Let ``make`` give the startup program when it is asked for; a conversion never asks."""
         self._make_startup = make
 
-    # -- files and copies ----------------------------------------------------------------------
-    @classmethod
-    def from_onnx(
-        cls,
-        model_or_path: str | os.PathLike[str] | onnx.ModelProto,
-        *,
-        name: str | None = None,
-        external_data_dir: str | os.PathLike[str] | None = None,
-    ) -> Program:
-        """The program of an ONNX model, with its startup program in ``startup``; nothing of the model is lost.
+    def ensure_startup(self) -> Self:
+        """The startup program, an empty one where there was none."""
+        if self.startup is None:
+            self.startup = type(self)(f"{self.name}_startup")
+        return self.startup
 
-        A ModelProto is not changed; its weights are shared, not copied. External data is mapped from disk (from the
-        model's folder, or ``external_data_dir``). Float initializers that are weights are trainable parameters, running
-        statistics are state, and the others (masks, bounds, single numbers) constants; all carry their content in
-        ``data``. Element types and shapes come from the
-        file and from ONNX's inference; :meth:`untyped` names what stays without. ModelFileError (or
-        ModelFileNotFoundError) for what is no usable model file, GraphError for a malformed graph, both naming the
-        file and the node.
-        """
-        from amp_transpiler.ir.onnx_in import load
+    # -- names ---------------------------------------------------------------------------------
+    def call(self, name: str, graph_name: str) -> None:
+        """Call the program ``name``, and its graph in a file ``graph_name`` as long as the program is called so."""
+        self.name, self._called = name, (name, graph_name)
 
-        return load(model_or_path, name=name, external_data_dir=external_data_dir)
-
-    def to_onnx(
-        self, path: str | os.PathLike[str] | None = None, *, scope: Any = None, external_data: bool | str | None = None
-    ) -> onnx.ModelProto:
-        """The program as a ModelProto, written to ``path`` where one is given: whole, or not at all.
-
-        Persistable variables get the value that ``scope.find_var(name)`` gives, else the content that they carry
-        (``data``), else they are graph inputs. ``external_data``: None keeps embedded what was embedded and puts what
-        was external (everything, beyond 2 GB) into ``<path>.data``, which is replaced only where it is that model's;
-        True or a file name puts weights there or into the file named, False embeds all. The same program gives the
-        same bytes. GraphError: a malformed program, or a value that does not fit; ModelFileWriteError: no such file.
-        """
-        from amp_transpiler.ir.onnx_out import save
-
-        return save(self, path, scope=scope, external_data=external_data)
-
-    def verify(self) -> None:
-        """Check edges, names, producers, captures, element types, updates; GraphError with the first ten findings."""
-        from amp_transpiler.ir.verify import verify
-
-        verify(self)
-
-    def untyped(self) -> list[str]:
-        """Names of the variables, those of nested programs included, whose type is not known."""
-        from amp_transpiler.ir.verify import untyped
-
-        return untyped(self)
-
-    def clone(self, for_test: bool = False) -> Program:
-        """A copy that shares constant content and the startup program with this one, and nothing else.
-
-        ``for_test`` keeps forward operators only, turned into their form for evaluation, and drops the updates,
-        what served them alone, and variables that have no use left.
-        """
-        from amp_transpiler.ir.clone import clone
-
-        return clone(self, for_test)
+    @property
+    def graph_name(self) -> str:
+        """What the graph is called in a file."""
+        name, graph_name = self._called
+        return graph_name if self.name == name else self.name
 
     # -- looking -------------------------------------------------------------------------------
     def opset(self, domain: str = "") -> int:
@@ -218,8 +137,6 @@ class Program(Blocks):
         """The variable called ``name``; GraphError with near names where there is none."""
         found = self._variables.get(name)
         if found is None:
-            import difflib
-
             near = difflib.get_close_matches(name, self._variables, 3)
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise GraphError(f"program '{self.name}' has no variable '{name}'{hint}")
@@ -429,7 +346,9 @@ class Program(Blocks):
                 return self.add_variable(name, dtype, shape)
 
     def __repr__(self) -> str:
-        return f"<Program {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
+        return (
+            f"<{type(self).__name__} {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
+        )
 
 
 def _role(inputs: Sequence[Variable | None]) -> str:

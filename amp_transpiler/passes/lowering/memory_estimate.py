@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
-from amp_transpiler.ir.program import OWN, Operator, Program, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ops.training.clip import CLIPS
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import LAYOUTS
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
+from amp_transpiler.passes.lowering.in_place import refusals
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered, static
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
 from amp_transpiler.passes.lowering.workspace import tensor_bytes
-from amp_transpiler.runtime.in_place import refusals
-from amp_transpiler.runtime.place import CPUPlace, Place, check_place
 
 _MIB = 2**20
 _NODE = 2**13  # bytes that a session keeps for each of its nodes, measured
@@ -105,38 +106,22 @@ class MemoryEstimate:
 
 
 def memory_estimate(
-    self: Program,
+    program: Graph,
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
     place: Place | None = None,
     fetch_list: Sequence[Variable | str] = (),
 ) -> MemoryEstimate:
-    """Forecast what running this program takes on ``place`` (default ``CPUPlace()``), by following the lowered model.
-
-    ``feed_shapes`` maps the names of feeds whose declared shape is not fixed to their shapes; sizes under one symbolic
-    name need to be given once. ``fetch_list`` is the run's. Liveness follows onnxruntime: its order of nodes, kernels
-    that write over an input, products that take on a bias or a transposition, views, tensors that take a dead one's
-    buffer, updates in place, and on CPU the arena and the copies in which pooling and recurrent kernels run. Steps that
-    were measured on CPU are within 10 % of this, but for a GRU in mixed precision (17 % above it). Not counted: the
-    runtime's code and thread pools (tens of MiB), the temporaries inside of loops (a few MiB) and of convolutions that
-    unfold their input, what CUDA libraries take, and that regions of the arena which an earlier program of the process
-    took serve this one too.
-
-    ArgumentError names a feed whose shape is missing or does not fit, GraphError a fetch that is unknown or a tensor
-    whose shape depends on data.
-    """
+    """A forecast of what running ``program`` takes on ``place``; see ``Program.memory_estimate``."""
     place = CPUPlace() if place is None else check_place(place, "memory_estimate")
-    shapes = given_shapes("memory_estimate", self, feed_shapes)
+    shapes = given_shapes("memory_estimate", program, feed_shapes)
     lowered = lower(
-        self, place.kind, shapes, [self.var(v) if isinstance(v, str) else v for v in fetch_list], declared=True
+        program, place.kind, shapes, [program.var(v) if isinstance(v, str) else v for v in fetch_list], declared=True
     )
-    _complete(self, lowered, shapes)
-    return _Estimate(self, lowered, place, shapes).record()
+    _complete(program, lowered, shapes)
+    return _Estimate(program, lowered, place, shapes).record()
 
 
-setattr(Program, "memory_estimate", memory_estimate)  # noqa: B010 - mypy refuses the plain assignment
-
-
-def _complete(program: Program, lowered: Lowered, shapes: dict[str, tuple[int, ...]]) -> None:
+def _complete(program: Graph, lowered: Lowered, shapes: dict[str, tuple[int, ...]]) -> None:
     """Give ``lowered.tensors`` the shapes that follow from the feeds; lowering does so only where a body needs one."""
     if all(value.shape is not None for value in lowered.tensors.values()):
         return
@@ -147,7 +132,7 @@ def _complete(program: Program, lowered: Lowered, shapes: dict[str, tuple[int, .
 
 
 class _Estimate:
-    def __init__(self, program: Program, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, program: Graph, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]]) -> None:
         self.program, self.lowered, self.place, self.shapes = program, lowered, place, shapes
         self.live: Liveness = plan(lowered)
         self.tensors = {name: value.name for name, value in lowered.tensors.items()}
@@ -255,7 +240,7 @@ class _Estimate:
         return LiveTensor(self.variable.get(tensor, tensor), *self.live.tensors[tensor], buffer.size)
 
 
-def _kinds(program: Program) -> dict[int, str]:
+def _kinds(program: Graph) -> dict[int, str]:
     """What the update operators keep beside parameters: variable key -> field of the estimate."""
     kinds: dict[int, str] = {}
     for op in program.operators:
