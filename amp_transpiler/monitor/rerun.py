@@ -39,7 +39,7 @@ class Rerun:
         self.place: Place = CPUPlace() if executor is None else executor.place
         self.settings = Settings() if executor is None else executor.settings
         self.scope = Scope()
-        self.scope._values.update(check_scope(scope)._values)
+        self.scope.hold(check_scope(scope).ort_values)
         self.change(before or {})
         self._steps: dict[Any, tuple[Program, Feeds, Step | PlainStep]] = {}
 
@@ -48,7 +48,7 @@ class Rerun:
         for name, value in values.items():
             if not self.scope.has_var(name):
                 raise ArgumentError(f"'{name}' is no variable of the scope, so the step had no value of it before")
-            old = self.scope._values[name]
+            old = self.scope.ort_values[name]
             array = np.asarray(value, self.scope.find_var(name).dtype).reshape(old.shape())
             self.scope.set_var(name, array)
 

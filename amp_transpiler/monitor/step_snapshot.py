@@ -110,5 +110,5 @@ def load_step(path: str | os.PathLike[str]) -> tuple[Program, dict[str, np.ndarr
         if name.startswith(_FEED):
             feed[name.removeprefix(_FEED)] = value
         else:
-            scope._take({name.removeprefix(_STATE): device_tensors.from_array(value)})
+            scope.hold({name.removeprefix(_STATE): device_tensors.from_array(value)})
     return program, feed, scope

@@ -118,15 +118,15 @@ class ExponentialMovingAverage:
         scope = check_scope(scope)
         with scope.reading():
             averages = self._values(scope)
-            before = {name: scope._values[name] for name in averages}
+            before = {name: scope.ort_values[name] for name in averages}
         try:
-            scope._take(averages)
+            scope.hold(averages)
             yield scope
         finally:
             try:
-                scope._take(before)
+                scope.hold(before)
             finally:
-                scope._take(before)  # where Ctrl-C came just before the first
+                scope.hold(before)  # where Ctrl-C came just before the first
 
     def copy_to(self, scope: Scope | None = None) -> None:
         """Give parameters, and master weights, the values of their averages for good; errors as of ``applied``."""
@@ -136,7 +136,7 @@ class ExponentialMovingAverage:
             averages |= {
                 master: device_tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master
             }
-            scope._take(averages)
+            scope.hold(averages)
 
     def _values(self, scope: Scope) -> dict[str, Any]:
         """The averages by parameter, each in the element type that the parameter has in the scope."""
@@ -144,7 +144,7 @@ class ExponentialMovingAverage:
             raise OrderError("this ExponentialMovingAverage follows no program yet; call update(program) first")
         found = {}
         for name, parameter, _ in self._rows:
-            dtype = device_tensors.dtype_of(scope._require(parameter))
+            dtype = device_tensors.dtype_of(scope.ort_value(parameter))
             found[parameter] = device_tensors.from_array(scope.find_var(name).astype(numpy_dtype(dtype), copy=False))
         return found
 

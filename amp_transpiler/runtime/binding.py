@@ -21,7 +21,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
-from amp_transpiler.runtime.scope import Scope, on_place
+from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.session import plain_message
 
 _NEVER = object()
@@ -45,7 +45,7 @@ class _States:
 
     def bind(self, scope: Scope, binding: Any) -> None:
         """Bind every state whose value is another than the one bound."""
-        values = scope._values
+        values = scope.ort_values
         for state in self.all:
             value = values.get(state.name)
             if value is not state.bound:
@@ -56,7 +56,7 @@ class _States:
 
     def admit(self, scope: Scope, state: _State) -> Any:
         """The state's value on this place, found to fit; ScopeError where it is missing or does not."""
-        value = scope._values.get(state.name)
+        value = scope.ort_values.get(state.name)
         if value is None:
             raise ScopeError(self._missing(scope, state))
         found, wanted = device_tensors.dtype_of(value), state.port.dtype
@@ -68,10 +68,10 @@ class _States:
                 f"variable '{state.name}' has shape {list(value.shape())} in the scope; program '{self.program}' "
                 f"declares {list(shape)}. Programs that share a scope must give different variables different names"
             )
-        return on_place(scope, state.name, self.place)
+        return scope.ort_value_on(self.place, state.name)
 
     def _missing(self, scope: Scope, state: _State) -> str:
-        count = sum(s.name not in scope._values for s in self.all)
+        count = sum(s.name not in scope.ort_values for s in self.all)
         more = f" (and {count - 1} more of its variables)" if count > 1 else ""
         startup = f"startup program '{self.startup}'" if self.startup else "startup program"
         return (
@@ -240,6 +240,7 @@ class _Bindings:
     def _commit(self, scope: Scope) -> None:
         """The step is done: let the scope hold the new values."""
         made = None
+        new: dict[str, Any] = {}
         for target in self.targets:
             if target.in_place:
                 continue
@@ -249,9 +250,10 @@ class _Bindings:
             target.spare = None
             if target.state is not None:
                 target.spare, target.state.checked = target.state.bound, target.value
-            scope._values[target.name] = target.value
-        for name, target in self.copies:
-            scope._values[name] = device_tensors.copy_to(target.value, self.place)
+            new[target.name] = target.value
+        new |= {name: device_tensors.copy_to(target.value, self.place) for name, target in self.copies}
+        if new:  # a run that writes nothing must not wait for others that write nothing
+            scope.hold(new)
 
     # -- fetches --------------------------------------------------------------------------------------
     def _bind_output(self, tensor: str, value: Any, on_cpu: bool = False) -> None:
@@ -315,8 +317,9 @@ class PlainStep:
                     f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}"
                 ) from None
         count = len(self.fetches)
-        for update, array in zip(self.updates, results[count:], strict=True):
-            scope._values[update.name] = device_tensors.from_array(array, self.place)
+        if self.updates:
+            new = zip(self.updates, results[count:], strict=True)
+            scope.hold({update.name: device_tensors.from_array(array, self.place) for update, array in new})
         return list(results[:count])
 
 

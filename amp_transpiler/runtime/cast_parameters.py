@@ -39,7 +39,7 @@ def cast_parameters_to_fp16(
     chosen = _chosen(program, to_fp16_var_names)
     with scope.writing():
         arrays = {v.name: _rounded(v, scope) for v in chosen}
-        scope._take({n: device_tensors.from_array(array, place) for n, array in arrays.items() if array is not None})
+        scope.hold({n: device_tensors.from_array(array, place) for n, array in arrays.items() if array is not None})
 
 
 def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:
@@ -64,7 +64,7 @@ def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:
 
 def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
     """The value in the variable's type; None where it has it already."""
-    value: Any = scope._values.get(variable.name)
+    value: Any = scope.ort_values.get(variable.name)
     if value is None:
         raise ScopeError(
             f"variable '{variable.name}' of program '{variable.program.name}' is not in the scope; run its startup "

@@ -283,7 +283,7 @@ class Executor:
         ]
 
     def _state(self, program: Program, scope: Scope, name: str, return_numpy: bool) -> Any:
-        value = scope._values.get(name)
+        value = scope.ort_values.get(name)
         if value is None:
             raise ScopeError(
                 f"the fetched variable '{name}' of program '{program.name}' is not in the scope; run its startup "
@@ -315,11 +315,10 @@ class Executor:
             plan.last = None
         with scope.writing(), Uninterrupted():
             staged = Scope()
-            staged._values.update(scope._values)
-            for variable in arrays:
-                staged._values[variable.name] = device_tensors.from_array(tensor_array(variable), self.place)
+            staged.hold(scope.ort_values)
+            staged.hold({v.name: device_tensors.from_array(tensor_array(v), self.place) for v in arrays})
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
-            scope._values.update(staged._values)
+            scope.hold(staged.ort_values)
         return results
 
 

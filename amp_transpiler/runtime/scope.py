@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -39,6 +40,8 @@ class Scope:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
+        #: The values where they lie, OrtValues by name: to be read, since training writes into them.
+        self.ort_values: Mapping[str, Any] = MappingProxyType(self._values)
         self._lock = StepLock()
 
     __getattr__ = paddle_attributes("amp_transpiler.Scope")
@@ -63,7 +66,7 @@ class Scope:
         It is a copy because training updates values where they lie. ScopeError for an unknown name.
         """
         with self.reading():
-            return device_tensors.to_array(self._require(name))
+            return device_tensors.to_array(self.ort_value(name))
 
     def set_var(self, name: str, value: Any) -> None:
         """Give a variable a value: a numpy array, ONNX tensor or OrtValue, or Python numbers; it is copied.
@@ -79,8 +82,8 @@ class Scope:
         with self.writing():
             self._values.update(self._tied(name, self._convert(name, value)))
 
-    def _take(self, values: Mapping[str, Any]) -> None:
-        """Let variables have these values, OrtValues that nobody else holds, all of them at once."""
+    def hold(self, values: Mapping[str, Any]) -> None:
+        """Let variables have these very OrtValues, uncopied, all of them at once."""
         with self.writing():
             self._values.update(values)
 
@@ -96,15 +99,23 @@ class Scope:
         """Forget variables, and free their memory. ScopeError for an unknown name; then none is forgotten."""
         with self.writing():
             for name in names:
-                self._require(name)
+                self.ort_value(name)
             for name in names:
                 self._values.pop(name, None)
 
-    def _require(self, name: str) -> Any:
+    def ort_value(self, name: str) -> Any:
+        """The value of a variable where it lies, an OrtValue that training writes into. ScopeError: an unknown name."""
         value = self._values.get(name)
         if value is None:
             hint = near_names(str(name), self._values) or "run the startup program first, into this scope"
             raise ScopeError(f"no variable '{name}' in the scope ({len(self._values)} variables); {hint}")
+        return value
+
+    def ort_value_on(self, place: Place, name: str) -> Any:
+        """The value on ``place``, moved there for good where it lay elsewhere; None where there is none."""
+        value = self._values.get(name)
+        if value is not None and not device_tensors.on(value, place):
+            value = self._values[name] = device_tensors.copy_to(value, place)
         return value
 
     def _convert(self, name: str, value: Any) -> Any:
@@ -233,11 +244,3 @@ def check_scope(scope: Scope | None) -> Scope:
     if not isinstance(scope, Scope):
         raise ArgumentTypeError(f"expected a Scope, got {scope!r}")
     return scope
-
-
-def on_place(scope: Scope, name: str, place: Place) -> Any:
-    """The value of a variable on ``place``, moved there for good where it lay elsewhere; None where it has none."""
-    value = scope._values.get(name)
-    if value is not None and not device_tensors.on(value, place):
-        value = scope._values[name] = device_tensors.copy_to(value, place)
-    return value

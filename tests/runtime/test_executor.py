@@ -250,10 +250,10 @@ def gated_program() -> Program:
 def test_a_gated_update_in_place(cpu: Executor, scope: Scope) -> None:
     program = gated_program()
     cpu.run(program.startup, scope=scope)
-    pointer = scope._values["w"].data_ptr()
+    pointer = scope.ort_values["w"].data_ptr()
     for x, expected in (([1, 2], [4, 3]), ([np.nan, 1], [4, 3]), ([1, 1], [3, 2])):
         assert cpu.run(program, {"x": x}, ["w"], scope)[0].tolist() == expected
-    assert scope._values["w"].data_ptr() == pointer
+    assert scope.ort_values["w"].data_ptr() == pointer
     with pytest.raises(ExecutionError, match="in place may have been updated before it failed: 'w'"):
         cpu.run(program, {"x": [1, 1], "row": [7]}, ["late"], scope)
 
@@ -292,7 +292,7 @@ def test_startup_operators_read_what_others_initialised(exe: Executor, scope: Sc
     (fetched,) = exe.run(startup, fetch_list=["h"], scope=scope)
     assert scope.find_var("w_fp32_master_0").tolist() == [1.5, 70000]
     assert fetched.dtype == np.float16 and scope.find_var("h").tolist() == [1.5, np.inf] == fetched.tolist()
-    assert scope._values["w"].data_ptr() != scope._values["w_fp32_master_0"].data_ptr()
+    assert scope.ort_values["w"].data_ptr() != scope.ort_values["w_fp32_master_0"].data_ptr()
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step(exe: Executor, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:

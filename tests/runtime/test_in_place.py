@@ -14,7 +14,6 @@ from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
 from amp_transpiler.runtime.binding import Step
-from amp_transpiler.runtime.scope import on_place
 from amp_transpiler.runtime.session import Settings, create_session
 
 SGD = """
@@ -323,18 +322,18 @@ def test_in_place_state_keeps_its_buffer_and_two_buffers_alternate(place: Place)
     scope = Scope()
     scope.set_var("s", np.zeros(4, np.float32))
     feeds = {"x": np.ones(4, np.float32)}
-    first = on_place(scope, "s", place).data_ptr()
+    first = scope.ort_value_on(place, "s").data_ptr()
     step = step_of(model(SAFE["elementwise"]), {"s": "s_new"}, "all", place)
     for _ in range(3):
         step.run(scope, feeds, True)
-        assert scope._values["s"].data_ptr() == first
+        assert scope.ort_values["s"].data_ptr() == first
     assert scope.find_var("s").tolist() == [-3.0] * 4
 
     step = step_of(model(UNSAFE["late reader"][0]), {"s": "s_new"}, "all", place)
     pointers = []
     for _ in range(4):
         step.run(scope, feeds, True)
-        pointers.append(scope._values["s"].data_ptr())
+        pointers.append(scope.ort_values["s"].data_ptr())
     assert pointers[0] == pointers[2] != pointers[1] == pointers[3] == first
     assert scope.find_var("s").tolist() == [-7.0] * 4
 

@@ -166,7 +166,7 @@ def main(name: str, mode: str, pattern: str = "") -> None:
     if mode != "fp32":
         optimizer.amp_init(amp.CPUPlace(), scope=scope)
     release_memory()  # what the startup program took of the arena would not count again
-    for value in scope._values.values():  # a page of zeros that was never written does not count as resident yet
+    for value in scope.ort_values.values():  # a page of zeros that was never written does not count as resident yet
         copy = value.numpy().copy()
         ctypes.memmove(value.data_ptr(), copy.ctypes.data, copy.nbytes)
     warm_up(executor)

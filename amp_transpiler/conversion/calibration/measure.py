@@ -205,12 +205,12 @@ def _bound_weights(program: Program, embedded: int | None = None) -> tuple[Progr
     if sum(sizes.values()) <= (EMBEDDED if embedded is None else embedded):
         return program, global_scope(), []
     program, scope = program.clone(), Scope()
-    scope._values.update(global_scope()._values)
+    scope.hold(global_scope().ort_values)
     weights = []
     for name, size in sizes.items():
         if size >= _LARGE:
             variable = program.var(name)
             weights.append(np.require(as_array(variable.data), requirements=["C", "A"]))
-            scope._values[name] = device_tensors.alias(weights[-1], variable.dtype or "")
+            scope.hold({name: device_tensors.alias(weights[-1], variable.dtype or "")})
             variable.data, variable.persistable = None, True
     return program, scope, weights

@@ -180,7 +180,7 @@ class _Runner(Runner):
             v.name: v for each in programs(program) for v in each.variables if v.outer is None and v.name in exact
         }
         scope = Scope()
-        scope._values.update(self.scope._values)
+        scope.hold(self.scope.ort_values)
         self.scope = scope
         self.flags = {flag: device_tensors.from_array(np.asarray(flag)) for flag in (False, True)}
         self.arrays: dict[tuple[str, bool], tuple[np.ndarray, Any]] = {}
@@ -207,11 +207,9 @@ class _Runner(Runner):
         return step
 
     def _set(self) -> None:
-        values = self.scope._values
-        for tensor, units in self.switches.roundings.items():
-            values[tensor] = self.flags[units <= self.kept]
-        for tensor, (name, reader) in self.switches.weights.items():
-            values[tensor] = self._weight(name, reader in self.kept)
+        self.scope.hold({tensor: self.flags[units <= self.kept] for tensor, units in self.switches.roundings.items()})
+        weights = self.switches.weights.items()
+        self.scope.hold({tensor: self._weight(name, reader in self.kept) for tensor, (name, reader) in weights})
 
     def _weight(self, name: str, exact: bool) -> Any:
         if (name, exact) not in self.arrays:

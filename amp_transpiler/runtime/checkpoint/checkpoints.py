@@ -191,7 +191,7 @@ def load_checkpoint(
         tuple(found.extra),
         meta["versions"],
     )
-    scope._take(found.values)
+    scope.hold(found.values)
     return loaded
 
 
@@ -226,7 +226,7 @@ def _chosen(path: Path) -> Path:
 # -- saving ----------------------------------------------------------------------------------------------
 def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any:
     """The value of a variable; None where it has none and nothing reads it."""
-    value = scope._values.get(variable.name)
+    value = scope.ort_values.get(variable.name)
     if value is None:
         if slot.role == UNUSED:
             return None

@@ -158,7 +158,7 @@ def _unstored(
 
 
 def _kept(variable: Variable, scope: Scope) -> bool:
-    value = scope._values.get(variable.name)
+    value = scope.ort_values.get(variable.name)
     if value is None or device_tensors.dtype_of(value) != variable.dtype:
         return False
     return variable.shape is None or fits(value.shape(), variable.shape)

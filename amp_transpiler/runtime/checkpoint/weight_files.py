@@ -82,7 +82,7 @@ def load_weights(
         if name is not None:
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
     found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
-    scope._take(found.values)
+    scope.hold(found.values)
     return LoadedWeights(file, tuple(found.values), tuple(found.missing), tuple(found.extra))
 
 
