@@ -20,7 +20,7 @@ from amp_transpiler.conversion.report.record import RangeRecord
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.assign_precision import Assignment
 from amp_transpiler.passes.view.constants import saturate
 from amp_transpiler.program import Program
@@ -53,10 +53,10 @@ class Stage(str):
 
 @dataclass(frozen=True)
 class Steps:
-    """What a conversion does without data: the evidence of a program, and the assignment under evidence."""
+    """What a conversion does without data: the constraints of a program, and the assignment under them."""
 
-    evidence: Callable[[Program], Evidence | None]
-    assign: Callable[[Program, Evidence | None], Assignment]
+    constraints: Callable[[Program], Constraints | None]
+    assign: Callable[[Program, Constraints | None], Assignment]
     progress: Callable[[str], None]
 
 
@@ -65,7 +65,7 @@ class Outcome:
     """A converted program, and what was measured on the way."""
 
     program: Program
-    evidence: Evidence | None
+    constraints: Constraints | None
     assignment: Assignment
     operators: list[Operator] = field(default_factory=list)
     rounds: list[str] = field(default_factory=list)
@@ -203,13 +203,13 @@ class _Search:
         """The conversion with these operators, by their place, in fp32."""
         copy = self.program.clone()
         operators = list(copy.walk())
-        evidence = self.steps.evidence(copy)
-        if evidence is not None:
+        constraints = self.steps.constraints(copy)
+        if constraints is not None:
             for name, why in self.tensors.items():
-                evidence.keep_tensor(copy.var(name), why)
+                constraints.keep_tensor(copy.var(name), why)
             for i, why in kept.items():
-                evidence.keep(operators[i], why)
-        return Outcome(copy, evidence, self.steps.assign(copy, evidence), operators, self.rounds)
+                constraints.keep(operators[i], why)
+        return Outcome(copy, constraints, self.steps.assign(copy, constraints), operators, self.rounds)
 
     def _measured(self, outcome: Outcome, *, tensors: bool = True) -> Outcome:
         self._progress(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}")
@@ -239,8 +239,8 @@ class _Search:
 def _saturated(program: Program, steps: Steps) -> Program:
     """The program with the masks that a conversion saturates: their fp32 values would count as an overflow."""
     copy = program.clone()
-    evidence = steps.evidence(copy)
-    for variable, value in (evidence.replaced if evidence else {}).items():
+    constraints = steps.constraints(copy)
+    for variable, value in (constraints.replaced if constraints else {}).items():
         saturate(variable, value)
     return copy
 

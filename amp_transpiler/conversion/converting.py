@@ -27,8 +27,8 @@ from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.canonicalize.opset import check_age
-from amp_transpiler.passes.numerics.constraints import Evidence
-from amp_transpiler.passes.numerics.known import known_evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.known import known_constraints
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import MODES, Assignment, assign
 from amp_transpiler.passes.precision.rules import check_variables
@@ -84,8 +84,8 @@ def convert(
         tolerance: relative L2 error of each output that auto mode, and it alone, keeps to on the calibration
             data; 0.01 for float16, 0.05 for bfloat16.
         input_ranges: the least and the largest value of inputs, for the static range analysis.
-        numeric_guards: keep fp32 what is known to leave the format (sums of squares, powers, constants that do
-            not survive, positions). False takes mode and lists literally.
+        numeric_guards: keep fp32 what is known to leave the format (sums of squares, powers, constants that it does
+            not hold, integers held as floats). False takes mode and lists literally.
         record: keep what a report needs.
         progress: called with a line when a stage begins. Where that is a run on calibration data, the line has the
             attributes ``done`` and ``total``: the number of the run, and of all at most (:class:`.auto.Stage`).
@@ -171,14 +171,14 @@ class _Job:
         batches = load_calibration(calibration, program) if calibration is not None else []
         if batches:
             steps = Steps(
-                lambda p: self.evidence(p, measured=True), lambda p, e: self.assign(p, e, narrow), self.progress
+                lambda p: self.constraints(p, measured=True), lambda p, e: self.assign(p, e, narrow), self.progress
             )
             with within(calibration_budget(program, batches, *self.budget)):
                 outcome = search(program, batches, self.dtype, tolerance if self.mode == "auto" else math.inf, steps)
         else:
             with collector_paused():
-                evidence = self.evidence(program, measured=False)
-                outcome = Outcome(program, evidence, self.assign(program, evidence, narrow))
+                constraints = self.constraints(program, measured=False)
+                outcome = Outcome(program, constraints, self.assign(program, constraints, narrow))
         program, assignment = outcome.program, outcome.assignment
         notes += _gaps(program, self.dtype)
         if self.mode == "auto" and not batches:
@@ -203,7 +203,7 @@ class _Job:
             before=before,
             after=record_program(program) if record else None,
             cut=cut,
-            constants=tuple(outcome.evidence.constants) if outcome.evidence else (),
+            constants=tuple(outcome.constraints.constants) if outcome.constraints else (),
             ranges=outcome.ranges(),
             outputs=outcome.outputs,
             tolerance=tolerance if batches and self.mode == "auto" else None,
@@ -264,17 +264,17 @@ class _Job:
 
         return outside
 
-    def evidence(self, program: Program, *, measured: bool) -> Evidence | None:
+    def constraints(self, program: Program, *, measured: bool) -> Constraints | None:
         """What is known against 16 bit without running the program; ``measured``: it will be run."""
         ranges = Ranges(program, self.input_ranges)
         if not self.numeric_guards:
-            return Evidence() if self.mode == "auto" else None
-        evidence = known_evidence(program, self.dtype, ranges, self.progress)
+            return Constraints() if self.mode == "auto" else None
+        constraints = known_constraints(program, self.dtype, ranges, self.progress)
         if self.mode == "auto" and not measured:
-            self._keep_unproved(program, ranges, evidence)
-        return evidence
+            self._keep_unproved(program, ranges, constraints)
+        return constraints
 
-    def _keep_unproved(self, program: Program, ranges: Ranges, evidence: Evidence) -> None:
+    def _keep_unproved(self, program: Program, ranges: Ranges, constraints: Constraints) -> None:
         """Without data, an operator of the black list runs in 16 bit only where its range is proved."""
         limit = LIMITS[self.dtype].largest
         for op in program.walk():
@@ -284,12 +284,12 @@ class _Job:
             unproved = next((v for v in tensors if not ranges.within(v, limit)), None)
             if unproved is not None:
                 name = written_name(unproved)
-                evidence.keep(op, Reason(Kind.UNPROVED, name, (self.dtype,)))
+                constraints.keep(op, Reason(Kind.UNPROVED, name, (self.dtype,)))
 
-    def assign(self, program: Program, evidence: Evidence | None, narrow: frozenset[str]) -> Assignment:
+    def assign(self, program: Program, constraints: Constraints | None, narrow: frozenset[str]) -> Assignment:
         """Decide every operator and insert the casts."""
         self.progress("minimum cut and casts")
-        return assign(program, self.lists, self.mode, evidence, outside=self._outside(program), narrow_io=narrow)
+        return assign(program, self.lists, self.mode, constraints, outside=self._outside(program), narrow_io=narrow)
 
 
 def _gaps(program: Program, dtype: str) -> list[str]:

@@ -47,8 +47,8 @@ class Kind(Enum):
     NO_PRODUCER = "no 16-bit producer"
     NO_NEIGHBOUR = "no 16-bit neighbour"
     BETWEEN = "between 16-bit operators"
-    FREE = "nothing measured or known speaks against it"
-    CHEAPER = "moves fewer bytes than casting to 16 bit and back"
+    FREE = "no constraint"
+    CHEAPER = "not profitable: casts to 16 bit and back would move more bytes"
     MOVES_ROWS = "moves rows of the 16-bit table '{subject}'"
     INTEGER_CAST = "casts integers to what their readers take"
     # -- what no list decides ----------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Kind(Enum):
     ATTENTION = "softmax of an attention"
     UNPROVED = "black list, and nothing proves that '{subject}' fits {detail}"
     AFTER = "after {subject}: {cause}"
-    COUNTS = "counts: it computes with the integers of '{subject}'"
+    COUNTS = "integer-valued: it computes with the integers of '{subject}'"
     BECOMES_INTEGER = "becomes an integer in '{subject}'"
     MASK = "'{subject}' is a mask"
     TWO_MASKS = "adds two masks, each with the smallest number of the format"
@@ -156,6 +156,13 @@ class Reason:
 #: Numbers with a point or an exponent or of three digits at least; shorter ones count, and are no measurement.
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+|\d{3,})(?![\w.])")
 
+#: Wordings of earlier versions, which stand in files.
+_FORMER = {
+    "nothing measured or known speaks against it": Kind.FREE.value,
+    "moves fewer bytes than casting to 16 bit and back": Kind.CHEAPER.value,
+    "counts: it computes with the integers of '": "integer-valued: it computes with the integers of '",
+}
+
 #: Texts that are longer, or name more causes of causes, are taken as they are: matching would take long.
 _LONGEST, _CAUSES = 1000, 2
 
@@ -170,10 +177,17 @@ def _patterns() -> list[tuple[Kind, str, re.Pattern[str]]]:
 @lru_cache(maxsize=65536)
 def parse(text: str) -> Reason:
     """The reason of which this is the text: where several could be, the first kind of the table."""
+    text = _today(text)
     runs, colon, rest = text.partition(": ")
     if colon and rest and runs in (*SHORT.values(), UNTOUCHED):
         return _parsed(rest, _CAUSES).running(runs)
     return _parsed(text, _CAUSES)
+
+
+def _today(text: str) -> str:
+    for former, wording in _FORMER.items():
+        text = text.replace(former, wording)
+    return text
 
 
 def _parsed(text: str, causes: int) -> Reason:
@@ -199,7 +213,7 @@ def unpack(text: str, packed: str) -> Reason | None:
     """The reason of a text, with data from :func:`pack` where they are its; None for no text."""
     try:
         reason = _unpacked(json.loads(packed)) if packed else None
-        if reason is not None and str(reason) == text:
+        if reason is not None and str(reason) == _today(text):
             return reason
     except (KeyError, RecursionError, TypeError, ValueError):
         pass  # not as this package writes it: the text says what can be known

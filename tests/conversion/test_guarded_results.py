@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.program import Program
-from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
+from tests.helpers.constraints_of import convert, gather, kept, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 from tests.helpers.where import TRAPS
 
@@ -44,7 +44,7 @@ def test_weights_beyond_any_trained_network() -> None:
     norm = np.linalg.norm(w, axis=0).max()
     assert found["a"] == f"weights of norm {norm:.3g} take inputs of {65504 / norm:.2g} out of fp16"
     assert np.allclose(run_faithful(convert(p, gather(p)), {"x": x})[0], expected, rtol=2e-3)
-    assert not np.isfinite(run_faithful(convert(built(), Evidence()), {"x": x})[0]).all()
+    assert not np.isfinite(run_faithful(convert(built(), Constraints()), {"x": x})[0]).all()
     assert kept(built(), gather(built(), a=(0.0, 60000.0), s=(0.0, 60000.0))) == {}
 
 
@@ -78,5 +78,5 @@ def test_a_norm_of_large_and_of_small_numbers_is_right() -> None:
     got = run_faithful(convert(p, gather(p)), {"x": x})[0]
     assert np.abs(got - expected).max() < 0.02
     p = program(text)
-    bad = run_faithful(convert(p, Evidence()), {"x": x})[0]
+    bad = run_faithful(convert(p, Constraints()), {"x": x})[0]
     assert not np.allclose(bad, expected, atol=0.5)

@@ -18,7 +18,7 @@ from amp_transpiler.errors import ArgumentError, FeedError, FeedTypeError
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 from amp_transpiler.runtime.session import Settings
-from tests.helpers.evidence_of import without_parameters
+from tests.helpers.constraints_of import without_parameters
 from tests.helpers.statistics_of import TYPES, by_numpy, check_equal
 from tests.helpers.where import TRAPS
 

@@ -15,7 +15,7 @@ from amp_transpiler.conversion.calibration.trials import Trials
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.assign_precision import assign
 from tests.helpers.detectors import detector
 
@@ -81,10 +81,10 @@ class Case:
 
     def converted(self, kept: set[int]) -> tuple[amp.Program, list[Any]]:
         copy = self.program.clone()
-        operators, evidence = list(copy.walk()), Evidence()
+        operators, constraints = list(copy.walk()), Constraints()
         for i in kept:
-            evidence.keep(operators[i], Reason(Kind.EXCEPTED, detail=("asked for",)))
-        assign(copy, AutoMixedPrecisionLists(dtype=self.dtype), "auto", evidence)
+            constraints.keep(operators[i], Reason(Kind.EXCEPTED, detail=("asked for",)))
+        assign(copy, AutoMixedPrecisionLists(dtype=self.dtype), "auto", constraints)
         return copy, operators
 
     def agrees(self, kept: set[int]) -> bool | None:

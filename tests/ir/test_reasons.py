@@ -54,6 +54,21 @@ def test_a_plain_text_is_of_its_kind_and_any_other_of_kind_text() -> None:
 
 
 @pytest.mark.parametrize(
+    "former, reason",
+    [
+        ("fp16: nothing measured or known speaks against it", Reason(Kind.FREE, runs="fp16")),
+        ("fp32: moves fewer bytes than casting to 16 bit and back", Reason(Kind.CHEAPER, runs="fp32")),
+        (
+            "fp32: after a: counts: it computes with the integers of 'x'",
+            Reason(Kind.AFTER, "a", cause=Reason(Kind.COUNTS, "x"), runs="fp32"),
+        ),
+    ],
+)
+def test_wordings_of_earlier_versions_are_read(former: str, reason: Reason) -> None:
+    assert parse(former) == unpack(former, "") == unpack(former, pack(reason)) == reason
+
+
+@pytest.mark.parametrize(
     "packed",
     [
         "{",

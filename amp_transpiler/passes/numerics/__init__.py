@@ -1,1 +1,1 @@
-"""What is known of numbers: constants that do not survive, ranges, masks, what leaves a 16-bit type."""
+"""What is known of numbers: rounding loss of constants, ranges, masks, overflow, integers held as floats."""

@@ -1,6 +1,6 @@
-"""What speaks against 16 bit in a program: the common result of the guards and of the measurements.
+"""FP32 constraints: which operators and tensors of a program must not be 16 bit, by rules and by measurements.
 
-Operators and tensors are those of the program as it was written (:func:`~.precision.source`): inserted casts
+Operators and tensors are those of the program as it was written (:func:`~.names.source`): inserted casts
 and the variables of nested graphs that stand for outer ones never appear here.
 """
 
@@ -17,7 +17,7 @@ from amp_transpiler.passes.view.typing import operator_name
 
 @dataclass(frozen=True)
 class ConstantNote:
-    """A constant of which some values do not survive in 16 bit, and what was done about it.
+    """A constant of which 16 bit does not hold some values, and what was done about it.
 
     ``problem`` is "overflow" or "underflow", ``count`` how many of ``size`` elements it befalls, ``worst`` the
     value furthest outside, ``action`` what happens to it, in words.
@@ -32,7 +32,7 @@ class ConstantNote:
 
 
 @dataclass
-class Evidence:
+class Constraints:
     """Reasons, by operator and by tensor.
 
     ``operators``: these run in fp32. ``tensors``: these are not stored in 16 bit, so that the operator that
@@ -53,10 +53,10 @@ class Evidence:
         """Never store the tensor in 16 bit; the first reason stands."""
         self.tensors.setdefault(source(variable), why)
 
-    def against(self, op: Operator, lists: AutoMixedPrecisionLists | None = None) -> Reason | None:
-        """Why the operator runs in fp32; None where nothing speaks against 16 bit.
+    def on(self, op: Operator, lists: AutoMixedPrecisionLists | None = None) -> Reason | None:
+        """Why the operator runs in fp32; None where nothing constrains it.
 
-        ``lists``: what their custom white list names is the caller's business, and nothing speaks against it.
+        ``lists``: what their custom white list names is the caller's business, and is free.
         """
         if lists is not None and operator_name(op) in lists.custom_white_list:
             return None

@@ -1,7 +1,7 @@
-"""Float arithmetic on shapes, lengths and positions: 16 bit holds integers exactly only to 2048 (bfloat16: 256).
+"""Integer-valued floats (shapes, lengths, positions): 16 bit holds integers exactly only to 2048 (bfloat16: 256).
 
 Forwards, from integers that become floats: while an operator reads nothing but such numbers and constants, it
-counts. Data that a model computes, and weights, end the chain; so do sine and cosine, which bring positions into
+counts. Data that a model computes, and weights, end the chain; so do sine and cosine, which bring integers into
 [-1, 1]. Backwards, from floats that become integers: elementwise arithmetic on the way to an index or a size.
 """
 
@@ -15,7 +15,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float, operator_name
@@ -30,7 +30,7 @@ _ARITHMETIC = frozenset(
     ReduceMax ReduceMin ReduceSum
     """.split()  # noqa: SIM905
 )
-#: What turns a position into a number that 16 bit holds: it stays fp32 itself, and ends the chain.
+#: What turns such a float into a number that 16 bit holds: it stays fp32 itself, and ends the chain.
 _ENDS = frozenset({"Sin", "Cos"})
 #: What computes between a float and the integer that it becomes.
 _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
@@ -38,17 +38,17 @@ _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
 _SMALL = 1 << 16
 
 
-def keep_positions(program: Graph, evidence: Evidence) -> None:
-    """Add to ``evidence`` the operators of ``program``, nested graphs included, that compute with positions.
+def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
+    """Add to ``constraints`` the operators of ``program``, nested graphs included, that compute with such floats.
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
     ops = [op for op in program.walk() if not inserted(op)]
-    _forwards(ops, evidence)
-    _backwards(ops, evidence)
+    _forwards(ops, constraints)
+    _backwards(ops, constraints)
 
 
-def _forwards(ops: list[Operator], evidence: Evidence) -> None:
+def _forwards(ops: list[Operator], constraints: Constraints) -> None:
     counted: dict[Variable, str] = {}
     for op in ops:
         name = operator_name(op)
@@ -63,7 +63,7 @@ def _forwards(ops: list[Operator], evidence: Evidence) -> None:
         origin = next((counted[v] for v in read_floats if v in counted), None)
         if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
             continue
-        evidence.keep(op, Reason(Kind.COUNTS, origin))
+        constraints.keep(op, Reason(Kind.COUNTS, origin))
         if name not in _ENDS:
             counted.update((v, origin) for v in op.outputs if v is not None and is_float(v))
 
@@ -89,7 +89,7 @@ def _outer_product(op: Operator, name: str) -> bool:
     )
 
 
-def _backwards(ops: list[Operator], evidence: Evidence) -> None:
+def _backwards(ops: list[Operator], constraints: Constraints) -> None:
     becomes: dict[Variable, str] = {}
     for op in reversed(ops):
         name = operator_name(op)
@@ -101,7 +101,7 @@ def _backwards(ops: list[Operator], evidence: Evidence) -> None:
         target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
         if target is None or not (name in _ROUNDS or moves(op)):
             continue
-        evidence.keep(op, Reason(Kind.BECOMES_INTEGER, target))
+        constraints.keep(op, Reason(Kind.BECOMES_INTEGER, target))
         for variable in _operands(op):
             if not is_constant(source(variable)):
                 becomes.setdefault(source(variable), target)

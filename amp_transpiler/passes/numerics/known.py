@@ -1,9 +1,9 @@
-"""What is known against 16 bit in a program without running it: the same for a conversion and for training.
+"""The fp32 constraints that are known without running a program: the same for a conversion and for training.
 
-A program that is trained has weights of which only the first values are known. They speak against 16 bit where
-they do not survive in it (a parameter beyond the format stays fp32, and so does what reads it), but they prove no
-range: what trained weights make is bounded by nothing. Constants, masks, positions and the structure stay what
-they are.
+A program that is trained has weights of which only the first values are known. They constrain where
+16 bit does not hold them (a parameter beyond the format stays fp32, and so does what reads it), but they prove no
+range: what trained weights make is bounded by nothing. Constants, masks, integers held as floats and the structure
+stay what they are.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.numerics.constraints import Evidence
-from amp_transpiler.passes.numerics.integer_valued import keep_positions
-from amp_transpiler.passes.numerics.overflow_rules import guard_numerics
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
+from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.view.flow import Flow
@@ -26,20 +26,20 @@ from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
 
 
-def known_evidence(
+def known_constraints(
     program: Graph, dtype: str, ranges: Ranges, progress: Callable[[str], None] = lambda stage: None
-) -> Evidence:
-    """What constants, positions, patterns and intervals say against ``dtype``; the program is not changed."""
-    evidence, flow = Evidence(), Flow(program)
+) -> Constraints:
+    """The constraints of constants, integers held as floats, patterns and intervals; the program is not changed."""
+    constraints, flow = Constraints(), Flow(program)
     progress("constants")
-    check_constants(program, dtype, evidence, flow)
-    progress("positions and ranges")
-    keep_positions(program, evidence)
-    guard_numerics(program, dtype, ranges, evidence, flow)
-    return evidence
+    check_constants(program, dtype, constraints, flow)
+    progress("integers and ranges")
+    keep_integer_valued(program, constraints)
+    apply_overflow_rules(program, dtype, ranges, constraints, flow)
+    return constraints
 
 
-def training_evidence(program: Graph, dtype: str, like: Graph | None = None) -> Evidence:
+def training_constraints(program: Graph, dtype: str, like: Graph | None = None) -> Constraints:
     """What a precision pass for training keeps fp32 beyond its lists.
 
     Args:
@@ -48,12 +48,12 @@ def training_evidence(program: Graph, dtype: str, like: Graph | None = None) -> 
         like: a training program that was rewritten already. Where ``program`` has an operator of it, the operator
             runs in fp32 here where it does there, so that both read the same stored parameters.
     """
-    evidence = known_evidence(program, dtype, Ranges(program, trained=True))
-    for variable in evidence.replaced:
+    constraints = known_constraints(program, dtype, Ranges(program, trained=True))
+    for variable in constraints.replaced:
         if variable.persistable:  # only constants are brought into the format
-            evidence.keep_tensor(variable, Reason(Kind.PARAMETER_MASK, variable.name, (SHORT[dtype],)))
-    evidence.replaced.clear()
-    return evidence if like is None else _as_in(like, program, evidence)
+            constraints.keep_tensor(variable, Reason(Kind.PARAMETER_MASK, variable.name, (SHORT[dtype],)))
+    constraints.replaced.clear()
+    return constraints if like is None else _as_in(like, program, constraints)
 
 
 def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> None:
@@ -72,14 +72,14 @@ def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> N
         pending += [v.producer for v in op.inputs if v is not None and v not in ends and v.dtype in FLOATS]
 
 
-def _as_in(other: Graph, program: Graph, evidence: Evidence) -> Evidence:
-    """The decisions of ``other`` on what both have, and ``evidence`` on the rest."""
+def _as_in(other: Graph, program: Graph, constraints: Constraints) -> Constraints:
+    """The decisions of ``other`` on what both have, and ``constraints`` on the rest."""
     known = {name: op for op in other.walk() if not inserted(op) for name in _names(op)}
-    found = Evidence(constants=evidence.constants)
+    found = Constraints(constants=constraints.constants)
     for op in program.walk():
         there = next((known[name] for name in _names(op) if name in known), None)
         if there is None:
-            why = evidence.against(op)
+            why = constraints.on(op)
         else:
             full = there.why is not None and there.why.runs == SHORT["float32"]
             why = there.why.running("") if full and there.why is not None else None

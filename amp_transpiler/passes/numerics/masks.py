@@ -158,7 +158,7 @@ def masking(flow: Flow, limit: float, allowed: dict[Variable, int]) -> dict[Vari
         if content is None or not bits:
             continue
         array = as_array(content)
-        array = array[np.isfinite(array)]  # minus infinity survives any format, and any sum of masks
+        array = array[np.isfinite(array)]  # minus infinity is in any format, and any sum of masks
         if array.size and bits & LOW and array.min() <= -limit:
             found[variable] = LOW
         elif array.size and bits & HIGH and array.max() >= limit:

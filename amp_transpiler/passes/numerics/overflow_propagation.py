@@ -1,13 +1,13 @@
 """How numbers that 16 bit cannot hold go on through a program, and where they end.
 
-A tensor is *wide* where its elements may leave the format's range, a *square* where they are squares on the way
-to a sum (which leave the range, and lose small terms below it), *tiny* where they may sink to zero before a
-division or a logarithm, *inverse* where they are one over a tiny one. None of them is stored in 16 bit. They end
-where an operator brings them back into range: a root, a logarithm, a tanh, a softmax, a norm, a division.
+A tensor *may overflow* where its elements may leave the format's range, is a *square* where they are squares on the
+way to a sum (which leave the range, and lose small terms below it), *may underflow* where they may sink to zero before
+a division or a logarithm, and is an *inverse* where they are one over what may underflow. None of them is stored in 16
+bit. They end where an operator brings them back into range: a root, a logarithm, a tanh, a softmax, a norm, a division.
 
-A matrix product or convolution that reads a wide tensor runs in fp32, but its result counts as an ordinary tensor
-again: sums and powers that only may be wide would otherwise turn whole networks to fp32 for numbers that no
-trained network feeds to a product. Weights that hold numbers beyond the format do make wide products.
+A matrix product or convolution that reads what may overflow runs in fp32, but its result counts as an ordinary tensor
+again: sums and powers that only may overflow would otherwise turn whole networks to fp32 for numbers that no trained
+network feeds to a product. Weights that hold numbers beyond the format do make products that may overflow.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.typing import operator_name
 
-WIDE, SQUARE, TINY, INVERSE = 4, 8, 16, 32
+MAY_OVERFLOW, SQUARE, MAY_UNDERFLOW, INVERSE = 4, 8, 16, 32
 #: A constant whose digits vanish in 16 bit; one that holds numbers beyond it.
 VANISHING, BEYOND = 64, 128
-_KEPT = WIDE | SQUARE | TINY | INVERSE | VANISHING | BEYOND
+_KEPT = MAY_OVERFLOW | SQUARE | MAY_UNDERFLOW | INVERSE | VANISHING | BEYOND
 
 Cause = tuple[Operator | None, Reason]
 
@@ -37,8 +37,8 @@ SUMS = frozenset({"ReduceSum", "ReduceL1", "CumSum"})
 _REDUCTIONS = frozenset(
     {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "AveragePool", "GlobalAveragePool", "Sum", "Mean", "CumSum"}
 )
-#: A wide operand makes a wide result.
-_WIDENS = _REDUCTIONS | {
+#: What may overflow makes a result that may.
+_HANDS_ON = _REDUCTIONS | {
     "Add",
     "Sub",
     "Mul",
@@ -84,16 +84,21 @@ _STATISTICS = _REDUCTIONS | {"Add", "Sub", "Mul", "Max", "Min", "Abs", "Relu"}
 _DIVISORS = frozenset({"Add", "Sum", "Mul", "Max", "Min", "Abs", "Sqrt"})
 
 
-class Spread:
+class OverflowPropagation:
     """One sweep over a program that finds the tensors not to be stored in 16 bit, from the operators that make them.
 
     ``fits`` says whether a tensor is proved to lie within the format; ``binary`` are tensors of zeros and ones.
     """
 
     def __init__(
-        self, flow: Flow, dtype: str, evidence: Evidence, binary: frozenset[Variable], fits: Callable[[Variable], bool]
+        self,
+        flow: Flow,
+        dtype: str,
+        constraints: Constraints,
+        binary: frozenset[Variable],
+        fits: Callable[[Variable], bool],
     ) -> None:
-        self.flow, self.dtype, self.evidence, self.binary, self.fits = flow, dtype, evidence, binary, fits
+        self.flow, self.dtype, self.constraints, self.binary, self.fits = flow, dtype, constraints, binary, fits
         self.limit = LIMITS[dtype].largest
         #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
@@ -117,8 +122,8 @@ class Spread:
             variable = pending.pop()
             known = self.state.get(variable, 0)
             new = bits | known
-            if new & WIDE and not new & BEYOND and self.fits(variable):
-                new &= ~WIDE
+            if new & MAY_OVERFLOW and not new & BEYOND and self.fits(variable):
+                new &= ~MAY_OVERFLOW
             if new == known:
                 continue
             self.state[variable] = new
@@ -126,7 +131,7 @@ class Spread:
             if new & _KEPT:
                 maker, why = cause
                 here = maker is None or maker is variable.producer
-                self.evidence.keep_tensor(variable, why if here else self._after(cause))
+                self.constraints.keep_tensor(variable, why if here else self._after(cause))
             for edges in (self.flow.results, self.flow.entries, self.flow.loops):
                 pending.extend(edges.get(variable, ()))
 
@@ -143,14 +148,14 @@ class Spread:
         if any(known):
             masks, doubled = self._masks(op, name, known)
             if doubled and seed is None:
-                seed = WIDE, Reason(Kind.TWO_MASKS)
+                seed = MAY_OVERFLOW, Reason(Kind.TWO_MASKS)
             bits = masks | self._carried(op, name, known)
             cause = next(self.cause[v] for v, b in zip(read, known, strict=True) if b and v is not None)
         if seed is not None and not bits & SQUARE:  # the sum of squares is about the squares
-            self.evidence.keep(op, seed[1])
+            self.constraints.keep(op, seed[1])
             cause = op, seed[1]
         elif cause is not None and not op.attrs.programs and any(each & _KEPT for each in known):
-            self.evidence.keep(op, self._after(cause))
+            self.constraints.keep(op, self._after(cause))
         bits |= seed[0] if seed is not None else 0
         if not bits or cause is None or _cast_down(op, name, self.dtype):
             return
@@ -167,12 +172,12 @@ class Spread:
                     bits |= each & ~(LOW | HIGH)
             return bits
         for slot, each in enumerate(known):
-            if each & (WIDE | BEYOND):
-                bits |= self._wide(op, name, slot, known)
+            if each & (MAY_OVERFLOW | BEYOND):
+                bits |= self._overflow(op, name, slot, known)
             if each & SQUARE:
                 bits |= self._square(op, name, slot, known)
-            if each & (TINY | VANISHING):
-                bits |= self._tiny(op, name, slot, each)
+            if each & (MAY_UNDERFLOW | VANISHING):
+                bits |= self._underflow(op, name, slot, each)
             if each & INVERSE and name == "Mul" and self.flow.number(self.flow.inputs[op][1 - slot]) is not None:
                 bits |= INVERSE
         return bits
@@ -187,24 +192,24 @@ class Spread:
                 bits, low, high = bits | mask, low + bool(mask & LOW), high + bool(mask & HIGH)
         return bits, name in ("Add", "Sum", "Sub") and max(low, high) > 1
 
-    def _wide(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
+    def _overflow(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name == "Mul":
             return (
                 0
                 if known[1 - slot] & INVERSE or self._means(op, self.flow.number(self.flow.inputs[op][1 - slot]))
-                else WIDE
+                else MAY_OVERFLOW
             )
-        if name in _WIDENS:
-            return WIDE
+        if name in _HANDS_ON:
+            return MAY_OVERFLOW
         if name in PRODUCTS:
-            return WIDE if known[slot] & BEYOND else 0
+            return MAY_OVERFLOW if known[slot] & BEYOND else 0
         if name == "Div" and slot == 0:
             divisor = self.flow.number(self.flow.inputs[op][1])
-            return WIDE if divisor and not self._means(op, 1 / divisor) else 0
+            return MAY_OVERFLOW if divisor and not self._means(op, 1 / divisor) else 0
         if name == "Clip" and slot == 0:
-            return 0 if self._clips(op) else WIDE
+            return 0 if self._clips(op) else MAY_OVERFLOW
         if name == "Pow" and slot == 0:
-            return self._power(op, WIDE)
+            return self._power(op, MAY_OVERFLOW)
         return self._root(op, name)
 
     def _means(self, op: Operator, factor: float | None) -> bool:
@@ -231,7 +236,7 @@ class Spread:
     def _root(self, op: Operator, name: str) -> int:
         """A root is in range again, but a division by it needs its digits."""
         made = op.output(0)
-        return TINY if name == "Sqrt" and made is not None and made in self.divides else 0
+        return MAY_UNDERFLOW if name == "Sqrt" and made is not None and made in self.divides else 0
 
     def _square(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name in _STATISTICS or (name in ("Div", "Clip") and slot == 0):
@@ -241,19 +246,19 @@ class Spread:
         if name == "Pow" and slot == 0:
             return self._power(op, SQUARE)
         bits = self._root(op, name)
-        return bits or (self._wide(op, name, slot, known) if self.dtype == "float16" else 0)
+        return bits or (self._overflow(op, name, slot, known) if self.dtype == "float16" else 0)
 
-    def _tiny(self, op: Operator, name: str, slot: int, bits: int) -> int:
+    def _underflow(self, op: Operator, name: str, slot: int, bits: int) -> int:
         numerator = self.flow.inputs[op][0]
         if name == "Reciprocal" or (name == "Pow" and slot == 0 and (self.flow.number(op.input(1)) or 0) < 0):
             return INVERSE
         if name == "Div" and slot == 1:
-            return WIDE if bits & VANISHING else INVERSE if self.flow.number(numerator) is not None else 0
+            return MAY_OVERFLOW if bits & VANISHING else INVERSE if self.flow.number(numerator) is not None else 0
         if bits & VANISHING and (name in PRODUCTS or name in ("Mul", "Div")):
-            return TINY
+            return MAY_UNDERFLOW
         carries = name in _DIVISORS or name == "Clip" or (name in ("Div", "Pow") and slot == 0)
         made = op.output(0)
-        return TINY if carries and made is not None and made in self.divides else 0
+        return MAY_UNDERFLOW if carries and made is not None and made in self.divides else 0
 
 
 def _cast_down(op: Operator, name: str, dtype: str) -> bool:

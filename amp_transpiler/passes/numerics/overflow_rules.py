@@ -1,6 +1,6 @@
-"""Numeric guards: what is known to leave the range of 16 bit, or to lose its digits there, stays fp32.
+"""Overflow rules: what is known to leave the range of 16 bit, or to lose its digits there, stays fp32.
 
-They look for the operators that make such numbers; :mod:`.spread` follows the numbers to where they end.
+They look for the operators that make such numbers; :mod:`.overflow_propagation` follows the numbers to where they end.
 
 - Squares on the way to a sum (variance, RMS norm, L2 norm, distance, magnitude): a square leaves float16 beyond
   255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
@@ -23,19 +23,19 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable, masking
 from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
+    MAY_OVERFLOW,
+    MAY_UNDERFLOW,
     PRODUCTS,
     SQUARE,
     SUMS,
-    TINY,
-    WIDE,
-    Spread,
+    OverflowPropagation,
     summed_terms,
 )
-from amp_transpiler.passes.numerics.weight_norms import LARGE, gain, weights
+from amp_transpiler.passes.numerics.weight_norms import LARGE, weight_norm, weights
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
@@ -70,34 +70,36 @@ class Bounds(Protocol):
         """Whether every element is proved to lie in ``[-limit, limit]``."""
 
 
-def guard_numerics(program: Graph, dtype: str, ranges: Bounds, evidence: Evidence, flow: Flow | None = None) -> None:
-    """Add to ``evidence`` what patterns and intervals say against ``dtype`` ("float16" or "bfloat16").
+def apply_overflow_rules(
+    program: Graph, dtype: str, ranges: Bounds, constraints: Constraints, flow: Flow | None = None
+) -> None:
+    """Add to ``constraints`` what patterns and intervals rule out in ``dtype`` ("float16" or "bfloat16").
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
     conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
     """
     flow, limit = flow or Flow(program), LIMITS[dtype].largest
     binary = binary_tensors(flow)
-    spread = Spread(flow, dtype, evidence, binary, lambda v: ranges.within(v, limit))
+    propagation = OverflowPropagation(flow, dtype, constraints, binary, lambda v: ranges.within(v, limit))
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items():
-        spread.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
-    guards = _Guards(spread, ranges)
+        propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
+    rules = _OverflowRules(propagation, ranges)
     for variable in program.inputs:
-        why = guards.beyond(variable)
+        why = rules.beyond(variable)
         if why:
-            spread.mark(variable, WIDE, (None, Reason(Kind.INPUT, variable.name, cause=why)))
-    spread.sweep(guards.seed)
-    guards.keep_subtracted_squares(evidence)
-    guards.keep_spectra(evidence)
+            propagation.mark(variable, MAY_OVERFLOW, (None, Reason(Kind.INPUT, variable.name, cause=why)))
+    propagation.sweep(rules.seed)
+    rules.keep_subtracted_squares(constraints)
+    rules.keep_spectra(constraints)
 
 
-class _Guards:
+class _OverflowRules:
     """What each operator makes of ordinary operands."""
 
-    def __init__(self, spread: Spread, ranges: Bounds) -> None:
-        self.flow, self.spread, self.ranges, self.limit = spread.flow, spread, ranges, spread.limit
-        self.short, self.float16 = SHORT[spread.dtype], spread.dtype == "float16"
-        self.gains: dict[tuple[Variable, tuple[int, ...] | int], float] = {}
+    def __init__(self, propagation: OverflowPropagation, ranges: Bounds) -> None:
+        self.flow, self.propagation, self.ranges, self.limit = propagation.flow, propagation, ranges, propagation.limit
+        self.short, self.float16 = SHORT[propagation.dtype], propagation.dtype == "float16"
+        self.weight_norms: dict[tuple[Variable, tuple[int, ...] | int], float] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
         for op, name, read in self.flow.steps:
@@ -109,7 +111,7 @@ class _Guards:
         self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
 
     def seed(self, op: Operator, name: str) -> tuple[int, Reason] | None:
-        """What the operator makes (see :mod:`.spread`) and why it stays fp32; None where nothing speaks against it."""
+        """What the operator makes (:mod:`.overflow_propagation`) and why it stays fp32; None where no rule applies."""
         made = op.output(0)
         if made is None:
             return None
@@ -117,26 +119,26 @@ class _Guards:
         if found is None and self.float16:
             why = self._grows(op, name)
             if why and not self.ranges.within(made, self.limit):
-                found = INVERSE if why.kind is Kind.NEGATIVE_POWER else WIDE, why
+                found = INVERSE if why.kind is Kind.NEGATIVE_POWER else MAY_OVERFLOW, why
         return found or self._proved(op, made)
 
-    def keep_subtracted_squares(self, evidence: Evidence) -> None:
+    def keep_subtracted_squares(self, constraints: Constraints) -> None:
         """A variance as the mean of squares less the square of the mean: what is left are the digits that both
         share least, so that the mean, back to its sum, stays fp32 as the squares do."""
         for op, name, read in self.flow.steps:
-            if name != "Sub" or not evidence.against(op):
+            if name != "Sub" or not constraints.on(op):
                 continue
             for squared in read:
                 maker = squared.producer if squared is not None and squared in self.squares else None
                 why = Reason(Kind.SUBTRACTED_SQUARE, label(op))
                 while maker is not None and (moves(maker) or operator_name(maker) in _MEANS):
-                    evidence.keep(maker, why)
+                    constraints.keep(maker, why)
                     if operator_name(maker) in _SUMMING:
                         break
                     operands = (v for v in self.flow.inputs[maker] if v is not None and not constants.is_constant(v))
                     maker = next((v.producer for v in operands), None)
 
-    def keep_spectra(self, evidence: Evidence) -> None:
+    def keep_spectra(self, constraints: Constraints) -> None:
         """What is squared on the way to a logarithm, and the signal that it is made of by one matrix product: the
         small numbers between the large ones are most of a logarithm, and rounding before the sum drowns them."""
         seen: set[tuple[Variable, bool]] = set()
@@ -154,7 +156,7 @@ class _Guards:
                 if (variable, summed) in seen or constants.is_constant(variable) or variable.persistable:
                     continue
                 seen.add((variable, summed))
-                evidence.keep_tensor(variable, why)
+                constraints.keep_tensor(variable, why)
                 maker = variable.producer
                 name = operator_name(maker) if maker is not None else ""
                 if maker is None or not (moves(maker) or name in _LINEAR) or (name in PRODUCTS and summed):
@@ -169,12 +171,12 @@ class _Guards:
         return Reason(Kind.INTERVAL, detail=(f"{interval[0]:g}", f"{interval[1]:g}", self.short))
 
     def _proved(self, op: Operator, variable: Variable) -> tuple[int, Reason] | None:
-        if variable.dtype not in ("float32", self.spread.dtype) or constants.is_constant(variable):
+        if variable.dtype not in ("float32", self.propagation.dtype) or constants.is_constant(variable):
             return None
-        masked = any(v is not None and self.spread.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
-        masked |= bool(self.spread.state.get(variable, 0) & (LOW | HIGH))
+        masked = any(v is not None and self.propagation.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
+        masked |= bool(self.propagation.state.get(variable, 0) & (LOW | HIGH))
         why = None if masked else self.beyond(variable)  # a saturated mask lies within, whatever it was before
-        return (WIDE, why) if why else None
+        return (MAY_OVERFLOW, why) if why else None
 
     # -- squares -----------------------------------------------------------------------------------------
     def _squared(self, op: Operator, name: str, read: list[Variable | None]) -> Variable | None:
@@ -190,7 +192,7 @@ class _Guards:
         if made in self.squares and made in self.logged and self.float16:
             return SQUARE, Reason(Kind.SQUARE_BEFORE_LOG, cause=square)
         if name == "ReduceL2":
-            return TINY if made in self.spread.divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
+            return MAY_UNDERFLOW if made in self.propagation.divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
         if name == "LpNormalization" and op.attrs.get("p", 2) == 2:
             return 0, Reason(Kind.SQUARES_INSIDE, cause=square)
         if name in ("LpPool", "GlobalLpPool"):
@@ -213,7 +215,7 @@ class _Guards:
                     name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
                     or moves(op, slot)
                     or (name in ("Div", "Clip") and not slot)
-                    or (name in PRODUCTS and made in self.spread.divides)
+                    or (name in PRODUCTS and made in self.propagation.divides)
                 )
                 if yes:
                     found.add(variable)
@@ -240,19 +242,19 @@ class _Guards:
         if name == "Mul" and self._cubes(self.flow.inputs[op]):
             return Reason(Kind.TIMES_SQUARE)
         if name in PRODUCTS:
-            return self._gains(op, name)
+            return self._weight_norms(op, name)
         if name == "Exp":
             return None if self._shifted(op) else Reason(Kind.EXPONENTIAL)
         return Reason(_GROWS[name]) if name in _GROWS else None
 
-    def _gains(self, op: Operator, name: str) -> Reason | None:
+    def _weight_norms(self, op: Operator, name: str) -> Reason | None:
         found = weights(op, name)
         variable = self.flow.inputs[op][found[0]] if found else None
         if found is None or variable is None:
             return None
-        if (variable, found[1]) not in self.gains:
-            self.gains[variable, found[1]] = gain(variable, found[1])
-        norm = self.gains[variable, found[1]]
+        if (variable, found[1]) not in self.weight_norms:
+            self.weight_norms[variable, found[1]] = weight_norm(variable, found[1])
+        norm = self.weight_norms[variable, found[1]]
         if norm < LARGE:
             return None
         return Reason(Kind.GAIN, detail=(f"{norm:.3g}", f"{self.limit / norm:.2g}"))

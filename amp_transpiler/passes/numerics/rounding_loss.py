@@ -1,4 +1,4 @@
-"""Which constants survive in 16 bit, and what happens to those that do not.
+"""What constants lose when they are rounded to 16 bit, and what happens to those that lose too much.
 
 The policy: a mask beyond the format takes the format's limit instead; any other number beyond it keeps its
 readers in fp32. A number that would become zero keeps its readers in fp32 where it is all that the constant
@@ -20,15 +20,15 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, release
 from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
-from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
+from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
-from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, VANISHING, WIDE, Spread
+from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVERFLOW, VANISHING, OverflowPropagation
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow, every_variable
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import Obstacle, narrowed, operator_name
 
-#: Relative error (L2) from which on a factor does not survive.
+#: Relative error (L2) from which on rounding loses a factor.
 TOLERANCE = 2.0**-7
 #: Elements that are read at once: few enough to stay in the cache between the looks at them.
 CHUNK = 1 << 17
@@ -41,14 +41,14 @@ _ADDING = frozenset(
 )
 
 
-def check_constants(program: Graph, dtype: str, evidence: Evidence, flow: Flow | None = None) -> None:
-    """Add to ``evidence`` the constants that do not survive in ``dtype`` ("float16" or "bfloat16"), and a note of each.
+def check_constants(program: Graph, dtype: str, constraints: Constraints, flow: Flow | None = None) -> None:
+    """Add to ``constraints`` the constants that ``dtype`` does not hold ("float16" or "bfloat16"), and a note of each.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
-    they are in any format. The program is not changed: see :func:`.constants.saturate` for ``evidence.replaced``.
+    they are in any format. The program is not changed: see :func:`.constants.saturate` for ``constraints.replaced``.
     ``flow``: that of the program, where the caller has it.
     """
-    _Survival(program, dtype, evidence, flow or Flow(program)).check()
+    _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check()
 
 
 @dataclass
@@ -117,12 +117,12 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
     return math.sqrt(error / total) if total else 0.0
 
 
-class _Survival:
-    def __init__(self, program: Graph, dtype: str, evidence: Evidence, flow: Flow) -> None:
-        self.program, self.dtype, self.evidence = program, dtype, evidence
+class _RoundingLoss:
+    def __init__(self, program: Graph, dtype: str, constraints: Constraints, flow: Flow) -> None:
+        self.program, self.dtype, self.constraints = program, dtype, constraints
         self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
         self.flow = flow
-        #: Constants that stay fp32, for :class:`.spread.Spread`.
+        #: Constants that stay fp32, for :class:`.OverflowPropagation`.
         self.kept: dict[Variable, tuple[int, Reason]] = {}
 
     @cached_property
@@ -150,10 +150,10 @@ class _Survival:
                 self._underflow(variable, array, found)
             release(constants.content(variable))
         if self.kept:
-            spread = Spread(self.flow, self.dtype, self.evidence, self.binary, lambda v: False)
+            propagation = OverflowPropagation(self.flow, self.dtype, self.constraints, self.binary, lambda v: False)
             for variable, (bits, why) in self.kept.items():
-                spread.mark(variable, bits, (None, why))
-            spread.sweep(lambda op, name: None)
+                propagation.mark(variable, bits, (None, why))
+            propagation.sweep(lambda op, name: None)
 
     def _elsewhere(self, variable: Variable, array: np.ndarray) -> None:
         """Mark a constant of another type, such as bfloat16, of which the operators that read it stay in theirs.
@@ -163,7 +163,7 @@ class _Survival:
         with np.errstate(over="ignore", under="ignore"):
             found = losses(array.astype(np.float32), self.dtype)
         if found.beyond:
-            self._keep(variable, BEYOND | WIDE, Kind.CONSTANT_BEYOND, f"{found.largest:g}")
+            self._keep(variable, BEYOND | MAY_OVERFLOW, Kind.CONSTANT_BEYOND, f"{found.largest:g}")
         elif found.vanishing and found.largest <= LIMITS[self.dtype].vanish and self._roles(variable) != {BIAS}:
             self._keep(variable, VANISHING, Kind.CONSTANT_VANISHES, f"{found.smallest:g}")
 
@@ -184,10 +184,10 @@ class _Survival:
         worst = -found.largest if found.signs == LOW else found.largest
         if found.signs in (LOW, HIGH) and self.maskable.get(variable, 0) & found.signs:
             limit = -self.limit if found.signs == LOW else self.limit
-            self.evidence.replaced[variable] = limit
+            self.constraints.replaced[variable] = limit
             action = f"takes {limit:g} instead: it only masks"
         else:
-            action = self._keep(variable, BEYOND | WIDE, Kind.CONSTANT_BEYOND, f"{worst:g}")
+            action = self._keep(variable, BEYOND | MAY_OVERFLOW, Kind.CONSTANT_BEYOND, f"{worst:g}")
         self._note(variable, "overflow", found.beyond, found.size, worst, action)
 
     def _underflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
@@ -210,12 +210,12 @@ class _Survival:
 
     def _keep(self, variable: Variable, bits: int, kind: Kind, number: str) -> str:
         why = Reason(kind, variable.name, (number, self.short))
-        self.evidence.keep_tensor(variable, why)
+        self.constraints.keep_tensor(variable, why)
         self.kept.setdefault(variable, (bits, why))
         return "what reads it stays fp32"
 
     def _note(self, variable: Variable, problem: str, count: int, size: int, worst: float, action: str) -> None:
-        self.evidence.constants.append(ConstantNote(variable.name, problem, count, size, worst, action))
+        self.constraints.constants.append(ConstantNote(variable.name, problem, count, size, worst, action))
 
     def _roles(self, variable: Variable) -> set[str]:
         """As what the constant is read, moved about before or not."""

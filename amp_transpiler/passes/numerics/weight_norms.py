@@ -1,4 +1,4 @@
-"""How much a matrix product or convolution enlarges its input, by its weights."""
+"""Norms of weights: how much a matrix product or convolution enlarges its input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weights(op: Operator, name: str) -> tuple[int, tuple[int, ...] | int] | None
     return None
 
 
-def gain(variable: Variable, axes: tuple[int, ...] | int) -> float:
+def weight_norm(variable: Variable, axes: tuple[int, ...] | int) -> float:
     """The largest norm (L2) of constant weights over ``axes``; 0 for what is no float32 constant.
 
     Weights in which no element is large enough are looked at once, for their largest element.

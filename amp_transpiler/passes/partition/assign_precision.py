@@ -1,7 +1,7 @@
-"""The converter's assignment: lists, types and evidence bind, a minimum cut chooses the rest.
+"""The converter's assignment: lists, types and constraints bind, a minimum cut chooses the rest.
 
-An operator is bound to 16 bit (white list), bound to fp32 (a list, a pattern, a name, evidence, no kernel), left
-as it is, or free. Of all assignments of the free ones the pass takes the one that moves the fewest bytes:
+An operator is bound to 16 bit (white list), bound to fp32 (a list, a pattern, a name, a constraint, no kernel), left
+unchanged, or free. Of all assignments of the free ones the pass takes the one that moves the fewest bytes:
 every operator reads and writes its floating-point tensors, every cast reads one and writes one. A tensor is
 cast at most once in each direction, however many operators read it.
 """
@@ -18,7 +18,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
 from amp_transpiler.passes.partition.cut import Cut, Tensor, solve, traffic
 from amp_transpiler.passes.precision.casts import apply
@@ -59,7 +59,7 @@ def assign(
     program: Graph,
     lists: AutoMixedPrecisionLists,
     mode: str,
-    evidence: Evidence | None,
+    constraints: Constraints | None,
     *,
     outside: Callable[[Operator], Reason | None] = lambda op: None,
     narrow_io: frozenset[str] = frozenset(),
@@ -67,20 +67,20 @@ def assign(
     """Decide every operator of ``program``, nested graphs included, and insert the casts, in place.
 
     Args:
-        program: the program; a second call with the same evidence changes nothing.
+        program: the program; a second call with the same constraints changes nothing.
         lists: operator lists and the 16-bit type.
-        mode: "pure-fp16" and "auto" free whatever no list of the user's and no evidence binds; "mixed" binds
+        mode: "pure-fp16" and "auto" free whatever no list of the user's and no constraint binds; "mixed" binds
             the white list to 16 bit and the black list to fp32.
-        evidence: reasons against 16 bit; None takes everything literally, and "pure-fp16" then frees nothing.
+        constraints: what must stay fp32, and why; None takes everything literally, and "pure-fp16" then frees nothing.
         outside: why an operator is out of reach (None where it is not).
         narrow_io: names of inputs and outputs that will be 16 bit.
 
     Raises: what :func:`.rewrite.rewrite_program` raises.
     """
     check_program(program, lists, "convert", names_must_exist=False)
-    for variable, value in (evidence.replaced if evidence else {}).items():
+    for variable, value in (constraints.replaced if constraints else {}).items():
         constants.saturate(variable, value)
-    choices = _Choices(program, lists, mode, evidence, outside)
+    choices = _Choices(program, lists, mode, constraints, outside)
     decisions = choices.collect()
     free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
     free += choices.boundaries
@@ -107,11 +107,11 @@ class _Choices(Rules):
         program: Graph,
         lists: AutoMixedPrecisionLists,
         mode: str,
-        evidence: Evidence | None,
+        constraints: Constraints | None,
         outside: Callable[[Operator], Reason | None],
     ) -> None:
         super().__init__(program, lists)
-        self.mode, self.evidence, self.outside = mode, evidence, outside
+        self.mode, self.constraints, self.outside = mode, constraints, outside
         self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
@@ -124,7 +124,7 @@ class _Choices(Rules):
             found[op] = choice = self._choice(op)
             self.decisions[op] = choice.full if isinstance(choice, Free) else choice
         if self.mode == "mixed":
-            self._bind_lonely(found)
+            self._bind_isolated(found)
         return found
 
     def _choice(self, op: Operator) -> Decision | Free:
@@ -142,9 +142,9 @@ class _Choices(Rules):
         white, black = name in lists.white_list, name in lists.black_list
         if not (white or black or name in lists.gray_list):
             return self.as_it_is(op, Reason(Kind.NO_LIST), colour=BLACK)
-        against = self.evidence.against(op, lists) if self.evidence else None
-        if against:
-            return self.guarded(op, against)
+        constraint = self.constraints.on(op, lists) if self.constraints else None
+        if constraint:
+            return self.constrained(op, constraint)
         if self.mode == "mixed" and black:
             return self.full(op, Reason(Kind.BLACK_LIST))
         half = self.half(op, Reason(Kind.WHITE_LIST if white else self.because))
@@ -155,12 +155,12 @@ class _Choices(Rules):
 
     @property
     def _literal(self) -> bool:
-        return self.mode == "pure-fp16" and self.evidence is None
+        return self.mode == "pure-fp16" and self.constraints is None
 
     def _pinned(self, boundary: Boundary) -> bool:
-        """Whether a name or evidence keeps the tensors of a boundary fp32."""
+        """Whether a name or a constraint keeps the tensors of a boundary fp32."""
         tensors = {source(v) for v in (boundary.outer(), *boundary.inner())}
-        kept = self.evidence.tensors if self.evidence else {}
+        kept = self.constraints.tensors if self.constraints else {}
         return any(v in kept or v.name in self.lists.black_varnames for v in tensors)
 
     def _retargeted(self, op: Operator) -> Free | None:
@@ -173,7 +173,7 @@ class _Choices(Rules):
         ours = made.dtype == self.dtype and op.why == half
         if read.dtype not in integers or not (made.dtype == "float32" or ours):
             return None
-        if self.forced(op) or self.outside(op) or (self.evidence and self.evidence.against(op)):
+        if self.forced(op) or self.outside(op) or (self.constraints and self.constraints.on(op)):
             return None
         slots = declared(op)
         return Free(
@@ -181,8 +181,8 @@ class _Choices(Rules):
             Decision("float32", own_cast("float32"), replace(slots, outputs=["float32"])),
         )
 
-    def _bind_lonely(self, found: dict[Operator, Decision | Free]) -> None:
-        """Gray operators that no chain of gray ones joins to a 16-bit operator stay as they are."""
+    def _bind_isolated(self, found: dict[Operator, Decision | Free]) -> None:
+        """Leave gray operators unchanged that are isolated: no chain of gray ones joins them to a 16-bit operator."""
         joined: set[Operator] = set()
         edges = _neighbours(found)
         stack = [

@@ -5,7 +5,7 @@ of the white list; operators outside ``fp16_guard`` (where the guard is used), o
 to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
 and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
 stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type. With
-numeric guards, what is known to leave the type stays fp32 too.
+``numeric_guards``, what is known to leave the type stays fp32 too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.passes.numerics.constraints import Evidence
-from amp_transpiler.passes.numerics.known import training_evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.known import training_constraints
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
@@ -50,9 +50,9 @@ def cast_model_to_fp16(
             control-flow operator) run in 16 bit.
         names_must_exist: refuse ``custom_black_varnames`` that the program does not have.
         numeric_guards: keep fp32 what is known to leave the type, or to sink in it, as ``amp.convert`` does (constants
-            that do not survive, sums of squares, positions, what ranges do not bound); ``op.reason`` says why.
-            False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
-        like: with guards, a training program that was rewritten already: what both have runs in the same precision.
+            that it does not hold, sums of squares, integers held as floats, what ranges do not bound); ``op.reason``
+            says why. False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
+        like: with ``numeric_guards``, a training program that was rewritten already: what both have runs alike.
 
     Returns:
         The names of the variables that enter the 16-bit part: its parameters, and feeds and results of
@@ -76,17 +76,17 @@ def cast_model_to_fp16(
             "or pass use_fp16_guard=False to cast the whole program"
         )
     saturate_masks(program, lists.dtype)
-    evidence = training_evidence(program, lists.dtype, like) if numeric_guards else Evidence()
-    pure = _Pure(program, lists, use_fp16_guard, evidence)
+    constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
+    pure = _Pure(program, lists, use_fp16_guard, constraints)
     return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
 
 
 class _Pure(Rules):
     def __init__(
-        self, program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard: bool, evidence: Evidence
+        self, program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard: bool, constraints: Constraints
     ) -> None:
         super().__init__(program, lists)
-        self.use_fp16_guard, self.evidence = use_fp16_guard, evidence
+        self.use_fp16_guard, self.constraints = use_fp16_guard, constraints
         #: Operators that go on in fp32 from a cast of the program's own.
         self.widened: set[Operator] = set()
 
@@ -101,9 +101,9 @@ class _Pure(Rules):
             return self.as_it_is(op, Reason(Kind.NO_LIST), colour=BLACK)
         if self.use_fp16_guard and not _marked(op):
             return self.as_it_is(op, Reason(Kind.OUTSIDE_GUARD), colour=BLACK)
-        against = self.evidence.against(op, lists)
-        if against:
-            return self.guarded(op, against)
+        constraint = self.constraints.on(op, lists)
+        if constraint:
+            return self.constrained(op, constraint)
         cast = self._after_own_cast(op) if name not in lists.white_list else None
         if cast is not None:
             self.widened.add(op)

@@ -1,10 +1,10 @@
 """Black/white/gray: matrix products and convolutions in 16 bit, everything delicate in fp32.
 
 A white operator runs in 16 bit, a black one in fp32. A gray one follows the operators that made its
-floating-point inputs: fp32 where one of them is black, else 16 bit where one is white, else it stays
-as it is. The colour depends on the graph alone, never on the order in which operators were added.
+floating-point inputs: fp32 where one of them is black, else 16 bit where one is white, else it is left
+unchanged. The colour depends on the graph alone, never on the order in which operators were added.
 Parameters stay fp32 and are cast where 16-bit operators read them. Constants that only mask (-3.4e38 before a
-softmax) are brought into the range of the type. With numeric guards, what is known to leave the type stays fp32 too.
+softmax) are brought into the range of the type. With ``numeric_guards``, what is known to leave it stays fp32 too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.numerics.constraints import Evidence
-from amp_transpiler.passes.numerics.known import training_evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.known import training_constraints
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, WHITE, Decision, Rules, check_program
@@ -43,9 +43,9 @@ def rewrite_program(
         names_must_exist: refuse ``custom_black_varnames`` that the program does not have (a test
             program need not have them all).
         numeric_guards: keep fp32 what is known to leave the type, or to sink in it, as ``amp.convert`` does (constants
-            that do not survive, sums of squares, positions, what ranges do not bound); ``op.reason`` says why.
-            False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
-        like: with guards, a training program that was rewritten already: what both have runs in the same precision.
+            that it does not hold, sums of squares, integers held as floats, what ranges do not bound); ``op.reason``
+            says why. False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
+        like: with ``numeric_guards``, a training program that was rewritten already: what both have runs alike.
 
     Raises:
         GraphError: a variable has no element type.
@@ -58,15 +58,15 @@ def rewrite_program(
     lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "rewrite_program", names_must_exist)
     saturate_masks(program, lists.dtype)
-    evidence = training_evidence(program, lists.dtype, like) if numeric_guards else Evidence()
-    colours = _Colours(program, lists, evidence)
+    constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
+    colours = _Colours(program, lists, constraints)
     apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
 
 
 class _Colours(Rules):
-    def __init__(self, program: Graph, lists: AutoMixedPrecisionLists, evidence: Evidence) -> None:
+    def __init__(self, program: Graph, lists: AutoMixedPrecisionLists, constraints: Constraints) -> None:
         super().__init__(program, lists)
-        self.evidence = evidence
+        self.constraints = constraints
 
     def decide(self, op: Operator) -> Decision:
         name = operator_name(op)
@@ -75,9 +75,9 @@ class _Colours(Rules):
         table = self.trainable_table(op)
         if table:
             return self.full(op, table)
-        against = self.evidence.against(op, self.lists)
-        if against:
-            return self.guarded(op, against)
+        constraint = self.constraints.on(op, self.lists)
+        if constraint:
+            return self.constrained(op, constraint)
         if name in self.lists.white_list:
             return self.half(op, Reason(Kind.WHITE_LIST))
         if name in self.lists.gray_list:

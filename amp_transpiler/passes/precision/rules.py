@@ -90,12 +90,12 @@ class Rules:
             return self.as_it_is(op, why)
         return Decision("float32", why.running(SHORT["float32"]), slots, BLACK)
 
-    def guarded(self, op: Operator, against: Reason) -> Decision:
-        """Run it in fp32, as this speaks against 16 bit; where it computes in a third type, it stays in that."""
+    def constrained(self, op: Operator, constraint: Reason) -> Decision:
+        """Run it in fp32 for this constraint; where it computes in a third type, it stays in that."""
         made = op.output(0)
         if made is not None and made.dtype in FLOATS - {"float32", self.dtype}:
             return self.as_it_is(op, Reason(Kind.OTHER_TYPE, detail=(str(made.dtype),)))
-        return self.full(op, against)
+        return self.full(op, constraint)
 
     def as_it_is(
         self, op: Operator, why: Reason, *, colour: str | None = None, inner: Reason | None = None

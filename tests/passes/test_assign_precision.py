@@ -1,4 +1,4 @@
-"""The converter's assignment: lists and evidence bind, and of the rest no other choice moves fewer bytes."""
+"""The converter's assignment: lists and constraints bind, and of the rest no other choice moves fewer bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign, count
 from amp_transpiler.passes.view.constants import is_constant
 
@@ -29,10 +29,10 @@ def program_of(text: str) -> amp.Program:
 
 
 def assigned(
-    text: str, mode: str = "auto", evidence: Evidence | None = None, **lists: list[str]
+    text: str, mode: str = "auto", constraints: Constraints | None = None, **lists: list[str]
 ) -> tuple[amp.Program, Assignment]:
     program = program_of(text)
-    return program, assign(program, amp.AutoMixedPrecisionLists(**lists), mode, evidence or Evidence())
+    return program, assign(program, amp.AutoMixedPrecisionLists(**lists), mode, constraints or Constraints())
 
 
 def precisions(program: amp.Program) -> dict[str, str]:
@@ -95,7 +95,7 @@ def test_no_other_assignment_moves_fewer_bytes(seed: int) -> None:
             other,
             lists,
             "auto",
-            Evidence(),
+            Constraints(),
             outside=lambda op, kept=kept: Reason(Kind.OUTSIDE_ONLY) if op.output(0).name in kept else None,
         )
         totals.append(moved(other))
@@ -109,7 +109,7 @@ def test_an_operator_between_fp32_ones_stays_fp32() -> None:
     assert precisions(program) == {"Exp": "float32", "Relu": "float32"} and casts(program) == []
     assert {op.type: op.reason for op in program.operators}[
         "Relu"
-    ] == "fp32: moves fewer bytes than casting to 16 bit and back"
+    ] == "fp32: not profitable: casts to 16 bit and back would move more bytes"
     assert assignment.cut.value == 8 * 64 and assignment.all_half == 4 * 64 + 2 * 6 * 64
 
 
@@ -149,22 +149,22 @@ def test_mixed_binds_white_and_black() -> None:
     assert precisions(program) == {"MatMul": "float16", "Relu": "float16", "Softmax": "float32"}
 
 
-def test_evidence_binds_and_the_white_list_of_the_user_overrules_it() -> None:
+def test_constraints_bind_and_the_white_list_of_the_user_overrules_it() -> None:
     text = "m (float[8,8] x) => (float[8,8] y) { a = Relu(x) y = ReduceSum<keepdims=1>(a) }"
     for white, expected in ((None, "float32"), (["ReduceSum"], "float16")):
         program = program_of(text)
-        evidence = Evidence()
-        evidence.keep(program.operators[1], Reason(Kind.SUMS, detail=("512",)))
-        assign(program, amp.AutoMixedPrecisionLists(custom_white_list=white), "pure-fp16", evidence)
+        constraints = Constraints()
+        constraints.keep(program.operators[1], Reason(Kind.SUMS, detail=("512",)))
+        assign(program, amp.AutoMixedPrecisionLists(custom_white_list=white), "pure-fp16", constraints)
         assert precisions(program)["ReduceSum"] == expected
     assert program.operators[1].type == "Relu"
 
 
 def test_a_tensor_that_may_not_be_stored_binds_its_maker_and_its_readers() -> None:
     program = program_of("m (float[8,8] x) => (float[8,8] y) { a = Neg(x) b = Neg(a) c = Neg(b) y = Relu(c) }")
-    evidence = Evidence()
-    evidence.keep_tensor(program.var("b"), Reason(Kind.TEXT, detail=("too wide",)))
-    assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", evidence)
+    constraints = Constraints()
+    constraints.keep_tensor(program.var("b"), Reason(Kind.TEXT, detail=("too wide",)))
+    assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", constraints)
     kept = {
         op.outputs[0].name for op in program.operators if op.reason == "fp32: too wide" and op.outputs[0] is not None
     }
@@ -183,12 +183,12 @@ def test_integers_are_cast_straight_to_16_bit_where_that_is_the_same(dtype: str,
     text = f"""m ({integer}[8] i, float[8,8] x) => (float[8,8] y) <float[8,8] w = {{{", ".join(["1"] * 64)}}}>
         {{ m = Cast<to=1>(i) a = MatMul(x, w) y = Mul(a, m) }}"""
     program = program_of(text)
-    assign(program, amp.AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", Evidence())
+    assign(program, amp.AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", Constraints())
     own = next(op for op in program.walk() if op.type == "Cast" and not inserted(op))
     assert own.outputs[0] is not None and own.outputs[0].dtype == target
     onnx.checker.check_model(program.to_onnx(), full_check=True)
     again = amp.Program.from_onnx(program.to_onnx())
-    assign(again, amp.AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", Evidence())
+    assign(again, amp.AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", Constraints())
     assert again.to_onnx().SerializeToString() == program.to_onnx().SerializeToString()
 
 
@@ -245,6 +245,6 @@ def test_masks_are_saturated_in_the_program() -> None:
     program = program_of(
         "m (bool[8] c, float[8] x) => (float[8] y) <float low = {-3.4e38}> { a = Where(c, x, low) y = Softmax(a) }"
     )
-    evidence = Evidence(replaced={program.var("low"): -65504.0})
-    assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", evidence)
+    constraints = Constraints(replaced={program.var("low"): -65504.0})
+    assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", constraints)
     assert float(np.asarray(onnx.numpy_helper.to_array(program.to_onnx().graph.initializer[0]))) == -65504.0

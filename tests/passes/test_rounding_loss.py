@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx.reference import ReferenceEvaluator
 
-from amp_transpiler.passes.numerics.constraints import ConstantNote, Evidence
+from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW
 from amp_transpiler.passes.numerics.rounding_loss import (
     CHUNK,
@@ -25,20 +25,20 @@ from amp_transpiler.passes.numerics.rounding_loss import (
 )
 from amp_transpiler.passes.view import constants
 from amp_transpiler.program import Program
-from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
+from tests.helpers.constraints_of import convert, gather, kept, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 
 FLT_MAX = 3.4028234663852886e38
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
-def check(p: Program, dtype: str = "float16") -> Evidence:
-    """The evidence of constants alone."""
+def check(p: Program, dtype: str = "float16") -> Constraints:
+    """The constraints of constants alone."""
     return gather(without_parameters(p), dtype, guards=False)
 
 
-def replaced(evidence: Evidence) -> dict[str, float]:
-    return {v.name: limit for v, limit in evidence.replaced.items()}
+def replaced(constraints: Constraints) -> dict[str, float]:
+    return {v.name: limit for v, limit in constraints.replaced.items()}
 
 
 # ---------------------------------------------------------------- counting
@@ -152,23 +152,23 @@ FEEDS = {
 def test_a_mask_takes_the_limit_of_the_format(pattern: str, dtype: str) -> None:
     p = masked(MASKS[pattern])
     expected = run(p, FEEDS)[0]
-    evidence = check(p, dtype)
+    constraints = check(p, dtype)
     limit = 65504.0 if dtype == "float16" else 3.3895313892515355e38
     if dtype == "float16":
-        assert evidence.replaced
-        assert evidence.tensors == {}
-    assert all(abs(value) == limit for value in evidence.replaced.values())
-    assert len(evidence.constants) == len(evidence.replaced)
-    for note in evidence.constants:
+        assert constraints.replaced
+        assert constraints.tensors == {}
+    assert all(abs(value) == limit for value in constraints.replaced.values())
+    assert len(constraints.constants) == len(constraints.replaced)
+    for note in constraints.constants:
         assert note.action == f"takes {limit if note.worst > 0 else -limit:g} instead: it only masks"
-    converted = convert(p, evidence, dtype)
+    converted = convert(p, constraints, dtype)
     if "TopK" not in MASKS[pattern] or dtype == "float16":
         got = run_faithful(converted, FEEDS)[0]
         tolerance = 4e-3 if dtype == "float16" else 4e-2
         ordinary = np.abs(expected) < 1e4
         assert np.isfinite(got).all()
         assert np.allclose(got[ordinary], expected[ordinary], rtol=tolerance, atol=tolerance)
-    assert check(converted, dtype) == Evidence()  # and the converted program has nothing left to say
+    assert check(converted, dtype) == Constraints()  # and the converted program has nothing left to say
 
 
 def test_a_row_that_is_masked_throughout_is_no_nan() -> None:
@@ -199,15 +199,15 @@ NO_MASKS = {
 def test_what_may_be_more_than_a_mask_keeps_its_readers(pattern: str) -> None:
     p = masked(NO_MASKS[pattern])
     expected = run(p, FEEDS)[0]
-    evidence = check(p)
-    assert evidence.replaced == {}
+    constraints = check(p)
+    assert constraints.replaced == {}
     name = "high" if "high" in NO_MASKS[pattern] else "low"
-    assert [(n.name, n.problem, n.action) for n in evidence.constants] == [
+    assert [(n.name, n.problem, n.action) for n in constraints.constants] == [
         (name, "overflow", "what reads it stays fp32")
     ]
     first = next(op for op in p.operators if p.var(name) in op.inputs)
-    assert str(evidence.against(first)) == f"constant '{name}' holds {evidence.constants[0].worst:g}, beyond fp16"
-    converted = convert(p, evidence)
+    assert str(constraints.on(first)) == f"constant '{name}' holds {constraints.constants[0].worst:g}, beyond fp16"
+    converted = convert(p, constraints)
     assert np.allclose(run_faithful(converted, FEEDS)[0], expected, rtol=2e-3, atol=2e-3, equal_nan=True)
 
 
@@ -228,7 +228,7 @@ def test_infinities_and_nan_are_what_they_are_in_any_format() -> None:
     <float[3] odd = {1, 2, 3}> { a = Where(c, x, odd)  y = Neg(a) }""")
     )
     constants.replace(p.var("odd"), np.float32([-np.inf, np.nan, np.inf]))
-    assert check(p) == Evidence()
+    assert check(p) == Constraints()
 
 
 def test_weights_beyond_the_format_make_wide_products() -> None:
@@ -241,10 +241,10 @@ def test_mixed_signs_are_no_mask() -> None:
         program("""main (float[2] x) => (float[2] y)
     <float[2] m = {-1e9, 1e9}> { a = Add(x, m)  y = Softmax(a) }""")
     )
-    evidence = check(p)
-    assert evidence.replaced == {}
-    assert set(kept(p, evidence)) == {"a", "y"}
-    assert evidence.constants == [ConstantNote("m", "overflow", 2, 2, 1e9, "what reads it stays fp32")]
+    constraints = check(p)
+    assert constraints.replaced == {}
+    assert set(kept(p, constraints)) == {"a", "y"}
+    assert constraints.constants == [ConstantNote("m", "overflow", 2, 2, 1e9, "what reads it stays fp32")]
 
 
 # ---------------------------------------------------------------- what vanishes
@@ -271,16 +271,16 @@ def test_an_eps_that_would_vanish_keeps_fp32_until_the_division(text: str, expec
         )
 
     p = built()
-    evidence = check(p)
-    found = kept(p, evidence)
+    constraints = check(p)
+    found = kept(p, constraints)
     assert set(found) == expected
     assert set(found.values()) == {"constant 'eps' holds 1e-12, which is 0 in fp16"}
-    assert [(n.name, n.problem, n.count, n.size) for n in evidence.constants] == [("eps", "underflow", 1, 1)]
-    assert check(built(), "bfloat16") == Evidence()
+    assert [(n.name, n.problem, n.count, n.size) for n in constraints.constants] == [("eps", "underflow", 1, 1)]
+    assert check(built(), "bfloat16") == Constraints()
     feeds = {"x": np.float32([[0, 1], [2, 3]])}
     wanted = run(built(), feeds)[0]
     finite = np.isfinite(wanted) & (np.abs(wanted) < 6e4)
-    assert np.allclose(run_faithful(convert(p, evidence), feeds)[0][finite], wanted[finite], rtol=2e-3)
+    assert np.allclose(run_faithful(convert(p, constraints), feeds)[0][finite], wanted[finite], rtol=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "double"])
@@ -299,8 +299,8 @@ def test_a_constant_of_a_third_type_is_followed_to_where_16_bit_begins(
 ) -> None:
     """What computes in bfloat16 or in double stays so; what it is cast to does not sink to zero on the way to float16."""
     p = without_parameters(Program.from_onnx(third_type(text, kind)))
-    evidence = check(p)
-    converted = convert(p, evidence)
+    constraints = check(p)
+    converted = convert(p, constraints)
     assert {op.outputs[0].name for op in converted.operators if op.reason.startswith("fp32: constant")} == expected
     typed = {op.outputs[0].name: op.precision for op in converted.operators if op.type in ("Add", "Relu", "Reshape")}
     wide = {"bfloat16": "bfloat16", "double": "float64"}[kind]
@@ -330,10 +330,10 @@ def factor(values: str, call: str = "y = MatMul(x, w)", shape: str = "2,2") -> P
 
 def test_single_elements_of_a_weight_may_vanish() -> None:
     p = factor("1e-9, 2, -1e-12, 4")
-    evidence = check(p)
-    assert kept(p, evidence) == {}
+    constraints = check(p)
+    assert kept(p, constraints) == {}
     smallest = float(np.float32(1e-12))
-    assert evidence.constants == [
+    assert constraints.constants == [
         ConstantNote(
             "w", "underflow", 2, 4, smallest, "its smallest elements become 0, the tensor as a whole keeps its values"
         )
@@ -343,19 +343,19 @@ def test_single_elements_of_a_weight_may_vanish() -> None:
 def test_a_weight_whose_digits_vanish_keeps_its_readers() -> None:
     """No element becomes zero, but few bits are left of each."""
     p = factor("1.1e-6, 2.3e-6, 0.7e-6, 3.3e-6")
-    evidence = check(p)
+    constraints = check(p)
     array = np.float32([1.1e-6, 2.3e-6, 0.7e-6, 3.3e-6])
     off = np.linalg.norm(array.astype(np.float16) - array.astype(np.float64)) / np.linalg.norm(array)
     assert off > TOLERANCE
-    assert kept(p, evidence) == {"y": f"constant 'w' is {off:.2g} off in fp16 (relative error)"}
-    assert evidence.constants[0].count == 0
+    assert kept(p, constraints) == {"y": f"constant 'w' is {off:.2g} off in fp16 (relative error)"}
+    assert constraints.constants[0].count == 0
 
 
 def test_a_bias_vanishes_beside_its_sum() -> None:
     p = factor("1e-9, 1e-12", "k = Relu(x)  y = Gemm(x, k, w)", "2")
-    evidence = check(p)
-    assert kept(p, evidence) == {}
-    assert [n.action for n in evidence.constants] == ["becomes 0 beside a sum"]
+    constraints = check(p)
+    assert kept(p, constraints) == {}
+    assert [n.action for n in constraints.constants] == ["becomes 0 beside a sum"]
 
 
 def test_constant_operators_and_nested_graphs() -> None:
@@ -370,9 +370,9 @@ def test_constant_operators_and_nested_graphs() -> None:
       >
     }""")
     )
-    evidence = check(p)
-    found = kept(p, evidence)
-    assert {n.name for n in evidence.constants} == {"outer", "node", "inner"}
+    constraints = check(p)
+    found = kept(p, constraints)
+    assert {n.name for n in constraints.constants} == {"outer", "node", "inner"}
     assert found["a"] == found["tv"] == "constant 'outer' holds 1e-12, which is 0 in fp16"
     assert found["b"] == "constant 'node' holds 100000, beyond fp16"
     assert {"d", "ev"} <= set(found)
@@ -384,7 +384,7 @@ def test_constant_operators_and_nested_graphs() -> None:
 def test_slots_that_stay_fp32_are_not_concerned() -> None:
     text = """main (float[2,2,4] x) => (float[2,2,4] y) <float[2] s = {1, 1}, float[2] v = {1e6, 1e-12}>
     { y = BatchNormalization(x, s, s, s, v) }"""
-    assert check(program(text, 17)) == Evidence()
+    assert check(program(text, 17)) == Constraints()
     p = without_parameters(program(text, 9))  # here the variance has the type of the data
     assert kept(p, check(p)) == {"y": "constant 'v' holds 1e+06, beyond fp16"}
 
@@ -392,13 +392,13 @@ def test_slots_that_stay_fp32_are_not_concerned() -> None:
 def test_scales_of_resize_are_not_concerned() -> None:
     p = program("""main (float[1,1,2] x) => (float[1,1,N] y) <float[3] scales = {1, 1, 100000}>
     { y = Resize(x, , scales) }""")
-    assert check(p) == Evidence()
+    assert check(p) == Constraints()
 
 
 def test_converted_constants_have_nothing_left_to_say() -> None:
     p = factor("1e-9, 2, -1e-12, 4")
     converted = convert(p, check(p))
-    assert check(converted) == Evidence()
+    assert check(converted) == Constraints()
 
 
 def test_external_data_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -414,8 +414,8 @@ def test_external_data_is_read_where_it_lies(tmp_path: Path) -> None:
     )
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="w.bin")
-    evidence = check(Program.from_onnx(path))
-    assert [(n.problem, n.count, n.size, n.worst) for n in evidence.constants] == [
+    constraints = check(Program.from_onnx(path))
+    assert [(n.problem, n.count, n.size, n.worst) for n in constraints.constants] == [
         ("overflow", 1, 420000, 1e6),
         ("underflow", 1, 420000, float(np.float32(1e-9))),
     ]
@@ -424,5 +424,5 @@ def test_external_data_is_read_where_it_lies(tmp_path: Path) -> None:
 def test_check_constants_changes_nothing() -> None:
     p = masked(MASKS["where"])
     before = p.to_onnx().SerializeToString(deterministic=True)
-    check_constants(p, "float16", Evidence())
+    check_constants(p, "float16", Constraints())
     assert p.to_onnx().SerializeToString(deterministic=True) == before

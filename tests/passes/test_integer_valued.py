@@ -6,8 +6,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.numerics.constraints import Evidence
-from amp_transpiler.passes.numerics.integer_valued import keep_positions
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
@@ -17,9 +17,9 @@ def kept(text: str) -> dict[str, str]:
     program = amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text))
     for parameter in program.parameters:  # as in a conversion
         parameter.persistable = parameter.trainable = False
-    evidence = Evidence()
-    keep_positions(program, evidence)
-    return {str(op.outputs[0] and op.outputs[0].name): str(reason) for op, reason in evidence.operators.items()}
+    constraints = Constraints()
+    keep_integer_valued(program, constraints)
+    return {str(op.outputs[0] and op.outputs[0].name): str(reason) for op, reason in constraints.operators.items()}
 
 
 CASES = {
@@ -27,12 +27,12 @@ CASES = {
         """m (float[1,N] audio) => (int64[1] frames) <float hop = {160}>
         { s = Shape(audio)  f = Cast<to=1>(s)  q = Div(f, hop)  c = Ceil(q)  frames0 = Cast<to=7>(c)
           ends = Constant<value_ints=[2]>() begins = Constant<value_ints=[1]>() frames = Slice(frames0, begins, ends) }""",
-        {"q": "counts", "c": "counts"},
+        {"q": "integer-valued", "c": "integer-valued"},
     ),
     "rotary embedding": (
         """m (int64[1,S] p, float[1,S,4] x) => (float[1,S,4] y) <float[4,1] inv = {1.0, 0.1, 0.01, 0.001}>
         { f = Cast<to=1>(p)  a = MatMul(inv, f)  t = Transpose<perm=[1,0]>(a)  c = Cos(t)  y = Mul(x, c) }""",
-        {"a": "counts", "t": "counts", "c": "counts"},
+        {"a": "integer-valued", "t": "integer-valued", "c": "integer-valued"},
     ),
     "length that becomes an index": (
         """m (float[4] length) => (int64[4] y) <float two = {2}>
@@ -63,7 +63,7 @@ CASES = {
         """m (int64 n, bool c, float[2] x) => (float[2] y)
         { y = Loop(n, c, x) <body = b (int64 i, bool ci, float[2] s) => (bool co, float[2] so)
             <float step = {0.1}> { co = Identity(ci)  f = Cast<to=1>(i)  t = Mul(f, step)  so = Add(s, t) }> }""",
-        {"t": "counts"},
+        {"t": "integer-valued"},
     ),
 }
 
@@ -105,6 +105,6 @@ def test_what_counts(name: str) -> None:
 def test_a_converted_program_counts_the_same() -> None:
     text = HEAD + CASES["rotary embedding"][0]
     once = amp.convert(onnx.parser.parse_model(text), numeric_guards=False)
-    evidence = Evidence()
-    keep_positions(once, evidence)
-    assert [op.type for op in evidence.operators] == ["MatMul", "Transpose", "Cos"]
+    constraints = Constraints()
+    keep_integer_valued(once, constraints)
+    assert [op.type for op in constraints.operators] == ["MatMul", "Transpose", "Cos"]

@@ -1,4 +1,4 @@
-"""Evidence gathered from a program, and the program converted with it and run as 16-bit hardware would."""
+"""Constraints gathered from a program, and the program converted with it and run as 16-bit hardware would."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import amp_transpiler as amp
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.numerics.constraints import Evidence
-from amp_transpiler.passes.numerics.overflow_rules import guard_numerics
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.partition.assign_precision import assign
 from amp_transpiler.program import Program
@@ -38,27 +38,27 @@ def without_parameters(p: Program) -> Program:
     return p
 
 
-def gather(p: Program, dtype: str = "float16", /, *, guards: bool = True, **intervals: tuple[float, float]) -> Evidence:
+def gather(
+    p: Program, dtype: str = "float16", /, *, guards: bool = True, **intervals: tuple[float, float]
+) -> Constraints:
     """All that speaks against 16 bit in a program."""
-    evidence = Evidence()
-    check_constants(p, dtype, evidence)
+    constraints = Constraints()
+    check_constants(p, dtype, constraints)
     if guards:
-        guard_numerics(p, dtype, Bounds(**intervals), evidence)
-    return evidence
+        apply_overflow_rules(p, dtype, Bounds(**intervals), constraints)
+    return constraints
 
 
-def kept(p: Program, evidence: Evidence) -> dict[str, str]:
+def kept(p: Program, constraints: Constraints) -> dict[str, str]:
     """Why operators stay fp32, by what they make."""
     return {
-        op.outputs[0].name: str(evidence.against(op))
-        for op in p.walk()
-        if evidence.against(op) and op.type != "Constant"
+        op.outputs[0].name: str(constraints.on(op)) for op in p.walk() if constraints.on(op) and op.type != "Constant"
     }
 
 
-def convert(p: Program, evidence: Evidence, dtype: str = "float16") -> Program:
-    """The program in 16 bit where the evidence lets it."""
-    assign(p, AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", evidence)
+def convert(p: Program, constraints: Constraints, dtype: str = "float16") -> Program:
+    """The program in 16 bit where the constraints let it."""
+    assign(p, AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", constraints)
     p.verify()
     return p
 

@@ -10,10 +10,10 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.ir.types import LIMITS
-from amp_transpiler.passes.numerics.constraints import Evidence
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.overflow_rules import FEW
 from amp_transpiler.program import Program
-from tests.helpers.evidence_of import convert, gather, kept, run_faithful, without_parameters
+from tests.helpers.constraints_of import convert, gather, kept, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 
 SQUARES = "sums squares: x*x leaves fp16 beyond 255 and vanishes near 0"
@@ -276,19 +276,19 @@ MASKED = {
 
 def test_the_sum_of_two_masks_stays_fp32_until_the_softmax() -> None:
     p = without_parameters(program(TWO_MASKS))
-    evidence = gather(p)
-    assert {v.name: limit for v, limit in evidence.replaced.items()} == {"low": -65504.0}
-    assert kept(p, evidence) == {
+    constraints = gather(p)
+    assert {v.name: limit for v, limit in constraints.replaced.items()} == {"low": -65504.0}
+    assert kept(p, constraints) == {
         "both": "adds two masks, each with the smallest number of the format",
         "s": "after Add -> both: adds two masks, each with the smallest number of the format",
         "y": "after Add -> both: adds two masks, each with the smallest number of the format",
     }
     expected = run(p, MASKED)[0]
-    got = run_faithful(convert(p, evidence), MASKED)[0]
+    got = run_faithful(convert(p, constraints), MASKED)[0]
     assert np.isfinite(got).all()
     assert np.abs(got - expected)[1].max() < 2e-3  # a row that is masked throughout is arbitrary, but a number
     unguarded = without_parameters(program(TWO_MASKS))
-    masks = Evidence(replaced=gather(unguarded).replaced)
+    masks = Constraints(replaced=gather(unguarded).replaced)
     assert np.isnan(run_faithful(convert(unguarded, masks), MASKED)[0]).any()  # a row of minus infinity
 
 
@@ -321,11 +321,11 @@ def test_nested_graphs() -> None:
 
 
 @pytest.mark.parametrize("text", [*(t for t, _ in PATTERNS.values()), *(t for t, _ in RANGE.values())])
-def test_a_converted_program_gives_the_same_evidence(text: str) -> None:
+def test_a_converted_program_gives_the_same_constraints(text: str) -> None:
     def once(p: Program) -> tuple[list[str], Program]:
-        evidence = gather(p)
-        labels = [f"{op.type} {evidence.against(op)}" for op in p.walk() if evidence.against(op)]
-        return labels, convert(p, evidence)
+        constraints = gather(p)
+        labels = [f"{op.type} {constraints.on(op)}" for op in p.walk() if constraints.on(op)]
+        return labels, convert(p, constraints)
 
     first, p = once(body(text, MORE + ", int64[2] shape = {8, 512}"))
     model = p.to_onnx()
