@@ -2,7 +2,7 @@
 
     python demo/bert_squad.py --data DIR --vocab DIR               # train on squad11_train, score on squad11_dev
     python demo/bert_squad.py --data DIR --vocab DIR --overfit 64  # until 90 % of 64 windows are right
-    python demo/bert_squad.py --synthetic --mode pure-fp16         # made-up text, no file needed
+    python demo/bert_squad.py --synthetic --mode pure-fp16         # synthetic text, no file needed
     python demo/bert_squad.py ... --model encoder.onnx             # fine-tune an exported encoder
 
 All three modes take about five minutes on two cores. A network of this size that starts from nothing hardly learns to
@@ -171,7 +171,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, default=Path("data/squad"), help="folder with SQuAD v1.1")
     parser.add_argument("--vocab", type=Path, default=Path("data/bert_vocab"), help="folder with BERT's vocab.txt")
-    parser.add_argument("--synthetic", action="store_true", help="made-up text instead of SQuAD")
+    parser.add_argument("--synthetic", action="store_true", help="synthetic text instead of SQuAD")
     parser.add_argument("--model", type=Path, help="exported encoder that gives last_hidden_state, to fine-tune")
     training.add_precision_options(parser, MODES)
     for name, value in (

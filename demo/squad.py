@@ -49,7 +49,7 @@ def _text(path: Path, what: str) -> str:
             with opener(candidate, "rt", encoding="utf8") as file:
                 return str(file.read())
     raise SystemExit(
-        f"error: there is no {path}[.xz]. {what} Or pass --synthetic for a small made-up set that needs no file"
+        f"error: there is no {path}[.xz]. {what} Or pass --synthetic for a small synthetic set that needs no file"
     )
 
 
@@ -97,7 +97,7 @@ def wordpiece(vocabulary: Path) -> Pieces:
 
 
 def synthetic(count: int, seed: int) -> tuple[list[Question], Pieces]:
-    """Made-up questions, "which door does k3 open" on "k7 opens d2 . k3 opens d9", and their words as pieces."""
+    """Synthetic questions, "which door does k3 open" on "k7 opens d2 . k3 opens d9", and their words as pieces."""
     rng = np.random.default_rng(seed)
     words = ["which", "does", "open", "opens", "door", ".", *(f"{kind}{n}" for kind in "kd" for n in range(20))]
     numbers = {word: number for number, word in enumerate(words, 3)}

@@ -1,4 +1,4 @@
-"""Attention and what belongs to it, taken apart: scaled products, masks, Softmax, grouped heads, rotary positions.
+"""Attention and what belongs to it, decomposed: scaled products, masks, Softmax, grouped heads, rotary positions.
 
 Definitions: https://onnx.ai/onnx/operators/ (Attention, RotaryEmbedding, RMSNormalization, Swish); the forms of
 onnxruntime's own operators are brought to these in ``ops/contrib.py``.

@@ -1,4 +1,4 @@
-"""Operators of onnxruntime's own domain that its optimisers write into saved models, taken apart.
+"""Operators of onnxruntime's own domain that its optimisers write into saved models, decomposed.
 
 Their definitions: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; where that is silent,
 the CPU kernels.

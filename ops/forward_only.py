@@ -44,7 +44,7 @@ traits(
 )
 # Quantised numbers and bit patterns.
 traits("BitCast", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear")
-# Layers that are taken apart before they are differentiated, and products.
+# Layers that are decomposed before they are differentiated, and products.
 traits(
     "Attention",
     "CausalConvWithState",

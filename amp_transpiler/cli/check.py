@@ -25,7 +25,7 @@ from amp_transpiler.runtime.budget import (
     within,
 )
 
-#: Bytes of a made-up sample; larger inputs are the user's to give.
+#: Bytes of a synthetic sample; larger inputs are the user's to give.
 _SAMPLE = 1 << 28
 
 
@@ -42,7 +42,7 @@ def check(
 
     The file passes ``onnx.checker`` with full checks and loads in onnxruntime on CPU (without bfloat16 alone: it
     has no such arithmetic there). Then the original runs in fp32 and the conversion in faithful 16 bit, on the
-    calibration data or on one made-up sample, and every output stays within ``tolerance``.
+    calibration data or on one synthetic sample, and every output stays within ``tolerance``.
 
     ``seconds``, ``memory`` (bytes): of one run, None: see :mod:`~amp_transpiler.runtime.budget`. A run that exceeds
     them is a failure.
@@ -84,8 +84,8 @@ def _unusable(output: str, program: Program) -> list[str]:
 
 
 def _compared(reference: Program, program: Program, batches: Any, tolerance: float) -> list[str]:
-    """Which outputs are off by more than ``tolerance``; ``batches`` None: on a made-up sample."""
-    told = "a made-up sample" if batches is None else "the calibration data"
+    """Which outputs are off by more than ``tolerance``; ``batches`` None: on a synthetic sample."""
+    told = "a synthetic sample" if batches is None else "the calibration data"
     try:
         samples = [_sample(reference)] if batches is None else batches
         found = measure(reference, program, samples, program.conversion.dtype, tensors=False)
@@ -113,7 +113,7 @@ def _sample(program: Program) -> dict[str, np.ndarray]:
         size = byte_size(variable.dtype, shape)
         if size > left:
             raise FeedError(
-                f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and a made-up "
+                f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and a synthetic "
                 f"sample at most {_SAMPLE:,}"
             )
         left -= size

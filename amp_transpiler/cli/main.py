@@ -111,14 +111,14 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "--time-budget",
         type=float,
         metavar="SECONDS",
-        help="for one run (default: 8 for --check on a made-up sample, 60 on calibration data, and one "
+        help="for one run (default: 8 for --check on a synthetic sample, 60 on calibration data, and one "
         "more for every 2 MB of weights and data)",
     )
     limits.add_argument(
         "--memory-budget",
         type=float,
         metavar="GIB",
-        help="beyond the model itself (default: 0.7 and 16 times the weights for --check on a made-up "
+        help="beyond the model itself (default: 0.7 and 16 times the weights for --check on a synthetic "
         "sample, what is free on calibration data)",
     )
 

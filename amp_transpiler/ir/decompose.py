@@ -1,4 +1,4 @@
-"""Operators taken apart into those of ai.onnx that gradient rules, bodies and precision lists are written for.
+"""Operators decomposed into those of ai.onnx that gradient rules, bodies and precision lists are written for.
 
 An entry is one decorated function that writes operators and returns the values of the outputs::
 
@@ -150,7 +150,7 @@ class Parts:
     def error(self, reason: str) -> GraphError:
         """What to raise for a form that the entry does not know."""
         return GraphError(
-            f"operator '{self.op.label}' ({self.op.full_type}) cannot be taken apart for training: {reason}. "
+            f"operator '{self.op.label}' ({self.op.full_type}) cannot be decomposed for training: {reason}. "
             "Export the model again without this operator, or freeze what lies before it"
         )
 
@@ -175,7 +175,7 @@ class Parts:
             new.name = f"{op.name}/{new.type}_{self._count}"
 
 
-def take_apart(op: Operator) -> None:
+def decompose_operator(op: Operator) -> None:
     """Replace an operator by what its entry writes. GraphError where the entry cannot express it; then it stays."""
     parts = Parts(op)
     try:
@@ -210,16 +210,16 @@ def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
 
 
 def decompose(program: Graph) -> int:
-    """Take apart every operator that has an entry and no gradient rule, nested programs too; the number of them.
+    """Decompose every operator that has an entry and no gradient rule, nested programs too; the number of them.
 
-    One whose form its entry cannot express stays; :func:`take_apart` says why.
+    One whose form its entry cannot express stays; :func:`decompose_operator` says why.
     """
     count = 0
     for op in list(program.walk()):
         found = lookup(op)
         if has_decomposition(op) and (found is None or found.gradient is None):
             try:
-                take_apart(op)
+                decompose_operator(op)
             except GraphError:
                 continue
             count += 1

@@ -72,7 +72,7 @@ class Emitter:
         self.runtime_scalar: Callable[[str], Value] | None = None
         self._constants: dict[tuple[Any, ...], Value] = {}
         self._widened: dict[str, Value] = {}
-        #: On CPU: the 16-bit tensor behind each rounded fp32 carrier.
+        #: On CPU: the 16-bit tensor behind each rounded fp32 tensor.
         self.narrow: dict[str, Value] = {}
         #: Values that several bodies share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
@@ -205,9 +205,9 @@ class Emitter:
             if held is not None and held.dtype == dtype:
                 return value  # a body passed its input on
             narrow = self.cast(value, dtype)
-            carrier = self.cast(narrow, "float32")
-            self.narrow[carrier.name] = narrow
-            return carrier
+            emulated = self.cast(narrow, "float32")
+            self.narrow[emulated.name] = narrow
+            return emulated
         return self.cast(value, dtype)
 
     def const(self, array: Any, dtype: str | None = None) -> Value:

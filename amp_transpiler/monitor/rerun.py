@@ -52,13 +52,13 @@ class Rerun:
             array = np.asarray(value, self.scope.find_var(name).dtype).reshape(old.shape())
             self.scope.set_var(name, array)
 
-    def run(self, program: Program, names: Sequence[str], wide: Collection[str] = frozenset()) -> list[Any]:
-        """The values of variables of ``program``; with those in ``wide`` held in fp32 (see ``passes.lowering.lower``).
+    def run(self, program: Program, names: Sequence[str], keep_fp32: Collection[str] = frozenset()) -> list[Any]:
+        """The values of variables; those in ``keep_fp32`` are held in fp32 (see ``passes.lowering.lower``).
 
         What is persistable has its value before the step.
         """
         computed = list(dict.fromkeys(n for n in names if program.var(n).producer is not None))
-        found = dict(zip(computed, self._compute(program, computed, wide), strict=True)) if computed else {}
+        found = dict(zip(computed, self._compute(program, computed, keep_fp32), strict=True)) if computed else {}
         return [found[name] if name in found else self.source(program.var(name)) for name in names]
 
     def source(self, variable: Variable) -> Any:
@@ -72,24 +72,26 @@ class Rerun:
             raise FeedError(f"program '{variable.program.name}' needs the input '{variable.name}', which is not fed")
         return device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
 
-    def _compute(self, program: Program, names: Sequence[str], wide: Collection[str]) -> list[Any]:
-        key = (program.name, id(program), program._version, tuple(names), frozenset(wide))
+    def _compute(self, program: Program, names: Sequence[str], keep_fp32: Collection[str]) -> list[Any]:
+        key = (program.name, id(program), program._version, tuple(names), frozenset(keep_fp32))
         if key not in self._steps:
-            self._steps[key] = (program, *self._compile(program, names, wide))
+            self._steps[key] = (program, *self._compile(program, names, keep_fp32))
         _, feeds, step = self._steps[key]
         return step.run(self.scope, feeds.check(self.feed), True)
 
-    def _compile(self, program: Program, names: Sequence[str], wide: Collection[str]) -> tuple[Feeds, Step | PlainStep]:
+    def _compile(
+        self, program: Program, names: Sequence[str], keep_fp32: Collection[str]
+    ) -> tuple[Feeds, Step | PlainStep]:
         targets = [program.var(name) for name in names]
         feeds = Feeds(program, targets)
         fed = feeds.check(self.feed)
         feeds.check_shapes(fed)
         shapes = {name: shape_of(value) for name, value in fed.items() if program.var(name).dtype is not None}
         # Arithmetic in fp32 is that of the lowering for CPU, which runs on CUDA just as well.
-        kind = "cpu" if wide else self.place.kind
-        lowered = lower(program, kind, shapes, targets, updates=False, wide=wide)
+        kind = "cpu" if keep_fp32 else self.place.kind
+        lowered = lower(program, kind, shapes, targets, updates=False, keep_fp32=keep_fp32)
         settings = self.settings
-        if wide and self.place.kind == "cuda":
+        if keep_fp32 and self.place.kind == "cuda":
             settings = Settings(settings.optimization_level, settings.threads, settings.tf32, allow_cpu_fallback=True)
         session, _ = create_session(lowered.model, self.place, settings, program.name)
         startup = program.startup.name if program.startup is not None else ""
@@ -97,11 +99,11 @@ class Rerun:
             return feeds, PlainStep(session, lowered, self.place, program.name, startup)
         return feeds, Step(session, None, lowered, self.place, program.name, startup)
 
-    def is_bad(self, parts: TrainingStep, wide: Collection[str] = frozenset()) -> bool:
+    def is_bad(self, parts: TrainingStep, keep_fp32: Collection[str] = frozenset()) -> bool:
         """Whether the step is bad: a verdict that is true, or a number among what is tested that is not finite."""
         verdicts = [op.output(0) for op in parts.checks]
         names = [v.name for v in ([*verdicts, *parts.losses] if verdicts else parts.verdicts) if v is not None]
-        return any(map(is_bad, self.run(parts.program, names, wide)))
+        return any(map(is_bad, self.run(parts.program, names, keep_fp32)))
 
 
 def is_bad(value: Any) -> bool:

@@ -35,18 +35,18 @@ class Cure:
 
 
 def tried(op: Operator, scaling: float | None, parts: TrainingStep, rerun: Rerun) -> tuple[Cure, ...]:
-    """Cures for a step that ``op`` makes bad at the loss scale ``scaling``, each tried."""
-    cures = []
+    """Suggested fixes of a step that ``op`` makes bad at the loss scale ``scaling``, each tried."""
+    fixes = []
     scale = parts.scale
     if scale is not None and scale.persistable and scaling is not None and scaling > 0:
         largest = largest_scale(parts, rerun, math.ceil(math.log2(scaling)) - 1)
         name = f"loss scale {2.0**largest:.10g}" if largest is not None else "any smaller loss scale"
-        cures.append(Cure(name, largest is not None))
+        fixes.append(Cure(name, largest is not None))
     for entry, black in entries(op):
-        wide = in_fp32(parts.program, black)
-        if wide:
-            cures.append(Cure(f"{entry} (fp32)", not rerun.is_bad(parts, wide)))
-    return tuple(cures)
+        keep_fp32 = in_fp32(parts.program, black)
+        if keep_fp32:
+            fixes.append(Cure(f"{entry} (fp32)", not rerun.is_bad(parts, keep_fp32)))
+    return tuple(fixes)
 
 
 def largest_scale(parts: TrainingStep, rerun: Rerun, high: int) -> int | None:
@@ -110,10 +110,10 @@ def in_fp32(program: Program, black: Callable[[Operator], bool]) -> frozenset[st
     """The variables that keep fp32 values where forward operators for which ``black`` holds run in fp32.
 
     Those operators, the gray ones that would follow them, the casts around them and the gradients of all these; see
-    ``wide`` of ``passes.lowering.lower``.
+    ``keep_fp32`` of ``passes.lowering.lower``.
     """
     chosen: dict[Operator, None] = {}
-    wide: set[str] = set()
+    keep_fp32: set[str] = set()
     forward = [op for op in program.operators if op.role == FORWARD]
     for op in forward:
         if inserted(op):
@@ -122,27 +122,27 @@ def in_fp32(program: Program, black: Callable[[Operator], bool]) -> frozenset[st
         follows = gray and any(source(v).producer in chosen for v in op.inputs if v is not None)
         if black(op) or follows:
             chosen[op] = None
-            wide |= _halves(op.outputs)
+            keep_fp32 |= _halves(op.outputs)
     for op in forward:
-        if inserted(op) and _joins(op, chosen, wide):
+        if inserted(op) and _joins(op, chosen, keep_fp32):
             chosen[op] = None
-            wide |= {v.name for v in op.outputs if v is not None}
+            keep_fp32 |= {v.name for v in op.outputs if v is not None}
     for op in program.operators:
         if op.role == BACKWARD and op.domain == OWN:
             if op.type == "GradSum":
                 total = op.outputs[0]
-                if total is not None and total.grad_of is not None and total.grad_of.name in wide:
-                    wide |= _halves(op.outputs)
+                if total is not None and total.grad_of is not None and total.grad_of.name in keep_fp32:
+                    keep_fp32 |= _halves(op.outputs)
             elif forward_of(op) in chosen:
-                wide |= {v.name for v in op.outputs if v is not None}
-    return frozenset(wide) if any(program.var(name).dtype in HALF for name in wide) else frozenset()
+                keep_fp32 |= {v.name for v in op.outputs if v is not None}
+    return frozenset(keep_fp32) if any(program.var(name).dtype in HALF for name in keep_fp32) else frozenset()
 
 
-def _joins(cast: Operator, chosen: dict[Operator, None], wide: set[str]) -> bool:
+def _joins(cast: Operator, chosen: dict[Operator, None], keep_fp32: set[str]) -> bool:
     """Whether an inserted cast leads to, or from, an operator that runs in fp32."""
     made, read = cast.outputs[0], cast.inputs[0]
     return (made is not None and any(reader in chosen for reader, _ in made.readers)) or (
-        read is not None and read.name in wide
+        read is not None and read.name in keep_fp32
     )
 
 

@@ -142,8 +142,8 @@ class _Comparison:
     def __init__(self, parts: TrainingStep, rerun: Rerun) -> None:
         self.parts, self.rerun = parts, rerun
         self.names = [gradient.name for _, gradient in parts.gradients]
-        wide = frozenset(v.name for v in parts.program.variables)  # fp32 operators, too, read what is not rounded
-        self.exact = [np.asarray(g, np.float64) for g in rerun.run(parts.program, self.names, wide)]
+        keep_fp32 = frozenset(v.name for v in parts.program.variables)  # fp32 operators, too, read what is not rounded
+        self.exact = [np.asarray(g, np.float64) for g in rerun.run(parts.program, self.names, keep_fp32)]
         for name, value in zip(self.names, self.exact, strict=True):
             if is_nonfinite(value):
                 raise ArgumentError(

@@ -26,7 +26,7 @@ def _cause(scale: float, loss_finite: bool, at_floor: bool) -> str:
     fp32 = "in fp32, with custom_black_list or custom_black_varnames"
     if not loss_finite:
         return (
-            "the loss itself is not finite, which no scale can cure. Look at the data and the learning rate; where "
+            "the loss itself is not finite, which no scale can fix. Look at the data and the learning rate; where "
             f"the same step is finite in fp32, keep the operators that overflow {fp32}"
         )
     if not math.isfinite(scale) or scale == 0:

@@ -30,7 +30,7 @@ try:
 except ImportError:  # Windows, where the watch alone looks at memory
     resource = None  # type: ignore[assignment]
 
-#: Seconds for one run of a model without weights: of the check on a made-up sample, and of calibration data.
+#: Seconds for one run of a model without weights: of the check on a synthetic sample, and of calibration data.
 CHECK_SECONDS, CALIBRATION_SECONDS = 8.0, 60.0
 #: Bytes of weights (and of calibration data) that are worth another second.
 _SECOND = 2_000_000
@@ -54,7 +54,7 @@ _current: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 def check_budget(program: Program, seconds: float | None = None, memory: int | None = None) -> Budget:
-    """The budget for running ``program`` on a made-up sample; ``seconds`` and ``memory`` win over what it says."""
+    """The budget for running ``program`` on a synthetic sample; ``seconds`` and ``memory`` win over what it says."""
     weights = _weights(program)
     return Budget(
         CHECK_SECONDS + weights / _SECOND if seconds is None else seconds,

@@ -93,9 +93,9 @@ def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
     """One value everywhere; no tensor of the full size is stored in the model."""
     _, dtype, shape = _target(op)
     value = onnx.numpy_helper.to_array(op.attrs["value"])
-    carrier = dtype if dtype in FLOATS - HALF or "int" in dtype else "float32"
-    scalar = e.const(value.astype(numpy_dtype(carrier)).reshape(()))
-    scalar = e.Add(scalar, e.cast(e.scalar("zero"), carrier), shape=())
+    computed = dtype if dtype in FLOATS - HALF or "int" in dtype else "float32"
+    scalar = e.const(value.astype(numpy_dtype(computed)).reshape(()))
+    scalar = e.Add(scalar, e.cast(e.scalar("zero"), computed), shape=())
     scalar = e.cast(scalar, dtype) if dtype not in HALF else scalar
     return [scalar if not shape else e.Expand(scalar, e.ints(*shape), shape=shape)]
 

@@ -65,7 +65,7 @@ def test_budgets_grow_with_weights_and_data() -> None:
 def test_check_of_a_loop_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = saved(FOREVER, tmp_path / "m.onnx"), tmp_path / "o.onnx"
     assert main(["convert", str(model), str(out), "--check", "--time-budget", "0.3"]) == 3
-    assert "check failed: the model does not run on a made-up sample" in capsys.readouterr().err
+    assert "check failed: the model does not run on a synthetic sample" in capsys.readouterr().err
 
 
 def test_calibration_of_a_loop_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

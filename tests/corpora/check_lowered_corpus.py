@@ -86,10 +86,10 @@ def gradient_not_rounded(lowered: Lowered) -> None:
     """onnxruntime on CPU: the test sees the fp32 value that fp16 would have turned into an infinity."""
     nodes = lowered.model.graph.node
     made_by = {name: node for node in nodes for name in node.output}
-    carrier = made_by[lowered.tensors["fc_0.w_0@GRAD"].name]
-    carrier.op_type = "Identity"
-    carrier.input[0] = made_by[carrier.input[0]].input[0]
-    del carrier.attribute[:]
+    emulated = made_by[lowered.tensors["fc_0.w_0@GRAD"].name]
+    emulated.op_type = "Identity"
+    emulated.input[0] = made_by[emulated.input[0]].input[0]
+    del emulated.attribute[:]
 
 
 LOWERED = [
@@ -114,7 +114,7 @@ LOWERED = [
     Case(dead_update("num_good_steps_0"), "state 'num_good_steps_0' is not carried"),
     Case(dead_update("fc_0.w_0_moment1_0"), "state 'fc_0.w_0_moment1_0' is not carried"),
 ]
-#: On CPU alone: CUDA has no carriers.
+#: On CPU alone: CUDA has no emulated storage.
 ON_CPU = [
     Case(
         gradient_not_rounded,

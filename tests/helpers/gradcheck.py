@@ -6,7 +6,7 @@ gradient body as the lowering would, and asserts
 1. float64, reference evaluator: relative L2 distance to central differences along random directions < 1e-5,
    and each gradient asked for alone is the same,
 2. fp32, onnxruntime on CPU: < 1e-4 from the float64 body,
-3. fp16 and bf16, the CPU lowering (fp32 carriers, one rounding): < one unit in the last place, in L2, from the
+3. fp16 and bf16, the CPU lowering (fp32 tensors, one rounding): < one unit in the last place, in L2, from the
    float64 body on the same 16-bit inputs; a rule declared exact makes no value that 16 bit does not have,
 4. fp16 and bf16, the CUDA lowering: well typed, every node has a CUDA kernel, and the fp16 one, computed by
    onnxruntime on CPU, is within format tolerance.

@@ -11,7 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileError, NonFiniteError
 from amp_transpiler.monitor.culprit import called
-from amp_transpiler.monitor.finiteness_probes import TAPS, floats, operators_of, tapped
+from amp_transpiler.monitor.finiteness_probes import PROBES, floats, operators_of, with_probes
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.nn import functional as F
@@ -198,8 +198,8 @@ def test_taps_change_no_bit(name: str, mode: str) -> None:
     made = floats([v for op in operators_of(step.main, parts.verdicts) for v in op.outputs])
     rerun = Rerun(step.feeds, step.scope, step.executor, None)
     without = step.values(step.main, gradients)
-    with_taps = rerun.run(tapped(step.main, made), [TAPS, *gradients])[1:]
-    for one, other in zip(without, with_taps, strict=True):
+    probed = rerun.run(with_probes(step.main, made), [PROBES, *gradients])[1:]
+    for one, other in zip(without, probed, strict=True):
         assert one.tobytes() == other.tobytes()
 
 
@@ -208,8 +208,8 @@ def test_taps_change_no_bit(name: str, mode: str) -> None:
 def test_taps_run_on_cuda(name: str, mode: str) -> None:
     net = programs.build(name, mode)
     order = operators_of(net.main, training_step(net.main).verdicts)
-    copy = tapped(net.main, floats([v for op in order for v in op.outputs]))
-    lowered = lower(copy, "cuda", {k: v.shape for k, v in net.feeds.items()}, [copy.var(TAPS)], updates=False)
+    copy = with_probes(net.main, floats([v for op in order for v in op.outputs]))
+    lowered = lower(copy, "cuda", {k: v.shape for k, v in net.feeds.items()}, [copy.var(PROBES)], updates=False)
     assert not without_cuda_kernel(lowered.model)
 
 

@@ -130,8 +130,8 @@ def test_state_of_a_training_program() -> None:
         assert estimate.moments == 8 * numbers + 8
         assert estimate.feeds == 64 * 784 * 4 + 64 * 8
         assert estimate.gradients >= 4 * numbers if half else estimate.gradients >= 4 * 784 * 512
-        kept = 64 * (512 + 512 + 10) * 4  # both hidden layers and the scores, as fp32 carriers where they are 16 bit
-        weights = 4 * (numbers + 64 * 784) if half else 0  # fp32 carriers of 16-bit weights and of the rounded feed
+        kept = 64 * (512 + 512 + 10) * 4  # both hidden layers and the scores, as fp32 tensors where they are 16 bit
+        weights = 4 * (numbers + 64 * 784) if half else 0  # fp32 tensors of 16-bit weights and of the rounded feed
         assert kept <= estimate.activations <= 1.5 * kept + weights
         assert estimate.peak > estimate.parameters + estimate.master_weights + estimate.moments + estimate.activations
         assert estimate.second_buffers <= estimate.parameters if not half else estimate.second_buffers == 0

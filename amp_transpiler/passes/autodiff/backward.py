@@ -9,7 +9,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.decompose import decompose, has_decomposition, take_apart
+from amp_transpiler.ir.decompose import decompose, decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
@@ -57,7 +57,7 @@ def append_backward(
 def standardize(program: Graph) -> None:
     """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
 
-    That is the target opset; later operators, and those that onnxruntime's optimisers write, are taken apart.
+    That is the target opset; later operators, and those that onnxruntime's optimisers write, are decomposed.
     GraphError names an operator that cannot be.
     """
     convert_opset(program)
@@ -230,7 +230,7 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
         )
     if rule is None and has_decomposition(op):
         try:
-            take_apart(op)
+            decompose_operator(op)
         except GraphError as error:
             rule_of_yours = f"register a rule with @amp.register_gradient('{op.full_type}', ...)"
             raise GradientError(f"{error}, or {rule_of_yours}") from None

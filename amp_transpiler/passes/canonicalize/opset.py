@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.decompose import has_decomposition, take_apart
+from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
@@ -42,7 +42,7 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
             _convert(op, version, target)
     program.info.opsets[""] = target
     for op in missing:  # what they are made of has the target's form
-        take_apart(op)
+        decompose_operator(op)
     program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
     program._touch()
     return True

@@ -11,35 +11,35 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import static
 
 
-class Carriers:
+class EmulatedStorage:
     """The values of a program's variables in the graph that is emitted.
 
-    ``wide`` names 16-bit variables that are held unrounded on CPU; see :func:`.lowering.lower`.
+    ``keep_fp32`` names 16-bit variables that are held unrounded on CPU; see :func:`.lowering.lower`.
     """
 
-    def __init__(self, e: Emitter, wide: Container[str]) -> None:
+    def __init__(self, e: Emitter, keep_fp32: Container[str]) -> None:
         self.e = e
         self.cpu = e.place == "cpu"
-        self.wide = wide
+        self.keep_fp32 = keep_fp32
         self.env: dict[int, Value] = {}
-        #: Wide variables, rounded for the readers that do not run in fp32.
+        #: Variables kept fp32, rounded for the readers that do not run in fp32.
         self.rounded: dict[int, Value] = {}
         self.shapes: Shapes | None = None
 
-    def _carried(self, value: Value) -> Value:
-        """A real tensor as this place carries it."""
+    def _emulated(self, value: Value) -> Value:
+        """A real tensor as this place stores it."""
         if not self.cpu or value.dtype not in HALF:
             return value
-        carrier = self.e.cast(value, "float32")
-        self.e.narrow[carrier.name] = value
-        return carrier
+        emulated = self.e.cast(value, "float32")
+        self.e.narrow[emulated.name] = value
+        return emulated
 
     def _read(self, op: Operator, variable: Variable) -> Value:
         """A variable as ``op`` reads it: rounded where it is held in fp32 and the operator does not run so."""
         value = self.env[variable.key]
-        if not self.cpu or variable.dtype not in HALF or variable.name not in self.wide:
+        if not self.cpu or variable.dtype not in HALF or variable.name not in self.keep_fp32:
             return value
-        if any(v is not None and v.name in self.wide for v in op.outputs):
+        if any(v is not None and v.name in self.keep_fp32 for v in op.outputs):
             return value
         if variable.key not in self.rounded:
             self.rounded[variable.key] = self.e.stored(value, variable.dtype)
@@ -60,7 +60,7 @@ class Carriers:
         if variable.dtype is None or value.dtype == "":
             return value
         if self.cpu and variable.dtype in HALF:
-            if exact or variable.name in self.wide:
+            if exact or variable.name in self.keep_fp32:
                 return value
             return self.e.stored(value, variable.dtype)
         return self.e.cast(value, variable.dtype)

@@ -92,30 +92,30 @@ def static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None
     return tuple(int(d) for d in shape)  # type: ignore[arg-type]
 
 
-def carrier_type(proto: onnx.TypeProto) -> None:
-    """Turn the 16-bit tensors of a type into the fp32 ones that carry them on CPU."""
+def emulated_type(proto: onnx.TypeProto) -> None:
+    """Turn the 16-bit tensors of a type into the fp32 ones that emulate them on CPU."""
     kind = proto.WhichOneof("value")
     if kind in ("tensor_type", "sparse_tensor_type"):
         tensor = getattr(proto, kind)
         if NAMES.get(tensor.elem_type) in HALF:
             tensor.elem_type = onnx.TensorProto.FLOAT
     elif kind in ("sequence_type", "optional_type"):
-        carrier_type(getattr(proto, kind).elem_type)
+        emulated_type(getattr(proto, kind).elem_type)
 
 
 def nested_type(variable: Variable, cpu: bool) -> onnx.TypeProto:
-    """The type of an input or output of a nested graph, as the place carries it."""
+    """The type of an input or output of a nested graph, as the place stores it."""
     if variable.type_proto is None:
         return type_proto("float32" if cpu and variable.dtype in HALF else variable.dtype, variable.shape)
     proto = onnx.TypeProto()
     proto.CopyFrom(variable.type_proto)
     if cpu:
-        carrier_type(proto)
+        emulated_type(proto)
     return proto
 
 
-def carrier_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:
-    """An attribute as it is emitted on CPU: one that asks for a 16-bit type asks for the carrier's."""
+def emulated_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:
+    """An attribute as it is emitted on CPU: one that asks for a 16-bit type asks for fp32."""
     if proto.name in _TYPE_ATTRIBUTES and NAMES.get(proto.i) in HALF:
         return onnx.helper.make_attribute(proto.name, onnx.TensorProto.FLOAT)
     if proto.type == onnx.AttributeProto.TENSOR and NAMES.get(proto.t.data_type) in HALF:

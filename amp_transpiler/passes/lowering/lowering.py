@@ -28,11 +28,11 @@ from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.opset import convert_opset
-from amp_transpiler.passes.lowering.emulated_storage import Carriers
+from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
-    carrier_attribute,
+    emulated_attribute,
     live,
     needed,
     nested_type,
@@ -53,7 +53,7 @@ def lower(
     feed_shapes: dict[str, tuple[int, ...]] | None = None,
     fetches: Sequence[Variable] = (),
     updates: bool | Mapping[Variable, Variable] = True,
-    wide: Container[str] = frozenset(),
+    keep_fp32: Container[str] = frozenset(),
     declared: bool = False,
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes and fetched variables.
@@ -62,7 +62,7 @@ def lower(
     fetched. ``updates``: those of the program (True), none (False), or others, {state: its new value}. GraphError
     where a body needs a shape that is not fixed.
 
-    ``wide`` (on "cpu" alone) names 16-bit variables that keep their fp32 value, as if the operators that make them ran
+    ``keep_fp32`` (on "cpu" alone): 16-bit variables that keep their fp32 value, as if the operators that make them ran
     in fp32; an operator that makes none of them reads the rounded value. ``declared``: a fetch comes out in the type
     that the variable was declared with, not the one that it is held in.
     """
@@ -85,7 +85,7 @@ def lower(
         written = dict(program.updates) if updates else {}
     if updates is True:
         written = {v: v for v in program.variables if v.persistable and v.producer is not None} | written
-    return _Lowering(program, place, feed_shapes or {}, fetches, written, wide, declared, updates is False).run()
+    return _Lowering(program, place, feed_shapes or {}, fetches, written, keep_fp32, declared, updates is False).run()
 
 
 def lower_for(
@@ -107,7 +107,7 @@ def lower_for(
     )
 
 
-class _Lowering(Carriers):
+class _Lowering(EmulatedStorage):
     def __init__(
         self,
         program: Graph,
@@ -115,11 +115,11 @@ class _Lowering(Carriers):
         feed_shapes: dict[str, tuple[int, ...]],
         fetches: Sequence[Variable],
         updates: dict[Variable, Variable],
-        wide: Container[str],
+        keep_fp32: Container[str],
         declared: bool,
         stateless: bool,
     ) -> None:
-        super().__init__(Emitter(place, program.opset()), wide)
+        super().__init__(Emitter(place, program.opset()), keep_fp32)
         self.declared = declared
         self.stateless = stateless
         self.program = program
@@ -195,7 +195,7 @@ class _Lowering(Carriers):
         port = Port(variable.name, variable.name, variable.dtype or "", shape)
         (self.result.states if variable.persistable else self.result.feeds).append(port)
         value = Value(variable.name, variable.dtype or "", static(shape))
-        self.env[variable.key] = self._carried(value)
+        self.env[variable.key] = self._emulated(value)
 
     def _constant(self, variable: Variable) -> Value:
         """Constant content as an initializer; on CPU 16-bit content as the fp32 that carries it."""
@@ -258,7 +258,7 @@ class _Lowering(Carriers):
             return
         proto = op.attrs.proto("saturate") if "saturate" in op.attrs else None
         extra: dict[str, Any] = {"saturate": proto.i} if proto is not None else {}
-        if target.dtype in HALF and self.cpu and target.name in self.wide:
+        if target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
             self.env[target.key] = self.e.cast(value, "float32")
         elif target.dtype in HALF:
             self.env[target.key] = self.e.stored(value, target.dtype)
@@ -317,11 +317,11 @@ class _Lowering(Carriers):
         self.e.nodes.append(node)
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
-                self.env[v.key] = self._carried(value) if real else self._finished(v, value, exact)
+                self.env[v.key] = self._emulated(value) if real else self._finished(v, value, exact)
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         protos = op.attrs.protos()
-        return protos if not self.cpu or real else [carrier_attribute(proto) for proto in protos]
+        return protos if not self.cpu or real else [emulated_attribute(proto) for proto in protos]
 
     # -- nested graphs ----------------------------------------------------------------------------------
     def _nested(self, name: str, nested: Graph | list[Graph]) -> onnx.AttributeProto:

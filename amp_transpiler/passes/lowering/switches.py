@@ -91,16 +91,16 @@ class _Switching:
         self.constants = constants
         self.found = Switches()
         self.nodes: list[onnx.NodeProto] = []
-        #: By carrier of a 16-bit tensor: the operator that made it; the tensor before rounding, and after it.
+        #: By the fp32 tensor that emulates a 16-bit one: its operator; the tensor before rounding, and after it.
         self.made: dict[str, int] = {}
         self.exact: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
         self.narrow: dict[str, str] = {}
         self.chosen: dict[tuple[str, frozenset[int]], str] = {}
         shapes = {t.name: tuple(t.dims) for t in self.graph.initializer}
-        carriers = {name: name for name in constants if name in shapes}
-        carriers |= {lowered.tensors[name].name: name for name in constants if name in lowered.tensors}
-        self.weights = carriers
+        emulated = {name: name for name in constants if name in shapes}
+        emulated |= {lowered.tensors[name].name: name for name in constants if name in lowered.tensors}
+        self.weights = emulated
         self.serial = 0
 
     def run(self) -> Switches:

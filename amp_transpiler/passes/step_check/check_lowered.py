@@ -146,7 +146,7 @@ class _Gates:
             self.found.append(f"the verdict of '{check}' does not look at gradient '{unscaled}'")
 
     def rounded(self, check: str, raw: Variable) -> None:
-        """Record, on CPU, a 16-bit gradient whose fp32 carrier is not what was rounded to 16 bit."""
+        """Record, on CPU, a 16-bit gradient whose fp32 tensor is not what was rounded to 16 bit."""
         variable: Variable | None = raw
         while variable is not None and variable.dtype not in HALF:
             op = variable.producer
@@ -157,11 +157,11 @@ class _Gates:
         value = self.lowered.tensors.get(variable.name)
         if (rule is not None and rule.exact) or value is None or value.name not in self.producers:
             return
-        carrier = self.producers[value.name]
-        narrow = self.producers.get(carrier.input[0]) if carrier.op_type == "Cast" else None
+        emulated = self.producers[value.name]
+        narrow = self.producers.get(emulated.input[0]) if emulated.op_type == "Cast" else None
         if narrow is None or narrow.op_type != "Cast":
             self.found.append(
-                f"'{check}' looks at gradient '{raw.name}' before {_said(carrier)} is rounded to "
+                f"'{check}' looks at gradient '{raw.name}' before {_said(emulated)} is rounded to "
                 f"{variable.dtype}, as an infinity that the rounding makes is not found"
             )
 
