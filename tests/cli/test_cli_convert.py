@@ -67,7 +67,7 @@ def test_convert_says_what_became_of_constants(model: Path, tmp_path: Path, caps
     assert precisions(tmp_path / "o.onnx")["decoder/s"] == "float32"
 
 
-def test_f15_a_search_shows_its_budget_of_runs_on_a_terminal(
+def test_a_search_shows_its_budget_of_runs_on_a_terminal(
     model: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ("convert", model, tmp_path / "o.onnx", "--mode", "auto", "--calibration", sample, "--tolerance", "3e-4")

@@ -121,7 +121,7 @@ def sharp() -> tuple[amp.Program, dict[str, np.ndarray], list[str]]:
     return amp.convert(model, mode="auto", calibration=feeds, progress=lines.append), feeds, lines
 
 
-def test_f15_a_detector_keeps_to_the_tolerance_with_most_operators_in_16_bit(
+def test_a_detector_keeps_to_the_tolerance_with_most_operators_in_16_bit(
     sharp: tuple[amp.Program, dict[str, np.ndarray], list[str]],
 ) -> None:
     program, feeds, _ = sharp
@@ -140,7 +140,7 @@ def relative(value: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(value.astype(np.float64) - exact) / np.linalg.norm(exact))
 
 
-def test_f15_what_stays_fp32_says_what_it_adds(sharp: tuple[amp.Program, dict[str, np.ndarray], list[str]]) -> None:
+def test_what_stays_fp32_says_what_it_adds(sharp: tuple[amp.Program, dict[str, np.ndarray], list[str]]) -> None:
     program, _, _ = sharp
     reasons = [
         op.reason for op in program.walk() if op.reason.startswith("fp32: measured") and "reaches" not in op.reason
@@ -155,7 +155,7 @@ def test_f15_what_stays_fp32_says_what_it_adds(sharp: tuple[amp.Program, dict[st
     assert any("above 0.01" in line for line in before) and re.search(r"within 0\.01 \(\d+ runs\)", last)
 
 
-def test_f15_progress_counts_runs_up_to_a_budget(sharp: tuple[amp.Program, dict[str, np.ndarray], list[str]]) -> None:
+def test_progress_counts_runs_up_to_a_budget(sharp: tuple[amp.Program, dict[str, np.ndarray], list[str]]) -> None:
     stages = [line for line in sharp[2] if isinstance(line, Stage)]
     assert [stage.done for stage in stages] == list(range(1, len(stages) + 1))
     assert {stage.total for stage in stages} == {stages[0].total} and len(stages) <= stages[0].total
@@ -205,7 +205,7 @@ def test_samples_of_many_shapes_and_more_than_the_search_takes() -> None:
         "f = Cast<to=1>(c) i = Sub(one, f) k = Mul(i, low) m = Add(k, a)",
     ],
 )
-def test_f9_a_saturated_mask_is_no_overflow(masking: str, dtype: str) -> None:
+def test_a_saturated_mask_is_no_overflow(masking: str, dtype: str) -> None:
     text = (
         HEAD
         + f"""net (float[4,8] x, bool[4,8] c) => (float[4,8] y)
@@ -222,7 +222,7 @@ def test_f9_a_saturated_mask_is_no_overflow(masking: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_f9_one_table_knows_where_a_type_ends(dtype: str) -> None:
+def test_one_table_knows_where_a_type_ends(dtype: str) -> None:
     limits = LIMITS[dtype]
 
     def stored(number: float) -> float:
@@ -236,7 +236,7 @@ def test_f9_one_table_knows_where_a_type_ends(dtype: str) -> None:
     assert stored(np.nextafter(np.float32(limits.vanish), np.float32(1))) == limits.smallest
 
 
-def test_f9_ranges_are_proved_up_to_the_same_limit() -> None:
+def test_ranges_are_proved_up_to_the_same_limit() -> None:
     text = HEAD + "net (float[4] x) => (float[4] y) { a = Relu(x) y = Tanh(a) }"
     limit = float(ml_dtypes.finfo("bfloat16").max)
     program = program_of(text)

@@ -43,14 +43,14 @@ def found(each: Sequence[float], tolerance: float) -> tuple[Found, Errors]:
 
 
 @pytest.mark.parametrize("count", [1, 7, 40, 41, 400, 5000])
-def test_f15_one_culprit_is_found_alone(count: int) -> None:
+def test_one_culprit_is_found_alone(count: int) -> None:
     each = [1e-5] * count
     each[count * 2 // 3] = 1.0
     result, _ = found(each, 0.01)
     assert result.kept == {count * 2 // 3}
 
 
-def test_f15_a_few_culprits_far_apart_are_found() -> None:
+def test_a_few_culprits_far_apart_are_found() -> None:
     each = [1e-5] * 900
     for at in (17, 411, 412, 880):
         each[at] = 0.3
@@ -60,7 +60,7 @@ def test_f15_a_few_culprits_far_apart_are_found() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", [60, 700])
-def test_f15_uneven_errors_give_up_little_more_than_they_must(count: int, seed: int) -> None:
+def test_uneven_errors_give_up_little_more_than_they_must(count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     along = np.repeat(rng.lognormal(0, 1.5, 1 + count // 20), 20)[:count]  # neighbours are alike
     each = along * rng.lognormal(0, 0.5, count)
@@ -71,7 +71,7 @@ def test_f15_uneven_errors_give_up_little_more_than_they_must(count: int, seed: 
         assert len(result.kept) <= 1.35 * best(each, share * whole) + 0.1 * count
 
 
-def test_f15_even_errors_keep_what_the_tolerance_allows() -> None:
+def test_even_errors_keep_what_the_tolerance_allows() -> None:
     each = [1.0] * 600
     whole = math.sqrt(600)
     for share in (0.3, 0.7, 0.95):

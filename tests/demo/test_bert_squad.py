@@ -65,7 +65,7 @@ def test_windows_cover_the_paragraph_and_find_the_answer() -> None:
 
 
 @pytest.mark.parametrize("stride", [9, 12, 64])
-def test_f21_a_stride_beyond_the_room_skips_no_word(stride: int) -> None:
+def test_a_stride_beyond_the_room_skips_no_word(stride: int) -> None:
     asked, pieces = squad.synthetic(20, 3)
     data = squad.windows(asked, pieces, 16, stride)
     for number, each in enumerate(asked):
@@ -169,7 +169,7 @@ def test_overfits_a_few_windows(options, monkeypatch, capsys) -> None:
     assert "% right after" in capsys.readouterr().out
 
 
-def test_f21_overfits_fewer_windows_than_a_batch_at_a_length_below_the_stride(monkeypatch, capsys) -> None:
+def test_overfits_fewer_windows_than_a_batch_at_a_length_below_the_stride(monkeypatch, capsys) -> None:
     given = ("--mode", "fp32", "--overfit", "4", "--seq-len", "16", "--doc-stride", "64", "--lr", "3e-3")
     assert run(monkeypatch, *given) == 0
     assert "% right after" in capsys.readouterr().out

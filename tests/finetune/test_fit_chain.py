@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("model, mode, save, dtype", chains)
 
 
-def test_f7_what_was_written_trains_again(model: str, mode: str, save: str, dtype: str, tmp_path: Path) -> None:
+def test_what_was_written_trains_again(model: str, mode: str, save: str, dtype: str, tmp_path: Path) -> None:
     test = samples(model, 200, seed=50)
     paths = links(model, mode, save, dtype, tmp_path)
     results = [loss_and_accuracy(path, test) for path in paths]
@@ -67,7 +67,7 @@ def test_f7_what_was_written_trains_again(model: str, mode: str, save: str, dtyp
 
 
 @pytest.mark.parametrize("model, keep_io", [("cnn_dynamo", True), ("encoder_torchscript", False)])
-def test_f7_a_float16_model_of_another_converter_trains(model: str, keep_io: bool, tmp_path: Path) -> None:
+def test_a_float16_model_of_another_converter_trains(model: str, keep_io: bool, tmp_path: Path) -> None:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     half = convert_float_to_float16(exported(model), keep_io_types=keep_io)

@@ -143,7 +143,7 @@ def prepared(exported: onnx.ModelProto, **options: object) -> amp.Program:
 
 
 @pytest.mark.parametrize("powers", POWERS)
-def test_f14_a_log_spectrum_trains_as_in_fp32(powers: str) -> None:
+def test_a_log_spectrum_trains_as_in_fp32(powers: str) -> None:
     feeds = sounds(100)
     exact, _ = trained(prepared(audio(powers)), labelled, feeds, "fp32")
     assert exact[-20:].mean() < 0.6 * exact[0], "the network learns"
@@ -153,7 +153,7 @@ def test_f14_a_log_spectrum_trains_as_in_fp32(powers: str) -> None:
         np.testing.assert_allclose(losses, exact, rtol=0.01, atol=0.01)
 
 
-def test_f14_constants_of_a_spectrum_are_no_parameters() -> None:
+def test_constants_of_a_spectrum_are_no_parameters() -> None:
     """Window, Fourier basis and bands as matrix products; filters that were learned are parameters."""
     rng, bins = np.random.default_rng(0), WINDOW // 2 + 1
     text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,20,128] frames) => (float[8,20,20] y) {
@@ -176,7 +176,7 @@ def test_f14_constants_of_a_spectrum_are_no_parameters() -> None:
     assert {v.name for v in found} == {"window", "transform", "bank", "w"}
 
 
-def test_f14_the_literal_lists_lose_the_spectrum() -> None:
+def test_the_literal_lists_lose_the_spectrum() -> None:
     """What guards are for: without them the same model never makes a step."""
     losses, skipped = trained(prepared(audio("mul"), numeric_guards=False), labelled, sounds(5), "pure-fp16")
     assert skipped == 5 or not np.isfinite(losses).all()
@@ -184,7 +184,7 @@ def test_f14_the_literal_lists_lose_the_spectrum() -> None:
     assert skipped == 5 or not np.isfinite(losses).all()
 
 
-def test_f14_reasons_are_on_the_operators_and_in_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_are_on_the_operators_and_in_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = prepared(audio("mul"))
     trained(program, labelled, sounds(1), "pure-fp16")
     made = {v.name: op for op in program.operators for v in op.outputs if v is not None}
@@ -251,7 +251,7 @@ def test_built_programs_keep_the_literal_rule() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_f18_a_loss_behind_a_cast_to_float32_is_computed_in_float32(dtype: str) -> None:
+def test_a_loss_behind_a_cast_to_float32_is_computed_in_float32(dtype: str) -> None:
     main_program, startup = amp.Program(), amp.Program()
     with amp.program_guard(main_program, startup), amp.unique_name.guard():
         hidden = amp.nn.fc(amp.data("x", [8, 6], "float32"), 16, act="relu")
@@ -283,7 +283,7 @@ def test_f18_a_loss_behind_a_cast_to_float32_is_computed_in_float32(dtype: str) 
     ] * 3
 
 
-def test_f26_a_variance_as_a_difference_of_means_starts_as_in_fp32() -> None:
+def test_a_variance_as_a_difference_of_means_starts_as_in_fp32() -> None:
     """The layer norm of jax: mean(x*x) - mean(x)**2, after tiny activations. In fp16 all of its squares vanish."""
     rng = np.random.default_rng(0)
     exported = model(
@@ -327,7 +327,7 @@ LARGE: dict[str, Callable[[amp.Variable, amp.Variable], amp.Variable]] = {
 
 @MODES
 @pytest.mark.parametrize("kind", LARGE)
-def test_f26_a_large_loss_is_finite(kind: str, mode: str) -> None:
+def test_a_large_loss_is_finite(kind: str, mode: str) -> None:
     rng = np.random.default_rng(0)
     exported = model(
         """<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float[8,40] y)

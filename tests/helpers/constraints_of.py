@@ -49,6 +49,11 @@ def gather(
     return constraints
 
 
+def of_constants(p: Program, dtype: str = "float16") -> Constraints:
+    """The constraints of constants alone."""
+    return gather(without_parameters(p), dtype, guards=False)
+
+
 def kept(p: Program, constraints: Constraints) -> dict[str, str]:
     """Why operators stay fp32, by what they make."""
     return {

@@ -25,7 +25,7 @@ def test_the_record_has_every_mode() -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED)
-def test_f26_gradients_are_those_of_pytorch(recorded: str) -> None:
+def test_gradients_are_those_of_pytorch(recorded: str) -> None:
     mode, padding, aligned, rank = recorded.split("|")
     x, grid, dy = (ORACLE[f"{name}{rank}"] for name in ("x", "grid", "dy"))
     attrs = {"mode": MODES[mode], "padding_mode": padding, "align_corners": int(aligned)}
@@ -81,14 +81,14 @@ def sampled(x: np.ndarray, grid: np.ndarray, mode: str, padding: str, aligned: i
         ("cubic", "border", 0),
     ],
 )
-def test_f26_gradients_are_central_differences(mode: str, padding: str, aligned: int) -> None:
+def test_gradients_are_central_differences(mode: str, padding: str, aligned: int) -> None:
     rng = np.random.default_rng(3)
     x, grid = rng.normal(size=(2, 3, 4, 5)), rng.uniform(-1.3, 1.3, (2, 3, 2, 2))
     attrs = {"mode": mode, "padding_mode": padding, "align_corners": aligned}
     check_gradient("GridSample", [x, grid], attrs=attrs, forward=lambda x, g: [sampled(x, g, mode, padding, aligned)])
 
 
-def test_f26_a_place_on_a_border_and_one_element_alone() -> None:
+def test_a_place_on_a_border_and_one_element_alone() -> None:
     """Where an axis has one element, nothing moves; at the last element itself the slope is that of PyTorch: none."""
     for size, align, padding in itertools.product((1, 3), (0, 1), ("zeros", "border", "reflection")):
         x, grid = np.arange(1.0, size + 1).reshape(1, 1, 1, size), np.array([[[[1.0, 0.0], [-1.0, 0.0]]]])
@@ -107,7 +107,7 @@ def test_f26_a_place_on_a_border_and_one_element_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
-def test_f26_a_spatial_transformer_trains(mode: str) -> None:
+def test_a_spatial_transformer_trains(mode: str) -> None:
     """An affine map that finds the shift between two images by moving its grid."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
     net (float[1,1,8,8] image, float[1,8,8,3] places) => (float[1,1,8,8] y) {

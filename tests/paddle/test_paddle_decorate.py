@@ -83,7 +83,7 @@ def test_bfloat16_by_level_has_no_scaling_unless_asked(dtype: str) -> None:
     assert Net(amp.decorate(optim.SGD(0.1), level="O1", dtype=dtype)).run_in()["MatMul"] == "bfloat16"
 
 
-def test_f16_names_of_element_types() -> None:
+def test_names_of_element_types() -> None:
     """``decorate(dtype="fp16")`` was refused, although the demos' flag says fp16."""
     for name in ("float16", "fp16", "half", "FP16", np.float16):
         assert Net(amp.decorate(optim.SGD(0.1), dtype=name)).run_in()["Conv"] == FP16

@@ -224,7 +224,7 @@ class Net:
 @pytest.mark.parametrize(
     "wrap", [lambda o: o, lambda o: amp.decorate(o, init_loss_scaling=8.0)], ids=["plain", "decorated"]
 )
-def test_f17_the_learning_rate_is_set_before_and_after_minimize(wrap: Callable[[Any], Any]) -> None:
+def test_the_learning_rate_is_set_before_and_after_minimize(wrap: Callable[[Any], Any]) -> None:
     net = Net(wrap(optim.SGD(0.1)))
     net.optimizer.learning_rate = 0.5
     assert net.optimizer.get_lr(net.scope) == 0.5
@@ -243,7 +243,7 @@ def test_f17_the_learning_rate_is_set_before_and_after_minimize(wrap: Callable[[
         net.optimizer.learning_rate = optim.lr.NoamDecay(8, 3)
 
 
-def test_f17_other_attributes_reach_the_optimizer_or_raise() -> None:
+def test_other_attributes_reach_the_optimizer_or_raise() -> None:
     decorated = amp.decorate(optim.Momentum(1.0, 0.9))
     decorated.momentum, decorated.weight_decay = 0.0, L2Decay(0.5)
     decorated.parameter_list = ["fc_1.b_0"]
@@ -282,7 +282,7 @@ def test_a_bad_value_set_before_minimize_is_named_by_it() -> None:
     "wrap", [lambda o: o, lambda o: amp.decorate(o, init_loss_scaling=8.0)], ids=["plain", "decorated"]
 )
 @pytest.mark.parametrize("steps", ["minimize", "backward"])
-def test_f19_parameters_without_a_gradient_are_named(steps: str, wrap: Callable[[Any], Any]) -> None:
+def test_parameters_without_a_gradient_are_named(steps: str, wrap: Callable[[Any], Any]) -> None:
     net = Net(wrap(optim.SGD(0.1)))
     with pytest.warns(UserWarning, match=r"get no gradient from this loss.*: 'fc_1.w_0', 'fc_1.b_0'\. ") as seen:
         if steps == "minimize":
@@ -300,7 +300,7 @@ def test_f19_parameters_without_a_gradient_are_named(steps: str, wrap: Callable[
     "listed, more",
     [(None, {"parameters": ["fc_0.*"]}), (["fc_0.*"], {}), (None, {"no_grad_set": ["fc_1.w_0", "fc_1.b_0"]})],
 )
-def test_f19_what_was_left_out_on_purpose_is_not_named(listed: Any, more: Any, wrap: Callable[[Any], Any]) -> None:
+def test_what_was_left_out_on_purpose_is_not_named(listed: Any, more: Any, wrap: Callable[[Any], Any]) -> None:
     net = Net(wrap(optim.SGD(0.1, parameter_list=listed)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -310,7 +310,7 @@ def test_f19_what_was_left_out_on_purpose_is_not_named(listed: Any, more: Any, w
 @pytest.mark.parametrize(
     "wrap", [lambda o: o, lambda o: amp.decorate(o, init_loss_scaling=8.0)], ids=["plain", "decorated"]
 )
-def test_f16_reversed_pairs_are_called_that(wrap: Callable[[Any], Any]) -> None:
+def test_reversed_pairs_are_called_that(wrap: Callable[[Any], Any]) -> None:
     net = Net(wrap(optim.SGD(0.1)))
     pairs = net.optimizer.backward(net.loss, net.startup)
     with pytest.raises(

@@ -75,7 +75,7 @@ def test_an_operator_by_paddles_names() -> None:
 
 
 # -- names ---------------------------------------------------------------------------------------------------
-def test_f16_programs_are_told_apart(tmp_path: Path) -> None:
+def test_programs_are_told_apart(tmp_path: Path) -> None:
     """All were called 'main'."""
     one, two = amp.Program(), amp.Program()
     assert len({one.name, two.name, amp.default_main_program().name}) == 3
@@ -93,7 +93,7 @@ def test_f16_programs_are_told_apart(tmp_path: Path) -> None:
     assert amp.Program.from_onnx(tmp_path / name, name="mine").name == "mine"
 
 
-def test_f16_a_name_for_messages_stays_out_of_files(tmp_path: Path) -> None:
+def test_a_name_for_messages_stays_out_of_files(tmp_path: Path) -> None:
     assert Net().test.to_onnx().SerializeToString() == Net().test.to_onnx().SerializeToString()
     net = Net()
     path = tmp_path / "encoder.onnx"
@@ -105,7 +105,7 @@ def test_f16_a_name_for_messages_stays_out_of_files(tmp_path: Path) -> None:
 
 
 # -- marks ---------------------------------------------------------------------------------------------------
-def test_f16_a_pattern_of_a_scope_fits_what_lies_in_it_directly() -> None:
+def test_a_pattern_of_a_scope_fits_what_lies_in_it_directly() -> None:
     """``enc/*`` fitted ``enc/inner`` alone."""
     program = Net().test
     lying = [op for op in program.operators if op.scope.startswith("enc")]
@@ -117,7 +117,7 @@ def test_f16_a_pattern_of_a_scope_fits_what_lies_in_it_directly() -> None:
 
 
 # -- outputs -------------------------------------------------------------------------------------------------
-def test_f16_a_built_program_writes_what_it_computes(tmp_path: Path) -> None:
+def test_a_built_program_writes_what_it_computes(tmp_path: Path) -> None:
     """The file had no outputs, and onnxruntime refused it."""
     net = Net()
     executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
@@ -133,14 +133,14 @@ def test_f16_a_built_program_writes_what_it_computes(tmp_path: Path) -> None:
     assert [out.name for out in net.test.to_onnx().graph.output] == [net.out.name]
 
 
-def test_f16_a_program_with_a_training_step_declares_no_outputs() -> None:
+def test_a_program_with_a_training_step_declares_no_outputs() -> None:
     net = Net(init_loss_scaling=8.0)
     assert not net.main.to_onnx().graph.output and not net.startup.to_onnx().graph.output
     assert isinstance(net.main.to_onnx(), onnx.ModelProto)
 
 
 # -- messages ------------------------------------------------------------------------------------------------
-def test_f16_none_in_a_fetch_list_says_where_it_came_from() -> None:
+def test_none_in_a_fetch_list_says_where_it_came_from() -> None:
     net = Net(init_loss_scaling=1.0, use_dynamic_loss_scaling=False)
     assert net.optimizer.get_found_inf() is None
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_f16_none_in_a_fetch_list_says_where_it_came_from() -> None:
         amp.Executor(amp.CPUPlace()).run(net.main, fetch_list=[net.optimizer.get_found_inf()], scope=amp.Scope())
 
 
-def test_f16_minimize_twice_gives_advice_that_works() -> None:
+def test_minimize_twice_gives_advice_that_works() -> None:
     """It said to decorate another optimizer, which failed next."""
     net = Net(init_loss_scaling=8.0)
     with pytest.raises(
@@ -163,7 +163,7 @@ def test_f16_minimize_twice_gives_advice_that_works() -> None:
         amp.decorate(amp.optimizer.SGD(0.1)).minimize([other.loss, other.loss * 2.0], other.startup)
 
 
-def test_f16_a_name_for_messages_stays_out_of_what_a_place_runs() -> None:
+def test_a_name_for_messages_stays_out_of_what_a_place_runs() -> None:
     """Two programs that are built alike are lowered to the same bytes."""
     one, two = (Net().test.lower(amp.CPUPlace(), {"x": (4, 3)}, ["mean_0.tmp_0"]).model for _ in range(2))
     assert one.SerializeToString() == two.SerializeToString()

@@ -218,7 +218,7 @@ def test_a_loop_of_unknown_length_is_named(change: tuple[str, str], told: str) -
 
 
 @pytest.mark.parametrize("middle", [1, 3])
-def test_f26_an_if_that_the_fed_shapes_decide_trains(middle: int) -> None:
+def test_an_if_that_the_fed_shapes_decide_trains(middle: int) -> None:
     """As exporters write ``squeeze``: the branch that is not taken does not even fit these shapes."""
     w = np.random.default_rng(0).normal(0, 1, (4, 1)).astype(np.float32)
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>

@@ -137,7 +137,7 @@ def folded(combined: np.ndarray) -> amp.Program:
 
 @IN_16_BIT
 @pytest.mark.parametrize("lowest", [-3.4028235e38, -1e4])
-def test_f13_a_mask_folded_with_biases_is_a_constant_and_clamped(lowest: float, mode: str, dtype: str) -> None:
+def test_a_mask_folded_with_biases_is_a_constant_and_clamped(lowest: float, mode: str, dtype: str) -> None:
     bias = np.random.default_rng(1).normal(0, 2, (1, 2, 6, 6))
     combined = np.where(np.tri(6, dtype=bool), 0, lowest) + bias
     reference = folded(combined)

@@ -196,7 +196,7 @@ def measured(*arguments: str) -> tuple[float, float]:
     [("mlp", "fp32"), ("pooled", "pure-fp16"), ("bert", "amp"), ("lstm", "fp32"), ("ctc", "amp"), ("residual", "amp")],
     ids=" ".join,
 )
-def test_f10_against_a_real_step(arguments: tuple[str, ...]) -> None:
+def test_against_a_real_step(arguments: tuple[str, ...]) -> None:
     """Matrix products, convolutions, attention, recurrence with CTC: within 10 % of what the process takes."""
     forecast, found = measured(*arguments)
     assert 0.9 * found < forecast < 1.1 * found, (forecast, found)
@@ -210,7 +210,7 @@ def test_a_product_takes_on_its_bias_and_a_transposition() -> None:
     assert max(live.totals()) == 2 * KIB
 
 
-def test_f10_pooling_runs_in_blocks_of_channels() -> None:
+def test_pooling_runs_in_blocks_of_channels() -> None:
     """One copy into blocks serves all that pool a tensor; what they make is copied back, with axes turned on the way."""
     body = """a = Exp(x)  p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (a)
               q = AveragePool <kernel_shape = [4, 4]> (a)  t = Transpose <perm = [0, 2, 3, 1]> (p)
@@ -236,7 +236,7 @@ def test_f10_pooling_runs_in_blocks_of_channels() -> None:
 
 
 @pytest.mark.parametrize("type_, gates", [("LSTM", 4), ("GRU", 3)])
-def test_f10_recurrent_kernels_hold_the_gates_of_all_steps(type_: str, gates: int) -> None:
+def test_recurrent_kernels_hold_the_gates_of_all_steps(type_: str, gates: int) -> None:
     wide = gates * 16
     for direction, count in (("forward", 1), ("bidirectional", 2)):
         body = f'a, b = {type_} <hidden_size = 16, direction = "{direction}"> (x, w, r)  c = Exp(a)  y = ReduceSum(c)'

@@ -18,23 +18,17 @@ from amp_transpiler.passes.numerics.masks import HIGH, LOW
 from amp_transpiler.passes.numerics.rounding_loss import (
     CHUNK,
     TOLERANCE,
-    check_constants,
     error_bound,
     losses,
     relative_error,
 )
 from amp_transpiler.passes.view import constants
 from amp_transpiler.program import Program
-from tests.helpers.constraints_of import convert, gather, kept, run_faithful, without_parameters
+from tests.helpers.constraints_of import convert, kept, of_constants, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 
 FLT_MAX = 3.4028234663852886e38
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-def check(p: Program, dtype: str = "float16") -> Constraints:
-    """The constraints of constants alone."""
-    return gather(without_parameters(p), dtype, guards=False)
 
 
 def replaced(constraints: Constraints) -> dict[str, float]:
@@ -103,121 +97,13 @@ def test_chunks_are_put_together() -> None:
     assert found.smallest == np.float32(1e-12)
 
 
-# ---------------------------------------------------------------- masks
-
-HEAD = "main (float[2,4] x, bool[2,4] c, int64[2,4] seen, float[4,4] w) => (float[2,4] y)"
-MASKS = {
-    "where": "a = Where(c, x, low)  y = Softmax(a)",
-    "where, then added": "a = Where(c, zero, low)  b = MatMul(x, w)  d = Add(b, a)  y = Softmax(d)",
-    "one minus": "f = Cast<to = 1>(seen)  i = Sub(one, f)  m = Mul(i, low)  a = Add(x, m)  y = Softmax(a)",
-    "truth times": "f = Cast<to = 1>(c)  m = Mul(low, f)  u = Expand(m, shape)  a = Add(u, x)  y = LogSoftmax(a)",
-    "subtracted": "f = Cast<to = 1>(c)  m = Mul(f, high)  a = Sub(x, m)  y = Softmax(a)",
-    "scaled": "a = Where(c, x, low)  b = Div(a, eight)  y = Softmax(b)",
-    "bounded": "a = Where(c, x, low)  b = Max(a, low)  y = Softmax(b)",
-    "a maximum": "a = Where(c, x, low)  y = ReduceMax<keepdims = 1>(a, last)",
-    "a minimum": "a = Where(c, x, high)  y = ReduceMin<keepdims = 1>(a, last)",
-    "the largest": "a = Where(c, x, low)  y, i = TopK(a, four)",
-    "the smallest": "a = Where(c, x, high)  y, i = TopK<largest = 0>(a, four)",
-    "a pooling border": "a = Pad(x, pads, low)  b = Unsqueeze(a, first)  d = MaxPool<kernel_shape = [3]>(b)  y = Squeeze(d, first)",
-    "filled": "s = Shape(x)  a = ConstantOfShape<value = float[1] {-3.0e38}>(s)  t = Trilu(a)  b = Add(x, t)  y = Softmax(b)",
-    "a softmax written out": """a = Where(c, x, low)  t = ReduceMax(a, last)  d = Sub(a, t)  e = Exp(d)
-        s = ReduceSum(e, last)  y = Div(e, s)""",
-    "inspected": "a = Where(c, x, low)  n = IsInf(a)  d = Where(n, zero, a)  y = Softmax(d)",
-    "held in 32 bits by its author": "m = Where(c, zero, low)  f = Cast<to = 1>(m)  a = Add(x, f)  y = Softmax(a)",
-    "out of a branch": """t = ReduceMax<keepdims = 0>(x)  k = Greater(t, one)
-        m = If (k) <then_branch = t () => (float[2,4] tv) { tv = Where(c, zero, low) },
-                    else_branch = e () => (float[2,4] ev) { ev = Identity(low2) }>
-        a = Add(x, m)  y = Softmax(a)""",
-}
-CONSTANTS = """float low = {-3.4028235e38}, float high = {1e9}, float zero = {0}, float one = {1}, float eight = {8},
-    int64[1] last = {-1}, int64[1] first = {0}, int64[1] four = {4}, int64[2] shape = {2, 4},
-    int64[4] pads = {0, 1, 0, 1}"""
-
-
-def masked(text: str) -> Program:
-    low2 = ", float[2,4] low2 = {0, -1e9, 0, 0, 0, 0, 0, -1e9}" if "low2" in text else ""
-    return without_parameters(program(f"{HEAD}\n<{CONSTANTS}{low2}> {{ {text} }}"))
-
-
-FEEDS = {
-    "x": np.float32([[1, 2, 3, 4], [-1, 0, 1, -2]]),
-    "c": np.array([[True, False, True, True], [False, True, False, False]]),
-    "seen": np.array([[1, 1, 0, 0], [1, 0, 0, 1]]),
-    "w": np.eye(4, dtype=np.float32),
-}
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("pattern", MASKS)
-def test_a_mask_takes_the_limit_of_the_format(pattern: str, dtype: str) -> None:
-    p = masked(MASKS[pattern])
-    expected = run(p, FEEDS)[0]
-    constraints = check(p, dtype)
-    limit = 65504.0 if dtype == "float16" else 3.3895313892515355e38
-    if dtype == "float16":
-        assert constraints.replaced
-        assert constraints.tensors == {}
-    assert all(abs(value) == limit for value in constraints.replaced.values())
-    assert len(constraints.constants) == len(constraints.replaced)
-    for note in constraints.constants:
-        assert note.action == f"takes {limit if note.worst > 0 else -limit:g} instead: it only masks"
-    converted = convert(p, constraints, dtype)
-    if "TopK" not in MASKS[pattern] or dtype == "float16":
-        got = run_faithful(converted, FEEDS)[0]
-        tolerance = 4e-3 if dtype == "float16" else 4e-2
-        ordinary = np.abs(expected) < 1e4
-        assert np.isfinite(got).all()
-        assert np.allclose(got[ordinary], expected[ordinary], rtol=tolerance, atol=tolerance)
-    assert check(converted, dtype) == Constraints()  # and the converted program has nothing left to say
-
-
-def test_a_row_that_is_masked_throughout_is_no_nan() -> None:
-    text = "b = MatMul(x, w)  a = Where(c, b, low)  y = Softmax(a)"
-    p = masked(text)
-    feeds = {**FEEDS, "c": np.array([[False] * 4, [True] * 4])}
-    expected = run(p, feeds)[0]
-    assert np.allclose(run_faithful(convert(p, check(p)), feeds)[0], expected, atol=2e-3)
-    assert np.allclose(expected[0], 0.25)
-
-
-NO_MASKS = {
-    "fetched": "y = Where(c, x, low)",
-    "multiplied": "a = Where(c, x, low)  y = MatMul(a, w)",
-    "summed": "a = Where(c, x, low)  b = Softmax(a)  s = ReduceMin<keepdims = 1>(a, last)  y = Add(b, s)",
-    "the smallest": "a = Where(c, x, low)  y = ReduceMin<keepdims = 1>(a, last)",
-    "the wrong sign": "a = Where(c, x, high)  y = Softmax(a)",
-    "enlarged": "a = Where(c, x, low)  b = Mul(a, eight)  y = Softmax(b)",
-    "times a number": "m = Mul(x, low)  y = Softmax(m)",
-    "out of a loop": """a = Where(c, x, low)  k = Cast<to = 9>(one)
-        b = Loop (, k, a) <body = b (int64 i, bool go, float[2,4] s) => (bool on, float[2,4] n)
-            { on = Not(go)  n = Neg(s) }>
-        y = Softmax(b)""",
-}
-
-
-@pytest.mark.parametrize("pattern", NO_MASKS)
-def test_what_may_be_more_than_a_mask_keeps_its_readers(pattern: str) -> None:
-    p = masked(NO_MASKS[pattern])
-    expected = run(p, FEEDS)[0]
-    constraints = check(p)
-    assert constraints.replaced == {}
-    name = "high" if "high" in NO_MASKS[pattern] else "low"
-    assert [(n.name, n.problem, n.action) for n in constraints.constants] == [
-        (name, "overflow", "what reads it stays fp32")
-    ]
-    first = next(op for op in p.operators if p.var(name) in op.inputs)
-    assert str(constraints.on(first)) == f"constant '{name}' holds {constraints.constants[0].worst:g}, beyond fp16"
-    converted = convert(p, constraints)
-    assert np.allclose(run_faithful(converted, FEEDS)[0], expected, rtol=2e-3, atol=2e-3, equal_nan=True)
-
-
 def test_what_is_beyond_stays_fp32_until_a_product() -> None:
     p = without_parameters(
         program("""main (float[2,2] x, float[2,2] w) => (float[2,2] y)
     <float big = {1000000}, float small = {0.00001}>
     { a = Mul(x, big)  b = Neg(a)  m = MatMul(b, w)  d = Mul(m, small)  y = Tanh(d) }""")
     )
-    found = kept(p, check(p))
+    found = kept(p, of_constants(p))
     assert set(found) == {"a", "b", "m"}
     assert set(found.values()) == {"constant 'big' holds 1e+06, beyond fp16"}
 
@@ -228,23 +114,12 @@ def test_infinities_and_nan_are_what_they_are_in_any_format() -> None:
     <float[3] odd = {1, 2, 3}> { a = Where(c, x, odd)  y = Neg(a) }""")
     )
     constants.replace(p.var("odd"), np.float32([-np.inf, np.nan, np.inf]))
-    assert check(p) == Constraints()
+    assert of_constants(p) == Constraints()
 
 
 def test_weights_beyond_the_format_make_wide_products() -> None:
     p = factor("1, 1e6, 2, 3", "m = MatMul(x, w)  r = Relu(m)  t = Tanh(r)  y = Neg(t)")
-    assert set(kept(p, check(p))) == {"m", "r", "t"}
-
-
-def test_mixed_signs_are_no_mask() -> None:
-    p = without_parameters(
-        program("""main (float[2] x) => (float[2] y)
-    <float[2] m = {-1e9, 1e9}> { a = Add(x, m)  y = Softmax(a) }""")
-    )
-    constraints = check(p)
-    assert constraints.replaced == {}
-    assert set(kept(p, constraints)) == {"a", "y"}
-    assert constraints.constants == [ConstantNote("m", "overflow", 2, 2, 1e9, "what reads it stays fp32")]
+    assert set(kept(p, of_constants(p))) == {"m", "r", "t"}
 
 
 # ---------------------------------------------------------------- what vanishes
@@ -271,12 +146,12 @@ def test_an_eps_that_would_vanish_keeps_fp32_until_the_division(text: str, expec
         )
 
     p = built()
-    constraints = check(p)
+    constraints = of_constants(p)
     found = kept(p, constraints)
     assert set(found) == expected
     assert set(found.values()) == {"constant 'eps' holds 1e-12, which is 0 in fp16"}
     assert [(n.name, n.problem, n.count, n.size) for n in constraints.constants] == [("eps", "underflow", 1, 1)]
-    assert check(built(), "bfloat16") == Constraints()
+    assert of_constants(built(), "bfloat16") == Constraints()
     feeds = {"x": np.float32([[0, 1], [2, 3]])}
     wanted = run(built(), feeds)[0]
     finite = np.isfinite(wanted) & (np.abs(wanted) < 6e4)
@@ -299,7 +174,7 @@ def test_a_constant_of_a_third_type_is_followed_to_where_16_bit_begins(
 ) -> None:
     """What computes in bfloat16 or in double stays so; what it is cast to does not sink to zero on the way to float16."""
     p = without_parameters(Program.from_onnx(third_type(text, kind)))
-    constraints = check(p)
+    constraints = of_constants(p)
     converted = convert(p, constraints)
     assert {op.outputs[0].name for op in converted.operators if op.reason.startswith("fp32: constant")} == expected
     typed = {op.outputs[0].name: op.precision for op in converted.operators if op.type in ("Add", "Relu", "Reshape")}
@@ -330,7 +205,7 @@ def factor(values: str, call: str = "y = MatMul(x, w)", shape: str = "2,2") -> P
 
 def test_single_elements_of_a_weight_may_vanish() -> None:
     p = factor("1e-9, 2, -1e-12, 4")
-    constraints = check(p)
+    constraints = of_constants(p)
     assert kept(p, constraints) == {}
     smallest = float(np.float32(1e-12))
     assert constraints.constants == [
@@ -343,7 +218,7 @@ def test_single_elements_of_a_weight_may_vanish() -> None:
 def test_a_weight_whose_digits_vanish_keeps_its_readers() -> None:
     """No element becomes zero, but few bits are left of each."""
     p = factor("1.1e-6, 2.3e-6, 0.7e-6, 3.3e-6")
-    constraints = check(p)
+    constraints = of_constants(p)
     array = np.float32([1.1e-6, 2.3e-6, 0.7e-6, 3.3e-6])
     off = np.linalg.norm(array.astype(np.float16) - array.astype(np.float64)) / np.linalg.norm(array)
     assert off > TOLERANCE
@@ -353,7 +228,7 @@ def test_a_weight_whose_digits_vanish_keeps_its_readers() -> None:
 
 def test_a_bias_vanishes_beside_its_sum() -> None:
     p = factor("1e-9, 1e-12", "k = Relu(x)  y = Gemm(x, k, w)", "2")
-    constraints = check(p)
+    constraints = of_constants(p)
     assert kept(p, constraints) == {}
     assert [n.action for n in constraints.constants] == ["becomes 0 beside a sum"]
 
@@ -370,7 +245,7 @@ def test_constant_operators_and_nested_graphs() -> None:
       >
     }""")
     )
-    constraints = check(p)
+    constraints = of_constants(p)
     found = kept(p, constraints)
     assert {n.name for n in constraints.constants} == {"outer", "node", "inner"}
     assert found["a"] == found["tv"] == "constant 'outer' holds 1e-12, which is 0 in fp16"
@@ -384,21 +259,21 @@ def test_constant_operators_and_nested_graphs() -> None:
 def test_slots_that_stay_fp32_are_not_concerned() -> None:
     text = """main (float[2,2,4] x) => (float[2,2,4] y) <float[2] s = {1, 1}, float[2] v = {1e6, 1e-12}>
     { y = BatchNormalization(x, s, s, s, v) }"""
-    assert check(program(text, 17)) == Constraints()
+    assert of_constants(program(text, 17)) == Constraints()
     p = without_parameters(program(text, 9))  # here the variance has the type of the data
-    assert kept(p, check(p)) == {"y": "constant 'v' holds 1e+06, beyond fp16"}
+    assert kept(p, of_constants(p)) == {"y": "constant 'v' holds 1e+06, beyond fp16"}
 
 
 def test_scales_of_resize_are_not_concerned() -> None:
     p = program("""main (float[1,1,2] x) => (float[1,1,N] y) <float[3] scales = {1, 1, 100000}>
     { y = Resize(x, , scales) }""")
-    assert check(p) == Constraints()
+    assert of_constants(p) == Constraints()
 
 
 def test_converted_constants_have_nothing_left_to_say() -> None:
     p = factor("1e-9, 2, -1e-12, 4")
-    converted = convert(p, check(p))
-    assert check(converted) == Constraints()
+    converted = convert(p, of_constants(p))
+    assert of_constants(converted) == Constraints()
 
 
 def test_external_data_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -414,15 +289,8 @@ def test_external_data_is_read_where_it_lies(tmp_path: Path) -> None:
     )
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="w.bin")
-    constraints = check(Program.from_onnx(path))
+    constraints = of_constants(Program.from_onnx(path))
     assert [(n.problem, n.count, n.size, n.worst) for n in constraints.constants] == [
         ("overflow", 1, 420000, 1e6),
         ("underflow", 1, 420000, float(np.float32(1e-9))),
     ]
-
-
-def test_check_constants_changes_nothing() -> None:
-    p = masked(MASKS["where"])
-    before = p.to_onnx().SerializeToString(deterministic=True)
-    check_constants(p, "float16", Constraints())
-    assert p.to_onnx().SerializeToString(deterministic=True) == before

@@ -49,7 +49,7 @@ def run(model: onnx.ModelProto, **feeds: np.ndarray) -> list[Any]:
     return list(session.run(None, feeds))
 
 
-def test_f7_weights_casts_and_constants_are_fp32() -> None:
+def test_weights_casts_and_constants_are_fp32() -> None:
     rng = np.random.default_rng(0)
     w, b = rng.normal(size=(4, 3)).astype(np.float16), rng.normal(size=3).astype(np.float16)
     model = model_of(
@@ -81,7 +81,7 @@ def test_f7_weights_casts_and_constants_are_fp32() -> None:
 
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
-def test_f7_inputs_and_outputs_keep_their_types(half: Any) -> None:
+def test_inputs_and_outputs_keep_their_types(half: Any) -> None:
     name = "float16" if half is np.float16 else "bfloat16"
     w = np.arange(12).reshape(4, 3).astype(half)
     after = widened(model_of(f"net ({name}[2, 4] x) => ({name}[2, 3] y) {{ h = MatMul (x, w)\n y = Relu (h) }}", w=w))
@@ -91,7 +91,7 @@ def test_f7_inputs_and_outputs_keep_their_types(half: Any) -> None:
     assert [n.op_type for n in after.graph.node] == ["Cast", "MatMul", "Relu", "Cast"]
 
 
-def test_f7_what_takes_no_fp32_stays_between_casts() -> None:
+def test_what_takes_no_fp32_stays_between_casts() -> None:
     after = widened(
         model_of(
             "net (float16[4] x) => (float16[4] y) <float16[4] b> { a = Mul (x, k)\n b = other.Odd (a, k)\n "
@@ -106,7 +106,7 @@ def test_f7_what_takes_no_fp32_stays_between_casts() -> None:
     assert [t.data_type for t in after.graph.initializer] == [onnx.TensorProto.FLOAT]
 
 
-def test_f7_nested_graphs_are_widened() -> None:
+def test_nested_graphs_are_widened() -> None:
     text = """net (bool flag, float[2] x) => (float[2] y) {
             h = Cast <to = 10> (x)
             r = If (flag) <
@@ -124,7 +124,7 @@ def test_f7_nested_graphs_are_widened() -> None:
         np.testing.assert_array_equal(run(after, x=x, flag=np.array(flag))[0], x * np.float32(factor))
 
 
-def test_f7_a_copy_for_16_bit_readers_is_the_weight_again() -> None:
+def test_a_copy_for_16_bit_readers_is_the_weight_again() -> None:
     text = """net (int64[n] ids) => (float[n, 8] y) {
             rows = Gather (table, ids)
             norm = Softmax (rows)
@@ -140,7 +140,7 @@ def test_f7_a_copy_for_16_bit_readers_is_the_weight_again() -> None:
     np.testing.assert_allclose(run(after, ids=ids)[0], run(model, ids=ids)[0], rtol=1e-6)
 
 
-def test_f7_what_is_in_fp32_stays_as_it_is() -> None:
+def test_what_is_in_fp32_stays_as_it_is() -> None:
     program = amp.Program.from_onnx(
         model_of("net (float[4] x) => (float[4] y) { y = Mul (x, k) }", k=np.ones(4, np.float32))
     )
@@ -149,7 +149,7 @@ def test_f7_what_is_in_fp32_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("pure, dtype", list(itertools.product([False, True], ["float16", "bfloat16"])))
-def test_f7_a_16_bit_model_trains_from_fp32_masters(pure: bool, dtype: str) -> None:
+def test_a_16_bit_model_trains_from_fp32_masters(pure: bool, dtype: str) -> None:
     half = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
     w = np.random.default_rng(2).normal(size=(4, 3)).astype(half)
     to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(half))

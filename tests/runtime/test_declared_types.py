@@ -26,7 +26,7 @@ def started(mode: str, name: str = "mlp", **options: object) -> tuple[Net, amp.E
 # -- fetches --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("return_numpy", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_f17_a_variable_declared_float32_is_fetched_as_float32(mode: str, return_numpy: bool) -> None:
+def test_a_variable_declared_float32_is_fetched_as_float32(mode: str, return_numpy: bool) -> None:
     net, exe, scope = started(mode)
     fetches = [net.loss, net.output, "fc_0.tmp_1", PARAMETER]
     for program in (net.main, net.main.clone(for_test=True)):
@@ -42,7 +42,7 @@ def test_f17_a_variable_declared_float32_is_fetched_as_float32(mode: str, return
     assert np.array_equal(kept.astype(np.float32), found[3] if return_numpy else found[3].numpy())
 
 
-def test_f17_bfloat16_too() -> None:
+def test_bfloat16_too() -> None:
     net, exe, scope = started("pure-fp16", dtype="bfloat16")
     output, parameter = exe.run(net.main, net.feeds, [net.output, PARAMETER], scope)
     assert output.dtype == parameter.dtype == np.float32
@@ -59,7 +59,7 @@ def test_what_was_made_in_16_bit_is_fetched_in_16_bit() -> None:
     assert exe.run(main, {"x": np.ones(2, np.float32)}, [half])[0].dtype == np.float16
 
 
-def test_f17_a_fetch_costs_no_rounding_of_what_others_read() -> None:
+def test_a_fetch_costs_no_rounding_of_what_others_read() -> None:
     """The same steps with and without the fetch give the same weights, bit for bit."""
     weights = []
     for fetches in ([], ["fc_0.tmp_1", "fc_0.tmp_2", "fc_1.tmp_0"]):
@@ -77,7 +77,7 @@ def values(scale: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("when", ["before amp_init", "after amp_init", "after a step"])
-def test_f17_a_parameter_that_is_set_is_trained_on(when: str) -> None:
+def test_a_parameter_that_is_set_is_trained_on(when: str) -> None:
     """One step of SGD from the values that were set, not from those of a master of before."""
     net = build("mlp", "pure-fp16", optimizer=amp.optimizer.SGD(2.0**-10, multi_precision=True))
     exe, scope, new = amp.Executor(threads=1), amp.Scope(), values()
@@ -97,14 +97,14 @@ def test_f17_a_parameter_that_is_set_is_trained_on(when: str) -> None:
     assert scope.find_var(PARAMETER).tobytes() == scope.find_var(MASTER).astype(np.float16).tobytes()
 
 
-def test_f17_a_master_that_is_set_rounds_into_its_parameter() -> None:
+def test_a_master_that_is_set_rounds_into_its_parameter() -> None:
     _, _, scope = started("pure-fp16")
     scope.set_var(MASTER, values())
     assert scope.find_var(MASTER).tobytes() == values().tobytes()
     assert scope.find_var(PARAMETER).tobytes() == values().astype(np.float16).tobytes()
 
 
-def test_f17_numbers_of_16_bit_that_are_there_already_leave_the_master_alone() -> None:
+def test_numbers_of_16_bit_that_are_there_already_leave_the_master_alone() -> None:
     """State that is written back variable by variable, in any order, is what it was."""
     net, exe, scope = started("pure-fp16")
     exe.run(net.main, net.feeds, scope=scope)
@@ -116,7 +116,7 @@ def test_f17_numbers_of_16_bit_that_are_there_already_leave_the_master_alone() -
         assert {name: scope.find_var(name).tobytes() for name in saved} == {n: v.tobytes() for n, v in saved.items()}
 
 
-def test_f17_a_value_beyond_16_bit_is_named_and_nothing_changes() -> None:
+def test_a_value_beyond_16_bit_is_named_and_nothing_changes() -> None:
     _, _, scope = started("pure-fp16")
     before = {name: scope.find_var(name).tobytes() for name in (PARAMETER, MASTER)}
     for name in before:
@@ -125,7 +125,7 @@ def test_f17_a_value_beyond_16_bit_is_named_and_nothing_changes() -> None:
     assert {name: scope.find_var(name).tobytes() for name in before} == before
 
 
-def test_f17_python_numbers_and_other_variables() -> None:
+def test_python_numbers_and_other_variables() -> None:
     net = build("mlp", "pure-fp16", optimizer=amp.optimizer.SGD(0.5, multi_precision=True))
     exe, scope = amp.Executor(threads=1), amp.Scope()
     exe.run(net.startup, scope=scope)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -293,25 +291,6 @@ def test_startup_operators_read_what_others_initialised(exe: Executor, scope: Sc
     assert scope.find_var("w_fp32_master_0").tolist() == [1.5, 70000]
     assert fetched.dtype == np.float16 and scope.find_var("h").tolist() == [1.5, np.inf] == fetched.tolist()
     assert scope.ort_values["w"].data_ptr() != scope.ort_values["w_fp32_master_0"].data_ptr()
-
-
-def test_ctrl_c_waits_for_the_end_of_the_step(exe: Executor, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = started(exe, scope)
-    exe.run(program, FEED, ["y"], scope)
-    step = exe._programs[program].last.last  # type: ignore[union-attr]
-    plain = step.session.run_with_iobinding  # type: ignore[union-attr]
-
-    def interrupted(*arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        plain(*arguments)
-
-    monkeypatch.setattr(step.session, "run_with_iobinding", interrupted)  # type: ignore[union-attr]
-    with pytest.raises(KeyboardInterrupt):
-        exe.run(program, FEED, ["y"], scope)
-    monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    np.testing.assert_array_equal(scope.find_var("w"), W / 4)
-    np.testing.assert_array_equal(scope.find_var("total"), W * 3)
 
 
 @pytest.mark.parametrize(

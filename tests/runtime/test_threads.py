@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 import warnings
@@ -32,7 +30,7 @@ def executors(shared: bool) -> list[amp.Executor]:
 # -- nothing is lost --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shared", [True, False], ids=["one executor", "eight executors"])
 @pytest.mark.parametrize("mode", ["fp32", "pure-fp16"])
-def test_f5_no_update_is_lost(shared: bool, mode: str) -> None:
+def test_no_update_is_lost(shared: bool, mode: str) -> None:
     """Every step takes exactly 1 from each weight; the scale doubles at step 1500, and 100 good steps follow."""
     net = counting(mode)
     scope = net.started()
@@ -45,7 +43,7 @@ def test_f5_no_update_is_lost(shared: bool, mode: str) -> None:
         assert (state.scale, state.good, state.bad) == (32.0, 100, 0)
 
 
-def test_f5_adam_takes_as_many_steps_as_in_one_thread() -> None:
+def test_adam_takes_as_many_steps_as_in_one_thread() -> None:
     """Its moments and powers of beta after n equal steps are those of one thread, bit for bit."""
     found = []
     for count in (1, THREADS):
@@ -58,7 +56,7 @@ def test_f5_adam_takes_as_many_steps_as_in_one_thread() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one executor", "eight executors"])
-def test_f5_windows_of_accumulation_are_whole(shared: bool) -> None:
+def test_windows_of_accumulation_are_whole(shared: bool) -> None:
     """Four micro-batches are one step, whichever threads run them."""
     net = counting("pure-fp16", runs=4)
     scope = net.started()
@@ -67,7 +65,7 @@ def test_f5_windows_of_accumulation_are_whole(shared: bool) -> None:
     assert int(scope.find_var(net.main.window.counter.name)) == 0
 
 
-def test_f5_watched_steps_and_reports_are_counted_once() -> None:
+def test_watched_steps_and_reports_are_counted_once() -> None:
     """The first steps overflow in fp16, and two of them halve the scale; reports are numbered as they came."""
     net = counting("pure-fp16")
     scope = net.started()
@@ -90,7 +88,7 @@ def test_f5_watched_steps_and_reports_are_counted_once() -> None:
 
 
 # -- nothing is torn ---------------------------------------------------------------------------------------
-def test_f5_evaluation_values_and_checkpoints_are_of_one_step(tmp_path: Path) -> None:
+def test_evaluation_values_and_checkpoints_are_of_one_step(tmp_path: Path) -> None:
     """A million equal weights are updated where they lie; whoever looks meanwhile finds all of them equal."""
     net = counting("pure-fp16", width=1 << 20)
     scope, exe = net.started(), amp.Executor(threads=1)
@@ -173,7 +171,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, around: Callable[[Callable[[], Any]
     return made
 
 
-def test_f5_a_cold_executor_makes_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_executor_makes_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(make: Callable[[], Any]) -> Any:
         time.sleep(0.05)
         return make()
@@ -316,83 +314,8 @@ def test_names_are_given_once() -> None:
     assert len(set(found)) == 2000
 
 
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------
-def test_ctrl_c_keeps_the_turn_of_a_window_in_step_with_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = counting("pure-fp16", runs=2)
-    scope, exe = net.started(), amp.Executor(threads=1)
-    plain = binding._Bindings._execute
-    calls: list[int] = []
-
-    def interrupted(self: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        plain(self)
-
-    monkeypatch.setattr(binding._Bindings, "_execute", interrupted)
-    exe.run(net.main, ones(4), scope=scope)
-    with pytest.raises(KeyboardInterrupt):
-        exe.run(net.main, ones(4), scope=scope)
-    assert int(scope.find_var(net.main.window.counter.name)) == 0
-    assert scope.find_var("w_fp32_master_0").ravel().tolist() == [-1] * 4
-    exe.run(net.main, ones(4), scope=scope)
-    exe.run(net.main, ones(4), scope=scope)
-    assert scope.find_var("w_fp32_master_0").ravel().tolist() == [-2] * 4
-
-
-def test_ctrl_c_while_waiting_for_another_thread_leaves_nothing_locked() -> None:
-    net = counting()
-    scope, exe = net.started(), amp.Executor(threads=1)
-    held, free = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with scope.writing():
-            held.set()
-            free.wait(20)
-
-    def interrupt() -> None:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threads = [threading.Thread(target=task, daemon=True) for task in (hold, interrupt)]
-    threads[0].start()
-    assert held.wait(20)
-    threads[1].start()
-    with pytest.raises(KeyboardInterrupt):
-        exe.run(net.main, ones(4), scope=scope)
-    free.set()
-    together([lambda: exe.run(net.main, ones(4), scope=scope)], timeout=20)
-    assert scope.find_var("w")[0, 0] == -1
-
-
-def test_a_signal_handler_may_save_and_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs when the step is over, in the thread that still holds the scope."""
-    net = counting()
-    scope, exe = net.started(), amp.Executor(threads=1)
-    plain, before = binding._Bindings._execute, signal.getsignal(signal.SIGINT)
-    seen: list[float] = []
-
-    def interrupted(self: Any) -> None:
-        if not seen:
-            os.kill(os.getpid(), signal.SIGINT)
-        plain(self)
-
-    def handler(*_: Any) -> None:
-        seen.append(float(scope.find_var("w")[0, 0]))
-        amp.save_checkpoint(tmp_path / "last", net.main, scope)
-        exe.run(net.main, ones(4), scope=scope)
-
-    monkeypatch.setattr(binding._Bindings, "_execute", interrupted)
-    signal.signal(signal.SIGINT, handler)
-    try:
-        exe.run(net.main, ones(4), scope=scope)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert seen == [-1] and scope.find_var("w")[0, 0] == -2
-
-
 # -- the cache of sessions ------------------------------------------------------------------------------------------
-def test_f20_a_cache_that_thrashes_says_so_once() -> None:
+def test_a_cache_that_thrashes_says_so_once() -> None:
     net: Counting = counting()
     scope, exe = net.started(), amp.Executor(threads=1, max_sessions=2)
     for batch in (2, 4):
@@ -409,7 +332,7 @@ def test_f20_a_cache_that_thrashes_says_so_once() -> None:
         exe.run(net.main, ones(2), scope=scope)
 
 
-def test_f20_evaluation_on_cpu_needs_one_session_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_on_cpu_needs_one_session_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     net = counting()
     scope, exe = net.started(), amp.Executor(threads=1, max_sessions=1)
     scope.set_var("w", np.array([[1], [2], [3], [4]], np.float32))

@@ -16,6 +16,7 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.monitor.culprit import called
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowered import needed
+from tests.helpers import programs
 
 LIMITS = {"float16": 60000.0, "bfloat16": 3e38, "float32": 3e38}
 
@@ -146,7 +147,6 @@ def _scaled(step: Ready, output: str, tops: dict[int, float]) -> amp.Program | N
 
 def steps() -> Iterator[Ready]:
     """Training programs in mixed and pure 16 bit."""
-    from tests.helpers import programs
 
     for seed in range(100):
         for mode in ("amp", "pure-fp16"):
@@ -193,3 +193,7 @@ def main(count: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
+
+
+def culprit(step: Ready, feed: dict | None = None, **options: object) -> amp.Culprit | None:
+    return amp.find_culprit(step.main, feed or step.feeds, step.scope, executor=step.executor, **options)

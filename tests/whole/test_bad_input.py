@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,67 +30,7 @@ from amp_transpiler.errors import (
 )
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.nn import functional as F
-from amp_transpiler.runtime import binding
-
-CPU = amp.CPUPlace()
-RNG = np.random.default_rng(0)
-IMAGES, LABELS = RNG.standard_normal((6, 8)).astype(np.float32), RNG.integers(0, 4, (6, 1))
-FEED = {"image": IMAGES, "label": LABELS}
-
-
-class Net:
-    """Two layers, and between them perhaps an operator that has no gradient."""
-
-    def __init__(self, *, dead_end: bool = False, name: str = "main") -> None:
-        self.main, self.startup = amp.Program(name), amp.Program("startup")
-        self.main.seed = self.startup.seed = 3
-        with amp.program_guard(self.main, self.startup), amp.unique_name.guard():
-            image, label = amp.data("image", [None, 8]), amp.data("label", [None, 1], "int64")
-            with amp.fp16_guard():
-                hidden = amp.nn.fc(image, 16, act="relu")
-                if dead_end:
-                    made = self.main.add_variable("shrunk", "float32", hidden.shape)
-                    self.main.add_operator("Shrink", [hidden], [made], domain="elsewhere")
-                    hidden = made
-                self.scores = amp.nn.fc(hidden, 4)
-                self.loss = F.cross_entropy(self.scores, label)
-
-
-def snapshot(program: amp.Program) -> tuple[Any, ...]:
-    """Everything of a program that a pass may change."""
-    return (
-        program.version,
-        program.to_onnx().SerializeToString(),
-        program.startup,
-        list(program.updates.items()),
-        [(v, v.dtype, v.shape, v.producer, v.readers) for v in program.variables],
-        [
-            (op, op.type, list(op.inputs), list(op.outputs), op.captures, op.role, op.precision, op.reason, op.guard)
-            for op in program.walk()
-        ],
-    )
-
-
-def values(scope: amp.Scope) -> dict[str, tuple[str, bytes]]:
-    return {name: (str((v := scope.find_var(name)).dtype), v.tobytes()) for name in scope.var_names()}
-
-
-@contextmanager
-def refused(
-    kind: type[Exception], *words: str, programs: tuple[amp.Program, ...] = (), scope: amp.Scope | None = None
-) -> Iterator[None]:
-    """The block raises exactly ``kind``, its message holds ``words``, and programs and scope are as before."""
-    before, held = [snapshot(p) for p in programs], values(scope or amp.Scope())
-    with pytest.raises(kind) as caught:
-        yield
-    assert type(caught.value) is kind
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
-    assert [snapshot(p) for p in programs] == before
-    assert values(scope or amp.Scope()) == held
-    for program in programs:
-        program.verify()
-
+from tests.helpers.refusals import BATCH, CPU, IMAGES, LABELS, MODES, Net, mixed, plain, pure, refused, trained, values
 
 KINDS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if e is not amp.AmpError]
 
@@ -105,22 +42,6 @@ def test_every_error_is_ours_and_a_built_in_one(kind: type[Exception]) -> None:
         vars(builtins).get(base.__name__) is base and base not in (Exception, BaseException, object)
         for base in kind.__mro__
     )
-
-
-# -- minimize that fails ---------------------------------------------------------------------------------------
-def plain(optimizer: Any) -> Any:
-    return optimizer
-
-
-def mixed(optimizer: Any) -> Any:
-    return amp.decorate(optimizer)
-
-
-def pure(optimizer: Any) -> Any:
-    return amp.decorate(optimizer, use_pure_fp16=True)
-
-
-MODES = pytest.mark.parametrize("mode", [plain, mixed, pure], ids=lambda mode: mode.__name__)
 
 
 @MODES
@@ -235,17 +156,6 @@ def test_an_imported_program_comes_back_from_its_opset_and_its_nested_graphs() -
         raise Broken
 
 
-# -- amp_init --------------------------------------------------------------------------------------------------
-def trained(mode: Callable[..., Any] = pure, **options: Any) -> tuple[Net, Any, amp.Program, amp.Scope, amp.Executor]:
-    net = Net()
-    test = net.main.clone(for_test=True)
-    optimizer = mode(amp.optimizer.Adam(0.01, multi_precision=True, **options))
-    optimizer.minimize(net.loss)
-    scope, executor = amp.Scope(), amp.Executor(CPU, threads=1)
-    executor.run(net.startup, scope=scope)
-    return net, optimizer, test, scope, executor
-
-
 def test_a_parameter_beyond_fp16_stops_amp_init_before_anything_is_cast() -> None:
     net, optimizer, test, scope, executor = trained()
     scope.set_var("fc_1.w_0", np.full((16, 4), 7e4, np.float32))
@@ -261,10 +171,10 @@ def test_a_parameter_beyond_fp16_stops_amp_init_before_anything_is_cast() -> Non
     ):
         optimizer.amp_init(CPU, scope, test)
     with refused(ScopeError, "'fc_0.w_0'", "float32", "amp_init", programs=(net.main,), scope=scope):
-        executor.run(net.main, FEED, [net.loss], scope)
+        executor.run(net.main, BATCH, [net.loss], scope)
     scope.set_var("fc_1.w_0", np.full((16, 4), 7, np.float32))
     optimizer.amp_init(CPU, scope, test)
-    executor.run(net.main, FEED, [net.loss], scope)
+    executor.run(net.main, BATCH, [net.loss], scope)
 
 
 def test_a_test_program_that_cannot_be_rewritten_leaves_the_scope_alone() -> None:
@@ -343,11 +253,11 @@ def test_a_variable_of_another_program_is_told_from_a_misspelt_one() -> None:
     with amp.program_guard(other.main):
         extra = F.relu(other.scores * 2.0)
     with refused(GraphError, f"'{extra.name}' belongs to program 'other'", "'main', which is run", scope=scope):
-        executor.run(net.main, FEED, [net.loss, extra], scope)
+        executor.run(net.main, BATCH, [net.loss, extra], scope)
     with refused(ArgumentTypeError, "fetch_list", "None", scope=scope):
-        executor.run(net.main, FEED, [net.loss, None], scope)
+        executor.run(net.main, BATCH, [net.loss, None], scope)
     with refused(ArgumentTypeError, "keys of feed", "None", scope=scope):
-        executor.run(net.main, {**FEED, None: IMAGES}, [net.loss], scope)
+        executor.run(net.main, {**BATCH, None: IMAGES}, [net.loss], scope)
     with amp.program_guard(net.main), refused(ArgumentError, "belongs to program 'other'", programs=(net.main,)):
         F.relu(extra)
 
@@ -360,18 +270,18 @@ def test_training_goes_on_after_every_mistake_as_if_it_had_not_been(mode: Callab
         (errors.FeedTypeError, {"image": IMAGES, "label": LABELS.astype(np.int32)}, "astype('int64')"),
         (FeedError, {"image": IMAGES, "label": LABELS[:, 0]}, "'label'"),
         (FeedError, {"image": IMAGES}, "needs the input 'label'"),
-        (FeedError, {**FEED, "lable": LABELS}, "did you mean 'label'"),
+        (FeedError, {**BATCH, "lable": LABELS}, "did you mean 'label'"),
         (ExecutionError, {"image": IMAGES[:5], "label": LABELS}, "'image' [5, 8], 'label' [6, 1]"),
     ]
     if mode is pure:
         with refused(ScopeError, "amp_init", scope=scope):
-            executor.run(net.main, FEED, [net.loss], scope)
+            executor.run(net.main, BATCH, [net.loss], scope)
         optimizer.amp_init(CPU, scope, test)
         clean[1].amp_init(CPU, clean[3], clean[2])
     for kind, feed, words in mistakes:
         for size in (6, 4, 6, 1):  # the last batch is often a smaller one
             for of, where in ((net, scope), (clean[0], clean[3])):
-                executor.run(of.main, {name: array[:size] for name, array in FEED.items()}, [of.loss], where)
+                executor.run(of.main, {name: array[:size] for name, array in BATCH.items()}, [of.loss], where)
         with refused(kind, words, programs=(net.main,), scope=scope):
             executor.run(net.main, feed, [net.loss], scope)
     assert list(values(scope).values()) == list(values(clean[3]).values())
@@ -388,47 +298,6 @@ def test_a_label_out_of_range_says_so(shift: int) -> None:
     net, _, _, scope, executor = trained(plain)
     with pytest.raises(ExecutionError, match="label or index is below 0 or not below the number of classes"):
         executor.run(net.main, {"image": IMAGES, "label": LABELS + shift}, [net.loss], scope)
-
-
-@pytest.mark.skipif(not hasattr(signal, "raise_signal"), reason="needs signals")
-@pytest.mark.parametrize("buffers", ["in place", "two"])
-def test_ctrl_c_at_any_line_of_a_run_leaves_a_whole_step(buffers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if buffers == "two":
-        monkeypatch.setattr(binding, "refusals", lambda graph, pairs: ["a test wants two buffers"] * len(pairs))
-    net, optimizer, _, scope, executor = trained()
-    optimizer.amp_init(CPU, scope)
-    executor.run(net.main, FEED, [net.loss], scope)
-    reached = [values(scope)]
-    folder = str(Path(amp.__file__).parent / "runtime")
-    start = {name: scope.find_var(name) for name in scope.var_names()}
-    executor.run(net.main, FEED, [net.loss], scope)
-    reached.append(values(scope))
-    interrupted = 0
-    for at in range(5, 2000, 17):
-        for name, value in start.items():
-            scope.set_var(name, value)
-        left = [at]
-
-        def tracer(frame: Any, event: str, argument: Any, left: list[int] = left) -> Any:
-            if not frame.f_code.co_filename.startswith(folder):
-                return None
-            left[0] -= event == "line"
-            if event == "line" and left[0] == 0:
-                signal.raise_signal(signal.SIGINT)
-            return tracer
-
-        old = sys.gettrace()
-        sys.settrace(tracer)
-        try:
-            executor.run(net.main, FEED, [net.loss], scope)
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(old)
-        assert values(scope) in reached, f"after an interrupt at line {at} the scope holds half a step"
-        if left[0] > 0:
-            break
-    assert interrupted > 10
 
 
 # -- files -----------------------------------------------------------------------------------------------------

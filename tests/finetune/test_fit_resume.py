@@ -1,0 +1,103 @@
+"""``amp.fit`` goes on from a checkpoint as if it had never stopped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.finetune.data import Samples
+from tests.helpers.exported import exported, loss_and_accuracy, samples
+from tests.helpers.fitting import features, linear, trained
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "pure-fp16", "accumulate": 2, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 1.0},
+        {"mode": "mixed", "dtype": "bfloat16", "optimizer": "momentum"},
+        {"mode": "fp32", "schedule": "linear"},
+    ],
+)
+def test_a_training_that_was_broken_off_ends_where_a_whole_one_ends(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**options, "epochs": 3, "log": tmp_path / "log"}
+    whole, result, _ = trained(tmp_path, "whole.onnx", **{**options, "log": tmp_path / "whole"})
+    batches, left = Samples.batches, iter(range(18))  # an epoch has 6 and its evaluation as many, one of them before
+
+    def broken(self: Samples, sizes: list[int], rng: Any) -> Any:
+        for batch in batches(self, sizes, rng):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(Samples, "batches", broken)
+    with pytest.raises(KeyboardInterrupt, match="part.onnx was not written; the checkpoint of epoch 1 in .* stands"):
+        trained(tmp_path, "part.onnx", checkpoint=tmp_path / "state", **options)
+    monkeypatch.setattr(Samples, "batches", batches)
+    assert not (tmp_path / "part.onnx").exists()
+    part, resumed, told = trained(tmp_path, "part.onnx", checkpoint=tmp_path / "state", **options)
+    assert "going on after epoch 1" in told[0]
+    assert part == whole and resumed.history == result.history
+    for name in ("steps.csv", "epochs.csv"):
+        assert (tmp_path / "log" / name).read_text() == (tmp_path / "whole" / name).read_text(), (
+            "nothing twice, nothing lost"
+        )
+
+
+def test_what_is_given_wins_over_the_checkpoint_and_is_told(tmp_path: Path) -> None:
+    state = {"checkpoint": tmp_path / "state", "mode": "mixed"}
+    trained(tmp_path, "a.onnx", epochs=1, **state)
+    copies = [tmp_path / f"state{number}" for number in range(3)]
+    import shutil
+
+    for copy in copies:
+        shutil.copytree(tmp_path / "state", copy)
+    same, _, told = trained(tmp_path, "b.onnx", **{**state, "checkpoint": copies[0]}, epochs=2)
+    assert any("epochs=2 from now on, where the checkpoint has 1" in line for line in told)
+    other, result, told = trained(tmp_path, "c.onnx", **{**state, "checkpoint": copies[1], "lr": 1e-7}, epochs=2)
+    assert any("lr=1e-07 from now on, where the checkpoint has 0.01" in line for line in told)
+    assert other != same
+    before, after = (
+        loss_and_accuracy(tmp_path / name, samples("encoder_dynamo", 90))[0] for name in ("a.onnx", "c.onnx")
+    )
+    assert after == pytest.approx(before, rel=1e-3), "a rate of 1e-7 moves next to nothing"
+    left, result, _ = trained(tmp_path, "d.onnx", checkpoint=copies[2], epochs=2)
+    assert left == same and result.options.mode == "mixed", "what is not given is the checkpoint's"
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"mode": "pure-fp16"}, "another training: mode=pure-fp16 (the checkpoint has mixed)"),
+        ({"optimizer": "sgd", "dtype": "bfloat16"}, "dtype=bfloat16 (the checkpoint has float16), optimizer=sgd"),
+        ({"data": samples("encoder_dynamo", 90, seed=7)}, "on other data than data: array 'tokens' differs"),
+        ({"model": exported("encoder_dynamo", seed=9)}, "of another model"),
+    ],
+)
+def test_what_makes_it_another_training_is_named(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    given = {"model": exported("encoder_dynamo"), "data": samples("encoder_dynamo", 90)}
+    amp.fit(output=tmp_path / "a.onnx", checkpoint=tmp_path / "state", mode="mixed", **given)  # type: ignore[arg-type]
+    with pytest.raises(amp.errors.ArgumentError, match=re.escape(told)):
+        amp.fit(output=tmp_path / "b.onnx", checkpoint=tmp_path / "state", epochs=2, **{**given, **change})  # type: ignore[arg-type]
+    assert not (tmp_path / "b.onnx").exists()
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    program = amp.Program.from_onnx(linear())
+    scope = amp.Scope()
+    amp.Executor(threads=1).run(program.startup, scope=scope)
+    amp.save_checkpoint(tmp_path / "state", program, scope, step=4)
+    with pytest.raises(amp.errors.CheckpointError, match="is not a checkpoint of amp.fit"):
+        amp.fit(linear(), tmp_path / "out.onnx", data=features(40), checkpoint=tmp_path / "state")
+
+
+def test_another_loss_scale_can_be_given_when_a_training_goes_on(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": features(40), "checkpoint": tmp_path / "state", "batch_size": 16}
+    amp.fit(linear(), tmp_path / "a.onnx", epochs=1, **options)
+    result = amp.fit(linear(), tmp_path / "a.onnx", epochs=2, loss_scale=64, **options)
+    assert [record.loss_scale for record in result.history] == [32768, 64]

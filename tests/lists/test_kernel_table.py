@@ -1,0 +1,166 @@
+"""The kernel table: what a provider has kernels for, and why an operator is not supported."""
+
+import json
+
+import pytest
+
+from amp_transpiler import lists
+from amp_transpiler.errors import ListError
+from amp_transpiler.lists import AutoMixedPrecisionLists, has_kernel, kernel_types
+from amp_transpiler.lists import _kernels as kernels
+from amp_transpiler.lists._data import read_text
+from tests.helpers.where import ORACLES
+
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+@pytest.fixture
+def no_bodies():
+    """Takes the package's own lowerings away, so that what the test registers is all there is."""
+    before = dict(lists.OWN_BODIES)
+    lists.OWN_BODIES.clear()
+    kernels._gap.cache_clear()
+    yield
+    lists.OWN_BODIES.clear()
+    lists.OWN_BODIES.update(before)
+    kernels._gap.cache_clear()
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def test_an_open_ended_kernel_serves_one_schema_version_only():
+    # MaxPool on CUDA: "12+"; its schema is of version 12 up to opset 21, of version 22 from then on.
+    assert kernel_types(CUDA, "MaxPool", 21) == {"I": {"int64"}, "T": {"double", "float", "float16", "int8", "uint8"}}
+    assert kernel_types(CUDA, "MaxPool", 22) is None
+    # a range, "1-7", serves a schema inside it
+    assert kernel_types(CUDA, "MaxPool", 7) == {"T": {"double", "float", "float16"}}
+    # a single number, "14", serves that version alone
+    assert kernel_types(CUDA, "BatchNormalization", 14) == {
+        "T": {"double", "float", "float16"},
+        "U": {"double", "float", "float16"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("provider", "op_type", "opset", "domain"),
+    [
+        (CUDA, "MaxUnpool", 21, ""),  # no kernel at all
+        (CUDA, "Attention", 21, ""),  # newer than the opset
+        (CUDA, "Upsample", 21, ""),  # deprecated at that opset
+        (CUDA, "NoSuchThing", 21, ""),
+        (CUDA, "MatMul", 21, "my.own"),
+    ],
+)
+def test_no_kernel(provider, op_type, opset, domain):
+    assert kernel_types(provider, op_type, opset, domain) is None
+    assert not has_kernel(provider, op_type, "float16", opset, domain)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "dtypes"),
+    [
+        ("MatMul", {"float16", "bfloat16", "float32", "float64"}),
+        ("Conv", {"float16", "float32", "float64"}),
+        ("Cast", {"float16", "bfloat16", "float32", "float64"}),
+        ("OneHot", {"float16", "float32"}),  # for its indices there are integer kernels only
+        ("Dropout", {"float16", "bfloat16", "float32", "float64"}),
+        ("EyeLike", {"float32", "float64"}),
+        ("Range", {"float32", "float64"}),
+        ("IsInf", {"float16", "bfloat16", "float32", "float64"}),
+        ("SequenceAt", {"float16", "float32", "float64"}),  # CUDA has bfloat16, the operator's schema does not admit it
+        ("ai.onnx::Shape", {"float16", "bfloat16", "float32", "float64"}),
+        ("com.microsoft::FusedMatMul", {"float16", "bfloat16", "float32", "float64"}),
+    ],
+)
+def test_has_kernel_on_cuda(op_type, dtypes):
+    domain, _, name = op_type.rpartition("::")
+    every = ("float16", "bfloat16", "float32", "float64")
+    assert {dtype for dtype in every if has_kernel(CUDA, name, dtype, 21, domain)} == dtypes
+
+
+def test_a_kernel_may_be_lost_or_gained_by_opset():
+    assert not has_kernel(CUDA, "Conv", "bfloat16", 21) and has_kernel(CUDA, "Conv", "bfloat16", 22)
+    assert has_kernel(CUDA, "Dropout", "float16", 21) and not has_kernel(CUDA, "Dropout", "float16", 22)
+    assert not has_kernel(CUDA, "IsInf", "float16", 19) and has_kernel(CUDA, "IsInf", "float16", 20)
+    assert has_kernel(CPU, "MatMul", "float32", 21) and not has_kernel(CPU, "MatMul", "float16", 21)
+
+
+def test_the_kernel_table_refuses_what_it_does_not_know():
+    with pytest.raises(ListError, match="no provider 'TPU'; it has CPUExecutionProvider, CUDAExecutionProvider"):
+        kernel_types("TPU", "MatMul", 21)
+    with pytest.raises(ListError, match="no element type 'float'; expected one of float16, bfloat16"):
+        has_kernel(CUDA, "MatMul", "float", 21)
+
+
+def test_the_kernel_table_is_the_recorded_one():
+    recorded = json.loads((ORACLES / "onnxruntime_kernels.json").read_text())["kernels"]
+    ours = json.loads(read_text("kernels.json"))
+    for provider in (CPU, CUDA):
+        for domain in ("ai.onnx", "com.microsoft"):
+            expanded = {
+                op: {r: {p: ours["type_sets"][i] for p, i in params.items()} for r, params in ranges.items()}
+                for op, ranges in ours["kernels"][provider][domain].items()
+            }
+            assert expanded == recorded[provider][domain]
+
+
+def test_opset_gaps_are_the_recorded_ones():
+    for key, gaps in json.loads((ORACLES / "onnxruntime_kernel_opset_gaps.json").read_text()).items():
+        provider, _, opset = key.partition("@")
+        if not opset.isdigit() or provider not in (CPU, CUDA):
+            continue
+        lacking = [(op, kernel_types(provider, op, int(opset))) for op in gaps["no_kernel"]]
+        lacking += [(op, has_kernel(provider, op, "float16", int(opset))) for op in gaps["no_fp16"]]
+        lacking += [(op, has_kernel(provider, op, "bfloat16", int(opset))) for op in gaps["no_bf16"]]
+        assert [op for op, found in lacking if found] == [], key
+
+
+# ---------------------------------------------------------------- unsupported
+
+
+@pytest.mark.parametrize(
+    ("op_type", "dtype", "reason"),
+    [
+        ("MatMul", "float16", None),
+        ("MatMul", "bfloat16", None),
+        ("Constant", "float16", None),
+        ("Attention", "float16", None),  # newer than the opset: its function body runs
+        ("SoftmaxCrossEntropyLoss", "float16", None),
+        ("GroupNormalization", "bfloat16", None),
+        ("RotaryEmbedding", "float16", None),
+        ("com.microsoft::FusedMatMul", "float16", None),
+        ("my.own::Thing", "float16", None),
+        ("MaxUnpool", "float16", "no CUDA kernel for MaxUnpool at float16 in opset 21, and no function body"),
+        ("Conv", "bfloat16", "no CUDA kernel for Conv at bfloat16 in opset 21, and its schema does not admit bfloat16"),
+        (
+            "PRelu",
+            "bfloat16",
+            "no CUDA kernel for PRelu at bfloat16 in opset 21, and its function body has no lowering: "
+            "no CUDA kernel for Less at bfloat16 in opset 21, and no function body",
+        ),
+        ("com.microsoft::MurmurHash3", "float16", "no CUDA kernel for MurmurHash3 at float16 in opset 21"),
+    ],
+)
+def test_unsupported_reason(op_type, dtype, reason, no_bodies):
+    assert lists.unsupported_reason(op_type, dtype) == reason
+
+
+def test_a_body_of_ours_supports_an_operator(no_bodies):
+    chosen = AutoMixedPrecisionLists()
+    assert {"MaxUnpool", "Mean"} <= chosen.unsupported_list
+    assert "PRelu" in AutoMixedPrecisionLists(dtype="bfloat16").unsupported_list
+    lists.register_own_body("MaxUnpool")
+    lists.register_own_body("Mean", "bfloat16")
+    lists.register_own_body("Less", "bfloat16")
+    assert "MaxUnpool" not in chosen.unsupported_list  # computed when asked for
+    assert "Mean" in chosen.unsupported_list
+    bfloat16 = AutoMixedPrecisionLists(["mean", "MaxUnpool", "Mean"], dtype="BFloat16")
+    assert not {"Mean", "MaxUnpool", "PRelu"} & bfloat16.unsupported_list  # PRelu through its part Less
+
+
+def test_register_own_body_refuses(no_bodies):
+    with pytest.raises(ListError, match="onnx has no operator 'MaxUnpol'.*MaxUnpool"):
+        lists.register_own_body("MaxUnpol")
+    with pytest.raises(ListError, match="'Mean': element type 'float32'; expected 'float16' or 'bfloat16'"):
+        lists.register_own_body("Mean", "float32")

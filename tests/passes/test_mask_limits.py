@@ -1,0 +1,146 @@
+"""Masks and other constants beyond 16 bit take the limit of the format where only their sign counts."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
+from amp_transpiler.passes.numerics.rounding_loss import (
+    check_constants,
+)
+from amp_transpiler.program import Program
+from tests.helpers.constraints_of import convert, kept, of_constants, run_faithful, without_parameters
+from tests.helpers.golden import program, run
+
+FLT_MAX = 3.4028234663852886e38
+TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def replaced(constraints: Constraints) -> dict[str, float]:
+    return {v.name: limit for v, limit in constraints.replaced.items()}
+
+
+HEAD = "main (float[2,4] x, bool[2,4] c, int64[2,4] seen, float[4,4] w) => (float[2,4] y)"
+MASKS = {
+    "where": "a = Where(c, x, low)  y = Softmax(a)",
+    "where, then added": "a = Where(c, zero, low)  b = MatMul(x, w)  d = Add(b, a)  y = Softmax(d)",
+    "one minus": "f = Cast<to = 1>(seen)  i = Sub(one, f)  m = Mul(i, low)  a = Add(x, m)  y = Softmax(a)",
+    "truth times": "f = Cast<to = 1>(c)  m = Mul(low, f)  u = Expand(m, shape)  a = Add(u, x)  y = LogSoftmax(a)",
+    "subtracted": "f = Cast<to = 1>(c)  m = Mul(f, high)  a = Sub(x, m)  y = Softmax(a)",
+    "scaled": "a = Where(c, x, low)  b = Div(a, eight)  y = Softmax(b)",
+    "bounded": "a = Where(c, x, low)  b = Max(a, low)  y = Softmax(b)",
+    "a maximum": "a = Where(c, x, low)  y = ReduceMax<keepdims = 1>(a, last)",
+    "a minimum": "a = Where(c, x, high)  y = ReduceMin<keepdims = 1>(a, last)",
+    "the largest": "a = Where(c, x, low)  y, i = TopK(a, four)",
+    "the smallest": "a = Where(c, x, high)  y, i = TopK<largest = 0>(a, four)",
+    "a pooling border": "a = Pad(x, pads, low)  b = Unsqueeze(a, first)  d = MaxPool<kernel_shape = [3]>(b)  y = Squeeze(d, first)",
+    "filled": "s = Shape(x)  a = ConstantOfShape<value = float[1] {-3.0e38}>(s)  t = Trilu(a)  b = Add(x, t)  y = Softmax(b)",
+    "a softmax written out": """a = Where(c, x, low)  t = ReduceMax(a, last)  d = Sub(a, t)  e = Exp(d)
+        s = ReduceSum(e, last)  y = Div(e, s)""",
+    "inspected": "a = Where(c, x, low)  n = IsInf(a)  d = Where(n, zero, a)  y = Softmax(d)",
+    "held in 32 bits by its author": "m = Where(c, zero, low)  f = Cast<to = 1>(m)  a = Add(x, f)  y = Softmax(a)",
+    "out of a branch": """t = ReduceMax<keepdims = 0>(x)  k = Greater(t, one)
+        m = If (k) <then_branch = t () => (float[2,4] tv) { tv = Where(c, zero, low) },
+                    else_branch = e () => (float[2,4] ev) { ev = Identity(low2) }>
+        a = Add(x, m)  y = Softmax(a)""",
+}
+CONSTANTS = """float low = {-3.4028235e38}, float high = {1e9}, float zero = {0}, float one = {1}, float eight = {8},
+    int64[1] last = {-1}, int64[1] first = {0}, int64[1] four = {4}, int64[2] shape = {2, 4},
+    int64[4] pads = {0, 1, 0, 1}"""
+
+
+def masked(text: str) -> Program:
+    low2 = ", float[2,4] low2 = {0, -1e9, 0, 0, 0, 0, 0, -1e9}" if "low2" in text else ""
+    return without_parameters(program(f"{HEAD}\n<{CONSTANTS}{low2}> {{ {text} }}"))
+
+
+FEEDS = {
+    "x": np.float32([[1, 2, 3, 4], [-1, 0, 1, -2]]),
+    "c": np.array([[True, False, True, True], [False, True, False, False]]),
+    "seen": np.array([[1, 1, 0, 0], [1, 0, 0, 1]]),
+    "w": np.eye(4, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("pattern", MASKS)
+def test_a_mask_takes_the_limit_of_the_format(pattern: str, dtype: str) -> None:
+    p = masked(MASKS[pattern])
+    expected = run(p, FEEDS)[0]
+    constraints = of_constants(p, dtype)
+    limit = 65504.0 if dtype == "float16" else 3.3895313892515355e38
+    if dtype == "float16":
+        assert constraints.replaced
+        assert constraints.tensors == {}
+    assert all(abs(value) == limit for value in constraints.replaced.values())
+    assert len(constraints.constants) == len(constraints.replaced)
+    for note in constraints.constants:
+        assert note.action == f"takes {limit if note.worst > 0 else -limit:g} instead: it only masks"
+    converted = convert(p, constraints, dtype)
+    if "TopK" not in MASKS[pattern] or dtype == "float16":
+        got = run_faithful(converted, FEEDS)[0]
+        tolerance = 4e-3 if dtype == "float16" else 4e-2
+        ordinary = np.abs(expected) < 1e4
+        assert np.isfinite(got).all()
+        assert np.allclose(got[ordinary], expected[ordinary], rtol=tolerance, atol=tolerance)
+    assert of_constants(converted, dtype) == Constraints()  # and the converted program has nothing left to say
+
+
+def test_a_row_that_is_masked_throughout_is_no_nan() -> None:
+    text = "b = MatMul(x, w)  a = Where(c, b, low)  y = Softmax(a)"
+    p = masked(text)
+    feeds = {**FEEDS, "c": np.array([[False] * 4, [True] * 4])}
+    expected = run(p, feeds)[0]
+    assert np.allclose(run_faithful(convert(p, of_constants(p)), feeds)[0], expected, atol=2e-3)
+    assert np.allclose(expected[0], 0.25)
+
+
+NO_MASKS = {
+    "fetched": "y = Where(c, x, low)",
+    "multiplied": "a = Where(c, x, low)  y = MatMul(a, w)",
+    "summed": "a = Where(c, x, low)  b = Softmax(a)  s = ReduceMin<keepdims = 1>(a, last)  y = Add(b, s)",
+    "the smallest": "a = Where(c, x, low)  y = ReduceMin<keepdims = 1>(a, last)",
+    "the wrong sign": "a = Where(c, x, high)  y = Softmax(a)",
+    "enlarged": "a = Where(c, x, low)  b = Mul(a, eight)  y = Softmax(b)",
+    "times a number": "m = Mul(x, low)  y = Softmax(m)",
+    "out of a loop": """a = Where(c, x, low)  k = Cast<to = 9>(one)
+        b = Loop (, k, a) <body = b (int64 i, bool go, float[2,4] s) => (bool on, float[2,4] n)
+            { on = Not(go)  n = Neg(s) }>
+        y = Softmax(b)""",
+}
+
+
+@pytest.mark.parametrize("pattern", NO_MASKS)
+def test_what_may_be_more_than_a_mask_keeps_its_readers(pattern: str) -> None:
+    p = masked(NO_MASKS[pattern])
+    expected = run(p, FEEDS)[0]
+    constraints = of_constants(p)
+    assert constraints.replaced == {}
+    name = "high" if "high" in NO_MASKS[pattern] else "low"
+    assert [(n.name, n.problem, n.action) for n in constraints.constants] == [
+        (name, "overflow", "what reads it stays fp32")
+    ]
+    first = next(op for op in p.operators if p.var(name) in op.inputs)
+    assert str(constraints.on(first)) == f"constant '{name}' holds {constraints.constants[0].worst:g}, beyond fp16"
+    converted = convert(p, constraints)
+    assert np.allclose(run_faithful(converted, FEEDS)[0], expected, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+def test_mixed_signs_are_no_mask() -> None:
+    p = without_parameters(
+        program("""main (float[2] x) => (float[2] y)
+    <float[2] m = {-1e9, 1e9}> { a = Add(x, m)  y = Softmax(a) }""")
+    )
+    constraints = of_constants(p)
+    assert constraints.replaced == {}
+    assert set(kept(p, constraints)) == {"a", "y"}
+    assert constraints.constants == [ConstantNote("m", "overflow", 2, 2, 1e9, "what reads it stays fp32")]
+
+
+def test_check_constants_changes_nothing() -> None:
+    p = masked(MASKS["where"])
+    before = p.to_onnx().SerializeToString(deterministic=True)
+    check_constants(p, "float16", Constraints())
+    assert p.to_onnx().SerializeToString(deterministic=True) == before
