@@ -72,10 +72,10 @@ from amp_transpiler.runtime.checkpoint.checkpoints import (
 )
 from amp_transpiler.runtime.checkpoint.weight_files import load_weights
 from amp_transpiler.runtime.inference_model import load_inference_model, save_inference_model
+from amp_transpiler.version import __version__ as __version__
 
 from amp_transpiler import mixed_precision, static  # isort: skip
 
-__version__ = "0.1.0"
 __getattr__ = paddle_attributes("amp_transpiler")
 
 __all__ = [

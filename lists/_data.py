@@ -1,16 +1,14 @@
 """Reads the list files beside this module and checks every entry against the operator schemas of onnx."""
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 
-from onnx import defs
-
 from amp_transpiler.errors import ListError, ListTypeError
+from amp_transpiler.lists._kernels import contrib_operators
+from amp_transpiler.lists._schemas import near_matches, read_text, schemas, split_name
 
 
 @dataclass(frozen=True)
@@ -24,37 +22,6 @@ class OpLists:
     black: frozenset[str]
     gray: frozenset[str]
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Domain and operator type of ``Type`` or ``domain::Type``; the domain of ai.onnx is the empty string."""
-    domain, _, op_type = name.rpartition("::")
-    return ("" if domain == "ai.onnx" else domain), op_type
-
-
-@cache
-def schemas() -> Mapping[tuple[str, str], defs.OpSchema]:
-    """The newest schema of every operator that onnx knows, deprecated ones included, by domain and type."""
-    newest: dict[tuple[str, str], defs.OpSchema] = {}
-    for schema in defs.get_all_schemas_with_history():
-        key = (schema.domain, schema.name)
-        if key not in newest or newest[key].since_version < schema.since_version:
-            newest[key] = schema
-    return MappingProxyType(newest)
-
-
-def near_matches(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known names nearest to ``name``, letter case ignored; empty where nothing is near."""
-    by_lower: dict[str, str] = {}
-    for each in sorted(known):
-        by_lower.setdefault(each.lower(), each)
-    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""
-
-
-def read_text(file: str) -> str:
-    """The text of a data file of this package."""
-    return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
 
 
 def parse_lists(text: str, file: str) -> OpLists:
@@ -191,8 +158,6 @@ def resolve(name: str) -> tuple[str, ...]:
             "Name ONNX operators instead."
         )
     domain, op_type = split_name(name)
-    from amp_transpiler.lists._kernels import contrib_operators
-
     known = {each for of, each in schemas() if of == domain}
     if domain == "com.microsoft":
         known |= contrib_operators()

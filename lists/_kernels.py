@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, TypeProto, defs, helper, shape_inference
 
 from amp_transpiler.errors import ListError
-from amp_transpiler.lists._data import near_matches, read_text, schemas, split_name
+from amp_transpiler.lists._schemas import near_matches, read_text, schemas, split_name
 
 TARGET_OPSET = 21
 """The opset of ai.onnx that layers, gradients and bodies are written in, and programs are trained and lowered at.

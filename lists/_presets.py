@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from amp_transpiler.errors import ListError
-from amp_transpiler.lists._data import check_operator, near_matches, read_text
+from amp_transpiler.lists._data import check_operator
+from amp_transpiler.lists._schemas import near_matches, read_text
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, MissingNameError
-from amp_transpiler.lists._data import read_text
+from amp_transpiler.lists._schemas import read_text
 
 FILE = "paddle_names.toml"
 Called = TypeVar("Called", bound=Callable[..., Any])

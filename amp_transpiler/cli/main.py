@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler import __version__
 from amp_transpiler.cli import convert, diff, explain, info, train
 from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.terminal import complain, plain_warnings, safe_streams
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.passes.partition.assign_precision import MODES
+from amp_transpiler.version import __version__
 
 _EXAMPLES = """examples:
   amp-transpile convert model.onnx model_fp16.onnx

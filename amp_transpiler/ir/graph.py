@@ -18,7 +18,8 @@ import networkx as nx
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.attributes import Attributes
-from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, ModelInfo, Operator, Variable, Window
+from amp_transpiler.ir.model_info import ModelInfo
+from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable, Window
 from amp_transpiler.ir.order import topological_order
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.types import element_type
@@ -158,7 +159,7 @@ class Graph:
 
     def _ordered(self) -> tuple[int, list[Operator], list[Operator]]:
         if self._order is None or self._order[0] != self._version:
-            order = topological_order(self)
+            order = topological_order(self.graph, self._operators, self.name)
             self._order = (self._version, order, [op for op in order if op.attrs.programs])
         return self._order
 

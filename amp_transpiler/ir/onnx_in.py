@@ -19,7 +19,8 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto
 from amp_transpiler.ir.metadata import INITIALIZER, read_marks, read_state
 from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, read_model, without_weights
-from amp_transpiler.ir.nodes import FORWARD, OWN, ModelInfo, Shape, Variable
+from amp_transpiler.ir.model_info import ModelInfo
+from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
 from amp_transpiler.ir.tensors import stripped, tensor_array, tensor_type
 from amp_transpiler.ir.verify import operator_clashes

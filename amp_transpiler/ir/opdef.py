@@ -18,13 +18,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amp_transpiler.errors import AmpError, ArgumentError, GraphError
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
-
-if TYPE_CHECKING:
-    from amp_transpiler.ir.emitter import Value
 
 Body = Callable[..., Sequence[Any]]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
@@ -205,7 +202,7 @@ def reads_of(op: Operator) -> tuple[str, ...] | None:
     return _READS.get(op.type) if op.domain == OWN else None
 
 
-def group_inputs(op: Operator, inputs: Sequence[Value | None]) -> list[object]:
+def group_inputs(op: Operator, inputs: Sequence[object]) -> list[object]:
     """Group the inputs of a gradient operator as its ``reads`` say: ``x*`` and ``dy*`` become lists."""
     reads = reads_of(op)
     if reads is None or not any(r.endswith("*") for r in reads):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+
+import networkx as nx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.nodes import Operator
 
-if TYPE_CHECKING:
-    from amp_transpiler.ir.graph import Graph
 
-
-def topological_order(program: Graph) -> list[Operator]:
-    """Operators in stable order: as added, each after its producers. GraphError on a cycle."""
-    operators = program._operators
+def topological_order(graph: nx.MultiDiGraph, operators: Mapping[int, Operator], name: str) -> list[Operator]:
+    """The operators of program ``name`` in stable order: as added, each after its producers. GraphError on a cycle."""
     added = [operators[key] for key in sorted(operators)]
-    pred, nodes = program.graph._pred, program.graph._node
+    pred, nodes = graph._pred, graph._node
     if all(p is None or p.key < op.key for op in added for v in pred[op.key] for p in (nodes[v]["item"].producer,)):
         return added  # as a file is written, and a program is built
     done: set[int] = set()
@@ -36,14 +34,14 @@ def topological_order(program: Graph) -> list[Operator]:
                 continue
             if key in open_:
                 label = operators[key].label
-                raise GraphError(f"program '{program.name}' has a cycle through operator '{label}'")
+                raise GraphError(f"program '{name}' has a cycle through operator '{label}'")
             open_.add(key)
             stack.append((key, True))
             producers = {p.key for v in pred[key] if (p := nodes[v]["item"].producer) is not None}
             for producer in sorted(producers - done, reverse=True):
                 if producer in open_:
                     raise GraphError(
-                        f"program '{program.name}' has a cycle through operators '{operators[producer].label}' "
+                        f"program '{name}' has a cycle through operators '{operators[producer].label}' "
                         f"and '{operators[key].label}'"
                     )
                 stack.append((producer, False))

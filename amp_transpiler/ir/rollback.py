@@ -15,7 +15,8 @@ from typing import Any
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import CAPTURE, ModelInfo, Operator, Variable
+from amp_transpiler.ir.model_info import ModelInfo
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from amp_transpiler import lists
 from amp_transpiler.errors import AmpError, ListError, ListTypeError
 from amp_transpiler.lists import AutoMixedPrecisionLists, default_lists, kept_fp32, resolve
 from amp_transpiler.lists import _kernels as kernels
-from amp_transpiler.lists._data import parse_aliases, parse_lists, parse_slots, read_text, schemas
+from amp_transpiler.lists._data import parse_aliases, parse_lists, parse_slots
+from amp_transpiler.lists._schemas import read_text, schemas
 from tests.helpers.where import ORACLES
 
 

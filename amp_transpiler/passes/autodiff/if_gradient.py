@@ -6,7 +6,8 @@ outside; a tensor that only the other branch reads gets zeros. Such a program ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -15,9 +16,6 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class Sweep(Protocol):

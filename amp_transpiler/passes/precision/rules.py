@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -227,8 +228,6 @@ def check_variables(program: Graph, lists: AutoMixedPrecisionLists, what: str) -
     missing = sorted(lists.black_varnames - known)
     patterns = [name for name in missing if is_pattern(name)]
     if len(patterns) < len(missing):
-        import difflib
-
         name = next(each for each in missing if not is_pattern(each))
         near = difflib.get_close_matches(name, sorted(known), 3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -57,6 +57,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.version import __version__
 from amp_transpiler.warn import AmpWarning
 
 PathLike = str | os.PathLike[str]
@@ -278,8 +279,6 @@ def _remove_older(newest: Path, written: Mapping[Path, int], keep_last: int) -> 
 
 
 def _versions() -> dict[str, str]:
-    from amp_transpiler import __version__
-
     return {
         "amp_transpiler": __version__,
         "python": platform.python_version(),
