@@ -26,6 +26,7 @@ from amp_transpiler.finetune.training_record import EpochRecord, FitResult
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 from amp_transpiler.runtime.arrays import as_declared, as_ranked
@@ -313,7 +314,9 @@ class _Run:
         What leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert --calibration``.
         """
         options = self.options
-        model = self.programs.model.to_onnx(scope=_Masters(scope, given), external_data=False)
+        updated = training_step(self.programs.program).rows
+        masters = {r.parameter.name: r.master.name for r in updated if r.parameter and r.master}
+        model = self.programs.model.to_onnx(scope=_Masters(scope, given, masters), external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)
         else:
@@ -331,13 +334,12 @@ class _Run:
 class _Masters:
     """A scope in which a parameter has the value of its fp32 master, or, rounded without one, that it was given."""
 
-    def __init__(self, scope: Scope, given: Mapping[str, Any]) -> None:
-        self.scope, self.given, self.names = scope, given, set(scope.var_names())
+    def __init__(self, scope: Scope, given: Mapping[str, Any], masters: Mapping[str, str]) -> None:
+        self.scope, self.given, self.masters = scope, given, masters
 
     def find_var(self, name: str) -> Any:
         """The master's value, else the variable's own."""
-        master = f"{name}_fp32_master_0"
-        found = self.scope.find_var(master if master in self.names else name)
+        found = self.scope.find_var(self.masters.get(name, name))
         rounded = name in self.given and np.asarray(found).dtype != np.asarray(self.given[name]).dtype
         return self.given[name] if rounded else found
 

@@ -18,11 +18,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from amp_transpiler.errors import AmpError, ArgumentError, GraphError
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 
+T = TypeVar("T")
 Body = Callable[..., Sequence[Any]]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
 
@@ -61,13 +62,68 @@ class Traits:
     exact: bool = False
 
 
+@dataclass(frozen=True)
+class Slots:
+    """What the inputs and outputs of an operator of the training step are for, by name.
+
+    ``inputs`` come first; ``input_row`` follows once for each tensor that the operator works on. ``outputs`` and
+    ``output_row`` say the same of the outputs. An output with the name of an input is that input's new value. An
+    operator that writes "parameter" is an update. ``gated``: new values are the old ones, bit for bit, where
+    ``found_inf`` is true.
+    """
+
+    inputs: tuple[str, ...] = ()
+    input_row: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    output_row: tuple[str, ...] = ()
+    gated: bool = False
+
+    @property
+    def updates(self) -> bool:
+        """Whether the operator updates parameters."""
+        return "parameter" in self.output_row
+
+    @property
+    def accumulators(self) -> tuple[str, ...]:
+        """The state that an update keeps of each parameter, beside the parameter and its master weight."""
+        return tuple(name for name in self.output_row if name not in ("parameter", "master"))
+
+    def rows(self, inputs: Sequence[T]) -> Iterator[dict[str, T]]:
+        """The rows of an operator's inputs; the last one lacks the names whose inputs are not there."""
+        width = len(self.input_row)
+        for start in range(len(self.inputs), len(inputs), width or 1):
+            yield dict(zip(self.input_row, inputs[start : start + width], strict=False))
+
+    def replaced(self, output: int) -> int | None:
+        """The input that this output is the new value of; None where there is no such input."""
+        name, names, start = "", self.inputs, 0
+        if output < len(self.outputs):
+            name = self.outputs[output]
+        elif self.output_row:
+            row, place = divmod(output - len(self.outputs), len(self.output_row))
+            name, names, start = self.output_row[place], self.input_row, len(self.inputs) + row * len(self.input_row)
+        return start + names.index(name) if name in names else None
+
+    def replacements(self, count: int) -> Iterator[tuple[int, int]]:
+        """(output, the input that it is the new value of) of an operator with ``count`` inputs."""
+        rows = max(0, -((len(self.inputs) - count) // len(self.input_row))) if self.input_row else 0
+        for output in range(len(self.outputs) + rows * len(self.output_row)):
+            place = self.replaced(output)
+            if place is not None:
+                yield output, place
+
+    def states(self, inputs: Sequence[T]) -> list[T]:
+        """The inputs that outputs replace, in the order of the outputs."""
+        return [inputs[place] for _, place in self.replacements(len(inputs))]
+
+
 @dataclass
 class OpDef:
     """One operator. ``body`` None: it is a standard operator that is emitted as it stands.
 
     ``native``: on CUDA the body takes 16-bit values as they are stored (GEMMs, convolutions, single
     elementwise operators); otherwise it gets them widened to fp32 and its results are rounded once.
-    ``traits``: None where nobody has declared them.
+    ``traits``: None where nobody has declared them. ``slots``: of operators of the training step.
     ``when``: the body is used only where this holds of the operator (BatchNormalization in training mode).
     ``for_test``: turns a cloned operator into its form for evaluation.
     """
@@ -79,6 +135,7 @@ class OpDef:
     infer: Infer | None = None
     native: bool = False
     traits: Traits | None = None
+    slots: Slots | None = None
     gradient: Gradient | None = None
     for_test: Callable[[Operator], None] | None = None
 
@@ -125,13 +182,24 @@ def own(type_: str) -> str:
 
 
 def body(
-    full_type: str, *, native: bool = False, when: Callable[[Operator], bool] | None = None, infer: Infer | None = None
+    full_type: str,
+    *,
+    native: bool = False,
+    when: Callable[[Operator], bool] | None = None,
+    infer: Infer | None = None,
+    slots: Slots | None = None,
 ) -> Callable[[Body], Body]:
-    """Register the decorated function as the body of an operator: ``f(e, op, *inputs) -> [outputs]``."""
+    """Register the decorated function as the body of an operator: ``f(e, op, *inputs) -> [outputs]``.
+
+    With ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
+    """
 
     def register(function: Body) -> Body:
         found = entry(full_type)
         found.body, found.native, found.when = function, native, when
+        if slots is not None:
+            found.slots = slots
+            found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
         if infer is not None:
             found.infer = infer
         return function
@@ -245,6 +313,12 @@ def traits_of(type_: str, domain: str = "") -> Traits:
     """The traits of an operator type; none of them where they are not declared."""
     found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
     return _NO_TRAITS if found is None or found.traits is None else found.traits
+
+
+def slots_of(type_: str, domain: str = OWN) -> Slots | None:
+    """The slots of an operator type of the training step; None for any other."""
+    found = _TABLE.get((domain, type_))
+    return None if found is None else found.slots
 
 
 def moves(op: Operator, slot: int | None = None) -> bool:

@@ -11,14 +11,13 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
 from amp_transpiler.monitor.step_snapshot import load_step
-from amp_transpiler.monitor.steps import TrainingStep, training_step
 from amp_transpiler.monitor.suggested_fixes import Cure, forward_of, tried
-from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.passes.view.names import label
+from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -184,7 +183,7 @@ class _Search:
         bad = [v for v in floats(self.parts.verdicts) if v.name in self.bad]
         if bad or len(self.parts.checks) != 1:
             return bad
-        verdict = self.parts.checks[0].output(0)  # finite gradients whose sum is not
+        verdict = self.parts.checks[0].found_inf  # finite gradients whose sum is not
         assert verdict is not None
         return [verdict] if self.rerun.run(self.program, [verdict.name])[0].any() else []
 
@@ -239,7 +238,7 @@ class _Search:
         reason, forward = op.reason, forward_of(op)
         if forward is not None and forward.reason:
             reason = f"{reason}, {forward.reason}"
-        if op.domain == OWN and op.type == CHECK:
+        if any(check.operator is op for check in self.parts.checks):
             reason = "the unscaled gradients, or their sum, leave fp32"
         name = wrong.name if wrong is not None else next(v.name for v in op.outputs if v is not None)
         return Culprit(

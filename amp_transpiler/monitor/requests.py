@@ -7,10 +7,11 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import OWN, UPDATE, Variable
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import FORWARD, OWN, UPDATE, Variable
 from amp_transpiler.ir.patterns import matching_names
-from amp_transpiler.monitor.steps import TrainingStep, scope_group, training_step
 from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
+from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.report import ReportRequest
 
@@ -47,7 +48,7 @@ class StepReports(ReportRequest):
         step: int = 0,
     ) -> None:
         parts = training_step(program)
-        if not parts.rates:
+        if not parts.learning_rates:
             raise OrderError(f"StepReports: program '{program.name}' updates no parameter; minimize a loss first")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ArgumentError(f"StepReports: step is {step!r}; expected a whole number, at least 0")
@@ -58,7 +59,7 @@ class StepReports(ReportRequest):
             variables=_append(parts, losses),
             names=names,
             sizes=[_size(gradient) for _, gradient in parts.gradients],
-            groups=[scope_group(p) for p, _ in parts.gradients] if groups is None else _groups(groups, names),
+            groups=[_scope_group(p) for p, _ in parts.gradients] if groups is None else _groups(groups, names),
             losses=[v.name for v in losses],
             runs=1 if program.window is None else program.window.steps,
             step=step,
@@ -87,14 +88,16 @@ def _groups(groups: Mapping[str, str | Sequence[str]], names: list[str]) -> list
     return [chosen.get(name, "others") for name in names]
 
 
-def _append(parts: TrainingStep, losses: list[Variable]) -> list[Variable]:
+def _append(parts: TrainingStep, losses: Sequence[Variable]) -> list[Variable]:
     """Append the two operators; the variables that a report is made of."""
     program = parts.program
-    good, bad = (None if c is None else program.updates.get(c, c) for c in parts.counters)
+    scaling = parts.scale_updates[0] if parts.scale_updates else None
+    counters = (None, None) if scaling is None else (scaling.good, scaling.bad)
+    good, bad = (None if c is None else program.updates.get(c, c) for c in counters)
     scale = parts.scale
     after = None if scale is None else program.updates.get(scale, scale)
     turn = None if program.window is None else program.window.counter
-    scalars = [parts.found_inf, scale, after, good, bad, turn, *losses, *parts.rates]
+    scalars = [parts.found_inf, scale, after, good, bad, turn, *losses, *parts.learning_rates]
     count = len(parts.gradients)
     summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
     inspected = [
@@ -112,3 +115,17 @@ def _size(gradient: Variable) -> int:
     for dimension in gradient.shape or ():
         size *= dimension if isinstance(dimension, int) else 1
     return size
+
+
+def _scope_group(parameter: Variable) -> str:
+    """The part of the model that a parameter belongs to: the outermost scope of the operator that reads it, else what
+    its name has before the last point (``fc_0`` of ``fc_0.w_0``), as a pattern."""
+    readers = [op for op, _ in parameter.readers if op.role == FORWARD and not inserted(op)]
+    for op, _ in parameter.readers:
+        if inserted(op) and op.outputs[0] is not None:
+            readers += [reader for reader, _ in op.outputs[0].readers if reader.role == FORWARD]
+    scope = next((op.scope for op in readers if op.scope), "")
+    if scope:
+        return f"{scope.split('/')[0]}/*"
+    head, _, _ = parameter.name.rpartition(".")
+    return f"{head}.*" if head else parameter.name

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.monitor.steps import TrainingStep
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
-from amp_transpiler.program import Program
+from amp_transpiler.passes.view.training_step import TrainingStep
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.executor import Executor
@@ -41,7 +41,7 @@ class Rerun:
         self.scope = Scope()
         self.scope.hold(check_scope(scope).ort_values)
         self.change(before or {})
-        self._steps: dict[Any, tuple[Program, Feeds, Step | PlainStep]] = {}
+        self._steps: dict[Any, tuple[Graph, Feeds, Step | PlainStep]] = {}
 
     def change(self, values: Values) -> None:
         """Let variables of the scope have other values from now on. ArgumentError for one that it does not have."""
@@ -52,7 +52,7 @@ class Rerun:
             array = np.asarray(value, self.scope.find_var(name).dtype).reshape(old.shape())
             self.scope.set_var(name, array)
 
-    def run(self, program: Program, names: Sequence[str], keep_fp32: Collection[str] = frozenset()) -> list[Any]:
+    def run(self, program: Graph, names: Sequence[str], keep_fp32: Collection[str] = frozenset()) -> list[Any]:
         """The values of variables; those in ``keep_fp32`` are held in fp32 (see ``passes.lowering.lower``).
 
         What is persistable has its value before the step.
@@ -72,7 +72,7 @@ class Rerun:
             raise FeedError(f"program '{variable.program.name}' needs the input '{variable.name}', which is not fed")
         return device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
 
-    def _compute(self, program: Program, names: Sequence[str], keep_fp32: Collection[str]) -> list[Any]:
+    def _compute(self, program: Graph, names: Sequence[str], keep_fp32: Collection[str]) -> list[Any]:
         key = (program.name, id(program), program._version, tuple(names), frozenset(keep_fp32))
         if key not in self._steps:
             self._steps[key] = (program, *self._compile(program, names, keep_fp32))
@@ -80,7 +80,7 @@ class Rerun:
         return step.run(self.scope, feeds.check(self.feed), True)
 
     def _compile(
-        self, program: Program, names: Sequence[str], keep_fp32: Collection[str]
+        self, program: Graph, names: Sequence[str], keep_fp32: Collection[str]
     ) -> tuple[Feeds, Step | PlainStep]:
         targets = [program.var(name) for name in names]
         feeds = Feeds(program, targets)
@@ -101,7 +101,7 @@ class Rerun:
 
     def is_bad(self, parts: TrainingStep, keep_fp32: Collection[str] = frozenset()) -> bool:
         """Whether the step is bad: a verdict that is true, or a number among what is tested that is not finite."""
-        verdicts = [op.output(0) for op in parts.checks]
+        verdicts = [check.found_inf for check in parts.checks]
         names = [v.name for v in ([*verdicts, *parts.losses] if verdicts else parts.verdicts) if v is not None]
         return any(map(is_bad, self.run(parts.program, names, keep_fp32)))
 

@@ -16,8 +16,7 @@ from amp_transpiler.files import write_files
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import element_type, numpy_dtype
-from amp_transpiler.monitor.steps import training_step
-from amp_transpiler.passes.step_check.check_step import UNGATED
+from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -38,8 +37,9 @@ def step_state(program: Program, scope: Scope | None = None) -> dict[str, np.nda
 
 def changed_names(program: Program) -> list[str]:
     """The names of the variables that a bad step changes."""
-    found = [v.name for op in training_step(program).scalings for v in op.inputs if v is not None and v.persistable]
-    return list(dict.fromkeys([*found, *(name for name in UNGATED if program.has_var(name))]))
+    step = training_step(program)
+    found = [state for scaling in step.scale_updates for state, _ in scaling.states]
+    return list(dict.fromkeys(v.name for v in (*found, step.rng_step) if v is not None and v.persistable))
 
 
 def save_step(

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import gradient_type
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.monitor.rerun import Rerun
-from amp_transpiler.monitor.steps import TrainingStep
 from amp_transpiler.passes.view.names import source, written_name
+from amp_transpiler.passes.view.training_step import TrainingStep
 from amp_transpiler.passes.view.typing import operator_name
-from amp_transpiler.program import Program
 
 #: The smallest scale that is tried, as a power of two: fp16 gradients below it are lost with any scale.
 LEAST = -24
@@ -106,7 +106,7 @@ def entries(op: Operator) -> list[tuple[str, Callable[[Operator], bool]]]:
     return found
 
 
-def in_fp32(program: Program, black: Callable[[Operator], bool]) -> frozenset[str]:
+def in_fp32(program: Graph, black: Callable[[Operator], bool]) -> frozenset[str]:
     """The variables that keep fp32 values where forward operators for which ``black`` holds run in fp32.
 
     Those operators, the gray ones that would follow them, the casts around them and the gradients of all these; see

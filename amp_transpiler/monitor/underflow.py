@@ -12,8 +12,8 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, OrderError, PrecisionError
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
-from amp_transpiler.monitor.steps import TrainingStep, training_step
 from amp_transpiler.monitor.suggested_fixes import bisected, largest_scale, with_scale
+from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope

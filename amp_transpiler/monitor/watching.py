@@ -15,8 +15,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, NonFiniteErr
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.monitor.culprit import Culprit, find_culprit
 from amp_transpiler.monitor.rerun import is_bad
-from amp_transpiler.monitor.steps import training_step
-from amp_transpiler.passes.step_check.check_step import UNGATED
+from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.executor import Executor
@@ -134,12 +133,10 @@ class _Watched:
         verdict: Variable | None = parts.found_inf
         flags = [*([verdict] if verdict is not None else []), *parts.losses]
         self.flags = [v.name for v in flags] if program.updates else []
-        scale = parts.scale  # the counters beside it do not change what the step computes
-        self.changed = [v.name for v in (scale,) if v is not None and v.persistable]
-        self.changed += [name for name in UNGATED if program.has_var(name)]
-        window = program.window
-        self.counter = "" if window is None else window.counter.name
-        self._sums = [] if window is None else [v.name for v, new in window.updates.items() if new.grad_of is not None]
+        changed = (parts.scale, parts.rng_step)  # the counters of the scale do not change what the step computes
+        self.changed = [v.name for v in changed if v is not None and v.persistable]
+        self.counter = "" if parts.window is None else parts.window.counter.name
+        self._sums = [total.name for total in parts.sums]
         #: Whether the window of micro-batches that is under way is known to be bad.
         self.reported = False
 

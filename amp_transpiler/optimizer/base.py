@@ -10,11 +10,11 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, GraphError, OrderError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import OWN, UPDATE, Operator, Variable
+from amp_transpiler.ir.opdef import Slots, slots_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.ops.training.schedule import LEARNING_RATE
-from amp_transpiler.ops.training.update import LAYOUTS, Layout
 from amp_transpiler.optimizer import policy
 from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.optimizer.groups import (
@@ -41,6 +41,7 @@ from amp_transpiler.optimizer.pairs import (
     without_none,
 )
 from amp_transpiler.optimizer.state import (
+    append_update,
     appending,
     create_master,
     create_state,
@@ -266,20 +267,16 @@ class Optimizer:
         rate: Variable,
         found_inf: Variable | None,
     ) -> Operator:
-        layout = LAYOUTS[self.type]
+        slots = slots_of(self.type)
+        assert slots is not None
         inputs: list[Variable | None] = [found_inf, rate]
-        for scalar in layout.scalars:
+        for scalar in slots.outputs:
             name = shared_name(program, f"{self.name}_{scalar}")
             inputs.append(create_state(program, startup, name, "float32", [1], self._initial(scalar)))
         for parameter, grad in pairs:
-            inputs += self._row(program, startup, layout, parameter, grad)
-        outputs = [None if state is None else next_value(state) for state in layout.states(inputs)]
+            inputs += self._row(program, startup, slots, parameter, grad)
         attrs = {"n": len(pairs), **self._attributes(), **self._group_attributes(program, groups, pairs)}
-        op = program.add_operator(self.type, inputs, outputs, attrs=attrs, domain=OWN)
-        for state, new in zip(layout.states(inputs), outputs, strict=True):
-            if state is not None and new is not None:
-                program.set_update(state, new)
-        return op
+        return append_update(program, self.type, inputs, attrs)
 
     def _group_attributes(self, program: Program, groups: dict[int, Group], pairs: ParamsGrads) -> dict[str, Any]:
         spared = without_decay(type(self).__name__, self.weight_decay_exclude, program)
@@ -290,7 +287,7 @@ class Optimizer:
         return {**penalty, "with_decay": decays, **({} if factor == 1 else {"lr_factor": factor})}
 
     def _row(
-        self, program: Program, startup: Program, layout: Layout, parameter: Variable, grad: Variable
+        self, program: Program, startup: Program, slots: Slots, parameter: Variable, grad: Variable
     ) -> list[Variable | None]:
         shape = static_shape(parameter)
         master = None
@@ -304,7 +301,7 @@ class Optimizer:
             create_state(
                 program, startup, owned_name(program, f"{prefix}_{kind}"), master_type(parameter.dtype), shape, 0
             )
-            for kind in layout.accumulators
+            for kind in slots.accumulators
         ]
         return [parameter, grad, *accumulators, master]
 

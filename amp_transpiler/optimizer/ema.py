@@ -8,15 +8,15 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import OWN, UPDATE, Operator, Variable
+from amp_transpiler.ir.nodes import UPDATE, Operator, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
-from amp_transpiler.ops.training.average import AVERAGE, average_states
+from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.scaling import master_type
-from amp_transpiler.ops.training.update import LAYOUTS, Row
 from amp_transpiler.optimizer.groups import number
-from amp_transpiler.optimizer.state import appending, create_copy, create_state, next_value, owned_name, shared_name
+from amp_transpiler.optimizer.state import append_update, appending, create_copy, create_state, owned_name, shared_name
 from amp_transpiler.passes.step_check.check_step import check_step
+from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program, default_main_program, program_guard
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -73,39 +73,31 @@ class ExponentialMovingAverage:
                 f"this ExponentialMovingAverage follows program '{self._program.name}' already; make "
                 "another one for another program"
             )
-        updates = [op for op in program.operators if op.domain == OWN and op.type in LAYOUTS]
-        if not updates:
+        step = training_step(program)
+        if not step.updates:
             raise OrderError(
                 f"ExponentialMovingAverage.update: program '{program.name}' updates no parameter yet; minimize it first"
             )
         with appending(program, startup_program, self) as startup:
-            rows = [row for op in updates for row in LAYOUTS[op.type].read(op.inputs)]
             with program_guard(program, startup), context.operator_role(UPDATE):
-                op = self._append(program, startup, rows, updates[0].input(0))
-            if updates[0].input(0) is not None:
+                op = self._append(program, startup, step)
+            if step.found_inf is not None:
                 check_step(program)
             self._program = program
             return op
 
-    def _append(
-        self, program: Program, startup: Program, rows: list[Row[Variable | None]], found_inf: Variable | None
-    ) -> Operator:
-        step = None
+    def _append(self, program: Program, startup: Program, step: TrainingStep) -> Operator:
+        count = None
         if self.warmup:
-            step = create_state(program, startup, shared_name(program, "ema_step"), "int32", [], 0)
-        inputs: list[Variable | None] = [found_inf, step]
-        for row in rows:
+            count = create_state(program, startup, shared_name(program, "ema_step"), "int32", [], 0)
+        inputs: list[Variable | None] = [step.found_inf, count]
+        for row in step.rows:
             assert row.parameter is not None
             name = owned_name(program, f"{row.parameter.name}_ema")
             average = create_copy(program, startup, row.parameter, name, master_type(row.parameter.dtype))
             inputs += [average, program.updates[row.parameter if row.master is None else row.master]]
             self._rows.append((name, row.parameter.name, None if row.master is None else row.master.name))
-        outputs = [None if state is None else next_value(state) for state in average_states(inputs)]
-        op = program.add_operator(AVERAGE, inputs, outputs, attrs={"decay": self.decay}, domain=OWN)
-        for state, new in zip(average_states(inputs), outputs, strict=True):
-            if state is not None and new is not None:
-                program.set_update(state, new)
-        return op
+        return append_update(program, AVERAGE, inputs, {"decay": self.decay})
 
     @contextmanager
     def applied(self, scope: Scope | None = None) -> Iterator[Scope]:

@@ -8,13 +8,14 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.nodes import OWN, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.opdef import slots_of
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, ONNX_TYPES
 from amp_transpiler.nn.initializer import Constant
+from amp_transpiler.ops.training.master_names import master_names
 from amp_transpiler.ops.training.scaling import GATE
 from amp_transpiler.program import Program, default_main_program, default_startup_program
-from amp_transpiler.runtime.scope import MASTER
 
 
 def startup_of(program: Program, startup: Program | None = None) -> Program:
@@ -97,7 +98,8 @@ def create_master(program: Program, startup: Program, parameter: Variable) -> Va
     The startup program writes the parameter in fp32; it is rounded to 16 bit later, by ``amp_init``, so
     the master keeps the digits that the rounding drops.
     """
-    return create_copy(program, startup, parameter, owned_name(program, f"{parameter.name}{MASTER}"), "float32")
+    name = next(name for name in master_names(parameter.name) if not program.has_var(name))
+    return create_copy(program, startup, parameter, name, "float32")
 
 
 def create_copy(program: Program, startup: Program, parameter: Variable, name: str, dtype: str) -> Variable:
@@ -111,6 +113,19 @@ def create_copy(program: Program, startup: Program, parameter: Variable, name: s
     else:
         startup.add_operator("Cast", [initial], [copy], attrs={"to": ONNX_TYPES[dtype]})
     return state
+
+
+def append_update(program: Program, type_: str, inputs: Sequence[Variable | None], attrs: dict[str, Any]) -> Operator:
+    """An operator of the training step all of whose outputs are new values of persistable inputs, which take them."""
+    slots = slots_of(type_)
+    assert slots is not None
+    states = slots.states(inputs)
+    outputs = [None if state is None else next_value(state) for state in states]
+    op = program.add_operator(type_, inputs, outputs, attrs=attrs, domain=OWN)
+    for state, new in zip(states, outputs, strict=True):
+        if state is not None and new is not None:
+            program.set_update(state, new)
+    return op
 
 
 def next_value(state: Variable) -> Variable:

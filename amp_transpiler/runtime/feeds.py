@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
-from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import literal, near_names
 
@@ -40,7 +40,7 @@ class Feeds:
     Holds names and types alone, so that a cache of these does not keep a program alive.
     """
 
-    def __init__(self, program: Program, targets: Iterable[Variable]) -> None:
+    def __init__(self, program: Graph, targets: Iterable[Variable]) -> None:
         needed = _needed_inputs(program, targets)
         self.program = program.name
         self.feeds = {
@@ -200,7 +200,7 @@ def _holds_arrays(value: Any) -> bool:
     return hasattr(value, "dtype")
 
 
-def _needed_inputs(program: Program, targets: Iterable[Variable]) -> set[int]:
+def _needed_inputs(program: Graph, targets: Iterable[Variable]) -> set[int]:
     """Keys of the inputs that the targets depend on; one walk backwards."""
     graph = program.graph
     seen: set[int] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -18,13 +17,10 @@ import onnx
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ScopeError
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.ops.training.master_names import master_names, mastered
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.locks import StepLock
-
-#: What comes between the name of a parameter and the number of its fp32 master weight.
-MASTER = "_fp32_master"
-_OF_MASTER = re.compile(rf"(.+){MASTER}_\d+")
 
 
 class Scope:
@@ -131,18 +127,17 @@ class Scope:
     # -- master weights -------------------------------------------------------------------------------
     def _masters(self, name: str) -> Iterator[str]:
         """The names of the master weights that a parameter has here."""
-        numbered = (f"{name}{MASTER}_{number}" for number in itertools.count())
-        return itertools.takewhile(self._values.__contains__, numbered)
+        return itertools.takewhile(self._values.__contains__, master_names(name))
 
     def _tied(self, name: str, value: Any) -> dict[str, Any]:
         """What variables take when ``name`` is set: a parameter and its masters go together."""
         if device_tensors.dtype_of(value) not in FLOATS:
             return {name: value}
-        owner = _OF_MASTER.fullmatch(name)
+        owner = mastered(name)
         if owner is not None:
-            held = (self._values.get(name), self._values.get(owner[1]))
+            held = (self._values.get(name), self._values.get(owner))
             follows = None not in held and _rounds_to(*map(device_tensors.to_array, held))
-            return {name: value} | (self._as_held(owner[1], value) if follows else {})
+            return {name: value} | (self._as_held(owner, value) if follows else {})
         masters = list(self._masters(name))
         if not masters:
             return {name: value}

@@ -10,17 +10,12 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ops.training.scaling import Types
+from amp_transpiler.ir.opdef import Slots, body, own
 
 ACCUMULATE, RESET = "AccumulateGradients", "ResetGradients"
 
 
-def _sums(op: Operator) -> Types:
-    return [None if v is None else (v.dtype, v.shape) for v in op.inputs[::2]]
-
-
-@body(own(ACCUMULATE), infer=_sums)
+@body(own(ACCUMULATE), slots=Slots(input_row=("sum", "gradient"), output_row=("sum",)))
 def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
     return [
         e.Add(total, e.cast(grad, total.dtype), shape=total.shape)
@@ -28,11 +23,7 @@ def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
     ]
 
 
-def _alike(op: Operator) -> Types:
-    return [None if v is None else (v.dtype, v.shape) for v in op.inputs]
-
-
-@body(own(RESET), infer=_alike)
+@body(own(RESET), slots=Slots(input_row=("sum",), output_row=("sum",)))
 def reset(e: Emitter, op: Operator, *totals: Value) -> Sequence[Value]:
     """Where, not a constant: so that the zeros are written over what was read, and only after it was."""
     zero = e.scalar("zero")

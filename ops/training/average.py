@@ -8,43 +8,24 @@ None: nothing is checked) changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import body, own
-from amp_transpiler.ops.training.scaling import Types, gate
-from amp_transpiler.ops.training.update import LAYOUTS
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ops.training.scaling import gate
 
 AVERAGE = "ExponentialAverage"
 
-T = TypeVar("T")
 
-
-def average_states(inputs: Sequence[T]) -> list[T]:
-    """The inputs that outputs replace, in the order of the outputs."""
-    return [inputs[1], *inputs[2::2]]
-
-
-def averaged_parameters(op: Operator) -> list[Variable]:
-    """The parameter that each average of the operator is of."""
-    found: list[Variable] = []
-    for value in op.inputs[3::2]:
-        update = None if value is None else value.producer
-        assert value is not None and update is not None
-        layout = LAYOUTS[update.type]
-        state = layout.states(update.inputs)[value.producer_slot]
-        rows = layout.read(update.inputs)
-        found += [row.parameter for row in rows if row.parameter and (row.parameter is state or row.master is state)]
-    return found
-
-
-def _types(op: Operator) -> Types:
-    return [None if state is None else (state.dtype, state.shape) for state in average_states(op.inputs)]
-
-
-@body(own(AVERAGE), infer=_types)
+@body(
+    own(AVERAGE),
+    slots=Slots(
+        inputs=("found_inf", "step"),
+        input_row=("average", "weight"),
+        outputs=("step",),
+        output_row=("average",),
+        gated=True,
+    ),
+)
 def _average(e: Emitter, op: Operator, found_inf: Value | None, step: Value | None, *rows: Value) -> list[Value | None]:
     kept = gate(e, found_inf)
     new_step = None if step is None else kept(e.Add(step, e.const(1, "int32"), shape=step.shape), step)
@@ -66,4 +47,4 @@ def _share(e: Emitter, decay: float, step: Value | None) -> Value:
     return e.Max(least, e.Div(e.const(9, "float32"), e.Add(done, e.const(10, "float32"), shape=()), shape=()), shape=())
 
 
-__all__ = ["AVERAGE", "average_states", "averaged_parameters"]
+__all__ = ["AVERAGE"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import body, own
+from amp_transpiler.ir.opdef import Slots, body, own
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
 COUNT_BAD = "CountBadSteps"
@@ -73,7 +73,11 @@ def _check_types(op: Operator) -> Types:
     return [("bool", (1,)), *((master_type(g.dtype), g.shape) if g else None for g in op.inputs[1:])]
 
 
-@body(own(CHECK), infer=_check_types)
+@body(
+    own(CHECK),
+    infer=_check_types,
+    slots=Slots(inputs=("scale",), input_row=("gradient",), outputs=("found_inf",), output_row=("unscaled",)),
+)
 def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Value) -> Sequence[Value]:
     """A sum is NaN or infinite where an element is, and times zero it is NaN: one reading pass for each gradient.
 
@@ -97,7 +101,11 @@ def _scaling_types(op: Operator) -> Types:
     return [None if v is None else (v.dtype, v.shape) for v in op.inputs[1:]]
 
 
-@body(own(UPDATE_SCALE), infer=_scaling_types)
+@body(
+    own(UPDATE_SCALE),
+    infer=_scaling_types,
+    slots=Slots(("found_inf", "scale", "good", "bad"), ("gradient",), ("scale", "good", "bad"), ("zeroed",)),
+)
 def _update_loss_scaling(
     e: Emitter, op: Operator, found_inf: Value, scale: Value, good: Value, bad: Value, *grads: Value
 ) -> Sequence[Value]:
@@ -157,11 +165,14 @@ def _at_most(e: Emitter, value: Value, ceiling: float) -> Value:
     return e.Where(e.Less(e.like(ceiling, value), value), e.like(ceiling, value), value, shape=()) if ceiling else value
 
 
-def _counter_types(op: Operator) -> Types:
-    return [None if v is None else (v.dtype, v.shape) for v in op.inputs[3:6]]
-
-
-@body(own(COUNT_BAD), infer=_counter_types)
+@body(
+    own(COUNT_BAD),
+    slots=Slots(
+        inputs=("found_inf", "scale", "bad", "in_a_row", "loss_in_a_row", "at_floor"),
+        input_row=("loss",),
+        outputs=("in_a_row", "loss_in_a_row", "at_floor"),
+    ),
+)
 def _count_bad_steps(
     e: Emitter,
     op: Operator,
@@ -195,12 +206,7 @@ def _count_bad_steps(
     return counts
 
 
-def _gate_types(op: Operator) -> Types:
-    old = op.input(1)
-    return [None if old is None else (old.dtype, old.shape)]
-
-
-@body(own(GATE), infer=_gate_types)
+@body(own(GATE), slots=Slots(inputs=("found_inf", "state", "new"), outputs=("state",), gated=True))
 def _gate_state(e: Emitter, op: Operator, found_inf: Value, old: Value, new: Value) -> Sequence[Value]:
     return [gate(e, found_inf)(e.cast(new, old.dtype), old)]
 

@@ -2,9 +2,9 @@
 
 Inputs: ``found_inf`` (None: no gate), ``learning_rate``, the optimizer's shared scalars, then one row per
 parameter: parameter, gradient, accumulators, master weight (None where the parameter is its own master).
-Outputs: the new shared scalars, then rows of parameter, accumulators, master weight; :class:`Layout`
-says which. ``lr_factor`` multiplies the learning rate where it is given, ``rescale_grad`` the gradient; ``with_decay``
-has a flag for every row. ``l1_decay`` takes the place of ``l2_decay`` where the penalty is that of L1.
+Outputs: the new shared scalars, then rows of parameter, accumulators, master weight. Scalars and accumulators have
+Paddle's names. ``lr_factor`` multiplies the learning rate where it is given, ``rescale_grad`` the gradient;
+``with_decay`` has a flag for every row. ``l1_decay`` takes the place of ``l2_decay`` where the penalty is that of L1.
 Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum``, ``adam``, ``adamw``, ``lamb``).
 
 Arithmetic is fp32 on the master weight; a 16-bit parameter is the rounded new master. On CPU these
@@ -14,64 +14,15 @@ together and as few passes over whole tensors as possible remain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import body, own
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import Slots, body, own
 from amp_transpiler.ops.training.scaling import gate
-
-T = TypeVar("T")
-
-
-class Row(NamedTuple, Generic[T]):
-    """What belongs to one parameter; ``gradient`` is None in a row of outputs."""
-
-    parameter: T
-    gradient: T | None
-    accumulators: tuple[T, ...]
-    master: T | None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Slots of an update operator: shared scalars and per-parameter accumulators, by Paddle's names."""
-
-    scalars: tuple[str, ...] = ()
-    accumulators: tuple[str, ...] = ()
-
-    @property
-    def head(self) -> int:
-        """Number of inputs before the first row."""
-        return 2 + len(self.scalars)
-
-    def read(self, inputs: Sequence[T]) -> Iterator[Row[T]]:
-        """The rows of an operator's inputs."""
-        width = len(self.accumulators) + 3
-        for start in range(self.head, len(inputs), width):
-            parameter, gradient, *accumulators, master = inputs[start : start + width]
-            yield Row(parameter, gradient, tuple(accumulators), master)
-
-    def states(self, inputs: Sequence[T]) -> list[T]:
-        """The inputs that outputs replace, in the order of the outputs."""
-        found = list(inputs[2 : self.head])
-        for row in self.read(inputs):
-            found += [row.parameter, *row.accumulators, row.master]  # type: ignore[list-item]
-        return found
-
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
-LAYOUTS: dict[str, Layout] = {
-    "SGD": Layout(),
-    "Momentum": Layout(accumulators=("velocity",)),
-    "Lars": Layout(accumulators=("velocity",)),
-    "Adam": Layout(_BETAS, _MOMENTS),
-    "AdamW": Layout(_BETAS, _MOMENTS),
-    "Lamb": Layout(_BETAS, _MOMENTS),
-}
 
 #: ``step(index, master, gradient, *accumulators) -> (new master, *new accumulators)``
 Step = Callable[..., tuple[Value, ...]]
@@ -79,36 +30,41 @@ Step = Callable[..., tuple[Value, ...]]
 Prepare = Callable[..., tuple[list[Value], Step]]
 
 
-def _types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
-    return [None if v is None else (v.dtype, v.shape) for v in LAYOUTS[op.type].states(op.inputs)]
-
-
-def _update(type_: str) -> Callable[[Prepare], Prepare]:
+def _update(
+    type_: str, scalars: tuple[str, ...] = (), accumulators: tuple[str, ...] = ()
+) -> Callable[[Prepare], Prepare]:
     """Register an update: scalars are prepared once for the group, then every row takes a step and is gated."""
-    layout = LAYOUTS[type_]
+    slots = Slots(
+        inputs=("found_inf", "learning_rate", *scalars),
+        input_row=("parameter", "gradient", *accumulators, "master"),
+        outputs=scalars,
+        output_row=("parameter", *accumulators, "master"),
+        gated=True,
+    )
 
     def register(prepare: Prepare) -> Prepare:
-        @body(own(type_), infer=_types)
+        @body(own(type_), slots=slots)
         def emit(e: Emitter, op: Operator, found_inf: Value | None, *inputs: Value | None) -> list[Value | None]:
             kept = gate(e, found_inf)
-            head, values = inputs[: layout.head - 1], [None, *inputs]
-            scalars = [e.reshape(v, ()) for v in head if v is not None]
+            head, values = inputs[: len(slots.inputs) - 1], [None, *inputs]
+            rate, *shared = [e.reshape(v, ()) for v in head if v is not None]
             if "lr_factor" in op.attrs:
-                scalars[0] = e.Mul(scalars[0], e.like(op.attrs["lr_factor"], scalars[0]))
-            advanced, step = prepare(e, op, *scalars)
+                rate = e.Mul(rate, e.like(op.attrs["lr_factor"], rate))
+            advanced, step = prepare(e, op, rate, *shared)
             results: list[Value | None] = [
                 e.reshape(kept(new, old), was.shape or ())
-                for new, old, was in zip(advanced, scalars[1:], head[1:], strict=True)
+                for new, old, was in zip(advanced, shared, head[1:], strict=True)
                 if was is not None
             ]
-            for index, row in enumerate(layout.read(values)):
-                assert row.parameter is not None and row.gradient is not None
-                old = row.master or row.parameter
-                gradient = e.cast(row.gradient, old.dtype)
-                master, *accumulators = step(index, old, gradient, *row.accumulators)
-                results.append(kept(master, row.parameter))
-                results += [kept(new, was) for new, was in zip(accumulators, row.accumulators, strict=True) if was]
-                results.append(kept(master, row.master) if row.master else None)
+            for index, row in enumerate(slots.rows(values)):
+                parameter, gradient, master = row["parameter"], row["gradient"], row["master"]
+                assert parameter is not None and gradient is not None
+                old = master or parameter
+                before = [row[name] for name in accumulators]
+                new, *after = step(index, old, e.cast(gradient, old.dtype), *before)
+                results.append(kept(new, parameter))
+                results += [kept(value, was) for value, was in zip(after, before, strict=True) if was]
+                results.append(kept(new, master) if master else None)
             return results
 
         return prepare
@@ -152,7 +108,7 @@ def _sgd(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
     return [], step
 
 
-@_update("Momentum")
+@_update("Momentum", accumulators=("velocity",))
 def _momentum(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
     mu = op.attrs["mu"]
 
@@ -167,7 +123,7 @@ def _momentum(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
     return [], step
 
 
-@_update("Lars")
+@_update("Lars", accumulators=("velocity",))
 def _lars(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
     mu, coeff, epsilon = op.attrs["mu"], op.attrs["lars_coeff"], op.attrs["epsilon"]
 
@@ -213,7 +169,7 @@ class _Moments:
         return m, v, e.Div(m, e.Add(e.Sqrt(v), e.cast(self.eps, v.dtype)))
 
 
-@_update("Adam")
+@_update("Adam", _BETAS, _MOMENTS)
 def _adam(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, pow1, pow2)
     rate = e.Mul(lr, moments.rate)
@@ -225,7 +181,7 @@ def _adam(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tupl
     return moments.advanced, step
 
 
-@_update("AdamW")
+@_update("AdamW", _BETAS, _MOMENTS)
 def _adamw(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, pow1, pow2)
     rate = e.Mul(lr, moments.rate)
@@ -240,7 +196,7 @@ def _adamw(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tup
     return moments.advanced, step
 
 
-@_update("Lamb")
+@_update("Lamb", _BETAS, _MOMENTS)
 def _lamb(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, pow1, pow2)
 
@@ -268,6 +224,3 @@ def _both(e: Emitter, size: Value, length: Value, trust: Value) -> Value:
     """``trust`` where both norms are above zero, else 1."""
     zero, one = e.like(0, trust), e.like(1, trust)
     return e.Where(e.And(e.Greater(size, zero), e.Greater(length, zero)), trust, one, shape=())
-
-
-__all__ = ["LAYOUTS", "Layout", "Row"]

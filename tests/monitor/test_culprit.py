@@ -12,9 +12,9 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileErr
 from amp_transpiler.monitor.culprit import called
 from amp_transpiler.monitor.finiteness_probes import PROBES, floats, operators_of, with_probes
 from amp_transpiler.monitor.rerun import Rerun
-from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.view.training_step import training_step
 from tests.helpers import programs
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.tools import overflows

@@ -9,8 +9,8 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentTypeError, NonFiniteError
-from amp_transpiler.monitor.steps import training_step
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.view.training_step import training_step
 from tests.helpers import programs
 from tests.tools.overflows import ready
 

@@ -26,6 +26,7 @@ from amp_transpiler.ir.opdef import body_of, group_inputs, lookup, rule_of
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -44,7 +45,7 @@ from amp_transpiler.passes.lowering.place import Place
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
-_RUNTIME = {"seed": "@rng_seed", "step": "@rng_step"}
+_RUNTIME = {"seed": SEED, "step": STEP}
 
 
 def lower(

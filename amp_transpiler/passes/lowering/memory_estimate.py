@@ -9,10 +9,7 @@ from typing import Any
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
-from amp_transpiler.ops.training.clip import CLIPS
-from amp_transpiler.ops.training.scaling import CHECK
-from amp_transpiler.ops.training.update import LAYOUTS
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
 from amp_transpiler.passes.lowering.in_place import refusals
@@ -21,6 +18,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered, static
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
 from amp_transpiler.passes.lowering.workspace import tensor_bytes
+from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 
 _MIB = 2**20
 _NODE = 2**13  # bytes that a session keeps for each of its nodes, measured
@@ -135,6 +133,7 @@ class _Estimate:
     def __init__(self, program: Graph, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]]) -> None:
         self.program, self.lowered, self.place, self.shapes = program, lowered, place, shapes
         self.live: Liveness = plan(lowered)
+        self.step: TrainingStep = training_step(program)
         self.tensors = {name: value.name for name, value in lowered.tensors.items()}
         self.steps = {node.index: step for step, node in enumerate(self.live.order)}
         self.variable = {tensor: name for name, tensor in reversed(self.tensors.items())}
@@ -168,7 +167,7 @@ class _Estimate:
 
     # -- state -----------------------------------------------------------------------------------------
     def _states(self) -> dict[str, int]:
-        kinds = _kinds(self.program)
+        kinds = _kinds(self.step)
         held = dict.fromkeys(("parameters", "master_weights", "moments", "other_state", "second_buffers"), 0)
         for port in self.lowered.states:
             variable = self.program.var(port.variable)
@@ -209,11 +208,11 @@ class _Estimate:
         return math.prod(self.live.tensors.get(self.live.merged.get(tensor, tensor), ("", ()))[1])
 
     def _gradients(self) -> int:
-        tensors = {
-            self.tensors.get(v.name)
-            for v in self.program.variables
-            if (v.grad_of is not None and v.grad_of.is_parameter) or _processed(v.producer)
-        }
+        gradients = [v for v in self.program.variables if v.grad_of is not None and v.grad_of.is_parameter]
+        processed = [
+            v for part in (*self.step.checks, *self.step.clips) for v in part.operator.outputs if v is not None
+        ]
+        tensors = {self.tensors.get(v.name) for v in (*gradients, *processed)}
         change = [0] * (len(self.live.order) + 1)
         for buffer in self.live.buffers:
             spans = [self.live.spans[name] for name in buffer.tensors if name in tensors]
@@ -240,23 +239,14 @@ class _Estimate:
         return LiveTensor(self.variable.get(tensor, tensor), *self.live.tensors[tensor], buffer.size)
 
 
-def _kinds(program: Graph) -> dict[int, str]:
+def _kinds(step: TrainingStep) -> dict[int, str]:
     """What the update operators keep beside parameters: variable key -> field of the estimate."""
     kinds: dict[int, str] = {}
-    for op in program.operators:
-        if op.domain == OWN and op.type in LAYOUTS:
-            layout = LAYOUTS[op.type]
-            for variable in op.inputs[2 : layout.head]:
-                kinds |= {} if variable is None else {variable.key: "moments"}
-            for row in layout.read(op.inputs):
-                kinds |= {v.key: "moments" for v in row.accumulators if v is not None}
-                kinds |= {row.master.key: "master_weights"} if row.master is not None else {}
+    for update in step.updates:
+        moments = [*update.scalars.values(), *(v for row in update.rows for v in row.accumulators.values())]
+        kinds |= {v.key: "moments" for v in moments if v is not None}
+        kinds |= {row.master.key: "master_weights" for row in update.rows if row.master is not None}
     return kinds
-
-
-def _processed(op: Operator | None) -> bool:
-    """Whether an operator unscales or clips gradients."""
-    return op is not None and op.domain == OWN and (op.type == CHECK or op.type in CLIPS)
 
 
 __all__ = ["LiveTensor", "MemoryEstimate", "memory_estimate"]

@@ -11,12 +11,11 @@ import onnx
 
 from amp_transpiler.errors import StepError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import OWN, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.passes.lowering.lowered import Lowered
-from amp_transpiler.passes.step_check.gated import GatedStates
+from amp_transpiler.passes.view.training_step import kept_on_bad_step, training_step
 
 #: What computes between a gate's condition and the sums that the verdict looks at.
 _VERDICT = frozenset({"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"})
@@ -32,19 +31,18 @@ def check_lowered(program: Graph, lowered: Lowered) -> None:
     every verdict that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
     16-bit gradient that is looked at before it is rounded.
     """
-    gates, states = _Gates(lowered), GatedStates()
+    gates = _Gates(lowered)
     for state, new in program.updates.items():
         gates.carried(state.name)
-        kept = states.of(new)
+        kept = kept_on_bad_step(new)
         if kept is not None and new.producer is not None and new.producer.input(0) is not None:
             gates.check(state.name, kept.name)
     gates.verdicts_agree()
-    for op in program.operators:
-        if op.domain == OWN and op.type == CHECK:
-            for raw, unscaled in zip(op.inputs[1:], op.outputs[1:], strict=True):
-                if raw is not None and unscaled is not None:
-                    gates.looked_at(op.label, unscaled.name)
-                    gates.rounded(op.label, raw)
+    for check in training_step(program).checks:
+        for raw, unscaled in check.gradients:
+            if raw is not None and unscaled is not None:
+                gates.looked_at(check.operator.label, unscaled.name)
+                gates.rounded(check.operator.label, raw)
     if gates.found:
         listed = "\n".join(f"  6: {violation}" for violation in dict.fromkeys(gates.found))
         raise StepError(

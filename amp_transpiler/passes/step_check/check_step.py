@@ -17,23 +17,32 @@ What must hold (numbers as in the messages):
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from amp_transpiler.errors import StepError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
-from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, UPDATE_SCALE, master_type
-from amp_transpiler.ops.training.update import LAYOUTS, Row
+from amp_transpiler.ops.training.random import STEP
+from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
-from amp_transpiler.passes.step_check.gated import GatedStates, gated_states
-from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow, is_own
+from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow
+from amp_transpiler.passes.view.training_step import (
+    FiniteCheck,
+    ParameterUpdate,
+    StepOperator,
+    Update,
+    kept_on_bad_step,
+    replaced,
+    training_step,
+)
 
 #: State that advances on a bad step too.
-UNGATED = frozenset({"@rng_step"})
+UNGATED = frozenset({STEP})
 #: Operators through which a scaled loss stays one, beside views.
 _LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "ReduceSum", "ReduceMean", "Neg"})
 
@@ -64,28 +73,22 @@ class _Step:
 
     def __init__(self, program: Graph) -> None:
         self.program = program
-        ops = [op for op in program.operators if op.domain == OWN]
-        self.checks = [op for op in ops if op.type == CHECK]
-        self.updates = [op for op in ops if op.type in LAYOUTS]
-        self.scalings = [op for op in ops if op.type == UPDATE_SCALE]
-        self.gated = [op for op in ops if gated_states(op)]
-        self.counters = [op for op in ops if op.type == COUNT_BAD]
-        self._kept = GatedStates()
+        self.step = training_step(program)
+        #: What moves the scale and counts for it: every step, a bad one too.
+        self.scaling = (*self.step.scale_updates, *self.step.counters)
         self.found: list[str] = []
 
     def violations(self) -> list[str]:
-        if not self.checks:
+        step = self.step
+        if not step.checks:
             return [f"1: there must be a {CHECK} over the gradients, and there is none"]
-        scales = [scale for op in self.checks if (scale := op.input(0)) is not None]
-        self.flow = GradientFlow(
-            self.program, [*scales, *(moved for op in self.scalings if (moved := op.input(1)) is not None)]
-        )
-        self.scale = scales[0] if scales else None
-        if not self.updates:
+        self.first = step.checks[0].operator.label
+        self.flow = GradientFlow(step)
+        if not step.updates:
             self._add(1, "no operator updates a parameter")
-        for op in [*self.gated, *self.scalings, *self.counters]:
-            self._gated_by_the_verdict(op)
-        for check in self.checks:
+        for part in (*step.gated, *self.scaling):
+            self._gated_by_the_verdict(part)
+        for check in step.checks:
             self._unscaled(check)
         self._scaled_losses()
         for op, grad in self.flow.unscaled_outside:
@@ -94,7 +97,7 @@ class _Step:
                 f"{_said(op)} applies the loss scale to gradient '{grad.name}' in {grad.dtype}; only {CHECK} "
                 "unscales, in fp32",
             )
-        for update in self.updates:
+        for update in step.updates:
             self._update(update)
         self._loss_scaling()
         self._states()
@@ -104,69 +107,65 @@ class _Step:
         self.found.append(f"{point}: {text}")
 
     # -- 1 -------------------------------------------------------------------------------------------
-    def _gated_by_the_verdict(self, op: Operator) -> None:
-        given = op.input(0)
+    def _gated_by_the_verdict(self, part: StepOperator) -> None:
+        op, given = part.operator, part.found_inf
         if given is None:
-            self._add(1, f"{_said(op)} is gated by nothing, not by the verdict of '{self.checks[0].label}'")
+            self._add(1, f"{_said(op)} is gated by nothing, not by the verdict of '{self.first}'")
             return
-        joined, others = _joined(given)
-        missing = [check.label for check in self.checks if check.key not in joined]
-        if len(missing) == len(self.checks):
+        joined, others = _joined(given, [v for check in self.step.checks if (v := check.found_inf) is not None])
+        missing = [check.operator.label for check in self.step.checks if check.found_inf not in joined]
+        if len(missing) == len(self.step.checks):
             made = f", made by {_said(given.producer)}" if given.producer else ""
             self._add(1, f"{_said(op)} is gated by {given.name}{made}, not by the verdict of '{missing[0]}'")
         elif missing:
             self._add(1, f"{_said(op)} is gated by {given.name}, which leaves out the verdict of '{missing[0]}'")
-        elif others and is_own(op, UPDATE_SCALE, COUNT_BAD):
+        elif others and part in self.scaling:
             self._add(1, f"{_said(op)} takes '{others[0].name}' for a bad step; the scale follows the verdict alone")
 
     # -- 3 -------------------------------------------------------------------------------------------
-    def _unscaled(self, check: Operator) -> None:
-        scale = check.input(0)
+    def _unscaled(self, check: FiniteCheck) -> None:
+        scale, label = check.scale, check.operator.label
         if scale is None or scale.dtype != "float32":
-            self._add(3, f"'{check.label}' divides by {scale}; the scale is fp32")
-        elif scale is not self.scale:
-            self._add(
-                3, f"'{check.label}' divides by '{scale.name}', '{self.checks[0].label}' by '{_name(self.scale)}'"
-            )
-        for raw, new in zip(check.inputs[1:], check.outputs[1:], strict=True):
+            self._add(3, f"'{label}' divides by {scale}; the scale is fp32")
+        elif scale is not self.step.scale:
+            self._add(3, f"'{label}' divides by '{scale.name}', '{self.first}' by '{_name(self.step.scale)}'")
+        for raw, new in check.gradients:
             if raw is None or new is None:
-                self._add(3, f"'{check.label}' has an empty slot")
+                self._add(3, f"'{label}' has an empty slot")
                 continue
             mask = self.flow.mask(raw)
             if new.dtype != master_type(raw.dtype):
                 self._add(
                     3,
-                    f"gradient '{raw.name}' is unscaled in {new.dtype} by '{check.label}', not in "
-                    f"{master_type(raw.dtype)}",
+                    f"gradient '{raw.name}' is unscaled in {new.dtype} by '{label}', not in {master_type(raw.dtype)}",
                 )
             if mask & UNSCALED:
-                self._add(3, f"gradient '{raw.name}' is unscaled twice, the second time by '{check.label}'")
+                self._add(3, f"gradient '{raw.name}' is unscaled twice, the second time by '{label}'")
             elif mask & CLIPPED:
                 self._add(3, f"gradient '{raw.name}' is clipped before it is unscaled, by {_said(self.flow.clip(raw))}")
 
     def _scaled_losses(self) -> None:
         """Every loss that gradients start from is multiplied by the scale."""
-        seeds = (v for v in self.program.variables if v.grad_of is not None and v.is_constant)
-        losses = dict.fromkeys(seed.grad_of for seed in seeds if seed.grad_of is not None)
-        for loss in losses:
-            if self.scale is not None and not _multiplied(loss, self.scale):
+        scale = self.step.scale
+        for loss in self.step.scaled_losses:
+            if scale is not None and not _multiplied(loss, scale):
                 self._add(
                     3,
-                    f"the loss '{loss.name}' is not multiplied by '{self.scale.name}', the scale that its "
+                    f"the loss '{loss.name}' is not multiplied by '{scale.name}', the scale that its "
                     f"gradients are divided by; it comes from {_said(loss.producer)}",
                 )
 
     # -- 1, 2, 5 for one update operator -------------------------------------------------------------
-    def _update(self, op: Operator) -> None:
-        layout = LAYOUTS[op.type]
-        for state, new in zip(layout.states(op.inputs), op.outputs, strict=False):
+    def _update(self, update: Update) -> None:
+        op = update.operator
+        for state, new in update.states:
             if state is not None and (new is None or self.program.updates.get(state) is not new):
                 self._add(2, f"{_said(op)} computes a new '{state.name}' that '{state.name}' does not take")
-        for row in layout.read(op.inputs):
-            self._row(op, row)
+        for row in update.rows:
+            self._row(row)
 
-    def _row(self, op: Operator, row: Row[Variable | None]) -> None:
-        parameter, grad, master = row.parameter, row.gradient, row.master
+    def _row(self, row: ParameterUpdate) -> None:
+        op, parameter, grad, master = row.operator, row.parameter, row.gradient, row.master
         if parameter is None or grad is None:
             self._add(1, f"{_said(op)} has a row without parameter or gradient")
             return
@@ -176,7 +175,7 @@ class _Step:
             self._add(
                 1,
                 f"the gradient '{grad.name}' of parameter '{parameter.name}' in {_said(op)} does not come "
-                f"from '{self.checks[0].label}'{alone}",
+                f"from '{self.first}'{alone}",
             )
         elif not self.flow.owned(grad, parameter):
             self._add(
@@ -193,24 +192,26 @@ class _Step:
 
     # -- 4 -------------------------------------------------------------------------------------------
     def _loss_scaling(self) -> None:
-        if len(self.scalings) > 1:
-            labels = ", ".join(_said(op) for op in self.scalings)
-            self._add(4, f"{len(self.scalings)} operators update the loss scale: {labels}")
-        for op in self.scalings:
-            if op.input(1) is not self.scale:
+        scalings, scale = self.step.scale_updates, self.step.scale
+        if len(scalings) > 1:
+            labels = ", ".join(_said(scaling.operator) for scaling in scalings)
+            self._add(4, f"{len(scalings)} operators update the loss scale: {labels}")
+        for scaling in scalings:
+            op = scaling.operator
+            if scaling.scale is not scale:
                 self._add(
-                    4, f"{_said(op)} moves '{_name(op.input(1))}', but gradients are divided by '{_name(self.scale)}'"
+                    4, f"{_said(op)} moves '{_name(scaling.scale)}', but gradients are divided by '{_name(scale)}'"
                 )
-            self._stored(op, op.inputs[1:4], op.outputs[:3])
+            self._stored(scaling)
             attrs = op.attrs
             if attrs["incr_ratio"] < 1 or not 0 < attrs["decr_ratio"] <= 1:
                 self._add(4, f"{_said(op)} has ratios {attrs['incr_ratio']:g} and {attrs['decr_ratio']:g}")
             steps = attrs["incr_every_n_steps"], attrs["decr_every_n_nan_or_inf"]
             if min(steps) < 1:
                 self._add(4, f"{_said(op)} has thresholds {steps[0]} and {steps[1]}")
-        for op in self.counters:
-            self._stored(op, op.inputs[3:6], op.outputs)
-        window = self.program.window
+        for counter in self.step.counters:
+            self._stored(counter)
+        window = self.step.window
         for state in self.program.variables:
             counts = state.persistable and not state.trainable and state.dtype == "int32" and state.producer is None
             moved = state in self.program.updates or (window is not None and state is window.counter)
@@ -221,19 +222,18 @@ class _Step:
                     "updates the scale is gone",
                 )
 
-    def _stored(self, op: Operator, states: Any, values: Any) -> None:
-        for state, new in zip(states, values, strict=True):
+    def _stored(self, part: StepOperator) -> None:
+        for state, new in part.states:
             if (state is not None or new is not None) and (state is None or self.program.updates.get(state) is not new):
-                self._add(4, f"'{_name(state)}' does not take the value that {_said(op)} computes for it")
+                self._add(4, f"'{_name(state)}' does not take the value that {_said(part.operator)} computes for it")
 
     # -- 2 -------------------------------------------------------------------------------------------
     def _states(self) -> None:
-        scaling = {state.key for op in self.scalings for state in op.inputs[1:4] if state is not None}
-        scaling |= {state.key for op in self.counters for state in op.inputs[3:6] if state is not None}
+        scaling = {state.key for part in self.scaling for state, _ in part.states if state is not None}
         for state, new in self.program.updates.items():
-            if state.name in UNGATED or state.key in scaling or self._sum_of_window(state):
+            if state is self.step.rng_step or state.key in scaling or self._sum_of_window(state):
                 continue
-            gated = self._kept.of(new)
+            gated = kept_on_bad_step(new)
             if gated is None:
                 self._add(
                     2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no verdict gates"
@@ -248,31 +248,29 @@ class _Step:
 
     def _sum_of_window(self, state: Variable) -> bool:
         """Whether this is a sum of gradients, which a window of micro-batches adds to and its end clears."""
-        window, cleared = self.program.window, self.program.updates.get(state)
+        window, cleared = self.step.window, self.program.updates.get(state)
         added = None if window is None else window.updates.get(state)
-        if added is None or cleared is None or not is_own(added.producer, ACCUMULATE):
+        if added is None or cleared is None:
             return False
-        assert added.producer is not None
-        before = added.producer.input(2 * added.producer_slot)
-        return before is state and is_own(cleared.producer, RESET) and _reset(cleared) is added
+        return replaced(added, ACCUMULATE) is state and replaced(cleared, RESET) is added
 
     def _stands_for(self, before: Variable, state: Variable, new: Variable) -> bool:
         """Whether ``before`` holds what ``state``, which micro-batches write, was when their window began."""
-        window = self.program.window
+        window = self.step.window
         inside = {} if window is None else window.updates
         return state in inside and before not in inside and self.program.updates.get(before) is new
 
     def _window(self) -> None:
         """What micro-batches write before their window ends must be taken back if it ends badly."""
-        window = self.program.window
+        window = self.step.window
         for state, new in {} if window is None else window.updates.items():
             if self._sum_of_window(state):
                 if state.dtype in HALF:
                     self._add(3, f"{_said(new.producer)} adds up gradients in {state.dtype}, in '{state.name}'")
                 continue
             kept = self.program.updates.get(state)
-            before = None if kept is None else self._kept.of(kept)
-            if state.name not in UNGATED and (before is None or before is state):
+            before = None if kept is None else kept_on_bad_step(kept)
+            if state is not self.step.rng_step and (before is None or before is state):
                 self._add(
                     2,
                     f"state '{state.name}' takes '{new.name}' from {_said(new.producer)} in every "
@@ -280,28 +278,23 @@ class _Step:
                 )
 
 
-def _reset(cleared: Variable) -> Variable | None:
-    """What the zeros ``cleared`` stand in the place of."""
-    return None if cleared.producer is None else cleared.producer.input(cleared.producer_slot)
-
-
-def _joined(verdict: Variable) -> tuple[set[int], list[Variable]]:
-    """The checks whose verdicts ``verdict`` is true for, and the other variables that it is true for."""
-    checks: set[int] = set()
+def _joined(verdict: Variable, checked: Collection[Variable]) -> tuple[set[Variable | None], list[Variable]]:
+    """The verdicts of ``checked`` that ``verdict`` is true for, and the other variables that it is true for."""
+    found: set[Variable | None] = set()
     others: list[Variable] = []
     stack, seen = [verdict], {verdict.key}
     while stack:
         variable = stack.pop()
         op = variable.producer
-        if op is not None and is_own(op, CHECK) and variable.producer_slot == 0:
-            checks.add(op.key)
+        if variable in checked:
+            found.add(variable)
         elif op is not None and not op.domain and (op.type == "Or" or traits_of(op.type).view):
             sources = [v for v in (op.inputs if op.type == "Or" else op.inputs[:1]) if v is not None]
             stack += [v for v in sources if v.key not in seen]
             seen.update(v.key for v in sources)
         else:
             others.append(variable)
-    return checks, others
+    return found, others
 
 
 def _multiplied(loss: Variable, scale: Variable) -> bool:

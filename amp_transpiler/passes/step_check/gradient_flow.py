@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
-from amp_transpiler.ops.training.clip import CLIPS
-from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, UPDATE_SCALE
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.view.training_step import TrainingStep
 
 #: Bits of a mask; the bits above say whose gradient it is.
 SCALED, UNSCALED, CLIPPED = 1, 2, 4
@@ -13,23 +11,23 @@ _OWNERS = 3
 _CLIPS = frozenset({"Clip"})
 
 
-def is_own(op: Operator | None, *types: str) -> bool:
-    """Whether this is one of this package's operators of these types."""
-    return op is not None and op.domain == OWN and op.type in types
-
-
 class GradientFlow:
-    """Masks by variable: which gradients a value is made of, and what has been done to them. One sweep over a program.
+    """Masks by variable: which gradients a value is made of, and what has been done to them. One sweep.
 
     ``unscaled_outside`` lists (operator, gradient) where an operator other than the finite check combines a scaled
-    gradient with what is computed from one of ``scales`` alone.
+    gradient with what is computed from a loss scale alone.
     """
 
-    def __init__(self, program: Graph, scales: list[Variable]) -> None:
+    def __init__(self, step: TrainingStep) -> None:
+        program = step.program
+        self._checks = {check.operator.key: check for check in step.checks}
+        self._clipping = {clip.operator.key for clip in step.clips}
+        self._scaling = {part.operator.key for part in (*step.checks, *step.scale_updates, *step.counters)}
         self._masks: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._clips: dict[int, Operator] = {}
-        self._from_scale = {scale.key for scale in scales}
+        scales = [*(check.scale for check in step.checks), *(scaling.scale for scaling in step.scale_updates)]
+        self._from_scale = {scale.key for scale in scales if scale is not None}
         self.unscaled_outside: list[tuple[Operator, Variable]] = []
         for variable in program.variables:
             if variable.producer is None and variable.grad_of is not None:
@@ -57,15 +55,15 @@ class GradientFlow:
     def _operator(self, op: Operator) -> None:
         inputs = [v for v in op.inputs if v is not None]
         self._scale(op, inputs)
-        if is_own(op, CHECK):
-            for raw, new in zip(op.inputs[1:], op.outputs[1:], strict=False):
+        if op.key in self._checks:
+            for raw, new in self._checks[op.key].gradients:
                 if raw is not None and new is not None:
                     self._masks[new.key] = self.mask(raw) & ~(SCALED | CLIPPED) | UNSCALED
             return
         together = 0
         for read in inputs:
             together |= self.mask(read)
-        by_slot = is_own(op, *CLIPS)
+        by_slot = op.key in self._clipping
         clips = by_slot or (op.type in _CLIPS and not op.domain)
         for slot, made in enumerate(op.outputs):
             if made is None:
@@ -87,7 +85,7 @@ class GradientFlow:
 
     def _scale(self, op: Operator, inputs: list[Variable]) -> None:
         """Follow what is computed from the scale alone, and find gradients that it is applied to."""
-        if is_own(op, CHECK, UPDATE_SCALE, COUNT_BAD) or not any(v.key in self._from_scale for v in inputs):
+        if op.key in self._scaling or not any(v.key in self._from_scale for v in inputs):
             return
         rest = [v for v in inputs if v.key not in self._from_scale and not v.is_constant]
         if not rest:
@@ -95,4 +93,4 @@ class GradientFlow:
         self.unscaled_outside += [(op, v) for v in rest if self.mask(v) & SCALED]
 
 
-__all__ = ["CLIPPED", "SCALED", "UNSCALED", "GradientFlow", "is_own"]
+__all__ = ["CLIPPED", "SCALED", "UNSCALED", "GradientFlow"]

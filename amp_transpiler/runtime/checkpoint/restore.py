@@ -17,6 +17,7 @@ from amp_transpiler.errors import CheckpointMismatchError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import fits
@@ -31,7 +32,6 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
     Key,
     Slot,
     state_slots,
-    trains,
 )
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope
@@ -82,7 +82,7 @@ def restore(
         elif slots[variable].role not in OF_A_MODE:
             found.missing.append(variable.name)
     taken = {slot.key(variable.name) for variable, slot in slots.items()}
-    roles = INFERENCE if weights_only or not trains(program) else None
+    roles = INFERENCE if weights_only or not training_step(program).updates else None
     found.extra = [s.name for key, s in stored.items() if key not in taken and _is_surplus(s, roles)]
     found.converted = taken != set(stored) or any(v.dtype != source.dtype for v, source in sources.items() if source)
     if found.wrong or (strict and (found.missing or found.extra)):

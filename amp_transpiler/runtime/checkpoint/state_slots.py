@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
+from amp_transpiler.ir.nodes import FORWARD, Variable
 from amp_transpiler.ir.tensors import SMALL, as_array, tensor_type
-from amp_transpiler.ops.training.average import AVERAGE, average_states, averaged_parameters
-from amp_transpiler.ops.training.random import SEED, STEP
-from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, GATE, UPDATE_SCALE
-from amp_transpiler.ops.training.schedule import LEARNING_RATE
-from amp_transpiler.ops.training.update import LAYOUTS
+from amp_transpiler.passes.view.training_step import TrainingStep, Update, training_step, ungated
 from amp_transpiler.program import Program
 
 PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
@@ -55,79 +51,63 @@ class Slot:
 
 def state_slots(program: Program) -> dict[Variable, Slot]:
     """The persistable variables of a program, in order, each with what it is for."""
+    step = training_step(program)
     slots: dict[Variable, Slot] = {}
-    for variable, slot in _training_state(program):
+    for variable, slot in _training_state(step):
         if variable is not None and variable.persistable:
             slots.setdefault(variable, slot)
-    return {v: slots.get(v) or Slot(_plain_role(v, program), v.name) for v in program.variables if v.persistable}
+    return {v: slots.get(v) or Slot(_plain_role(v, step), v.name) for v in program.variables if v.persistable}
 
 
-def _training_state(program: Program) -> Iterator[tuple[Variable | None, Slot]]:
-    operators = [op for op in program.operators if op.domain == OWN]
-    for number, op in enumerate(op for op in operators if op.type in LAYOUTS):
-        yield from _optimizer_state(op, number)
-    for number, op in enumerate(op for op in operators if op.type == LEARNING_RATE):
-        yield op.inputs[0], Slot(RATE_STEP, "", number)
-    for number, op in enumerate(op for op in operators if op.type == AVERAGE):
-        step, *averages = average_states(op.inputs)
-        yield step, Slot(AVERAGE_STEP, "", number)
-        yield from ((a, Slot(AVERAGED, p.name, number)) for a, p in zip(averages, averaged_parameters(op), strict=True))
+def _training_state(step: TrainingStep) -> Iterator[tuple[Variable | None, Slot]]:
+    for number, update in enumerate(step.updates):
+        yield from _optimizer_state(update, number)
+    for number, schedule in enumerate(step.schedules):
+        yield schedule.read("step"), Slot(RATE_STEP, "", number)
+    for number, average in enumerate(step.averages):
+        yield average.read("step"), Slot(AVERAGE_STEP, "", number)
+        yield from ((value, Slot(AVERAGED, parameter.name, number)) for parameter, value in step.averaged(average))
     # A static scale has no update, only the check; the alarm's counters come after the three of the rule.
-    for type_, first, last, slot in ((UPDATE_SCALE, 1, 4, 0), (CHECK, 0, 1, 0), (COUNT_BAD, 3, 6, 3)):
-        for number, op in enumerate(op for op in operators if op.type == type_):
-            yield from ((v, Slot(SCALING, str(number), i)) for i, v in enumerate(op.inputs[first:last], slot))
-    if program.window is not None:
-        yield program.window.counter, Slot(TURN)
-        for state, new in program.window.updates.items():
-            yield from _window_state(program, state, new)
+    for number, scaling in enumerate(step.scale_updates):
+        yield from ((state, Slot(SCALING, str(number), i)) for i, (state, _) in enumerate(scaling.states))
+    for number, check in enumerate(step.checks):
+        yield check.scale, Slot(SCALING, str(number))
+    for number, alarm in enumerate(step.counters):
+        yield from ((state, Slot(SCALING, str(number), i)) for i, (state, _) in enumerate(alarm.states, 3))
+    if step.window is not None:
+        yield step.window.counter, Slot(TURN)
+    yield from ((total, Slot(SUM, parameter.name)) for total, parameter in step.sums.items())
+    yield from ((before, Slot(BEFORE, state.name)) for before, state in step.before_window.items())
 
 
-def _window_state(program: Program, state: Variable, new: Variable) -> Iterator[tuple[Variable | None, Slot]]:
-    """The sum of a parameter's gradients; for state of the forward pass, its value before the window."""
-    gate = program.updates[state].producer
-    if new.grad_of is not None:
-        yield state, Slot(SUM, new.grad_of.name)
-    elif gate is not None and gate.type == GATE and gate.domain == OWN and gate.input(1) is not state:
-        yield gate.input(1), Slot(BEFORE, state.name)
-
-
-def _optimizer_state(op: Operator, number: int) -> Iterator[tuple[Variable | None, Slot]]:
-    layout = LAYOUTS[op.type]
-    rate, *scalars = op.inputs[1 : layout.head]
-    yield rate, Slot(RATE, "", number)
-    yield from ((scalar, Slot(kind, "", number)) for kind, scalar in zip(layout.scalars, scalars, strict=True))
-    for row in layout.read(op.inputs):
+def _optimizer_state(update: Update, number: int) -> Iterator[tuple[Variable | None, Slot]]:
+    yield update.learning_rate, Slot(RATE, "", number)
+    yield from ((scalar, Slot(kind, "", number)) for kind, scalar in update.scalars.items())
+    for row in update.rows:
         assert row.parameter is not None
         of = row.parameter.name
         yield row.parameter, Slot(PARAMETER, of)
         yield row.master, Slot(MASTER, of)
-        yield from ((one, Slot(kind, of)) for kind, one in zip(layout.accumulators, row.accumulators, strict=True))
+        yield from ((one, Slot(kind, of)) for kind, one in row.accumulators.items())
 
 
-def _plain_role(variable: Variable, program: Program) -> str:
-    if variable.name in (SEED, STEP):
+def _plain_role(variable: Variable, step: TrainingStep) -> str:
+    if variable is step.rng_seed or variable is step.rng_step:
         return RANDOM
     if variable.trainable:
         return PARAMETER
-    new = program.updates.get(variable)
+    new = step.program.updates.get(variable)
     if new is None:
         return BUFFER if variable.readers else UNUSED
-    maker = new.producer
-    if maker is not None and maker.type == GATE and maker.domain == OWN:
-        value = maker.input(2)
-        maker = value.producer if value is not None else None
-    return STATISTICS if maker is not None and maker.role == FORWARD else STATE
-
-
-def trains(program: Program) -> bool:
-    """Whether the program has an update operator."""
-    return any(op.type in LAYOUTS and op.domain == OWN for op in program.operators)
+    value = ungated(new)
+    forward = value is not None and value.producer is not None and value.producer.role == FORWARD
+    return STATISTICS if forward else STATE
 
 
 def scaler_settings(program: Program) -> list[dict[str, Any]]:
     """The attributes of every loss scaling update of a program."""
-    found = [op for op in program.operators if op.type == UPDATE_SCALE and op.domain == OWN]
-    return [{name: op.attrs[name] for name in op.attrs} for op in found]
+    found = [scaling.operator.attrs for scaling in training_step(program).scale_updates]
+    return [{name: attrs[name] for name in attrs} for attrs in found]
 
 
 # -- fingerprint ---------------------------------------------------------------------------------------
