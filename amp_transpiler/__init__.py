@@ -58,6 +58,7 @@ from amp_transpiler.optimizer import (
 from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.passes.autodiff.segments import recompute
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
+from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import check_step
@@ -97,6 +98,7 @@ __all__ = [
     "MemoryEstimate",
     "Operator",
     "ParamAttr",
+    "Pipeline",
     "Policy",
     "Program",
     "Scope",

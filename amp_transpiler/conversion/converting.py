@@ -19,13 +19,13 @@ from amp_transpiler.conversion.raise_opset import raise_for
 from amp_transpiler.conversion.report.record import Conversion, CutRecord, record_program
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.gc_pause import collector_paused
-from amp_transpiler.ir.inline import inline_functions
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import known_constraints
@@ -218,7 +218,7 @@ class _Job:
         become_constants(program)  # and are stored in 16 bit
         notes = []
         try:
-            program = inline_functions(program)
+            inline_functions(program)
         except GraphError as error:
             notes.append(f"the model's functions stay as they are, in float32: {error}")
         notes.append(raise_for(program, self.dtype))

@@ -7,7 +7,8 @@ Places: ``"cpu"`` (a 16-bit variable is carried as an fp32 tensor that holds 16-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, overload
@@ -251,17 +252,24 @@ class Emitter:
         self, name: str, inputs: Sequence[Value], write: Callable[..., Sequence[Value]]
     ) -> tuple[onnx.GraphProto, list[Value]]:
         """A nested graph and its outputs: ``write(*inputs)`` emits its nodes; it may read values from outside."""
+        with self.nested():
+            within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
+            results = [self.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in write(*within)]
+            inputs_of, outputs_of = (
+                [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in values]
+                for values in (within, results)
+            )
+            return onnx.helper.make_graph(self.nodes, name, inputs_of, outputs_of), results
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Inside the block ``nodes`` are those of a nested graph; what is made there is not known outside."""
         saved = self.nodes, dict(self._widened), dict(self.narrow), dict(self.shared)
         self.nodes = []
-        within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
-        results = [self.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in write(*within)]
-        inputs_of, outputs_of = (
-            [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in values]
-            for values in (within, results)
-        )
-        graph = onnx.helper.make_graph(self.nodes, name, inputs_of, outputs_of)
-        self.nodes, self._widened, self.narrow, self.shared = saved  # what is made within is not known outside
-        return graph, results
+        try:
+            yield
+        finally:
+            self.nodes, self._widened, self.narrow, self.shared = saved
 
     # -- pieces that several bodies share ----------------------------------------------------------
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:

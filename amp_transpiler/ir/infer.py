@@ -7,6 +7,7 @@ through ONNX's own inference, with the values of small integer inputs (shape ari
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class Shapes:
     """
 
     def __init__(
-        self, program: Graph, feed_shapes: dict[str, tuple[int, ...]] | None = None, around: Shapes | None = None
+        self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None, around: Shapes | None = None
     ) -> None:
         self.program = program
         self.types: dict[int, tuple[str | None, Shape | None]] = {}

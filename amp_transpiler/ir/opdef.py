@@ -176,6 +176,11 @@ def body_of(op: Operator) -> Body | None:
     return found.body
 
 
+def has_body(op: Operator) -> bool:
+    """Whether a body is written for the operator, or for one in its nested graphs."""
+    return body_of(op) is not None or any(body_of(inner) for nested in op.attrs.programs for inner in nested.walk())
+
+
 def own(type_: str) -> str:
     """The full type of an operator of this package's domain."""
     return f"{OWN}::{type_}"

@@ -6,7 +6,7 @@ length, are unrolled, so that they have gradients and can be captured in a CUDA 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -17,12 +17,16 @@ from amp_transpiler.ir.clone import insert_graph
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.opdef import has_body
+from amp_transpiler.passes.pipeline import Context, Pass, Value
 
+#: Shapes of feeds that the program does not declare itself.
+FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes")
 #: Operators that the unrolled turns of all loops of a program may have together: a loop in a loop multiplies.
 UNROLL_LIMIT = 20_000
 
 
-def expand_control_flow(program: Graph, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> bool:
+def expand_control_flow(program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None) -> bool:
     """Inline and unroll what is known, in place, whatever comes out of it included; whether anything changed.
 
     ``feed_shapes``: shapes of feeds that the program does not declare itself.
@@ -263,3 +267,22 @@ def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
     out = program.add_variable(program.unique(f"{first.name}.rows"), first.dtype, whole)
     _add(op, "Concat", apart, [out], axis=axis)
     return out
+
+
+@dataclass(frozen=True)
+class ExpandControlFlow(Pass):
+    """An If on a constant becomes the branch that is taken, loops and scans of known length are unrolled.
+
+    ``bodies``: only in a graph where an operator with a body of this package lies in a nested graph.
+    """
+
+    name = "expand-control-flow"
+    takes = (FEED_SHAPES,)
+
+    bodies: bool = False
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return any(has_body(op) for op in graph.nesting) if self.bodies else bool(graph.nesting)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return expand_control_flow(graph, context.get(FEED_SHAPES))

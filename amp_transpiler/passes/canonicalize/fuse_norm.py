@@ -17,6 +17,7 @@ from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import content
 
 
@@ -168,3 +169,23 @@ def _over_last(op: Operator, x: Variable) -> bool:
     known = None if axes is None else constant_array(axes)
     rank = len(x.shape or ())
     return op.attrs.get("keepdims", 1) == 1 and known is not None and known.reshape(-1).tolist() in ([-1], [rank - 1])
+
+
+@dataclass(frozen=True)
+class FuseLayerNorms(Pass):
+    """A layer norm over the last dimension that is written out becomes one operator."""
+
+    name = "fuse-layer-norms"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return bool(fuse_layer_norms(graph))
+
+
+@dataclass(frozen=True)
+class KeepRootMeanSquares(Pass):
+    """An RMS norm that is written out is marked to run in fp32 whatever the lists say."""
+
+    name = "keep-root-mean-squares"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return bool(keep_root_mean_squares(graph))

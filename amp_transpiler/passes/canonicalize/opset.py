@@ -8,6 +8,7 @@ version they were written in until they are trained, or lowered for a place that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 
 Adapter = Callable[[Operator], None]
 #: operator type -> (first version that needs no change, adapter), oldest change first.
@@ -278,3 +280,14 @@ def _group_norm(op: Operator) -> None:
         program.add_operator("Expand", [column, _constant(op, f"wide{slot}", np.array([groups, per_group]))], [wide])
         program.add_operator("Reshape", [wide, _constant(op, f"flat{slot}", np.array([-1]))], [flat])
         op.set_input(slot, flat)
+
+
+@dataclass(frozen=True)
+class Opset(Pass):
+    """Operators of ai.onnx are rewritten to the form that they have at the target opset."""
+
+    name = "opset"
+    guarantees = (Property.TARGET_OPSET,)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return convert_opset(graph)

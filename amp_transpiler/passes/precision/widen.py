@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES, SHORT, numpy_dtype
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.casts import add_cast, cast_target
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.typing import operator_name, programs, signature_of
@@ -206,3 +208,14 @@ def _merge_copies(program: Graph) -> None:
         if np.array_equal(rounded, as_array(variable.data)) and variable not in program.outputs:
             program.replace_uses(variable, whole)
             program.remove_variable(variable)
+
+
+@dataclass(frozen=True)
+class Widen(Pass):
+    """16-bit weights, constants and operators are fp32 with the same values, and casts between them go."""
+
+    name = "widen"
+    needs = (Property.TYPED,)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return bool(widen(graph))

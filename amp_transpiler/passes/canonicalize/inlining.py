@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx.inliner
@@ -10,24 +10,27 @@ import onnx.inliner
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.model_file import ModelFile
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_in import program_of
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.onnx_out import weightless
 from amp_transpiler.ir.proto_residue import plain_domain, source_of
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 
-G = TypeVar("G", bound=Graph)
+#: What of a graph is its content: all but what it is called, its startup program and how it is treated.
+_CONTENT = ("graph", "info", "inputs", "outputs", "updates", "window", "_variables", "_operators", "_next_key")
 
 
-def inline_functions(program: G) -> G:
-    """A program without model-local functions: each call replaced by the function's body.
+def inline_functions(program: Graph) -> bool:
+    """Replace each call of a model-local function by the function's body, in place; whether there are functions.
 
     The operators of a body get role, guard, precision and reason of the call, and its scope where they have none.
-    Variables of the main graph keep names, content and flags; the startup program is shared. A program without
-    functions is returned as it is. GraphError where a body cannot be inlined (a missing function, another opset).
+    Variables of the main graph keep names, content and flags, but are new objects, to be asked for by name; the old
+    ones belong to ``program`` no longer. GraphError where a body cannot be inlined (a missing function, another
+    opset); then nothing has changed.
     """
     if not program.info.functions:
-        return program
+        return False
     try:
         model = onnx.inliner.inline_local_functions(weightless(program))
     except ONNX_ERRORS as error:
@@ -44,8 +47,22 @@ def inline_functions(program: G) -> G:
         )
     _carry_variables(program, new)
     _carry_marks(program, new, _calls(program))
-    new.startup = program.startup
-    return new
+    _exchange(program, new)
+    return True
+
+
+def _exchange(one: Graph, other: Graph) -> None:
+    """Let each graph hold what the other held."""
+    for name in _CONTENT:
+        mine, its = getattr(one, name), getattr(other, name)
+        setattr(one, name, its)
+        setattr(other, name, mine)
+    for graph in (one, other):
+        for variable in graph.variables:
+            variable.program = graph
+        for op in graph._operators.values():
+            op.program = graph
+        graph._touch()
 
 
 def _calls(program: Graph) -> set[tuple[str, str, str]]:
@@ -64,7 +81,15 @@ def _carry_variables(old: Graph, new: Graph) -> None:
         made.dtype, made.shape = variable.dtype or made.dtype, variable.shape or made.shape
         if variable.grad_of is not None and new.has_var(variable.grad_of.name):
             made.grad_of = new.var(variable.grad_of.name)
-    new.updates = {new.var(state.name): new.var(value.name) for state, value in old.updates.items()}
+    new.updates = _named(old.updates, new)
+    if old.window is not None:
+        counter, updates = new.var(old.window.counter.name), _named(old.window.updates, new)
+        new.window = replace(old.window, counter=counter, updates=updates)
+
+
+def _named(updates: dict[Variable, Variable], graph: Graph) -> dict[Variable, Variable]:
+    """Updates by the variables that ``graph`` has under their names."""
+    return {graph.var(state.name): graph.var(value.name) for state, value in updates.items()}
 
 
 def _carry_marks(old: Graph, new: Graph, calls: set[tuple[str, str, str]]) -> None:
@@ -89,3 +114,17 @@ def _mark(op: Operator, call: Operator) -> None:
     for inner in [op, *(o for nested in op.attrs.programs for o in nested.walk())]:
         inner.role, inner.guard, inner.precision, inner.why = call.role, call.guard, call.precision, call.why
         inner.scope = inner.scope or call.scope
+
+
+@dataclass(frozen=True)
+class InlineFunctions(Pass):
+    """Each call of a model-local function becomes the body of the function."""
+
+    name = "inline-functions"
+    guarantees = (Property.INLINED,)
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return bool(graph.info.functions)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return inline_functions(graph)

@@ -1,0 +1,356 @@
+"""Emission: a graph as the ONNX model that a place runs.
+
+CUDA gets real 16-bit operators. The CPU has no 16-bit arithmetic, and stock onnxruntime drops the
+rounding between the fp32 operators that it puts in their place; so on CPU a 16-bit variable is
+stored as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows every operator that stores
+16 bit and can make a new value. Both round at the same points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import onnx
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import Shapes, constant_array, type_proto
+from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
+from amp_transpiler.ir.opdef import body_of, group_inputs, has_body, lookup, rule_of
+from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
+from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.ops.training.random import SEED, STEP
+from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+from amp_transpiler.passes.lowering.lowered import (
+    Lowered,
+    Port,
+    emulated_attribute,
+    live,
+    needed,
+    nested_type,
+    rename_tensors,
+    static,
+    used_tensors,
+)
+
+#: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
+_CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
+_RUNTIME = {"seed": SEED, "step": STEP}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a lowered model gives, by the names of variables.
+
+    ``fetches``: with neither these nor updates, the graph's outputs. ``updates``: those of the graph (True), none
+    (False), or others, {state: its new value}. ``keep_fp32`` (on "cpu" alone): 16-bit variables that keep their fp32
+    value, as if the operators that make them ran in fp32; an operator that makes none of them reads the rounded value.
+    ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
+    """
+
+    fetches: tuple[str, ...] = ()
+    updates: bool | Mapping[str, str] = True
+    keep_fp32: Container[str] = frozenset()
+    declared: bool = True
+
+    def written(self, graph: Graph) -> dict[Variable, Variable]:
+        """The updates as variables of ``graph``."""
+        if isinstance(self.updates, Mapping):
+            return {graph.var(state): graph.var(new) for state, new in self.updates.items()}
+        if not self.updates:
+            return {}
+        return {v: v for v in graph.variables if v.persistable and v.producer is not None} | graph.updates
+
+
+def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> Lowered:
+    """The model that ``place`` runs; only operators that the fetches and the updates need are in it.
+
+    GraphError where a body needs a shape that is not fixed.
+    """
+    return _Emission(graph, place, feed_shapes, wanted).run()
+
+
+class _Emission(EmulatedStorage):
+    def __init__(self, program: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> None:
+        super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
+        self.declared = wanted.declared
+        self.stateless = wanted.updates is False
+        self.program = program
+        self.updates = wanted.written(program)
+        fetches = [program.var(name) for name in wanted.fetches]
+        self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
+        self.order = needed(program, [*self.fetches, *self.updates.values()])
+        self.opset = self.e.opset
+        bodied = any(has_body(op) for op in self.order)
+        # A branch that these shapes never take may not even fit them: then the declared shapes stay.
+        branches = any(op.attrs.programs for op in self.order)
+        self.feed_shapes = {} if branches and not bodied else feed_shapes
+        self.shapes = Shapes(program, feed_shapes) if bodied else None
+        self.e.reserve(v.name for v in program.variables)
+        self.e.runtime_scalar = self._runtime_scalar
+        self.e.known_values = self._known
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.result = Lowered(onnx.ModelProto(), place)
+        self.domains = {"": self.opset}
+
+    # -- the whole -----------------------------------------------------------------------------------
+    def run(self) -> Lowered:
+        for variable in self._sources():
+            self._source(variable)
+        self.result.origins = [None] * len(self.e.nodes)
+        for op in self.order:
+            self.operator(op)
+            self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
+        outputs = self._ports()
+        self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
+        graph = onnx.GraphProto(name=self.program.graph_name)
+        graph.node.extend(self.e.nodes)
+        used = used_tensors(self.e.nodes)  # a body may have read a constant while it was written, and not emitted it
+        graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
+        graph.input.extend(self.inputs)
+        graph.output.extend(outputs)
+        model = self.result.model
+        own = min(self.program.info.ir_version, TARGET_IR_VERSION)
+        model.ir_version = max(8, own) if self.opset < TARGET_OPSET else TARGET_IR_VERSION
+        model.producer_name = "amp_transpiler"
+        model.graph.CopyFrom(graph)
+        for domain, version in sorted(self.domains.items()):
+            model.opset_import.append(onnx.helper.make_opsetid(domain, version))
+        return self.result
+
+    def _sources(self) -> list[Variable]:
+        """Variables without a producer that the needed operators (nested ones too) or the targets read."""
+        seen: dict[int, Variable] = {}
+        for op in self.order:
+            for v in (*op.inputs, *op.captures):
+                if v is not None and v.producer is None:
+                    seen.setdefault(v.key, v)
+        for v in (*self.fetches, *self.updates.values()):
+            if v.producer is None:
+                seen.setdefault(v.key, v)
+        return [seen[key] for key in sorted(seen)]
+
+    def _source(self, variable: Variable) -> None:
+        if variable.is_constant:
+            self.env[variable.key] = self._constant(variable)
+            return
+        if not variable.is_input and not variable.persistable:
+            raise GraphError(
+                f"variable '{variable.name}' of program '{self.program.name}' is read but never written, fed "
+                "or initialised"
+            )
+        if variable.dtype is None and variable.type_proto is None:
+            raise GraphError(f"variable '{variable.name}' of program '{self.program.name}' has no element type")
+        shape = self.feed_shapes.get(variable.name, variable.shape)
+        info = onnx.ValueInfoProto(name=variable.name)
+        info.type.CopyFrom(variable.type_proto if variable.dtype is None else type_proto(variable.dtype, shape))
+        self.inputs.append(info)
+        port = Port(variable.name, variable.name, variable.dtype or "", shape)
+        (self.result.states if variable.persistable else self.result.feeds).append(port)
+        value = Value(variable.name, variable.dtype or "", static(shape))
+        self.env[variable.key] = self._emulated(value)
+
+    def _constant(self, variable: Variable) -> Value:
+        """Constant content as an initializer; on CPU 16-bit content as the fp32 that emulates it."""
+        dtype, shape = tensor_type(variable.data)
+        data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
+        if self.cpu and dtype in HALF:
+            dtype, data = "float32", as_array(data).astype(np.float32)
+        tensor = to_proto(data, variable.name)
+        self.e.initializers[variable.name] = tensor
+        return Value(variable.name, dtype, shape)
+
+    def _known(self, variable: Variable) -> np.ndarray | None:
+        return self.shapes.value(variable) if self.shapes is not None else constant_array(variable)
+
+    def _runtime_scalar(self, what: str) -> Value:
+        if what in _RUNTIME:
+            if not self.program.has_var(_RUNTIME[what]):
+                return self._unseeded(what)
+            variable = self.program.var(_RUNTIME[what])
+            if variable.key not in self.env:
+                self._source(variable)
+            return self.env[variable.key]
+        name = f"@{what}"
+        if name not in self.result.scalars:
+            self.result.scalars.append(name)
+            self.inputs.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []))
+        return Value(name, "float32", ())
+
+    def _unseeded(self, what: str) -> Value:
+        """Randomness of an import, which has no state for it: a run that measures draws the same each time."""
+        if not self.stateless:
+            raise GraphError(
+                f"program '{self.program.name}' draws random numbers (Dropout in training mode), and has "
+                "no state for them before minimize or append_backward; clone(for_test=True) gives a "
+                "program that draws none"
+            )
+        return self.e.const(0, "uint32")
+
+    # -- one operator ---------------------------------------------------------------------------------
+    def operator(self, op: Operator) -> None:
+        first = next((v for v in op.outputs if v is not None), None)
+        self.e.prefix = first.name if first is not None else op.type
+        if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
+            self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
+        elif op.type in ("Cast", "CastLike") and not op.domain:
+            self._cast(op)
+        elif body_of(op) is not None:
+            self._body(op)
+        elif op.domain == OWN:
+            raise GraphError(f"operator '{op.label}' ({op.full_type}) has no body; it cannot be run")
+        else:
+            self._standard(op)
+
+    def _cast(self, op: Operator) -> None:
+        source, target = op.inputs[0], op.outputs[0]
+        assert source is not None and target is not None and target.dtype is not None
+        value = self._read(op, source)
+        if source.dtype == target.dtype:
+            self.env[target.key] = value
+            return
+        proto = op.attrs.proto("saturate") if "saturate" in op.attrs else None
+        extra: dict[str, Any] = {"saturate": proto.i} if proto is not None else {}
+        if target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
+            self.env[target.key] = self.e.cast(value, "float32")
+        elif target.dtype in HALF:
+            self.env[target.key] = self.e.stored(value, target.dtype)
+        elif value.dtype == target.dtype:
+            self.env[target.key] = value
+        else:
+            to = ONNX_TYPES[target.dtype]
+            self.env[target.key] = self.e.op("Cast", value, dtype=target.dtype, shape=value.shape, to=to, **extra)
+
+    def _body(self, op: Operator) -> None:
+        found, function = lookup(op), body_of(op)
+        assert found is not None and function is not None and self.shapes is not None
+        self.e.wanted = [v is not None for v in op.outputs]
+        gradients = [v is not None and v.grad_of is not None for v in op.outputs]
+        self.e.output_shapes = [
+            self.shapes.shape(v) if is_gradient and v is not None else None
+            for v, is_gradient in zip(op.outputs, gradients, strict=True)
+        ]
+        inputs = [None if v is None else self._shaped(op, v) for v in op.inputs]
+        if not found.native:
+            inputs = [None if v is None else self.e.f32(v) for v in inputs]
+        with rule_of(op):
+            results = list(function(self.e, op, *group_inputs(op, inputs)))
+        for variable, value in zip_longest(op.outputs, results):
+            if variable is not None:
+                if value is None:
+                    raise GraphError(f"the body of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'")
+                self.env[variable.key] = self._finished(variable, value, found.exact)
+
+    def _standard(self, op: Operator) -> None:
+        found = lookup(op)
+        exact = found is not None and found.exact
+        real = self.cpu and (op.domain not in _CARRIED or op.type == "BitCast")
+        inputs = [None if v is None else self._read(op, v) for v in op.inputs]
+        if real:
+            inputs = [
+                None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)
+            ]
+        node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type))
+        node.input.extend("" if v is None else v.name for v in inputs)
+        raw: list[Value | None] = []
+        for v in op.outputs:
+            if v is None:
+                raw.append(None)
+                continue
+            rounded = self.cpu and v.dtype in HALF
+            kind = "float32" if rounded and not real else (v.dtype or "")
+            shape = static(self.shapes[v][1]) if self.shapes is not None else static(v.shape)
+            raw.append(Value(self.e.name(op.type) if rounded else v.name, kind, shape))
+        node.output.extend("" if v is None else v.name for v in raw)
+        node.attribute.extend(self._attributes(op, real))
+        for name, nested in op.attrs.graphs.items():
+            node.attribute.append(self._nested(name, nested))
+        if op.domain:
+            self.domains.setdefault(op.domain, self.program.opset(op.domain))
+        self.e.nodes.append(node)
+        for v, value in zip(op.outputs, raw, strict=True):
+            if v is not None and value is not None:
+                self.env[v.key] = self._emulated(value) if real else self._finished(v, value, exact)
+
+    def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
+        protos = op.attrs.protos()
+        return protos if not self.cpu or real else [emulated_attribute(proto) for proto in protos]
+
+    # -- nested graphs ----------------------------------------------------------------------------------
+    def _nested(self, name: str, nested: Graph | list[Graph]) -> onnx.AttributeProto:
+        if isinstance(nested, list):
+            return onnx.helper.make_attribute(name, [self._graph(item) for item in nested])
+        return onnx.helper.make_attribute(name, self._graph(nested))
+
+    def _graph(self, nested: Graph) -> onnx.GraphProto:
+        e, env, shapes = self.e, self.env, self.shapes
+        if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
+            self.shapes = Shapes(nested, around=shapes) if any(has_body(op) for op in nested.operators) else None
+        e.reserve(v.name for v in nested.variables)
+        graph, inner = onnx.GraphProto(name=nested.name or "body"), dict[int, Value]()
+        self.env = inner
+        with e.nested():
+            for v in nested.variables:
+                if v.outer is not None:
+                    inner[v.key] = env[v.outer.key]
+                elif v.is_input:
+                    kind = "float32" if self.cpu and v.dtype in HALF else (v.dtype or "")
+                    info = graph.input.add(name=v.name)
+                    info.type.CopyFrom(nested_type(v, self.cpu))
+                    inner[v.key] = Value(v.name, kind, static(v.shape))
+                    if v.dtype in HALF and nested.parent is not None:
+                        self.result.inner[v.name] = nested.parent
+                elif v.producer is None and v.data is not None:
+                    inner[v.key] = self._constant(v)
+            for op in needed(nested, nested.outputs):
+                count = len(e.nodes)
+                self.operator(op)
+                self.result.inner.update((name, op) for node in e.nodes[count:] for name in node.output)
+            for v in nested.outputs:
+                value = inner[v.key]
+                out = e.op("Identity", value, dtype=value.dtype or "float32")
+                info = graph.output.add(name=out.name)
+                info.type.CopyFrom(nested_type(v, self.cpu))
+            graph.node.extend(e.nodes)
+        self.env, self.shapes = env, shapes
+        return graph
+
+    # -- outputs ------------------------------------------------------------------------------------------
+    def _ports(self) -> list[onnx.ValueInfoProto]:
+        self.e.prefix = ""
+        taken = {i.name for i in self.inputs} | set(self.e.initializers)
+        rename: dict[str, str] = {}
+        outputs: list[onnx.ValueInfoProto] = []
+        ports: dict[tuple[int, str | None], str] = {}
+        wanted = [(v, v, (self.declared and v.declared) or v.dtype, self.result.fetches) for v in self.fetches]
+        wanted += [(state, v, v.dtype, self.result.updates) for state, v in self.updates.items()]
+        for target, variable, dtype, ports_list in wanted:
+            if (variable.key, dtype) not in ports:
+                value = self._output_value(variable, dtype)
+                if value.name in taken or value.name in rename:
+                    value = self.e.op("Identity", value, dtype=value.dtype or "float32")
+                name = variable.name if variable.name not in taken else self.e.name(f"{variable.name}@OUT")
+                rename[value.name] = name
+                taken.add(name)
+                ports[variable.key, dtype] = name
+                proto = variable.type_proto if variable.dtype is None else None
+                info = onnx.ValueInfoProto(name=name)
+                info.type.CopyFrom(type_proto(dtype, self._shape(variable)) if proto is None else proto)
+                outputs.append(info)
+            ports_list.append(Port(target.name, ports[variable.key, dtype], dtype or "", self._shape(variable)))
+        rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
+        for v in self.program.variables:
+            if v.key in self.env:
+                value = self.env[v.key]
+                shape = static(self._shape(v)) if value.shape is None else value.shape
+                self.result.tensors[v.name] = Value(rename.get(value.name, value.name), value.dtype, shape)
+        return outputs
+
+    def _shape(self, variable: Variable) -> Shape | None:
+        return self.shapes[variable][1] if self.shapes is not None else variable.shape
