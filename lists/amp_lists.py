@@ -6,9 +6,10 @@ from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._data import default_lists, known_aliases, resolve
 from amp_transpiler.lists._kernels import unsupported_operators, unsupported_reason
 from amp_transpiler.lists._presets import Preset, find_preset
+from amp_transpiler.spelling import TYPES, read_as
 
 _NO_PRESET = Preset("", frozenset(), (), {})
-_HALF = {"float16": "float16", "fp16": "float16", "half": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+_HALF = ("float16", "bfloat16")
 
 
 class OperatorSet(set[str]):
@@ -80,24 +81,25 @@ class AutoMixedPrecisionLists:
         *,
         preset: str | None = None,
     ) -> None:
-        if not isinstance(dtype, str) or dtype.lower() not in _HALF:
-            raise ListError(f"AutoMixedPrecisionLists: dtype is {dtype!r}; expected 'float16' or 'bfloat16'.")
-        self.dtype = _HALF[dtype.lower()]
-        white = _resolved(custom_white_list, "custom_white_list")
-        black = _resolved(custom_black_list, "custom_black_list")
+        self.dtype: str = read_as(TYPES, dtype)
+        if self.dtype not in _HALF:
+            raise ListError(f"{self._called('dtype')} is {dtype!r}; expected 'float16' or 'bfloat16'.")
+        called_white, called_black = self._called("custom_white_list"), self._called("custom_black_list")
+        white = _resolved(custom_white_list, called_white)
+        black = _resolved(custom_black_list, called_black)
         overlap = sorted(white.keys() & black.keys())
         if overlap:
             given = "; ".join(f"{each}: white as '{white[each]}', black as '{black[each]}'" for each in overlap)
             raise ListError(
-                f"AutoMixedPrecisionLists: custom_white_list and custom_black_list overlap in {', '.join(overlap)} "
-                f"({given}). Take each operator out of one of them."
+                f"{called_white} and {called_black.split()[-1]} overlap in {', '.join(overlap)} ({given}). "
+                "Take each operator out of one of them."
             )
         for operator in white:
             reason = unsupported_reason(operator, self.dtype)
             if reason:
                 raise ListError(
-                    f"AutoMixedPrecisionLists: custom_white_list names '{white[operator]}', but {operator} cannot run "
-                    f"in {self.dtype}: {reason}. Take it out of custom_white_list."
+                    f"{called_white} names '{white[operator]}', but {operator} cannot run in {self.dtype}: {reason}. "
+                    "Take it out of that list."
                 )
         recipe = _NO_PRESET if preset is None else find_preset(preset)
         blackened = (recipe.black - white.keys()) | black.keys()
@@ -105,9 +107,13 @@ class AutoMixedPrecisionLists:
         self.white_list: set[str] = OperatorSet((set(defaults.white) | white.keys()) - blackened)
         self.black_list: set[str] = OperatorSet((set(defaults.black) - white.keys()) | blackened)
         self.gray_list: set[str] = OperatorSet(set(defaults.gray) - white.keys() - blackened)
-        self.black_varnames: set[str] = set(_strings(custom_black_varnames, "custom_black_varnames"))
+        self.black_varnames: set[str] = set(_strings(custom_black_varnames, self._called("custom_black_varnames")))
         self.black_patterns: tuple[str, ...] = recipe.names
         self._custom_black, self._custom_white = frozenset(blackened), frozenset(white)
+
+    def _called(self, argument: str) -> str:
+        """An argument as messages name it."""
+        return f"AutoMixedPrecisionLists: {argument}"
 
     @property
     def amp_dtype(self) -> str:
@@ -148,17 +154,13 @@ def _strings(names: Iterable[str] | None, argument: str) -> list[str]:
     if names is None:
         return []
     if isinstance(names, str):
-        raise ListTypeError(
-            f"AutoMixedPrecisionLists: {argument} is the string {names!r}; expected a list, [{names!r}]."
-        )
+        raise ListTypeError(f"{argument} is the string {names!r}; expected a list, [{names!r}].")
     if not isinstance(names, Iterable):
-        raise ListTypeError(f"AutoMixedPrecisionLists: {argument} is {names!r}; expected a list of strings.")
+        raise ListTypeError(f"{argument} is {names!r}; expected a list of strings.")
     listed = list(names)
     for name in listed:
         if not isinstance(name, str):
-            raise ListTypeError(
-                f"AutoMixedPrecisionLists: {argument} holds {name!r} ({type(name).__name__}); expected strings."
-            )
+            raise ListTypeError(f"{argument} holds {name!r} ({type(name).__name__}); expected strings.")
     return listed
 
 

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from amp_transpiler.cli.check import check
 from amp_transpiler.cli.terminal import complain, printable
 from amp_transpiler.conversion.auto import Stage
-from amp_transpiler.conversion.converting import TOLERANCE
-from amp_transpiler.conversion.converting import convert as convert_model
+from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.conversion.converting import convert_with
 from amp_transpiler.conversion.report.html import to_html
 from amp_transpiler.conversion.report.json import to_json
 from amp_transpiler.conversion.report.record import record_program
@@ -33,13 +33,18 @@ from amp_transpiler.runtime.budget import available_memory
 _LARGE = 100_000_000
 
 
-def run(options: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Convert, write, report; 3 where the tolerance or the check was not met."""
-    _check_paths(options)
-    _check_numbers(options)
+    _check_paths(arguments)
+    bar = _Bar(arguments)
+    options = _options(arguments, bar.stage)
     with Group() as group:
         try:
-            return _run(options, group)
+            with bar:
+                program = convert_with(options, arguments.input)
+                bar.stage("writing")
+                save(program, arguments.output, external_data=arguments.external_data, group=group)
+            return _finished(program, arguments, options, group)
         except KeyboardInterrupt:
             if not group.written:
                 raise
@@ -47,95 +52,82 @@ def run(options: argparse.Namespace) -> int:
             return 130
 
 
-def _run(options: argparse.Namespace, group: Group) -> int:
+def _finished(program: Program, arguments: argparse.Namespace, options: ConversionOptions, group: Group) -> int:
     """All files, the reports too, appear together at the end, after the check."""
-    tolerance, memory = options.tolerance, _bytes(options.memory_budget)
-    bar = _Bar(options)
-    with bar:
-        program = convert_model(
-            options.input,
-            mode=options.mode,
-            dtype=options.dtype,
-            keep_io=_keep_io(options),
-            white_list=options.white_list,
-            black_list=options.black_list,
-            black_varnames=options.black_varnames,
-            only=options.only,
-            exclude=getattr(options, "except"),
-            calibration=options.calibration,
-            tolerance=tolerance if options.mode == "auto" and options.calibration else None,
-            input_ranges=_ranges(options.input_range or []),
-            numeric_guards=not options.no_numeric_guards,
-            record=bool(options.report or options.json),
-            progress=bar.stage,
-            time_budget=options.time_budget,
-            memory_budget=memory or available_memory() * 9 // 10,
-        )
-        bar.stage("writing")
-        save(program, options.output, external_data=options.external_data, group=group)
-    waiting = group.staged(options.output)
-    status = 0
-    if not options.quiet:
-        print(_summary(program, options, model_size(waiting)))
-    if options.check:
-        limit = TOLERANCE[options.dtype] if tolerance is None else tolerance
-        status = check(options.input, str(waiting), program, options.calibration, limit, options.time_budget, memory)
-    _add_reports(program, options, group, waiting)
+    waiting = group.staged(arguments.output)
+    if not arguments.quiet:
+        print(_summary(program, arguments, model_size(waiting)))
+    failures = check(str(waiting), program, options) if options.check else []
+    for failure in failures:
+        told = failure.replace(str(waiting), os.path.basename(waiting))  # it lies where it waits for its name
+        complain(f"check failed: {told}")
+    _add_reports(program, arguments, group, waiting)
     group.commit()
-    beside = f"{options.output}.data"
-    if os.path.exists(beside) and not options.quiet and not any(same_file(beside, one) for one in group.written):
-        print(f"  '{beside}' lies there from before; {options.output} has no use for it")
-    errors = program.conversion.outputs
-    if program.conversion.tolerance is not None and not all(e <= program.conversion.tolerance for e in errors.values()):
-        complain(program.conversion.rounds[-1])
-        status = 3
-    if status:
-        complain(f"{_listed(group.written)} written all the same")
-    return status
+    beside = f"{arguments.output}.data"
+    if os.path.exists(beside) and not arguments.quiet and not any(same_file(beside, one) for one in group.written):
+        print(f"  '{beside}' lies there from before; {arguments.output} has no use for it")
+    verdict = program.conversion.verdict
+    if verdict is not None and verdict.why and not failures:
+        complain(verdict.why)
+    if not failures and (verdict is None or verdict.met):
+        return 0
+    complain(f"{_listed(group.written)} written all the same")
+    return 3
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing."""
-    tolerance = options.tolerance
-    if tolerance is not None and not (options.calibration or options.check):
-        raise ArgumentError("--tolerance is kept to on data: give --calibration as well, or --check")
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise ArgumentError(f"--tolerance is a relative error, 0 or above, such as 0.01; got {tolerance}")
-    for option, value in (("--time-budget", options.time_budget), ("--memory-budget", options.memory_budget)):
-        if value is not None and not 0 < value < math.inf:
-            raise ArgumentError(f"{option} is a number above 0; got {value}")
+def _options(arguments: argparse.Namespace, progress: Callable[[str], None]) -> ConversionOptions:
+    """What was asked for; lists that were not given are None."""
+    memory = _bytes(arguments.memory_budget)
+    if memory is None and arguments.calibration:
+        memory = available_memory() * 9 // 10
+    return ConversionOptions(
+        mode=arguments.mode,
+        dtype=arguments.dtype,
+        keep_io=False if arguments.no_keep_io else arguments.keep_io or True,
+        white_list=arguments.white_list,
+        black_list=arguments.black_list,
+        black_varnames=arguments.black_varnames,
+        only=arguments.only,
+        exclude=getattr(arguments, "except"),
+        calibration=arguments.calibration,
+        tolerance=arguments.tolerance,
+        input_ranges=_ranges(arguments.input_range or []),
+        numeric_guards=not arguments.no_numeric_guards,
+        record=bool(arguments.report or arguments.json),
+        check=arguments.check,
+        progress=progress,
+        time_budget=arguments.time_budget,
+        memory_budget=memory,
+        flags=True,
+    )
 
 
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(min(gib, 1 << 30) * (1 << 30))
+def _bytes(gib: Any) -> Any:
+    """GiB in bytes; what is no budget as it was typed, for the message that refuses it."""
+    usable = isinstance(gib, int | float) and 0 < gib < math.inf
+    return int(min(gib, 1 << 30) * (1 << 30)) if usable else gib
 
 
 def _listed(paths: Sequence[Path]) -> str:
     return ", ".join(f"'{path}'" for path in paths)
 
 
-def _check_paths(options: argparse.Namespace) -> None:
+def _check_paths(arguments: argparse.Namespace) -> None:
     """Refuse before the work what could not be written after it."""
-    output, data = Path(options.output), options.external_data
-    read = model_files(options.input)
+    output, data = Path(arguments.output), arguments.external_data
+    read = model_files(arguments.input)
     beside = output.parent / (data if isinstance(data, str) else f"{output.name}.data")
     external = data is not None or len(read) > 1  # else it is large models alone that get a data file
     outputs = {
-        "OUT.onnx": options.output,
+        "OUT.onnx": arguments.output,
         "--external-data": beside if external else None,
-        "--report": options.report,
-        "--json": options.json,
+        "--report": arguments.report,
+        "--json": arguments.json,
     }
-    check_outputs(outputs, {"IN.onnx": read, "--calibration": options.calibration or []})
+    check_outputs(outputs, {"IN.onnx": read, "--calibration": arguments.calibration or []})
     if external and not isinstance(data, str):
         check_unnamed(output, beside)
-    check_space(options.output, model_size(options.input) // 2)
-
-
-def _keep_io(options: argparse.Namespace) -> Any:
-    if options.no_keep_io:
-        return False
-    return options.keep_io or True
+    check_space(arguments.output, model_size(arguments.input) // 2)
 
 
 def _ranges(texts: list[str]) -> dict[str, tuple[float, float]]:
@@ -152,14 +144,14 @@ def _ranges(texts: list[str]) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def _summary(program: Program, options: argparse.Namespace, size: int) -> str:
+def _summary(program: Program, arguments: argparse.Namespace, size: int) -> str:
     own = [op for op in program.walk() if not inserted(op)]
     casts = sum(inserted(op) for op in program.walk())
-    halves = sum(op.precision == options.dtype for op in own)
     done = program.conversion
+    halves = sum(op.precision == done.dtype for op in own)
     lines = [
-        f"{options.output}: {halves} of {len(own)} operators in {options.dtype}, {casts} casts inserted, "
-        f"{model_size(options.input):,} -> {size:,} bytes"
+        f"{arguments.output}: {halves} of {len(own)} operators in {done.dtype}, {casts} casts inserted, "
+        f"{model_size(arguments.input):,} -> {size:,} bytes"
     ]
     actions: dict[str, list[str]] = {}
     for note in done.constants:
@@ -168,28 +160,29 @@ def _summary(program: Program, options: argparse.Namespace, size: int) -> str:
         some = f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}"
         lines.append(f"  constant{'s' * (len(names) > 1)} {some}: {action}")
     lines += [f"  {line}" for line in (*done.notes, *done.rounds)]
-    lines += [f"  output '{name}': relative error {error:.3g}" for name, error in done.outputs.items()]
+    if not arguments.check:  # which tells them itself
+        lines += [f"  output '{name}': relative error {error:.3g}" for name, error in done.outputs.items()]
     return "\n".join(map(printable, lines))
 
 
-def _add_reports(program: Program, options: argparse.Namespace, group: Group, written: Path) -> None:
+def _add_reports(program: Program, arguments: argparse.Namespace, group: Group, written: Path) -> None:
     done = program.conversion
-    if options.report or options.json:
+    if arguments.report or arguments.json:
         done.after = record_program(program, written)
-    if options.report:
-        group.add(options.report, put(to_html(done).encode("utf-8")))
-    if options.json:
-        group.add(options.json, put(to_json(done).encode("ascii")))
+    if arguments.report:
+        group.add(arguments.report, put(to_html(done).encode("utf-8")))
+    if arguments.json:
+        group.add(arguments.json, put(to_json(done).encode("ascii")))
 
 
 class _Bar:
     """A progress bar for large models, on a terminal."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        large = model_size(options.input) >= _LARGE or bool(options.calibration)
-        shown = large and not options.quiet and sys.stderr.isatty()
-        self.runs = bool(options.calibration)  # which the bar counts then: what lies between them does not take long
-        total, unit = (None, "run") if self.runs else (5, "stage")
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        large = model_size(arguments.input) >= _LARGE or bool(arguments.calibration)
+        shown = large and not arguments.quiet and sys.stderr.isatty()
+        self.runs = bool(arguments.calibration)  # which the bar counts then: what lies between them does not take long
+        total, unit = (None, "run") if self.runs else (5 + arguments.check, "stage")
         self.bar = tqdm(total=total, disable=not shown, leave=False, unit=unit)
         self.stage: Callable[[str], None] = self._stage
 

@@ -6,7 +6,8 @@ import argparse
 import difflib
 
 from amp_transpiler.cli.terminal import printable, typed
-from amp_transpiler.conversion.converting import convert
+from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.conversion.converting import convert_with
 from amp_transpiler.conversion.report.summary import group
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.metadata import inserted
@@ -22,9 +23,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the reasons of all operators in groups, or all that is known of some."""
     head, program = "", Program.from_onnx(options.model)
     if not any(op.reason for op in program.walk()):
-        done = f"convert --mode {options.mode} --dtype {options.dtype}"
+        asked = ConversionOptions(mode=options.mode, dtype=options.dtype, flags=True)
+        done = f"convert {asked.said('mode')} {asked.said('dtype')}"
         head = f"{options.model} carries no reasons; {done} would do this:\n"
-        program = convert(options.model, mode=options.mode, dtype=options.dtype)
+        program = convert_with(asked, options.model)
     ops = _chosen(program, list(map(typed, options.nodes))) if options.nodes else []
     print(head + ("\n\n".join(_operator(op) for op in ops) if options.nodes else _groups(program)))
     return 0

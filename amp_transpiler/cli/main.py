@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from amp_transpiler.cli import convert, diff, explain, info, train
 from amp_transpiler.cli.output import patient_output
-from amp_transpiler.cli.terminal import complain, plain_warnings, safe_streams
+from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
+from amp_transpiler.conversion.conversion_options import MODES, TOLERANCE, ConversionOptions
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
-from amp_transpiler.passes.partition.assign_precision import MODES
 from amp_transpiler.version import __version__
 
 _EXAMPLES = """examples:
@@ -60,8 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _precision_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=MODES, default="pure-fp16", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16", help="default: %(default)s")
+    modes, types = "{" + ",".join(MODES) + "}", "{" + ",".join(TOLERANCE) + "}"
+    parser.add_argument("--mode", metavar=modes, default=ConversionOptions.mode, help="default: %(default)s")
+    parser.add_argument("--dtype", metavar=types, default=ConversionOptions.dtype, help="default: %(default)s")
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     many(data, "--calibration", "FILE", "samples of the inputs: npz files, or folders of npz or npy files")
     data.add_argument(
         "--tolerance",
-        type=float,
+        type=number,
         metavar="ERROR",
         help="relative L2 error of an output to keep to (default: 0.01, bfloat16 0.05)",
     )
@@ -109,14 +110,14 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits of running the model (--check, --calibration)")
     limits.add_argument(
         "--time-budget",
-        type=float,
+        type=number,
         metavar="SECONDS",
         help="for one run (default: 8 for --check on a synthetic sample, 60 on calibration data, and one "
         "more for every 2 MB of weights and data)",
     )
     limits.add_argument(
         "--memory-budget",
-        type=float,
+        type=number,
         metavar="GIB",
         help="beyond the model itself (default: 0.7 and 16 times the weights for --check on a synthetic "
         "sample, what is free on calibration data)",

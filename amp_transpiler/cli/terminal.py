@@ -59,6 +59,16 @@ def typed(argument: str) -> str:
         return argument
 
 
+def number(text: str) -> float | int | str:
+    """A number as the user typed it; what is none as it stands, for the message that refuses it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 class _Stream:
     """A text stream that shows what steers a terminal, and what its encoding lacks, as escapes."""
 

@@ -8,15 +8,19 @@ tells what operators add to the error, and a search on a budget of runs (:mod:`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
 from amp_transpiler.conversion.calibration.trials import Trials
+from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.report.record import RangeRecord
+from amp_transpiler.conversion.steps import assigned, constraints_of
+from amp_transpiler.conversion.verdict import CALIBRATION, Verdict, beyond
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
@@ -51,15 +55,6 @@ class Stage(str):
         return self
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What a conversion does without data: the constraints of a program, and the assignment under them."""
-
-    constraints: Callable[[Program], Constraints | None]
-    assign: Callable[[Program, Constraints | None], Assignment]
-    progress: Callable[[str], None]
-
-
 @dataclass
 class Outcome:
     """A converted program, and what was measured on the way."""
@@ -70,16 +65,8 @@ class Outcome:
     operators: list[Operator] = field(default_factory=list)
     rounds: list[str] = field(default_factory=list)
     measurement: Measurement | None = None
-
-    @property
-    def outputs(self) -> dict[str, float]:
-        """The error of each output."""
-        return dict(self.measurement.outputs) if self.measurement else {}
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        """The output that is furthest off, and its error."""
-        return max(self.outputs.items(), key=lambda item: _key(item[1]), default=("", 0.0))
+    verdict: Verdict | None = None
+    expected: Sequence[Sequence[Any]] | None = None
 
     def ranges(self) -> tuple[RangeRecord, ...]:
         """What was measured of each tensor, in program order."""
@@ -90,30 +77,29 @@ class Outcome:
 
 
 def search(
-    program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float, steps: Steps
+    program: Program, batches: Sequence[dict[str, np.ndarray]], options: ConversionOptions, original: Program
 ) -> Outcome:
-    """The conversion of ``program``, which is left as it is, that keeps to ``tolerance`` on the batches.
+    """The conversion of ``program``, which is left as it is: in auto mode the one that keeps to the tolerance on the
+    batches, in the others, in two runs at most, the one without what does not fit the format on them.
 
-    The last round of the outcome says so where no conversion does. An infinite tolerance is always kept to, so that
-    two runs are enough.
+    Its verdict is on the outputs of ``original``, the model before any preparation. Where no conversion keeps to the
+    tolerance, the verdict and the last round say so.
     """
-    return _Search(program, batches, dtype, tolerance, steps).run()
+    return _Search(program, batches, options, original).run()
 
 
 class _Search:
     def __init__(
-        self, program: Program, batches: Sequence[dict[str, np.ndarray]], dtype: str, tolerance: float, steps: Steps
+        self, program: Program, batches: Sequence[dict[str, np.ndarray]], options: ConversionOptions, original: Program
     ) -> None:
-        self.program, self.batches, self.dtype = program, batches, dtype
-        self.tolerance, self.steps = tolerance, steps
+        self.program, self.batches, self.options, self.dtype = program, batches, options, options.dtype
+        self.tolerance = math.inf if options.allowed is None else options.allowed
         self.tensors: dict[str, Reason] = {}
         self.rounds: list[str] = []
-        self.runs, self.most = (
-            0,
-            2 if math.isinf(tolerance) else 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING),
-        )
-        self.expected = outputs_of(program, batches)
-        self.reference = _saturated(program, steps)
+        most = 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING)
+        self.runs, self.most = 0, most if options.searches else 2
+        self.expected = outputs_of(original, batches)
+        self.reference = _saturated(program, options)
 
     def run(self) -> Outcome:
         """The conversion."""
@@ -123,18 +109,16 @@ class _Search:
         if self.tensors:
             self._note(first, f"; {len(self.tensors)} tensors do not fit {self.dtype}")
             first = self._measured(self._converted({}))
-        if self._keeps(first):
-            self._note(first, "" if math.isinf(self.tolerance) else f", within {self.tolerance:g}")
+        if not self.options.searches or _judged(first).met:
+            self._note(first, f", within {self.tolerance:g}" if self.options.searches else "")
             return first
         self._note(first, f", above {self.tolerance:g}: operators return to float32")
         everything = {i: Reason(Kind.TOGETHER) for i, op in enumerate(first.operators) if op.precision == self.dtype}
         last = self._measured(self._converted(everything), tensors=False)
-        if not self._keeps(last):
-            self._note(
-                last,
-                f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met{_why(*last.worst)}",
-            )
-            return self._measured(last)
+        if not _judged(last).met:
+            why = _why(*_judged(last).worst)
+            self._note(last, f": nothing is left to return to float32, so that {self.tolerance:g} cannot be met{why}")
+            return self._measured(last, why=self.rounds[-1])
         return self._chosen(first, last)
 
     def _chosen(self, first: Outcome, last: Outcome) -> Outcome:
@@ -156,14 +140,13 @@ class _Search:
             self.expected[some],
             names,
         )
-        missed = [name for name, error in first.outputs.items() if not error <= self.tolerance]
-
+        missed = _judged(first).missed
         worst: dict[frozenset[int], str] = {}
 
         def error(kept: frozenset[int]) -> float:
             self._progress(f"{len(trials.units) - len(kept)} of {len(trials.units)} operators in {self.dtype}")
             found = trials.errors(kept)
-            worst[kept] = max(missed, key=lambda name: _key(found[name]))
+            worst[kept] = max(missed, key=lambda name: beyond(found[name]))
             return found[worst[kept]]
 
         search, limit = Bisection(trials.units, error), ROOM * self.tolerance
@@ -172,11 +155,11 @@ class _Search:
             if len(found.kept) == len(trials.units):
                 break
             outcome = self._measured(self._converted(self._reasons(found, trials, worst)), tensors=False)
-            if self._keeps(outcome):
+            if _judged(outcome).met:
                 self._note(outcome, f", within {self.tolerance:g} ({trials.runs} runs)")
                 return self._measured(outcome)
             self._note(outcome, f", above {self.tolerance:g}: more return")
-            limit *= min(self.tolerance / _key(outcome.worst[1]), TIGHTER)
+            limit *= min(self.tolerance / beyond(_judged(outcome).worst[1]), TIGHTER)
         least = min(search.groups, key=lambda group: group.error)
         adds = f"{_count(least.members)}, adds {_percent(least.error)} by itself"
         self._note(
@@ -203,26 +186,33 @@ class _Search:
         """The conversion with these operators, by their place, in fp32."""
         copy = self.program.clone()
         operators = list(copy.walk())
-        constraints = self.steps.constraints(copy)
+        constraints = constraints_of(copy, self.options)
         if constraints is not None:
             for name, why in self.tensors.items():
                 constraints.keep_tensor(copy.var(name), why)
             for i, why in kept.items():
                 constraints.keep(operators[i], why)
-        return Outcome(copy, constraints, self.steps.assign(copy, constraints), operators, self.rounds)
+        made = assigned(copy, constraints, self.options)
+        return Outcome(copy, constraints, made, operators, self.rounds, expected=self.expected)
 
-    def _measured(self, outcome: Outcome, *, tensors: bool = True) -> Outcome:
+    def _measured(self, outcome: Outcome, *, tensors: bool = True, why: str = "") -> Outcome:
         self._progress(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}")
-        outcome.measurement = measure(
-            self.reference, outcome.program, self.batches, self.dtype, expected=self.expected, tensors=tensors
+        known = outcome.measurement.outputs if outcome.measurement is not None else None
+        found = measure(
+            self.reference,
+            outcome.program,
+            self.batches,
+            self.dtype,
+            expected=self.expected,
+            outputs=known,
+            tensors=tensors,
         )
+        outcome.measurement = found
+        outcome.verdict = Verdict(found.outputs, CALIBRATION, self.options.allowed, why)
         return outcome
 
-    def _keeps(self, outcome: Outcome) -> bool:
-        return all(_key(error) <= self.tolerance for error in outcome.outputs.values())
-
     def _note(self, outcome: Outcome, what: str) -> None:
-        name, error = outcome.worst
+        name, error = _judged(outcome).worst
         self.rounds.append(
             f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}; worst output "
             f"'{name}': error {error:.3g}{what}"
@@ -233,13 +223,18 @@ class _Search:
         count = len(self.batches)
         samples = f"{count} sample{'s' * (count != 1)}"
         line = f"run {self.runs} of at most {self.most} on {samples}: {what}"
-        self.steps.progress(Stage(line, self.runs, self.most))
+        self.options.tell(Stage(line, self.runs, self.most))
 
 
-def _saturated(program: Program, steps: Steps) -> Program:
+def _judged(outcome: Outcome) -> Verdict:
+    assert outcome.verdict is not None
+    return outcome.verdict
+
+
+def _saturated(program: Program, options: ConversionOptions) -> Program:
     """The program with the masks that a conversion saturates: their fp32 values would count as an overflow."""
     copy = program.clone()
-    constraints = steps.constraints(copy)
+    constraints = constraints_of(copy, options)
     for variable, value in (constraints.replaced if constraints else {}).items():
         saturate(variable, value)
     return copy
@@ -271,10 +266,6 @@ def _count(operators: Sequence[int]) -> str:
 
 def _percent(error: float) -> str:
     return f"{100 * error:.2g} %" if math.isfinite(error) else "what is not finite"
-
-
-def _key(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def _why(output: str, error: float) -> str:

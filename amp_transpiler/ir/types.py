@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.spelling import TYPES
 
 #: name -> onnx.TensorProto element type; the names are numpy's and ml_dtypes'.
 ONNX_TYPES: dict[str, int] = {
@@ -30,17 +31,8 @@ HALF = frozenset({"float16", "bfloat16"})
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2}
 
-_ALIASES = {
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "bf16": "bfloat16",
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-}
 # ml_dtypes spells its small floats otherwise: float8_e4m3fn, float4_e2m1fn, …
-_ALIASES |= {
+_ALIASES = TYPES | {
     np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number)).name: name
     for name, number in ONNX_TYPES.items()
     if name.startswith(("float8", "float6", "float4"))

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("mode", "halves"),
-    [("pure-fp16", "3 of 3 operators in float16, 2 casts"), ("mixed", "1 of 3 operators in float16, 2 casts")],
+    [("pure", "3 of 3 operators in float16, 2 casts"), ("mixed", "1 of 3 operators in float16, 2 casts")],
 )
 def test_converted_models_load_and_agree(
     model: Path, tmp_path: Path, mode: str, halves: str, capsys: pytest.CaptureFixture[str]
@@ -96,5 +96,5 @@ def test_wrong_usage_is_status_2() -> None:
     with pytest.raises(SystemExit) as done:
         main(["convert"])
     assert done.value.code == 2
-    with pytest.raises(amp.AmpError, match="mode is one of pure-fp16, mixed"):
+    with pytest.raises(amp.AmpError, match="expected one of pure, mixed, auto"):
         amp.convert("model.onnx", mode="fp16")

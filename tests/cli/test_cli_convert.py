@@ -213,8 +213,16 @@ def test_info_names_what_leaves_cuda(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["{model}", "{out}", "--only", "encoder/*", "--except", "*"], 2, "nothing is left to convert"),
         (["{model}", "{out}", "--keep-io", "z"], 2, "'z', which is no input or output"),
         (["{model}", "{out}", "--keep-io", "y", "--no-keep-io"], 2, "not allowed with"),
-        (["{model}", "{out}", "--tolerance", "0.1"], 2, "give --calibration as well"),
-        (["{model}", "{out}", "--mode", "auto", "--calibration", "{sample}", "--tolerance", "-1"], 2, "0 or above"),
+        (
+            ["{model}", "{out}", "--tolerance", "0.1"],
+            2,
+            "give --mode auto and --calibration, which keep to it, or --check",
+        ),
+        (
+            ["{model}", "{out}", "--mode", "auto", "--calibration", "{sample}", "--tolerance", "-1"],
+            2,
+            "--tolerance is -1; expected a number above 0",
+        ),
         (["{model}", "{out}", "--input-range", "x"], 2, "NAME=LOW:HIGH"),
         (["{model}", "{out}", "--input-range", "x=1:0"], 2, "least value first"),
         (["{model}", "{out}", "--input-range", "z=0:1"], 2, "'z', which is no floating-point input"),
@@ -281,9 +289,9 @@ def test_an_interrupt_leaves_nothing(
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
-        ({"keep_io": "y"}, ArgumentTypeError, "list of names"),
-        ({"only": "a"}, ArgumentTypeError, "list of patterns"),
-        ({"tolerance": 0.1}, ArgumentError, "mode 'auto'"),
+        ({"keep_io": "y"}, ArgumentTypeError, "keep_io is 'y'; expected True, False or a list of names"),
+        ({"only": "a"}, ArgumentTypeError, "only is 'a'; expected a list of names or patterns"),
+        ({"tolerance": 0.1}, ArgumentError, "give mode=auto and calibration"),
         ({"mode": "auto", "calibration": {}, "tolerance": 0.0}, ArgumentError, "above 0"),
         ({"input_ranges": {"x": (0.0, float("nan"))}}, ArgumentError, "least value first"),
     ],

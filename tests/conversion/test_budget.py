@@ -149,12 +149,12 @@ def test_tolerance_0_means_0(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--time-budget", "0"], "--time-budget is a number above 0; got 0"),
-        (["--time-budget", "nan"], "got nan"),
-        (["--memory-budget", "-1"], "--memory-budget is a number above 0; got -1"),
-        (["--memory-budget", "inf"], "got inf"),
-        (["--tolerance", "nan", "--check"], "got nan"),
-        (["--tolerance", "inf", "--check"], "got inf"),
+        (["--time-budget", "0"], "--time-budget is 0; expected a number above 0"),
+        (["--time-budget", "nan"], "is nan; expected a number"),
+        (["--memory-budget", "-1"], "--memory-budget is -1; expected a number above 0"),
+        (["--memory-budget", "inf"], "is inf; expected a number"),
+        (["--tolerance", "nan", "--check"], "is nan; expected a number"),
+        (["--tolerance", "inf", "--check"], "is inf; expected a number"),
     ],
 )
 def test_numbers_that_mean_nothing(

@@ -23,7 +23,7 @@ from tests.helpers.where import DATA, NO_DATA, ROOT, TRAPS
 MODELS = DATA / "onnx_models"
 PACKAGE = Path(onnx.backend.test.__file__).parent / "data"
 TRAINED = ["silero_vad", "magika_v3_3", "ultraface_rfb320", "dtln_1", "gtcrn_simple", "mnist_cntk", "ppocr_cls"]
-MODES = [("pure-fp16", "float16"), ("mixed", "float16"), ("pure-fp16", "bfloat16"), ("mixed", "bfloat16")]
+MODES = [("pure", "float16"), ("mixed", "float16"), ("pure", "bfloat16"), ("mixed", "bfloat16")]
 #: Relative L2 error of whole models: what faithful 16-bit execution was seen to give, with room.
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
 needs_models = pytest.mark.skipif(not MODELS.exists(), reason=NO_DATA)
@@ -199,7 +199,7 @@ def test_models_of_the_onnx_package(folder: str, dtype: str) -> None:
             wanted = full.run(None, feed)
         except Exception:  # onnxruntime's errors have no common base; what it cannot run cannot be compared
             continue
-        mode = ("pure-fp16", "mixed", "auto")[number % 3]
+        mode = ("pure", "mixed", "auto")[number % 3]
         program = amp.convert(model, mode=mode, dtype=dtype)
         well_formed(program.to_onnx(), dtype)
         if program.opset() < 7:  # operators that broadcast by other rules convert, but our CPU lowering refuses them
@@ -222,11 +222,11 @@ def _proto(path: Path) -> Any:
 @pytest.mark.parametrize("path", sorted((PACKAGE / "light").glob("*.onnx")), ids=lambda path: path.stem)
 def test_light_models_of_the_onnx_package(path: Path) -> None:
     model = onnx.load(path)
-    for mode in ("pure-fp16", "mixed"):
+    for mode in ("pure", "mixed"):
         well_formed(amp.convert(model, mode=mode).to_onnx(), "float16", loads=mode == "mixed")
 
 
-@pytest.mark.parametrize("mode", ["pure-fp16", "mixed", "auto"])
+@pytest.mark.parametrize("mode", ["pure", "mixed", "auto"])
 @pytest.mark.parametrize("name", ["light_squeezenet", "light_inception_v1", "light_shufflenet"])
 def test_activations_beyond_the_format_on_the_data_stay_fp32(name: str, mode: str) -> None:
     """The dummy weights of the first two bring activations to 9e9 and beyond."""

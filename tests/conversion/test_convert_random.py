@@ -229,7 +229,7 @@ def check(seed: int) -> bool:
         wanted = session(model).run(None, feed)
     except Exception:  # onnxruntime's errors have no common base; a model that it cannot run is no test of ours
         return False
-    mode, dtype = rng.choice(["pure-fp16", "mixed", "auto"]), rng.choice(["float16", "float16", "bfloat16"])
+    mode, dtype = rng.choice(["pure", "mixed", "auto"]), rng.choice(["float16", "float16", "bfloat16"])
     options: dict[str, Any] = {"mode": mode, "dtype": dtype, "keep_io": rng.random() < 0.7}
     if mode == "auto" and rng.random() < 0.5:
         options["calibration"] = feed

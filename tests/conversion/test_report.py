@@ -13,6 +13,7 @@ from amp_transpiler.conversion.report.html import to_html, write_html
 from amp_transpiler.conversion.report.json import FORMAT, to_json, write_json
 from amp_transpiler.conversion.report.layout import layout, spread
 from amp_transpiler.conversion.report.record import Conversion, record_program
+from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.ir.reasons import Kind, Reason
 from tests.helpers import golden
 from tests.helpers.reports import conversion, measured
@@ -143,7 +144,9 @@ def test_json_round_trip(tmp_path):
     write_json(record, tmp_path / "r.json")
     read = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"), parse_constant=refuse)
     fields = [f.name for f in dataclasses.fields(record)]
-    assert list(read) == ["format", *fields] and read["format"] == FORMAT
+    place = fields.index("verdict")
+    assert list(read) == ["format", *fields[:place], "outputs", "tolerance", *fields[place + 1 :]]
+    assert read["format"] == FORMAT
     assert read["outputs"] == {"y": 1e-3, "z": "NaN"}
     assert read["ranges"][1]["largest"] == "Infinity" and read["constants"][0]["worst"] == "-Infinity"
     for which in ("before", "after"):
@@ -176,7 +179,7 @@ def test_paths_that_cannot_be_written(tmp_path, write):
             write(record, path)
     old = tmp_path / "old"
     old.write_text("old")
-    broken = dataclasses.replace(record, tolerance=object())
+    broken = dataclasses.replace(record, verdict=Verdict({}, tolerance=object()))
     with pytest.raises(amp.AmpError, match="tolerance"):
         write(broken, old)
     assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]

@@ -63,7 +63,7 @@ def kept(p: Program, constraints: Constraints) -> dict[str, str]:
 
 def convert(p: Program, constraints: Constraints, dtype: str = "float16") -> Program:
     """The program in 16 bit where the constraints let it."""
-    assign(p, AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", constraints)
+    assign(p, AutoMixedPrecisionLists(dtype=dtype), "pure", constraints)
     p.verify()
     return p
 

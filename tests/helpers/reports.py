@@ -4,6 +4,7 @@ import math
 
 import amp_transpiler as amp
 from amp_transpiler.conversion.report.record import ConstantNote, Conversion, CutRecord, RangeRecord, record_program
+from amp_transpiler.conversion.verdict import Verdict
 from tests.helpers import golden
 
 SMALL = """g (float[2, 4] x, bool c) => (float[2, 4] y, float[N, 2] z)
@@ -38,8 +39,7 @@ def measured() -> dict:
             RangeRecord("h", 3e5, 1e-9, 2e-4, 0.5, True),
             RangeRecord("r", math.inf, 1e-3, math.nan, math.nan, False),
         ),
-        outputs={"y": 1e-3, "z": math.nan},
-        tolerance=1e-2,
+        verdict=Verdict({"y": 1e-3, "z": math.nan}, tolerance=1e-2),
         rounds=("run 1: 'h' overflows",),
         notes=("nothing was measured of 'z'",),
     )

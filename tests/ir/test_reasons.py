@@ -122,7 +122,7 @@ def test_a_name_does_not_steer() -> None:
 def test_every_lack_of_a_kernel_is_noted() -> None:
     text = "m (float[1,1,2,2] x, int64[1,1,2,2] i) => (float[1,1,4,4] y) { y = MaxUnpool<kernel_shape=[2,2], strides=[2,2]>(x, i) }"
     model = program_of(text).to_onnx()
-    program = amp.convert(model, mode="pure-fp16", dtype="float16")
+    program = amp.convert(model, mode="pure", dtype="float16")
     op = next(op for op in program.walk() if op.type == "MaxUnpool")
     assert op.why is not None and op.why.kind is Kind.NO_KERNEL and op.why.runs == "fp32"
     assert any("MaxUnpool (1)" in note for note in program.conversion.notes)

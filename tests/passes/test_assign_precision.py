@@ -105,7 +105,7 @@ def test_no_other_assignment_moves_fewer_bytes(seed: int) -> None:
 
 def test_an_operator_between_fp32_ones_stays_fp32() -> None:
     text = "m (float[8,8] x) => (float[8,8] y) { a = Exp(x) b = Relu(a) y = Exp(b) }"
-    program, assignment = assigned(text, "pure-fp16", custom_black_list=["Exp"])
+    program, assignment = assigned(text, "pure", custom_black_list=["Exp"])
     assert precisions(program) == {"Exp": "float32", "Relu": "float32"} and casts(program) == []
     assert {op.type: op.reason for op in program.operators}[
         "Relu"
@@ -116,20 +116,20 @@ def test_an_operator_between_fp32_ones_stays_fp32() -> None:
 def test_a_long_chain_between_fp32_ones_is_worth_the_casts() -> None:
     chain = " ".join(f"t{i + 1} = Neg(t{i})" for i in range(4))
     text = f"m (float[8,8] x) => (float[8,8] y) {{ t0 = Exp(x) {chain} y = Exp(t4) }}"
-    program, _ = assigned(text, "pure-fp16", custom_black_list=["Exp"])
+    program, _ = assigned(text, "pure", custom_black_list=["Exp"])
     assert precisions(program)["Neg"] == "float16" and len(casts(program)) == 2
 
 
 def test_pure_16_bit_takes_casts_at_inputs_and_outputs_as_given() -> None:
     text = "m (float[2] x) => (float[2] y) { y = Relu(x) }"
-    assert precisions(assigned(text, "pure-fp16")[0]) == {"Relu": "float16"}
+    assert precisions(assigned(text, "pure")[0]) == {"Relu": "float16"}
     assert precisions(assigned(text, "auto")[0]) == {"Relu": "float32"}
 
 
 def test_one_cast_for_many_readers() -> None:
     text = """m (float[8,8] x) => (float[8,8] y, float[8,8] z, float[8,8] u) <float[8,8] w = {WEIGHTS}>
         { a = Exp(x) y0 = MatMul(a, w) y = Exp(y0) z0 = MatMul(w, a) z = Exp(z0) u0 = MatMul(a, a) u = Exp(u0) }"""
-    program, _ = assigned(text.replace("WEIGHTS", ", ".join(["1"] * 64)), "pure-fp16", custom_black_list=["Exp"])
+    program, _ = assigned(text.replace("WEIGHTS", ", ".join(["1"] * 64)), "pure", custom_black_list=["Exp"])
     assert sorted(casts(program)) == ["a.cast_fp16", "u0.cast_fp32", "y0.cast_fp32", "z0.cast_fp32"]
     assert program.var("w").dtype == "float16", "a constant is converted, not cast"
 
@@ -155,7 +155,7 @@ def test_constraints_bind_and_the_white_list_of_the_user_overrules_it() -> None:
         program = program_of(text)
         constraints = Constraints()
         constraints.keep(program.operators[1], Reason(Kind.SUMS, detail=("512",)))
-        assign(program, amp.AutoMixedPrecisionLists(custom_white_list=white), "pure-fp16", constraints)
+        assign(program, amp.AutoMixedPrecisionLists(custom_white_list=white), "pure", constraints)
         assert precisions(program)["ReduceSum"] == expected
     assert program.operators[1].type == "Relu"
 
@@ -164,7 +164,7 @@ def test_a_tensor_that_may_not_be_stored_binds_its_maker_and_its_readers() -> No
     program = program_of("m (float[8,8] x) => (float[8,8] y) { a = Neg(x) b = Neg(a) c = Neg(b) y = Relu(c) }")
     constraints = Constraints()
     constraints.keep_tensor(program.var("b"), Reason(Kind.TEXT, detail=("too wide",)))
-    assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", constraints)
+    assign(program, amp.AutoMixedPrecisionLists(), "pure", constraints)
     kept = {
         op.outputs[0].name for op in program.operators if op.reason == "fp32: too wide" and op.outputs[0] is not None
     }
@@ -183,12 +183,12 @@ def test_integers_are_cast_straight_to_16_bit_where_that_is_the_same(dtype: str,
     text = f"""m ({integer}[8] i, float[8,8] x) => (float[8,8] y) <float[8,8] w = {{{", ".join(["1"] * 64)}}}>
         {{ m = Cast<to=1>(i) a = MatMul(x, w) y = Mul(a, m) }}"""
     program = program_of(text)
-    assign(program, amp.AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", Constraints())
+    assign(program, amp.AutoMixedPrecisionLists(dtype=dtype), "pure", Constraints())
     own = next(op for op in program.walk() if op.type == "Cast" and not inserted(op))
     assert own.outputs[0] is not None and own.outputs[0].dtype == target
     onnx.checker.check_model(program.to_onnx(), full_check=True)
     again = amp.Program.from_onnx(program.to_onnx())
-    assign(again, amp.AutoMixedPrecisionLists(dtype=dtype), "pure-fp16", Constraints())
+    assign(again, amp.AutoMixedPrecisionLists(dtype=dtype), "pure", Constraints())
     assert again.to_onnx().SerializeToString() == program.to_onnx().SerializeToString()
 
 
@@ -199,7 +199,7 @@ IF = """m (bool c, float[8,8] x) => (float[8,8] y) <float[8,8] w = {WEIGHTS}>
 
 
 def test_what_an_if_gives_is_16_bit_on_both_sides() -> None:
-    program, _ = assigned(IF, "pure-fp16")
+    program, _ = assigned(IF, "pure")
     assert casts(program) == ["x.cast_fp16", "y"]
     assert program.var("b").dtype == "float16"
     onnx.checker.check_model(program.to_onnx(), full_check=True)
@@ -213,7 +213,7 @@ def test_what_an_if_gives_is_16_bit_on_both_sides() -> None:
 
 
 def test_a_branch_that_computes_in_fp32_is_cast_inside() -> None:
-    program, _ = assigned(IF.replace("Neg(a)", "Exp(a)"), "pure-fp16", custom_black_list=["Exp"])
+    program, _ = assigned(IF.replace("Neg(a)", "Exp(a)"), "pure", custom_black_list=["Exp"])
     program.verify()
     onnx.checker.check_model(program.to_onnx(), full_check=True)
     nested = {op.type: op.precision for op in program.walk() if op.program.parent is not None and not inserted(op)}
@@ -225,7 +225,7 @@ def test_state_of_a_loop_keeps_its_type_and_what_it_stacks_does_not() -> None:
     { y, s = Loop(n, c, x) <body = b (int64 i, bool ci, float[8,8] h) => (bool co, float[8,8] ho, float[8,8] o)
         { co = Identity(ci) ho = MatMul(h, w) o = Relu(ho) }>
       z = Neg(s) }"""
-    program, _ = assigned(text.replace("WEIGHTS", ", ".join(["0.1"] * 64)), "pure-fp16")
+    program, _ = assigned(text.replace("WEIGHTS", ", ".join(["0.1"] * 64)), "pure")
     program.verify()
     body = next(op for op in program.operators if op.type == "Loop").attrs.programs[0]
     assert [v.dtype for v in body.inputs] == ["int64", "bool", "float32"]
@@ -236,7 +236,7 @@ def test_state_of_a_loop_keeps_its_type_and_what_it_stacks_does_not() -> None:
 def test_a_constant_read_in_both_precisions_has_a_twin() -> None:
     text = """m (float[8,8] x) => (float[8,8] y, float[8,8] z) <float[8,8] w = {WEIGHTS}>
         { y = MatMul(x, w) z = Exp(w) }""".replace("WEIGHTS", ", ".join(["0.1"] * 64))
-    program, _ = assigned(text, "pure-fp16", custom_black_list=["Exp"])
+    program, _ = assigned(text, "pure", custom_black_list=["Exp"])
     assert program.var("w").dtype == "float32" and program.var("w.cast_fp16").dtype == "float16"
     assert casts(program) == ["x.cast_fp16", "y"]
 
@@ -246,5 +246,5 @@ def test_masks_are_saturated_in_the_program() -> None:
         "m (bool[8] c, float[8] x) => (float[8] y) <float low = {-3.4e38}> { a = Where(c, x, low) y = Softmax(a) }"
     )
     constraints = Constraints(replaced={program.var("low"): -65504.0})
-    assign(program, amp.AutoMixedPrecisionLists(), "pure-fp16", constraints)
+    assign(program, amp.AutoMixedPrecisionLists(), "pure", constraints)
     assert float(np.asarray(onnx.numpy_helper.to_array(program.to_onnx().graph.initializer[0]))) == -65504.0

@@ -171,13 +171,8 @@ def test_known_intervals(text: str, expected: tuple[float, float] | None) -> Non
 def test_declared_input_ranges() -> None:
     text = "m (float[2,4] image) => (float[2,4] y) <float s = {0.5}> { y = Sub(image, s) }"
     assert bound(text, "y") is None and bound(text, "y", image=(0, 1)) == (-0.5, 0.5)
-    for wrong, complaint in (
-        ({"imag": (0.0, 1.0)}, "did you mean 'image'"),
-        ({"image": (1.0, 0.0)}, "least value first"),
-        ({"image": (math.nan, 1.0)}, "least value first"),
-    ):
-        with pytest.raises(ArgumentError, match=complaint):
-            bound(text, "y", **wrong)
+    with pytest.raises(ArgumentError, match="did you mean 'image'"):
+        bound(text, "y", imag=(0.0, 1.0))
 
 
 def test_a_converted_program_has_the_same_intervals() -> None:

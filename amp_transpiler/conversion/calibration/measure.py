@@ -92,6 +92,7 @@ def measure(
     dtype: str,
     *,
     expected: Sequence[Sequence[Any]] | None = None,
+    outputs: Mapping[str, float] | None = None,
     tensors: bool = True,
 ) -> Measurement:
     """Run both programs on the batches and compare.
@@ -102,21 +103,17 @@ def measure(
         batches: feeds by input name, with the element types of ``reference``.
         dtype: the 16-bit type.
         expected: what the outputs should be, where that is not what ``reference`` gives.
+        outputs: their errors, where an earlier measurement of the same has them.
         tensors: whether to compare inner tensors as well; those of nested graphs are never seen.
 
     Raises: ArgumentError for another type than float16 or bfloat16; what :func:`outputs_of` raises.
     """
     if dtype not in HALF:
         raise ArgumentError(f"measure: dtype is one of {', '.join(sorted(HALF))}, got {dtype!r}")
-    found = Measurement()
-    expected = outputs_of(reference, batches) if expected is None else expected
-    runner = Runner(converted, [v.name for v in reference.outputs])
-    differences = {v.name: Difference() for v in reference.outputs}
-    for exact, batch in zip(expected, batches, strict=True):
-        for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
-            difference.add(one, other)
-    found.outputs = {name: difference.error for name, difference in differences.items()}
-    del runner
+    if outputs is None:
+        wanted = outputs_of(reference, batches) if expected is None else expected
+        outputs = _outputs(converted, [v.name for v in reference.outputs], batches, wanted)
+    found = Measurement(outputs=dict(outputs))
     variables = _comparable(reference, converted) if tensors and batches else []
     names = [v.name for v in variables]
     count = len(names) if all(static(v.shape) is not None for v in variables) and _bytes(variables) <= GROUP else _FIRST
@@ -125,6 +122,18 @@ def measure(
         held = _compare(reference, converted, batches, part, dtype, found)
         count = max(1, min(count * GROUP // max(held, 1), 16 * count))
     return found
+
+
+def _outputs(
+    converted: Program, names: list[str], batches: Sequence[Batch], expected: Sequence[Sequence[Any]]
+) -> dict[str, float]:
+    """The error of each output."""
+    runner = Runner(converted, names)
+    differences = {name: Difference() for name in names}
+    for exact, batch in zip(expected, batches, strict=True):
+        for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
+            difference.add(one, other)
+    return {name: difference.error for name, difference in differences.items()}
 
 
 def _compare(

@@ -23,7 +23,8 @@ FORMAT = 1
 def to_json(conversion: Conversion) -> str:
     """The record as JSON text, an operator or a tensor a line; the same record gives the same text.
 
-    The keys are the fields of :class:`.Conversion`, after ``"format"``. A program has in addition ``kinds``
+    The keys are the fields of :class:`.Conversion`, after ``"format"``, and of its verdict ``outputs`` and
+    ``tolerance``. A program has in addition ``kinds``
     (operators by the way they run), ``reasons`` (groups of reasons with counts) and ``cast_list``
     (:class:`.summary.CastRecord`), an operator ``kind``. Numbers that JSON cannot hold are the strings "NaN",
     "Infinity" and "-Infinity", as JavaScript reads them.
@@ -31,11 +32,11 @@ def to_json(conversion: Conversion) -> str:
     Raises:
         ArgumentTypeError: a field of a type that JSON has no counterpart for.
     """
-    content = {"format": FORMAT} | {
-        f.name: _program(value) if isinstance(value, ProgramRecord) else plain(value, f.name)
-        for f in dataclasses.fields(conversion)
-        for value in [getattr(conversion, f.name)]
-    }
+    content: dict[str, Any] = {"format": FORMAT}
+    for f in dataclasses.fields(conversion):
+        for name in ("outputs", "tolerance") if f.name == "verdict" else (f.name,):
+            value = getattr(conversion, name)
+            content[name] = _program(value) if isinstance(value, ProgramRecord) else plain(value, name)
     return _lines(content, 3) + "\n"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -121,7 +122,7 @@ class Conversion:
     """A conversion.
 
     ``before``, ``after``: the programs, where the conversion was asked to keep a record of them.
-    ``outputs``: relative L2 error (for integers: share that differ) of each output on the calibration data.
+    ``verdict``: what was measured of the outputs, None where nothing was. ``outputs``: the error of each.
     ``rounds``: what auto mode did, a line a run. ``notes``: what the user should know.
     """
 
@@ -133,10 +134,19 @@ class Conversion:
     cut: CutRecord | None = None
     constants: tuple[ConstantNote, ...] = ()
     ranges: tuple[RangeRecord, ...] = ()
-    outputs: dict[str, float] = field(default_factory=dict)
-    tolerance: float | None = None
+    verdict: Verdict | None = None
     rounds: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> dict[str, float]:
+        """The error of each output that was measured."""
+        return {} if self.verdict is None else dict(self.verdict.errors)
+
+    @property
+    def tolerance(self) -> float | None:
+        """What the errors were judged by, None where by nothing."""
+        return None if self.verdict is None else self.verdict.tolerance
 
 
 def record_program(program: Program, path: str | os.PathLike[str] | None = None) -> ProgramRecord:

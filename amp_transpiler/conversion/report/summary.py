@@ -107,11 +107,13 @@ def facts(conversion: Conversion) -> list[tuple[str, str]]:
         text = f"casts and operators move {cut.value:,} bytes; no assignment of the {cut.free:,} free operators moves "
         text += f"fewer{near}; all in fp32: {cut.all_full:,}; all in 16 bit: {cut.all_half:,}"
         lines.append(("traffic", text))
-    if conversion.outputs:
-        name, error = max(conversion.outputs.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
-        allowed = "" if conversion.tolerance is None else f" (tolerance {conversion.tolerance:.3g}: "
-        met = allowed and ("met)" if error <= (conversion.tolerance or 0) else "not met)")
-        lines.append(("largest error", f"{error:.3g} at output '{name}'{allowed}{met}"))
+    verdict = conversion.verdict
+    if verdict is not None and verdict.errors:
+        name, error = verdict.worst
+        met = f"tolerance {verdict.tolerance or 0:.3g}: {'met' if verdict.met else 'not met'}"
+        lines.append(
+            ("largest error", f"{error:.3g} at output '{name}'{'' if verdict.tolerance is None else f' ({met})'}")
+        )
     return lines
 
 

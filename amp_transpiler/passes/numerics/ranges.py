@@ -37,7 +37,7 @@ class Ranges:
         trained: the program will be trained, so that what it stores now (parameters, statistics) bounds nothing.
 
     Raises:
-        ArgumentError: a name that is no floating-point input, or an interval that is none.
+        ArgumentError: a name that is no floating-point input.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Ranges:
         self._bounds: dict[Variable, Interval | None] = {}
         self._weights: dict[tuple[Variable, str], tuple[np.ndarray, np.ndarray] | None] = {}
         for name, (low, high) in (input_ranges or {}).items():
-            self._bounds[_input(program, name)] = _interval(name, low, high)
+            self._bounds[_input(program, name)] = float(low), float(high)
         for op in program.walk():
             if inserted(op):
                 continue
@@ -108,14 +108,8 @@ def _input(program: Graph, name: str) -> Variable:
     if name not in known:
         near = difflib.get_close_matches(name, known, 3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else f"; they are {', '.join(map(repr, known))}"
-        raise ArgumentError(f"input_ranges names '{name}', which is no floating-point input of the model{hint}")
+        raise ArgumentError(f"a range is given for '{name}', which is no floating-point input of the model{hint}")
     return known[name]
-
-
-def _interval(name: str, low: float, high: float) -> Interval:
-    if not low <= high:  # NaN as well
-        raise ArgumentError(f"input_ranges: the range of '{name}' is ({low}, {high}); give the least value first")
-    return float(low), float(high)
 
 
 def _says_something(interval: Interval) -> bool:

@@ -27,7 +27,6 @@ from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import declared, is_float, operator_name, programs
 
-MODES = ("pure-fp16", "mixed", "auto")
 #: Size that an unknown dimension counts as in the traffic.
 NOMINAL = 64
 #: Bytes of an element.
@@ -69,9 +68,9 @@ def assign(
     Args:
         program: the program; a second call with the same constraints changes nothing.
         lists: operator lists and the 16-bit type.
-        mode: "pure-fp16" and "auto" free whatever no list of the user's and no constraint binds; "mixed" binds
+        mode: "pure" and "auto" free whatever no list of the user's and no constraint binds; "mixed" binds
             the white list to 16 bit and the black list to fp32.
-        constraints: what must stay fp32, and why; None takes everything literally, and "pure-fp16" then frees nothing.
+        constraints: what must stay fp32, and why; None takes everything literally, and "pure" then frees nothing.
         outside: why an operator is out of reach (None where it is not).
         narrow_io: names of inputs and outputs that will be 16 bit.
 
@@ -84,7 +83,7 @@ def assign(
     decisions = choices.collect()
     free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
     free += choices.boundaries
-    problem = _Problem(program, decisions, free, lists.dtype, narrow_io, given_io=mode == "pure-fp16")
+    problem = _Problem(program, decisions, free, lists.dtype, narrow_io, given_io=mode == "pure")
     cut = solve(problem.costs, problem.tensors)
     final: dict[Operator, Decision] = {}
     chosen = dict(zip(free, cut.half, strict=True))
@@ -115,7 +114,7 @@ class _Choices(Rules):
         self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
-        self.because = {"pure-fp16": Kind.PURE, "auto": Kind.FREE}.get(mode, Kind.BETWEEN)
+        self.because = {"pure": Kind.PURE, "auto": Kind.FREE}.get(mode, Kind.BETWEEN)
 
     def collect(self) -> dict[Operator, Decision | Free]:
         """The choices of every operator, in program order."""
@@ -155,7 +154,7 @@ class _Choices(Rules):
 
     @property
     def _literal(self) -> bool:
-        return self.mode == "pure-fp16" and self.constraints is None
+        return self.mode == "pure" and self.constraints is None
 
     def _pinned(self, boundary: Boundary) -> bool:
         """Whether a name or a constraint keeps the tensors of a boundary fp32."""

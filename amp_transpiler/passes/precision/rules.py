@@ -222,8 +222,11 @@ def check_program(program: Graph, lists: AutoMixedPrecisionLists, what: str, nam
         check_variables(program, lists, what)
 
 
-def check_variables(program: Graph, lists: AutoMixedPrecisionLists, what: str) -> None:
-    """ArgumentError where ``custom_black_varnames`` names a variable, or a pattern, that the program does not have."""
+def check_variables(
+    program: Graph, lists: AutoMixedPrecisionLists, what: str, called: str = "custom_black_varnames"
+) -> None:
+    """ArgumentError where ``custom_black_varnames`` (``called`` so in messages) names a variable, or a pattern, that
+    the program does not have."""
     known = _variable_names(program)
     missing = sorted(lists.black_varnames - known)
     patterns = [name for name in missing if is_pattern(name)]
@@ -231,10 +234,8 @@ def check_variables(program: Graph, lists: AutoMixedPrecisionLists, what: str) -
         name = next(each for each in missing if not is_pattern(each))
         near = difflib.get_close_matches(name, sorted(known), 3)
         hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-        raise ArgumentError(
-            f"{what}: program '{program.name}' has no variable '{name}', which custom_black_varnames names{hint}"
-        )
-    matching(_written(program), patterns, f"{what}: custom_black_varnames", names=_called)
+        raise ArgumentError(f"{what}: program '{program.name}' has no variable '{name}', which {called} names{hint}")
+    matching(_written(program), patterns, f"{what}: {called}", names=_called)
 
 
 def black_operators(program: Graph, lists: AutoMixedPrecisionLists) -> dict[Operator, Reason]:

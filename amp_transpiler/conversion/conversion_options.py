@@ -1,0 +1,144 @@
+"""What a conversion is asked for: checked once, when it is made, and passed whole to every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.option_checks import choice, flag, number, strings, switch
+from amp_transpiler.spelling import MODES as SPELLINGS
+from amp_transpiler.spelling import TYPES, read_as
+
+MODES = ("pure", "mixed", "auto")
+#: Relative L2 error of an output that is allowed where the caller names none.
+TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
+
+_PATTERNS = ("only", "exclude")
+_SWITCHES = ("numeric_guards", "record", "check")
+#: The command line's spelling, where it is not the field's.
+_FLAGS = {"exclude": "--except", "input_ranges": "--input-range", "numeric_guards": "--no-numeric-guards"}
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class ConversionOptions:
+    """The keywords of :func:`.convert`, which says what each is, in one spelling.
+
+    Attributes:
+        flags: name options in messages as the command line spells them.
+        lists: the operator lists that follow.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a value of another kind or out of range, or two that contradict each other.
+        ListError, ListTypeError: ``dtype``, or an operator list, cannot be.
+    """
+
+    mode: str = "pure"
+    dtype: str = "float16"
+    keep_io: bool | Iterable[str] = True
+    white_list: Iterable[str] | None = None
+    black_list: Iterable[str] | None = None
+    black_varnames: Iterable[str] | None = None
+    only: Iterable[str] | None = None
+    exclude: Iterable[str] | None = None
+    calibration: Any = None
+    tolerance: float | None = None
+    input_ranges: Mapping[str, tuple[float, float]] | None = None
+    numeric_guards: bool = True
+    record: bool = False
+    check: bool = False
+    progress: Callable[[str], None] | None = None
+    time_budget: float | None = None
+    memory_budget: int | None = None
+    flags: bool = False
+    lists: AutoMixedPrecisionLists = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._put("mode", choice(self.called("mode"), self.mode, MODES, SPELLINGS))
+        dtype = read_as(TYPES, self.dtype)
+        if not isinstance(dtype, str) or dtype not in HALF:
+            raise ListError(f"{self.called('dtype')} is {self.dtype!r}; expected 'float16' or 'bfloat16'")
+        self._put("dtype", dtype)
+        for name in _SWITCHES:
+            switch(self.called(name), getattr(self, name))
+        for name in _PATTERNS:
+            given = getattr(self, name)
+            self._put(name, None if given is None else strings(self.called(name), given))
+        if not isinstance(self.keep_io, bool):
+            self._put("keep_io", strings(self.called("keep_io"), self.keep_io, "True, False or a list of names"))
+        if self.progress is not None and not callable(self.progress):
+            raise ArgumentTypeError(f"{self.called('progress')} is {self.progress!r}; expected a function of a line")
+        self._check_ranges()
+        for name in ("time_budget", "memory_budget"):
+            if getattr(self, name) is not None:
+                number(self.called(name), getattr(self, name))
+        self._check_tolerance()
+        self._put("lists", _Lists(self))
+
+    def called(self, name: str) -> str:
+        """An option as the caller spells it."""
+        return _FLAGS.get(name, flag(name)) if self.flags else name
+
+    def said(self, name: str, value: str = "") -> str:
+        """An option with a value, its own where none is given: ``mode=auto`` or ``--mode auto``."""
+        return f"{self.called(name)}{' ' if self.flags else '='}{value or getattr(self, name)}"
+
+    def tell(self, line: str) -> None:
+        """A stage begins."""
+        (self.progress or _silent)(line)
+
+    @property
+    def searches(self) -> bool:
+        """Whether operators return to fp32 until the outputs keep to the tolerance."""
+        return self.mode == "auto" and self.calibration is not None
+
+    @property
+    def allowed(self) -> float | None:
+        """The error of an output that the verdict allows; None where errors are measured, if at all, and not judged."""
+        if not (self.searches or self.check):
+            return None
+        return TOLERANCE[self.dtype] if self.tolerance is None else float(self.tolerance)
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_ranges(self) -> None:
+        called, ranges = self.called("input_ranges"), self.input_ranges or {}
+        if not isinstance(ranges, Mapping):
+            raise ArgumentTypeError(f"{called} is {ranges!r}; expected a mapping from inputs to pairs of numbers")
+        for name, pair in ranges.items():
+            try:
+                low, high = map(float, pair)
+            except (TypeError, ValueError):
+                raise ArgumentTypeError(f"{called}: the range of {name!r} is {pair!r}; expected two numbers") from None
+            if not low <= high:  # NaN as well
+                raise ArgumentError(f"{called}: the range of '{name}' is ({low}, {high}); give the least value first")
+
+    def _check_tolerance(self) -> None:
+        if self.tolerance is None:
+            return
+        called = self.called("tolerance")
+        number(called, self.tolerance, taken=not self.searches)
+        if self.allowed is None:
+            raise ArgumentError(
+                f"{self.said('tolerance')} needs what it is measured on: give {self.said('mode', 'auto')} and "
+                f"{self.called('calibration')}, which keep to it, or {self.called('check')}, which judges by it"
+            )
+
+
+class _Lists(AutoMixedPrecisionLists):
+    """The operator lists, whose messages name the options of the conversion."""
+
+    def __init__(self, options: ConversionOptions) -> None:
+        self._options = options
+        super().__init__(options.white_list, options.black_list, options.black_varnames, options.dtype)
+
+    def _called(self, argument: str) -> str:
+        return self._options.called(argument.removeprefix("custom_"))

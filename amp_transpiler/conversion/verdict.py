@@ -1,0 +1,120 @@
+"""Whether a conversion keeps to a tolerance: one object, made by one judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.conversion.calibration.measure import Batch, measure
+from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.errors import AmpError, FeedError, ModelFileError
+from amp_transpiler.ir.tensors import byte_size
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.program import Program
+from amp_transpiler.runtime.budget import calibration_budget, check_budget, within
+
+#: What outputs are measured on.
+CALIBRATION, SYNTHETIC = "the calibration data", "a synthetic sample"
+#: Bytes of a synthetic sample; larger inputs are the user's to give.
+_SAMPLE = 1 << 28
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured of the outputs, and whether that is within the tolerance.
+
+    Attributes:
+        errors: relative L2 error of each output; for integers, booleans and strings the share of elements that differ.
+        sample: what they were measured on.
+        tolerance: the largest error that is allowed, None where every one is.
+        why: why the tolerance cannot be kept to, or nothing be measured; "" where there is no more to say.
+    """
+
+    errors: Mapping[str, float]
+    sample: str = CALIBRATION
+    tolerance: float | None = None
+    why: str = ""
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The output that is furthest off, and its error; what is no number is furthest."""
+        return max(self.errors.items(), key=lambda item: beyond(item[1]), default=("", 0.0))
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The outputs beyond the tolerance."""
+        limit = math.inf if self.tolerance is None else self.tolerance
+        return tuple(name for name, error in self.errors.items() if not beyond(error) <= limit)
+
+    @property
+    def met(self) -> bool:
+        """Whether the outputs were measured, and none is beyond the tolerance."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """A sentence for each output that is beyond the tolerance, and for what kept them from being measured."""
+        missed = [f"output '{n}' is off by {self.errors[n]:.3g}, above {self.tolerance:g}" for n in self.missed]
+        return (*missed, *([self.why] if self.why and not self.errors else []))
+
+
+def judge(
+    reference: Program,
+    converted: Program,
+    options: ConversionOptions,
+    batches: Sequence[Batch] = (),
+    expected: Sequence[Sequence[Any]] | None = None,
+) -> Verdict:
+    """The verdict on a conversion of ``reference``, on the batches, without any on one synthetic sample.
+
+    ``expected``: the outputs of ``reference`` on the batches, where they are known. A model that does not run on a
+    synthetic sample, or not within the budget, is a verdict that is not met; on calibration data it is an error
+    (FeedError, ExecutionError).
+    """
+    if batches:
+        with within(calibration_budget(reference, batches, options.time_budget, options.memory_budget)):
+            found = measure(reference, converted, batches, options.dtype, expected=expected, tensors=False)
+        return Verdict(found.outputs, CALIBRATION, options.allowed)
+    try:
+        with within(check_budget(reference, options.time_budget, options.memory_budget)):
+            found = measure(reference, converted, [_sample(reference)], options.dtype, tensors=False)
+    except ModelFileError:
+        raise
+    except AmpError as error:
+        told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        why = f"the model does not run on {SYNTHETIC}; give {options.called('calibration')} ({told})"
+        return Verdict({}, SYNTHETIC, options.allowed, why)
+    return Verdict(found.outputs, SYNTHETIC, options.allowed)
+
+
+def beyond(error: float) -> float:
+    """An error by which to order: what is no number is beyond all others."""
+    return math.inf if math.isnan(error) else error
+
+
+def _sample(program: Program) -> dict[str, np.ndarray]:
+    """One input of each: normal numbers, zeros and ones, unknown dimensions 1. FeedError where they are too large."""
+    rng = np.random.default_rng(0)
+    feeds = {}
+    left = _SAMPLE
+    for variable in program.inputs:
+        if variable.data is not None or variable.dtype is None:
+            continue
+        shape = [size if isinstance(size, int) else 1 for size in variable.shape or ()]
+        size = byte_size(variable.dtype, shape)
+        if size > left:
+            raise FeedError(
+                f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and {SYNTHETIC} "
+                f"at most {_SAMPLE:,}"
+            )
+        left -= size
+        if variable.dtype in FLOATS:
+            made = rng.standard_normal(shape, np.float32)
+        else:
+            made = rng.integers(0, 2, shape, np.int8)
+        feeds[variable.name] = made.astype(numpy_dtype(variable.dtype))
+    return feeds

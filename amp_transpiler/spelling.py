@@ -1,0 +1,24 @@
+"""One word for each mode and element type, and the other spellings that are read as it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Element types by their short names, and by those of C and torch.
+TYPES = {
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "bf16": "bfloat16",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
+#: Modes by the words of earlier versions.
+MODES = {"pure-fp16": "pure", "pure_fp16": "pure", "amp": "mixed", "float32": "fp32"}
+
+
+def read_as(spellings: Mapping[str, str], word: Any) -> Any:
+    """The one word that ``word`` is a spelling of, in any letter case; what is no string as it is."""
+    return spellings.get(word.lower(), word.lower()) if isinstance(word, str) else word
