@@ -8,12 +8,10 @@ of ai.onnx is named by its type (``MatMul``), another one by domain and type (``
 from amp_transpiler.lists._data import OpLists, default_lists, kept_fp32, resolve
 from amp_transpiler.lists._kernels import (
     NO_KERNEL,
-    OWN_BODIES,
     TARGET_IR_VERSION,
     TARGET_OPSET,
     has_kernel,
     kernel_types,
-    register_own_body,
     unsupported_operators,
     unsupported_reason,
 )
@@ -21,7 +19,6 @@ from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
     "NO_KERNEL",
-    "OWN_BODIES",
     "TARGET_IR_VERSION",
     "TARGET_OPSET",
     "AutoMixedPrecisionLists",
@@ -30,7 +27,6 @@ __all__ = [
     "has_kernel",
     "kept_fp32",
     "kernel_types",
-    "register_own_body",
     "resolve",
     "unsupported_operators",
     "unsupported_reason",

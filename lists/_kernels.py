@@ -15,10 +15,10 @@ import onnx
 from onnx import TensorProto, TypeProto, defs, helper, shape_inference
 
 from amp_transpiler.errors import ListError
-from amp_transpiler.lists._schemas import near_matches, read_text, schemas, split_name
+from amp_transpiler.lists._schemas import read_text, schemas, split_name
 
 TARGET_OPSET = 21
-"""The opset of ai.onnx that layers, gradients and bodies are written in, and programs are trained and lowered at.
+"""The opset of ai.onnx that layers, gradients and lowering rules are written in, and programs are lowered at.
 
 From 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 """
@@ -28,8 +28,6 @@ TARGET_IR_VERSION = 10
 
 #: What the reason of an operator without kernel begins with.
 NO_KERNEL = "no CUDA kernel for "
-OWN_BODIES: dict[str, frozenset[str]] = {}
-"""Operators that this package lowers by a body of its own, with the element types that the body serves."""
 
 _CUDA = "CUDAExecutionProvider"
 _DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
@@ -177,45 +175,22 @@ def is_float_operator(schema: defs.OpSchema) -> bool:
     return any(_allowed(schema, slot.type_str) & {"float", "float16"} for slot in slots)
 
 
-def register_own_body(op_type: str, *dtypes: str) -> None:
-    """Says that this package lowers an operator by a body of its own, so that it is not unsupported.
-
-    Args:
-        op_type: ``Type`` for ai.onnx, ``domain::Type`` for other domains.
-        dtypes: the element types that the body serves: ``float16``, ``bfloat16``. None given means both.
-
-    Raises:
-        ListError: unknown operator or element type.
-    """
-    domain, name = split_name(op_type)
-    if not domain and ("", name) not in schemas():
-        of_domain = {each for of, each in schemas() if not of}
-        raise ListError(f"Own body: onnx has no operator '{op_type}'.{near_matches(name, of_domain)}")
-    unknown = set(dtypes) - {"float16", "bfloat16"}
-    if unknown:
-        raise ListError(f"Own body of '{op_type}': element type '{min(unknown)}'; expected 'float16' or 'bfloat16'.")
-    key = f"{domain}::{name}" if domain else name
-    OWN_BODIES[key] = OWN_BODIES.get(key, frozenset()) | frozenset(dtypes or ("float16", "bfloat16"))
-    _gap.cache_clear()
-
-
-def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET, *, own_bodies: bool = True) -> str | None:
+def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET) -> str | None:
     """Why an operator cannot run at a 16-bit element type on CUDA, or None if it can.
 
-    It can with a body of ours, with a kernel at this opset, or with a function body in its onnx schema each part of
-    which can. An operator newer than the opset is judged by its newest function body, for lowering decomposes it.
+    It can with a kernel at this opset, or with a function body in its onnx schema each part of which can. An operator
+    newer than the opset is judged by its newest function body, for lowering decomposes it.
 
     Args:
         op_type: ``Type`` for ai.onnx, ``domain::Type`` for other domains. A domain that onnxruntime does not define
             cannot be judged, and gives None.
         dtype: ``float16`` or ``bfloat16``.
         opset: the opset that programs are lowered to.
-        own_bodies: whether a body of ours helps; it does not where a file is run as it stands.
     """
     domain, name = split_name(op_type)
     if domain != "com.microsoft" and (domain, name) not in schemas():
         return None
-    return _gap(name, domain, dtype, opset, own_bodies)
+    return _gap(name, domain, dtype, opset)
 
 
 def unsupported_operators(dtype: str, opset: int = TARGET_OPSET) -> frozenset[str]:
@@ -228,10 +203,8 @@ def unsupported_operators(dtype: str, opset: int = TARGET_OPSET) -> frozenset[st
 
 
 @cache
-def _gap(op_type: str, domain: str, dtype: str, opset: int, own_bodies: bool) -> str | None:
-    """:func:`unsupported_reason`; a new body of our own clears this cache."""
-    if own_bodies and dtype in OWN_BODIES.get(f"{domain}::{op_type}" if domain else op_type, ()):
-        return None
+def _gap(op_type: str, domain: str, dtype: str, opset: int) -> str | None:
+    """:func:`unsupported_reason` of a known operator."""
     if (not domain and op_type in _NO_KERNEL_NEEDED) or has_kernel(_CUDA, op_type, dtype, opset, domain):
         return None
     lacking = f"{NO_KERNEL}{op_type} at {dtype} in opset {opset}"
@@ -244,16 +217,16 @@ def _gap(op_type: str, domain: str, dtype: str, opset: int, own_bodies: bool) ->
     if not nodes:
         return f"{lacking}, and no function body"
     for part, elements in nodes:
-        gap = _part_gap(part, elements, opset, own_bodies)
+        gap = _part_gap(part, elements, opset)
         if gap:
             return f"{lacking}, and its function body has no lowering: {gap}"
     return None
 
 
-def _part_gap(op_type: str, elements: frozenset[str], opset: int, own_bodies: bool) -> str | None:
+def _part_gap(op_type: str, elements: frozenset[str], opset: int) -> str | None:
     names = {element: name for name, element in _DTYPES.items()}
     for element in sorted(elements & _FLOATS):
-        gap = _gap(op_type, "", names[element], opset, own_bodies)
+        gap = _gap(op_type, "", names[element], opset)
         if gap:
             return gap
     return None

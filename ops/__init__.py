@@ -1,4 +1,4 @@
-"""What each operator means: gradient rules and bodies. Importing this package fills the operator table."""
+"""What each operator means: gradient rules and lowering rules. Importing this package fills the operator table."""
 
 from amp_transpiler.ops import (
     activation,

@@ -8,7 +8,7 @@ from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 
-#: What a gradient body returns: one value per forward input, None where there is no gradient.
+#: What a gradient rule returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]
 
 
@@ -26,7 +26,7 @@ def shape_of(e: Emitter, index: int) -> tuple[int, ...]:
 
 
 def size_of(value: Value) -> tuple[int, ...]:
-    """The shape of a body's input."""
+    """The shape of a rule's input."""
     assert value.shape is not None
     return value.shape
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import body, gradient, own
+from amp_transpiler.ir.opdef import gradient, lowering_rule, own
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.recurrence import recur
 
@@ -235,7 +235,7 @@ def _types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     return [(x.dtype, None if x.shape is None else (x.shape[1],))]
 
 
-@body(own("CTCLoss"), infer=_types)
+@lowering_rule(own("CTCLoss"), infer=_types)
 def ctc_loss(e: Emitter, op: Operator, logits: Value, labels: Value, steps_of: Value, symbols_of: Value) -> Grads:
     batch = _Batch.of(e, op, logits, labels, steps_of, symbols_of)
     _, total = _forward(_Lattice.of(batch))

@@ -12,7 +12,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, gradient, no_gradient, own, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, traits
 from amp_transpiler.ops.common import Grads, shape_of, summed
 
 
@@ -244,7 +244,7 @@ def _is_bfloat16(op: Operator) -> bool:
     return data is not None and data.dtype == "bfloat16"
 
 
-@body("Clip", native=True, when=_is_bfloat16)
+@lowering_rule("Clip", native=True, when=_is_bfloat16)
 def clip_body(e: Emitter, op: Operator, x: Value, low: Value | None = None, high: Value | None = None) -> Grads:
     """From Max and Min: CUDA has no kernel of Clip for bfloat16, nor of the comparisons in its function body."""
     x = x if low is None else e.Max(x, low)
@@ -256,18 +256,18 @@ def identity(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [dy]
 
 
-@body(own("GradSum"))
+@lowering_rule(own("GradSum"))
 def grad_sum(e: Emitter, op: Operator, *values: Value) -> Grads:
     """The sum of a variable's gradients: in fp32, rounded once."""
     return [e.Sum(*values, shape=values[0].shape) if len(values) > 1 else values[0]]
 
 
-@body("Sum")
+@lowering_rule("Sum")
 def sum_body(e: Emitter, op: Operator, *values: Value) -> Grads:
     return [e.Sum(*values)]
 
 
-@body("Mean")
+@lowering_rule("Mean")
 def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
     """CUDA has no kernel of Mean."""
     return [e.Mul(e.Sum(*values), e.like(1 / len(values), values[0]))]

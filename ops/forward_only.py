@@ -1,4 +1,4 @@
-"""Standard operators that have neither a gradient nor a body here: their traits alone."""
+"""Standard operators that have neither a gradient nor a lowering rule here: their traits alone."""
 
 from __future__ import annotations
 

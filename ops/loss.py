@@ -14,7 +14,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, gradient, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
 from amp_transpiler.ops.common import Grads, size_of
 
 #: An index that no number of classes reaches.
@@ -79,7 +79,7 @@ def _row_scale(e: Emitter, op: Operator, found: _Labels, dy: Value) -> Value:
     return dy if found.weight is None else e.Mul(dy, found.weight)
 
 
-@body("SoftmaxCrossEntropyLoss")
+@lowering_rule("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy(
     e: Emitter, op: Operator, scores: Value, labels: Value, weights: Value | None = None
 ) -> Grads:
@@ -113,7 +113,7 @@ def softmax_cross_entropy_grad(
     return [parts[0] if len(parts) == 1 else e.Add(*parts)]
 
 
-@body("NegativeLogLikelihoodLoss")
+@lowering_rule("NegativeLogLikelihoodLoss")
 def negative_log_likelihood(
     e: Emitter, op: Operator, log_prob: Value, labels: Value, weights: Value | None = None
 ) -> Grads:

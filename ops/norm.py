@@ -1,4 +1,4 @@
-"""Batch-, Layer-, Instance-, Group- and LpNormalization and LRN: gradients, and bodies where a place needs them.
+"""Batch-, Layer-, Instance-, Group- and LpNormalization and LRN: gradients, and lowering rules where a place needs one.
 
 Statistics are computed in fp32 from the input; gradients recompute them. Variances are means of squared
 deviations (never mean of squares minus squared mean, which cancels).
@@ -14,7 +14,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import body, gradient, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
 
 _EPSILON = 1e-5
 
@@ -64,7 +64,7 @@ def _per_channel(e: Emitter, value: Value, rank: int) -> Value:
     return e.reshape(value, (1, value.shape[0], *[1] * (rank - 2)))
 
 
-@body("BatchNormalization", when=lambda op: _trains(op) or _mixes_types(op))
+@lowering_rule("BatchNormalization", when=lambda op: _trains(op) or _mixes_types(op))
 def batch_normalization(
     e: Emitter, op: Operator, x: Value, scale: Value, bias: Value, mean: Value, var: Value
 ) -> Sequence[Any]:
@@ -159,7 +159,7 @@ def _layer_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
 
 
-@body("LayerNormalization", native=True, when=_mixes_types, infer=_layer_types)
+@lowering_rule("LayerNormalization", native=True, when=_mixes_types, infer=_layer_types)
 def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value | None = None) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
@@ -207,14 +207,14 @@ def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, ax
 
 
 # -- InstanceNormalization and GroupNormalization ------------------------------------------------------
-@body("InstanceNormalization", native=True, when=_mixes_types, infer=_like_data)
+@lowering_rule("InstanceNormalization", native=True, when=_mixes_types, infer=_like_data)
 def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
     epsilon = float(op.attrs.get("epsilon", _EPSILON))
     return [e.InstanceNormalization(x, *_as_stored(e, op, scale, bias), epsilon=epsilon)]
 
 
-@body("GroupNormalization", infer=_like_data)
+@lowering_rule("GroupNormalization", infer=_like_data)
 def group_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
     """Composed, in fp32: no place has a kernel."""
     split = _grouped(e, op, x)

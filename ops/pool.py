@@ -11,7 +11,7 @@ import numpy as np
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, gradient, own, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, own, traits
 from amp_transpiler.ops.window import Window, window_of
 
 traits("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"), exact=True)
@@ -168,7 +168,7 @@ def _given_shape(op: Operator) -> str:
     return "" if op.input(2) is None else "its gradient exists without output_shape only"
 
 
-@body("MaxUnpool", native=True, when=lambda op: op.input(2) is None)
+@lowering_rule("MaxUnpool", native=True, when=lambda op: op.input(2) is None)
 def max_unpool(e: Emitter, op: Operator, x: Value, indices: Value) -> Sequence[Any]:
     """Zeros with X scattered to its indices in the flattened Y: CUDA has no kernel."""
     assert x.shape is not None

@@ -6,7 +6,7 @@ import math
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, gradient, no_gradient, own, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, traits
 from amp_transpiler.ops.common import Grads, integers, shape_of
 
 
@@ -109,7 +109,7 @@ def _in_fp32(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
 
 
 for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd"):
-    body(_type)(_in_fp32)
+    lowering_rule(_type)(_in_fp32)
 
 traits("ReduceMax", "ReduceMin", own("ReduceSumGrad"), exact=True)
 traits(

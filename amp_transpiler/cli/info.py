@@ -74,9 +74,9 @@ def leaves_cuda(op: Operator) -> str:
     if op.type in _NOT_RUN:
         return ""
     if dtype in HALF:
-        return unsupported_reason(operator_name(op), dtype, opset, own_bodies=False) or ""
+        return unsupported_reason(operator_name(op), dtype, opset) or ""
     if kernel_types(_CUDA, op.type, opset, op.domain) is None:
-        runs = unsupported_reason(operator_name(op), "float16", opset, own_bodies=False) is None
+        runs = unsupported_reason(operator_name(op), "float16", opset) is None
         return "" if runs else "no kernel"
     if dtype and not has_kernel(_CUDA, op.type, dtype, opset, op.domain):
         return f"no kernel for {dtype} at opset {opset}"

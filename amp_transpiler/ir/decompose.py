@@ -1,4 +1,4 @@
-"""Operators decomposed into those of ai.onnx that gradient rules, bodies and precision lists are written for.
+"""Operators decomposed into those of ai.onnx that gradient rules, lowering rules and precision lists are written for.
 
 An entry is one decorated function that writes operators and returns the values of the outputs::
 

@@ -1,4 +1,4 @@
-"""The emitter: bodies write standard ONNX operators through it, for any element type and place.
+"""The emitter: rules write standard ONNX operators through it, for any element type and place.
 
 Places: ``"cpu"`` (a 16-bit variable is carried as an fp32 tensor that holds 16-bit values), ``"cuda"``
 (real 16-bit tensors) and ``"reference"`` (any element type, for the reference evaluator).
@@ -65,7 +65,7 @@ class Emitter:
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.prefix = ""
         self.wanted: Sequence[bool] = ()
-        #: In a gradient body: the concrete shape of each forward input whose gradient is wanted.
+        #: In a gradient rule: the concrete shape of each forward input whose gradient is wanted.
         self.output_shapes: Sequence[tuple[int, ...] | None] = ()
         #: Content of variables known before the run, by variable key; set by the lowering.
         self.known_values: Callable[[Variable], np.ndarray | None] = constant_array
@@ -75,7 +75,7 @@ class Emitter:
         self._widened: dict[str, Value] = {}
         #: On CPU: the 16-bit tensor behind each rounded fp32 tensor.
         self.narrow: dict[str, Value] = {}
-        #: Values that several bodies share, under a key of their maker's choice.
+        #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
         self._names: set[str] = set()
         self._serial = 0
@@ -204,7 +204,7 @@ class Emitter:
         if self.place == "cpu" and dtype in HALF:
             held = self.narrow.get(value.name)
             if held is not None and held.dtype == dtype:
-                return value  # a body passed its input on
+                return value  # a rule passed its input on
             narrow = self.cast(value, dtype)
             emulated = self.cast(narrow, "float32")
             self.narrow[emulated.name] = narrow
@@ -235,7 +235,7 @@ class Emitter:
         return self.const(number, value.dtype)
 
     def wants(self, index: int) -> bool:
-        """In a gradient body: whether the gradient of forward input ``index`` is asked for."""
+        """In a gradient rule: whether the gradient of forward input ``index`` is asked for."""
         return index < len(self.wanted) and self.wanted[index]
 
     def known(self, variable: Variable | None) -> np.ndarray | None:
@@ -271,7 +271,7 @@ class Emitter:
         finally:
             self.nodes, self._widened, self.narrow, self.shared = saved
 
-    # -- pieces that several bodies share ----------------------------------------------------------
+    # -- pieces that several rules share ----------------------------------------------------------
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Reshape to a fixed shape."""
         if value.shape == tuple(shape):

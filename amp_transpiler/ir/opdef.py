@@ -8,7 +8,7 @@ An entry is made by decorating functions::
 
 ``reads`` names what the gradient operator ``TanhGrad`` takes as inputs: forward inputs ``x0 x1 …``
 (``x*``: all of them, as a list), forward outputs ``y0 …``, output gradients ``dy0 …`` (``dy*``: all,
-as a list). A body gets an :class:`~amp_transpiler.ir.emitter.Emitter`, the operator and those values
+as a list). A rule gets an :class:`~amp_transpiler.ir.emitter.Emitter`, the operator and those values
 and returns one value per output; it is written once, for every element type and place.
 """
 
@@ -24,7 +24,7 @@ from amp_transpiler.errors import AmpError, ArgumentError, GraphError
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 
 T = TypeVar("T")
-Body = Callable[..., Sequence[Any]]
+Rule = Callable[..., Sequence[Any]]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
 
 
@@ -119,18 +119,18 @@ class Slots:
 
 @dataclass
 class OpDef:
-    """One operator. ``body`` None: it is a standard operator that is emitted as it stands.
+    """One operator. ``lowering``: what a place runs for it; None: it is a standard operator, emitted unchanged.
 
-    ``native``: on CUDA the body takes 16-bit values as they are stored (GEMMs, convolutions, single
+    ``native``: on CUDA the rule takes 16-bit values as they are stored (GEMMs, convolutions, single
     elementwise operators); otherwise it gets them widened to fp32 and its results are rounded once.
     ``traits``: None where nobody has declared them. ``slots``: of operators of the training step.
-    ``when``: the body is used only where this holds of the operator (BatchNormalization in training mode).
+    ``when``: the rule is used only where this holds of the operator (BatchNormalization in training mode).
     ``for_test``: turns a cloned operator into its form for evaluation.
     """
 
     type: str
     domain: str = ""
-    body: Body | None = None
+    lowering: Rule | None = None
     when: Callable[[Operator], bool] | None = None
     infer: Infer | None = None
     native: bool = False
@@ -168,17 +168,18 @@ def lookup(op: Operator) -> OpDef | None:
     return _TABLE.get((op.domain, op.type))
 
 
-def body_of(op: Operator) -> Body | None:
-    """The body that lowering has to use for ``op``; None where it is emitted as it stands."""
+def lowering_rule_of(op: Operator) -> Rule | None:
+    """The rule that lowering has to use for ``op``; None where it is emitted unchanged."""
     found = lookup(op)
-    if found is None or found.body is None or (found.when is not None and not found.when(op)):
+    if found is None or found.lowering is None or (found.when is not None and not found.when(op)):
         return None
-    return found.body
+    return found.lowering
 
 
-def has_body(op: Operator) -> bool:
-    """Whether a body is written for the operator, or for one in its nested graphs."""
-    return body_of(op) is not None or any(body_of(inner) for nested in op.attrs.programs for inner in nested.walk())
+def has_lowering_rule(op: Operator) -> bool:
+    """Whether a lowering rule is written for the operator, or for one in its nested graphs."""
+    inside = (inner for nested in op.attrs.programs for inner in nested.walk())
+    return any(map(lowering_rule_of, (op, *inside)))
 
 
 def own(type_: str) -> str:
@@ -186,22 +187,22 @@ def own(type_: str) -> str:
     return f"{OWN}::{type_}"
 
 
-def body(
+def lowering_rule(
     full_type: str,
     *,
     native: bool = False,
     when: Callable[[Operator], bool] | None = None,
     infer: Infer | None = None,
     slots: Slots | None = None,
-) -> Callable[[Body], Body]:
-    """Register the decorated function as the body of an operator: ``f(e, op, *inputs) -> [outputs]``.
+) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the lowering rule of an operator: ``f(e, op, *inputs) -> [outputs]``.
 
     With ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
     """
 
-    def register(function: Body) -> Body:
+    def register(function: Rule) -> Rule:
         found = entry(full_type)
-        found.body, found.native, found.when = function, native, when
+        found.lowering, found.native, found.when = function, native, when
         if slots is not None:
             found.slots = slots
             found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
@@ -222,7 +223,7 @@ def gradient(
     inputs: Sequence[int] | None = None,
     native: bool = False,
     refuse: Callable[[Operator], str] | None = None,
-) -> Callable[[Body], Body]:
+) -> Callable[[Rule], Rule]:
     """Register the decorated function as the gradient of an operator (see the module's text).
 
     It returns one value per forward input, None where there is no gradient; ``e.wants(i)`` says
@@ -235,11 +236,11 @@ def gradient(
         if not _READ.fullmatch(name):
             raise ArgumentError(f"gradient of {full_type}: cannot read {name!r}; use x0, y0, dy0, x*, dy*")
 
-    def register(function: Body) -> Body:
+    def register(function: Rule) -> Rule:
         domain, type_ = _split(full_type)
         entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs), refuse=refuse)
         grad = entry(own(gradient_type(domain, type_)))
-        grad.body, grad.native = function, native
+        grad.lowering, grad.native = function, native
         _READS[grad.type] = names
         return function
 

@@ -12,7 +12,7 @@ from amp_transpiler.errors import ArgumentTypeError, GraphError
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
-from amp_transpiler.ir.opdef import body_of
+from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
@@ -82,7 +82,7 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
         writes=bool(written or program.updates),
         # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
         shaped=place.kind == "cuda"
-        or bool(written or program.updates or program.info.functions or any(map(body_of, program.walk()))),
+        or bool(written or program.updates or program.info.functions or any(map(lowering_rule_of, program.walk()))),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body
+from amp_transpiler.ir.opdef import lowering_rule
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.directions import Direction, Layer, pick, product, rows, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, defaults
@@ -109,7 +109,7 @@ def _product(d: Direction) -> Callable[[Value], Value]:
     return lambda h: e.MatMul(h, r) if bias is None else e.Add(e.MatMul(h, r), bias)
 
 
-@body("RNN", when=_other)
+@lowering_rule("RNN", when=_other)
 def rnn(
     e: Emitter,
     op: Operator,
@@ -132,7 +132,7 @@ def rnn(
     return _run(layer, cell_of)
 
 
-@body("GRU", when=_other)
+@lowering_rule("GRU", when=_other)
 def gru(
     e: Emitter,
     op: Operator,
@@ -184,7 +184,7 @@ def _mixed(e: Emitter, z: Value, candidate: Value, old: Value) -> Value:
     return e.Add(e.Mul(e.Sub(e.like(1, z), z), candidate), e.Mul(z, old))
 
 
-@body("LSTM", when=_other)
+@lowering_rule("LSTM", when=_other)
 def lstm(
     e: Emitter,
     op: Operator,

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 
 ACCUMULATE, RESET = "AccumulateGradients", "ResetGradients"
 
 
-@body(own(ACCUMULATE), slots=Slots(input_row=("sum", "gradient"), output_row=("sum",)))
+@lowering_rule(own(ACCUMULATE), slots=Slots(input_row=("sum", "gradient"), output_row=("sum",)))
 def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
     return [
         e.Add(total, e.cast(grad, total.dtype), shape=total.shape)
@@ -23,7 +23,7 @@ def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
     ]
 
 
-@body(own(RESET), slots=Slots(input_row=("sum",), output_row=("sum",)))
+@lowering_rule(own(RESET), slots=Slots(input_row=("sum",), output_row=("sum",)))
 def reset(e: Emitter, op: Operator, *totals: Value) -> Sequence[Value]:
     """Where, not a constant: so that the zeros are written over what was read, and only after it was."""
     zero = e.scalar("zero")

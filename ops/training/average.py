@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.scaling import gate
 
 AVERAGE = "ExponentialAverage"
 
 
-@body(
+@lowering_rule(
     own(AVERAGE),
     slots=Slots(
         inputs=("found_inf", "step"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.scaling import Types, master_type
 
 GLOBAL_NORM, NORM, VALUE = "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"
@@ -30,7 +30,7 @@ def _factor(e: Emitter, squares: Value, limit: float) -> Value:
     return e.Div(bound, e.Max(e.Sqrt(squares), bound), shape=())
 
 
-@body(own(GLOBAL_NORM), infer=_types, slots=_SLOTS)
+@lowering_rule(own(GLOBAL_NORM), infer=_types, slots=_SLOTS)
 def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     wide = _wide(e, grads)
     squares = [e.cast(e.ReduceSumSquare(g, keepdims=0, shape=()), "float32") for g in wide]
@@ -38,7 +38,7 @@ def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     return [e.Mul(g, e.cast(factor, g.dtype), shape=g.shape) for g in wide]
 
 
-@body(own(NORM), infer=_types, slots=_SLOTS)
+@lowering_rule(own(NORM), infer=_types, slots=_SLOTS)
 def _by_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     wide = _wide(e, grads)
     return [
@@ -47,7 +47,7 @@ def _by_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     ]
 
 
-@body(own(VALUE), infer=_types, slots=_SLOTS)
+@lowering_rule(own(VALUE), infer=_types, slots=_SLOTS)
 def _by_value(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     return [
         e.Min(e.Max(g, e.like(op.attrs["min"], g)), e.like(op.attrs["max"], g), shape=g.shape) for g in _wide(e, grads)

@@ -16,7 +16,7 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, own
+from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.ops.training.random import normal, stream_of, uniform
 
@@ -46,13 +46,13 @@ def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
     return variable.name, variable.dtype, tuple(int(d) for d in variable.shape if d is not None)
 
 
-@body(own("SeedInitializer"))
+@lowering_rule(own("SeedInitializer"))
 def seed_initializer(e: Emitter, op: Operator) -> list[Value]:
     """The program's seed, as a value that constant folding does not see."""
     return [e.Add(e.const(op.program.seed % (1 << 32), "uint32"), e.cast(e.scalar("zero"), "uint32"))]
 
 
-@body(own("UniformInitializer"))
+@lowering_rule(own("UniformInitializer"))
 def uniform_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """low + (high - low) * u, u uniform in [0, 1)."""
     name, _, shape = _target(op)
@@ -61,7 +61,7 @@ def uniform_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     return [e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u), shape=shape)]
 
 
-@body(own("NormalInitializer"))
+@lowering_rule(own("NormalInitializer"))
 def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """mean + std * z, z standard normal."""
     name, _, shape = _target(op)
@@ -69,7 +69,7 @@ def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     return [e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=shape)]
 
 
-@body(own("TruncatedNormalInitializer"))
+@lowering_rule(own("TruncatedNormalInitializer"))
 def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """mean + std * z, z standard normal within [-2, 2]: the inverse of its distribution, of a uniform number.
 
@@ -88,7 +88,7 @@ def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[
     return [e.Add(z, e.like(op.attrs["mean"], u), shape=shape)]
 
 
-@body(own("ConstantInitializer"))
+@lowering_rule(own("ConstantInitializer"))
 def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
     """One value everywhere; no tensor of the full size is stored in the model."""
     _, dtype, shape = _target(op)
@@ -100,7 +100,7 @@ def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
     return [scalar if not shape else e.Expand(scalar, e.ints(*shape), shape=shape)]
 
 
-@body(own("ArrayInitializer"))
+@lowering_rule(own("ArrayInitializer"))
 def array_initializer(e: Emitter, op: Operator) -> list[Value]:
     """The array on the output variable."""
     name, _, _ = _target(op)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body, own
+from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.training.scaling import Types
 
 INSPECT, SUMMARY = "InspectGradients", "StepSummary"
@@ -26,7 +26,7 @@ def _inspect_types(op: Operator) -> Types:
     return [("bool", (count,)), ("float32", (count,)), ("float32", (count,))]
 
 
-@body(own(INSPECT), infer=_inspect_types)
+@lowering_rule(own(INSPECT), infer=_inspect_types)
 def _inspect_gradients(e: Emitter, op: Operator, *grads: Value) -> Sequence[Value]:
     totals, squares, zeros = [], [], []
     for grad in grads:
@@ -43,7 +43,7 @@ def _summary_types(op: Operator) -> Types:
     return [("float32", (len(op.inputs),))]
 
 
-@body(own(SUMMARY), infer=_summary_types)
+@lowering_rule(own(SUMMARY), infer=_summary_types)
 def _step_summary(e: Emitter, op: Operator, *scalars: Value | None) -> Sequence[Value]:
     unknown = e.const([math.nan], "float32")
     return [_joined(e, [unknown if v is None else e.reshape(e.cast(v, "float32"), (1,)) for v in scalars])]

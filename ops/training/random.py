@@ -26,7 +26,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import body, gradient, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
 
 SEED, STEP = "@rng_seed", "@rng_step"
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
@@ -220,7 +220,7 @@ def masked(e: Emitter, op: Operator, x: Value, ratio: Value | None, step: Value)
 traits("Dropout", moves=(0,))
 
 
-@body("Dropout", when=_training)
+@lowering_rule("Dropout", when=_training)
 def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
     """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
     return masked(e, op, x, ratio, e.scalar("step"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import body, own, traits
+from amp_transpiler.ir.opdef import lowering_rule, own, traits
 from amp_transpiler.ops.training.random import masked
 
 TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
@@ -18,7 +18,7 @@ TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
 _Types = list[tuple[str | None, Shape | None] | None]
 
 
-@body(own(TOKEN), native=True, infer=lambda op: [("float32", ())])
+@lowering_rule(own(TOKEN), native=True, infer=lambda op: [("float32", ())])
 def token(e: Emitter, op: Operator, gradient: Value) -> list[Value]:
     """-0.0 as an fp32 scalar that depends on ``gradient``: no number, NaN included, is less than itself."""
     first = e.f32(e.op("Slice", e.reshape(gradient, [-1]), e.ints(0), e.ints(1), shape=[1]))
@@ -32,7 +32,7 @@ def _like_input(op: Operator) -> _Types:
     return [(source.dtype, source.shape)]
 
 
-@body(own(INPUT), native=True, infer=_like_input)
+@lowering_rule(own(INPUT), native=True, infer=_like_input)
 def recompute_input(e: Emitter, op: Operator, zero: Value, x: Value) -> list[Value]:
     """``x``, bit for bit."""
     if x.dtype == "bool":
@@ -50,7 +50,7 @@ def _dropout_types(op: Operator) -> _Types:
     return types[: len(op.outputs)]
 
 
-@body(own(DROPOUT), infer=_dropout_types)
+@lowering_rule(own(DROPOUT), infer=_dropout_types)
 def recomputed_dropout(
     e: Emitter, op: Operator, zero: Value, x: Value, ratio: Value | None, mode: Value | None = None
 ) -> list[Value]:

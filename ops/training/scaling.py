@@ -21,7 +21,7 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
 COUNT_BAD = "CountBadSteps"
@@ -73,7 +73,7 @@ def _check_types(op: Operator) -> Types:
     return [("bool", (1,)), *((master_type(g.dtype), g.shape) if g else None for g in op.inputs[1:])]
 
 
-@body(
+@lowering_rule(
     own(CHECK),
     infer=_check_types,
     slots=Slots(inputs=("scale",), input_row=("gradient",), outputs=("found_inf",), output_row=("unscaled",)),
@@ -101,7 +101,7 @@ def _scaling_types(op: Operator) -> Types:
     return [None if v is None else (v.dtype, v.shape) for v in op.inputs[1:]]
 
 
-@body(
+@lowering_rule(
     own(UPDATE_SCALE),
     infer=_scaling_types,
     slots=Slots(("found_inf", "scale", "good", "bad"), ("gradient",), ("scale", "good", "bad"), ("zeroed",)),
@@ -165,7 +165,7 @@ def _at_most(e: Emitter, value: Value, ceiling: float) -> Value:
     return e.Where(e.Less(e.like(ceiling, value), value), e.like(ceiling, value), value, shape=()) if ceiling else value
 
 
-@body(
+@lowering_rule(
     own(COUNT_BAD),
     slots=Slots(
         inputs=("found_inf", "scale", "bad", "in_a_row", "loss_in_a_row", "at_floor"),
@@ -206,7 +206,7 @@ def _count_bad_steps(
     return counts
 
 
-@body(own(GATE), slots=Slots(inputs=("found_inf", "state", "new"), outputs=("state",), gated=True))
+@lowering_rule(own(GATE), slots=Slots(inputs=("found_inf", "state", "new"), outputs=("state",), gated=True))
 def _gate_state(e: Emitter, op: Operator, found_inf: Value, old: Value, new: Value) -> Sequence[Value]:
     return [gate(e, found_inf)(e.cast(new, old.dtype), old)]
 

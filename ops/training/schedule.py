@@ -15,7 +15,7 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.scaling import Types
 
 LEARNING_RATE = "LearningRate"
@@ -233,7 +233,7 @@ def _types(op: Operator) -> Types:
     return [("float32", ()), ("int32", ())]
 
 
-@body(own(LEARNING_RATE), infer=_types, slots=Slots(inputs=("step",), outputs=("rate", "step")))
+@lowering_rule(own(LEARNING_RATE), infer=_types, slots=Slots(inputs=("step",), outputs=("rate", "step")))
 def _learning_rate(e: Emitter, op: Operator, step: Value) -> Sequence[Value]:
     count = e.reshape(step, ())
     functions = _Tensors(e)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, body, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.scaling import gate
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
@@ -43,7 +43,7 @@ def _update(
     )
 
     def register(prepare: Prepare) -> Prepare:
-        @body(own(type_), slots=slots)
+        @lowering_rule(own(type_), slots=slots)
         def emit(e: Emitter, op: Operator, found_inf: Value | None, *inputs: Value | None) -> list[Value | None]:
             kept = gate(e, found_inf)
             head, values = inputs[: len(slots.inputs) - 1], [None, *inputs]

@@ -1,13 +1,13 @@
 """Proves gradient rules: one operator at a time, against central differences.
 
 ``check_gradient("Tanh", [x])`` runs the forward operator in float64 in ONNX's reference evaluator, emits the
-gradient body as the lowering would, and asserts
+gradient rule as the lowering would, and asserts
 
 1. float64, reference evaluator: relative L2 distance to central differences along random directions < 1e-5,
    and each gradient asked for alone is the same,
-2. fp32, onnxruntime on CPU: < 1e-4 from the float64 body,
+2. fp32, onnxruntime on CPU: < 1e-4 from the float64 rule,
 3. fp16 and bf16, the CPU lowering (fp32 tensors, one rounding): < one unit in the last place, in L2, from the
-   float64 body on the same 16-bit inputs; a rule declared exact makes no value that 16 bit does not have,
+   float64 rule on the same 16-bit inputs; a rule declared exact makes no value that 16 bit does not have,
 4. fp16 and bf16, the CUDA lowering: well typed, every node has a CUDA kernel, and the fp16 one, computed by
    onnxruntime on CPU, is within format tolerance.
 """
@@ -25,11 +25,11 @@ from hypothesis import settings
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
-from amp_transpiler.ir.opdef import body_of, gradient_type, lookup
+from amp_transpiler.ir.opdef import gradient_type, lookup, lowering_rule_of
 from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.program import Program
-from tests.helpers.bodies import OPSET, Array, as_model, emit, run_cpu, run_reference, tensor_info, typed_feeds
 from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers.rules import OPSET, Array, as_model, emit, run_cpu, run_reference, tensor_info, typed_feeds
 
 Outputs = list[Array | None]
 #: Half a unit in the last place, relative: what one rounding may add.
@@ -85,7 +85,7 @@ class Case:
 
 
 class Gradient:
-    """The gradient operator of a case at one float type, and the models that its body becomes."""
+    """The gradient operator of a case at one float type, and the models that its rule becomes."""
 
     def __init__(self, case: Case, dtype: str, values: dict[str, Array], wanted: Sequence[int]) -> None:
         self.values, self.dtype = values, dtype
@@ -147,8 +147,8 @@ class Gradient:
         return dy
 
     def model(self, place: str) -> onnx.ModelProto:
-        """The body as an ONNX model, with the graph inputs and the rounding that the lowering gives it."""
-        assert self.rule is not None and self.rule.body is not None
+        """The rule as an ONNX model, with the graph inputs and the rounding that the lowering gives it."""
+        assert self.rule is not None and self.rule.lowering is not None
         shapes = {v.name: self.values[v.name].shape for v in self.op.inputs if v is not None}
         return emit(self.op, self.rule, place, shapes, self.constants)
 
@@ -322,7 +322,7 @@ def gradient_values(type_: str, inputs: Sequence[Any], **attrs: Any) -> list[Arr
 def gradient_model(
     type_: str, inputs: Sequence[Any], dtype: str, place: str, wrt: Sequence[int] | None = None, **attrs: Any
 ) -> onnx.ModelProto:
-    """The gradient body of one operator as it is emitted for a place."""
+    """The gradient rule of one operator as it is emitted for a place."""
     return _one(type_, inputs, dtype, attrs, wrt).model(place)
 
 
@@ -337,7 +337,7 @@ def check_forward(
     half: Sequence[str] = ("float16", "bfloat16"),
     forward: Callable[..., Sequence[Array]] | None = None,
 ) -> None:
-    """Prove the forward body of one operator: float64 against the operator itself, then fp32 and 16 bit."""
+    """Prove the lowering rule of one operator: float64 against the operator itself, then fp32 and 16 bit."""
     arrays = [None if a is None else np.asarray(a) for a in inputs]
     arrays = [a.astype(np.float32).astype(np.float64) if a is not None and a.dtype.kind == "f" else a for a in arrays]
     case = Case(type_, arrays, dict(attrs or {}), outputs, (), (), tuple(feeds), (), domain, forward)
@@ -348,7 +348,7 @@ def check_forward(
         truth = case.run(at)
         op, shapes, constants = _forward_operator(case, dtype, at, truth)
         rule = lookup(op)
-        assert rule is not None and body_of(op) is not None, f"{type_} has no body for {dtype}"
+        assert rule is not None and lowering_rule_of(op) is not None, f"{type_} has no lowering rule for {dtype}"
         model = emit(op, rule, place, shapes, constants)
         if place == "cuda":
             missing = without_cuda_kernel(model)

@@ -1,4 +1,4 @@
-"""What bodies and decompositions get from an operator that they write: one value, or as many as they ask for."""
+"""What rules and decompositions get from an operator that they write: one value, or as many as they ask for."""
 
 from __future__ import annotations
 

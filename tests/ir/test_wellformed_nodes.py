@@ -149,7 +149,7 @@ def test_own_operators_that_this_package_did_not_write(type_: str, inputs: int) 
     program = amp.Program.from_onnx(model)
     with pytest.raises(
         GraphError,
-        match=rf"'own' \(amp_transpiler::{type_}\): its inputs, outputs or attributes do not fit|body of 'own'",
+        match=rf"'own' \(amp_transpiler::{type_}\): its inputs, outputs or attributes do not fit|rule of 'own'",
     ):
         program.lower(amp.CPUPlace(), {"x": (2, 3)}, program.outputs)
 

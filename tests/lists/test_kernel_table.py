@@ -6,24 +6,11 @@ import pytest
 
 from amp_transpiler import lists
 from amp_transpiler.errors import ListError
-from amp_transpiler.lists import AutoMixedPrecisionLists, has_kernel, kernel_types
-from amp_transpiler.lists import _kernels as kernels
+from amp_transpiler.lists import has_kernel, kernel_types
 from amp_transpiler.lists._data import read_text
 from tests.helpers.where import ORACLES
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
-
-
-@pytest.fixture
-def no_bodies():
-    """Takes the package's own lowerings away, so that what the test registers is all there is."""
-    before = dict(lists.OWN_BODIES)
-    lists.OWN_BODIES.clear()
-    kernels._gap.cache_clear()
-    yield
-    lists.OWN_BODIES.clear()
-    lists.OWN_BODIES.update(before)
-    kernels._gap.cache_clear()
 
 
 # ---------------------------------------------------------------- kernels
@@ -142,25 +129,5 @@ def test_opset_gaps_are_the_recorded_ones():
         ("com.microsoft::MurmurHash3", "float16", "no CUDA kernel for MurmurHash3 at float16 in opset 21"),
     ],
 )
-def test_unsupported_reason(op_type, dtype, reason, no_bodies):
+def test_unsupported_reason(op_type, dtype, reason):
     assert lists.unsupported_reason(op_type, dtype) == reason
-
-
-def test_a_body_of_ours_supports_an_operator(no_bodies):
-    chosen = AutoMixedPrecisionLists()
-    assert {"MaxUnpool", "Mean"} <= chosen.unsupported_list
-    assert "PRelu" in AutoMixedPrecisionLists(dtype="bfloat16").unsupported_list
-    lists.register_own_body("MaxUnpool")
-    lists.register_own_body("Mean", "bfloat16")
-    lists.register_own_body("Less", "bfloat16")
-    assert "MaxUnpool" not in chosen.unsupported_list  # computed when asked for
-    assert "Mean" in chosen.unsupported_list
-    bfloat16 = AutoMixedPrecisionLists(["mean", "MaxUnpool", "Mean"], dtype="BFloat16")
-    assert not {"Mean", "MaxUnpool", "PRelu"} & bfloat16.unsupported_list  # PRelu through its part Less
-
-
-def test_register_own_body_refuses(no_bodies):
-    with pytest.raises(ListError, match="onnx has no operator 'MaxUnpol'.*MaxUnpool"):
-        lists.register_own_body("MaxUnpol")
-    with pytest.raises(ListError, match="'Mean': element type 'float32'; expected 'float16' or 'bfloat16'"):
-        lists.register_own_body("Mean", "float32")

@@ -8,23 +8,9 @@ from onnx import defs
 from amp_transpiler import lists
 from amp_transpiler.errors import AmpError, ListError, ListTypeError
 from amp_transpiler.lists import AutoMixedPrecisionLists, default_lists, kept_fp32, resolve
-from amp_transpiler.lists import _kernels as kernels
 from amp_transpiler.lists._data import parse_aliases, parse_lists, parse_slots
 from amp_transpiler.lists._schemas import read_text, schemas
 from tests.helpers.where import ORACLES
-
-
-@pytest.fixture
-def no_bodies():
-    """Takes the package's own lowerings away, so that what the test registers is all there is."""
-    before = dict(lists.OWN_BODIES)
-    lists.OWN_BODIES.clear()
-    kernels._gap.cache_clear()
-    yield
-    lists.OWN_BODIES.clear()
-    lists.OWN_BODIES.update(before)
-    kernels._gap.cache_clear()
-
 
 # ---------------------------------------------------------------- default lists
 
@@ -293,7 +279,7 @@ def test_merge_cases_recorded_from_paddle():
         ),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, message, no_bodies):
+def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message) as caught:
         AutoMixedPrecisionLists(**arguments)
     assert isinstance(caught.value, AmpError)

@@ -11,9 +11,9 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError
 from tests.helpers import recurrent_oracle
-from tests.helpers.bodies import tensor_info
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.gradcheck import assert_near
+from tests.helpers.rules import tensor_info
 from tests.helpers.where import RECORDED
 
 RECORD = RECORDED / "recurrent_torch.npz"

@@ -1,1 +1,1 @@
-"""Tests of operators: gradients, forward bodies, decompositions, traits, operators of training."""
+"""Tests of operators: gradients, lowering rules, decompositions, traits, operators of training."""

@@ -22,8 +22,8 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
-from tests.helpers.bodies import cpu_session
 from tests.helpers.reference_ops import CORRECTED
+from tests.helpers.rules import cpu_session
 
 Array = np.ndarray[Any, Any]
 

@@ -12,8 +12,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
-from tests.helpers.bodies import as_model, cpu_session, run_reference, tensor_info
 from tests.helpers.gradcheck import Case, Gradient, check_forward, check_gradient, gradient_model, gradient_values
+from tests.helpers.rules import as_model, cpu_session, run_reference, tensor_info
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -15,8 +15,8 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops import conv
 from amp_transpiler.ops.window import Window
-from tests.helpers.bodies import as_model, run_cpu, run_reference, tensor_info
 from tests.helpers.gradcheck import check_gradient, few, gradient_model
+from tests.helpers.rules import as_model, run_cpu, run_reference, tensor_info
 
 #: At the operator set of training programs these operators have no bfloat16 in their schema.
 FP16 = ("float16",)

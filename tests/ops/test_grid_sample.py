@@ -10,8 +10,8 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
-from tests.helpers.bodies import run_reference
 from tests.helpers.gradcheck import Case, Gradient, check_gradient
+from tests.helpers.rules import run_reference
 from tests.helpers.where import RECORDED
 
 ORACLE = np.load(RECORDED / "grid_sample.npz")

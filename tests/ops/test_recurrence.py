@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.rnn import recurrence
 from amp_transpiler.program import Program
-from tests.helpers.bodies import as_model, run_cpu, tensor_info
+from tests.helpers.rules import as_model, run_cpu, tensor_info
 
 STATE = (3, 5)
 

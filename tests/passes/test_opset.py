@@ -1,4 +1,4 @@
-"""Programs moved to the opset that training and bodies are written for compute what they computed."""
+"""Programs moved to the opset that training and lowering rules are written for compute what they computed."""
 
 from __future__ import annotations
 

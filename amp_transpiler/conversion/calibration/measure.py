@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.opdef import body_of
+from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import Lowered, needed, static
@@ -165,7 +165,7 @@ def _bytes(variables: Iterable[Variable]) -> int:
 
 
 class Runner:
-    """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the bodies of
+    """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the rules of
     operators depend on shapes; then one serves until the shapes change."""
 
     def __init__(self, program: Program, fetches: Sequence[str], embedded: int | None = None) -> None:
@@ -173,7 +173,7 @@ class Runner:
         self.fetches = [self.program.var(name) for name in fetches]
         self.feeds = Feeds(self.program, self.fetches)
         self.declared = {v.name: numpy_dtype(v.dtype) for v in self.program.inputs if v.dtype in FLOATS}
-        self.shaped = bool(program.info.functions) or any(body_of(op) is not None for op in self.program.walk())
+        self.shaped = bool(program.info.functions) or any(map(lowering_rule_of, self.program.walk()))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.step: Step | PlainStep | None = None
 

@@ -13,7 +13,7 @@ from amp_transpiler.ir.decompose import decompose, decompose_operator, has_decom
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import Gradient, body_of, gradient_type, lookup
+from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of
 from amp_transpiler.ir.patterns import is_pattern, matching_names, names_of_parameter
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
@@ -49,7 +49,7 @@ def append_backward(
     with unchanged_on_error(program):
         standardize(program)
         expand_control_flow(program)
-        if any(op.type == "Dropout" and body_of(op) is not None for op in program.operators):
+        if any(op.type == "Dropout" and lowering_rule_of(op) is not None for op in program.operators):
             rng_state(program)  # an imported dropout brings no randomness with it
         return _append(program, loss, parameter_list, no_grad_set)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import body_of, traits_of
+from amp_transpiler.ir.opdef import lowering_rule_of, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ops.training.random import MASK_ID, mask_stream
 from amp_transpiler.ops.training.recompute_barrier import DROPOUT, INPUT, TOKEN
@@ -122,7 +122,7 @@ class _Copier:
         if all(new is old for new, old in zip(inputs, op.inputs, strict=True)):
             return 0
         outputs = [None if v is None else self._output(v) for v in op.outputs]
-        if op.type == "Dropout" and not op.domain and body_of(op) is not None:
+        if op.type == "Dropout" and not op.domain and lowering_rule_of(op) is not None:
             inputs = [self._token(source), *inputs]
             copy = self._add(op, DROPOUT, OWN, inputs, outputs)
             copy.metadata[MASK_ID] = str(mask_stream(op))

@@ -17,7 +17,7 @@ from amp_transpiler.ir.clone import insert_graph
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
-from amp_transpiler.ir.opdef import has_body
+from amp_transpiler.ir.opdef import has_lowering_rule
 from amp_transpiler.passes.pipeline import Context, Pass, Value
 
 #: Shapes of feeds that the program does not declare itself.
@@ -273,7 +273,7 @@ def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
 class ExpandControlFlow(Pass):
     """An If on a constant becomes the branch that is taken, loops and scans of known length are unrolled.
 
-    ``bodies``: only in a graph where an operator with a body of this package lies in a nested graph.
+    ``bodies``: only in a graph in whose bodies an operator has a lowering rule.
     """
 
     name = "expand-control-flow"
@@ -282,7 +282,7 @@ class ExpandControlFlow(Pass):
     bodies: bool = False
 
     def applies(self, graph: Graph, context: Context) -> bool:
-        return any(has_body(op) for op in graph.nesting) if self.bodies else bool(graph.nesting)
+        return any(has_lowering_rule(op) for op in graph.nesting) if self.bodies else bool(graph.nesting)
 
     def run(self, graph: Graph, context: Context) -> bool:
         return expand_control_flow(graph, context.get(FEED_SHAPES))

@@ -1,6 +1,6 @@
 """Move a program's ai.onnx operators to another opset, in place.
 
-Gradient rules and bodies are written once, for :data:`~amp_transpiler.lists.TARGET_OPSET`. Imported programs keep the
+Gradient and lowering rules are written once, for :data:`~amp_transpiler.lists.TARGET_OPSET`. Imported programs keep the
 version they were written in until they are trained, or lowered for a place that needs the target version.
 ``onnx.version_converter`` is not used: it drops model functions and node metadata.
 """

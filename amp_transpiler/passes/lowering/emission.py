@@ -21,7 +21,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
-from amp_transpiler.ir.opdef import body_of, group_inputs, has_body, lookup, rule_of
+from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
@@ -71,7 +71,7 @@ class Wanted:
 def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> Lowered:
     """The model that ``place`` runs; only operators that the fetches and the updates need are in it.
 
-    GraphError where a body needs a shape that is not fixed.
+    GraphError where a rule needs a shape that is not fixed.
     """
     return _Emission(graph, place, feed_shapes, wanted).run()
 
@@ -87,11 +87,11 @@ class _Emission(EmulatedStorage):
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
         self.opset = self.e.opset
-        bodied = any(has_body(op) for op in self.order)
+        ruled = any(has_lowering_rule(op) for op in self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
-        self.feed_shapes = {} if branches and not bodied else feed_shapes
-        self.shapes = Shapes(program, feed_shapes) if bodied else None
+        self.feed_shapes = {} if branches and not ruled else feed_shapes
+        self.shapes = Shapes(program, feed_shapes) if ruled else None
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
@@ -111,7 +111,7 @@ class _Emission(EmulatedStorage):
         self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
         graph = onnx.GraphProto(name=self.program.graph_name)
         graph.node.extend(self.e.nodes)
-        used = used_tensors(self.e.nodes)  # a body may have read a constant while it was written, and not emitted it
+        used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
         graph.input.extend(self.inputs)
         graph.output.extend(outputs)
@@ -201,10 +201,10 @@ class _Emission(EmulatedStorage):
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:
             self._cast(op)
-        elif body_of(op) is not None:
+        elif lowering_rule_of(op) is not None:
             self._body(op)
         elif op.domain == OWN:
-            raise GraphError(f"operator '{op.label}' ({op.full_type}) has no body; it cannot be run")
+            raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
         else:
             self._standard(op)
 
@@ -228,7 +228,7 @@ class _Emission(EmulatedStorage):
             self.env[target.key] = self.e.op("Cast", value, dtype=target.dtype, shape=value.shape, to=to, **extra)
 
     def _body(self, op: Operator) -> None:
-        found, function = lookup(op), body_of(op)
+        found, function = lookup(op), lowering_rule_of(op)
         assert found is not None and function is not None and self.shapes is not None
         self.e.wanted = [v is not None for v in op.outputs]
         gradients = [v is not None and v.grad_of is not None for v in op.outputs]
@@ -244,7 +244,9 @@ class _Emission(EmulatedStorage):
         for variable, value in zip_longest(op.outputs, results):
             if variable is not None:
                 if value is None:
-                    raise GraphError(f"the body of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'")
+                    raise GraphError(
+                        f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"
+                    )
                 self.env[variable.key] = self._finished(variable, value, found.exact)
 
     def _standard(self, op: Operator) -> None:
@@ -291,7 +293,8 @@ class _Emission(EmulatedStorage):
     def _graph(self, nested: Graph) -> onnx.GraphProto:
         e, env, shapes = self.e, self.env, self.shapes
         if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
-            self.shapes = Shapes(nested, around=shapes) if any(has_body(op) for op in nested.operators) else None
+            ruled = any(map(has_lowering_rule, nested.operators))
+            self.shapes = Shapes(nested, around=shapes) if ruled else None
         e.reserve(v.name for v in nested.variables)
         graph, inner = onnx.GraphProto(name=nested.name or "body"), dict[int, Value]()
         self.env = inner

@@ -56,7 +56,7 @@ class EmulatedStorage:
         return self._read(op, variable)
 
     def _finished(self, variable: Variable, value: Value, exact: bool) -> Value:
-        """A body's or operator's raw result as the variable is held here, rounded where that is due."""
+        """A rule's or operator's raw result as the variable is held here, rounded where that is due."""
         if variable.dtype is None or value.dtype == "":
             return value
         if self.cpu and variable.dtype in HALF:

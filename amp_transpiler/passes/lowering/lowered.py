@@ -72,7 +72,7 @@ def live(
 ) -> tuple[list[onnx.NodeProto], list[Operator | None]]:
     """The nodes that the outputs depend on, each with its operator; one reverse sweep.
 
-    A body may compute what nobody asked it for, or a gradient read an activation for its shape alone; onnxruntime
+    A rule may compute what nobody asked it for, or a gradient read an activation for its shape alone; onnxruntime
     runs such nodes.
     """
     wanted = set(outputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.opdef import body_of
+from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
@@ -26,7 +26,7 @@ LOWERED: Value[Lowered] = Value("lowered")
 
 @dataclass(frozen=True)
 class RuntimeOpset(Pass):
-    """Operators of ai.onnx are at the target opset where a body is written for it, or the place lacks later kernels."""
+    """Operators of ai.onnx are at the target opset where a lowering rule is for it or the place lacks later kernels."""
 
     name = "runtime-opset"
 
@@ -37,7 +37,7 @@ class RuntimeOpset(Pass):
         # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
         stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in graph.variables)
         later = version > TARGET_OPSET and self.place == "cuda"
-        return version != TARGET_OPSET and not stays and (later or any(body_of(op) for op in graph.walk()))
+        return version != TARGET_OPSET and not stays and (later or any(lowering_rule_of(op) for op in graph.walk()))
 
     def run(self, graph: Graph, context: Context) -> bool:
         return convert_opset(graph)
@@ -76,7 +76,7 @@ def lower(
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes; ``program`` stays as it is.
 
-    What it gives: see :class:`~.emission.Wanted`. GraphError where a body needs a shape that is not fixed.
+    What it gives: see :class:`~.emission.Wanted`. GraphError where a rule needs a shape that is not fixed.
     """
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
     wanted = Wanted(tuple(v.name for v in fetches), named, keep_fp32, declared)

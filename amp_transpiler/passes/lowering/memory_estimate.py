@@ -120,7 +120,7 @@ def memory_estimate(
 
 
 def _complete(program: Graph, lowered: Lowered, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Give ``lowered.tensors`` the shapes that follow from the feeds; lowering does so only where a body needs one."""
+    """Give ``lowered.tensors`` the shapes that follow from the feeds; lowering does so only where a rule needs one."""
     if all(value.shape is not None for value in lowered.tensors.values()):
         return
     known = Shapes(program, shapes)

@@ -111,7 +111,7 @@ class _Choices(Rules):
     ) -> None:
         super().__init__(program, lists)
         self.mode, self.constraints, self.outside = mode, constraints, outside
-        self.kernel_opset, self.own_bodies = program.opset(), False  # the file is run as it is written
+        self.kernel_opset, self.lowers = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
         self.because = {"pure": Kind.PURE, "auto": Kind.FREE}.get(mode, Kind.BETWEEN)

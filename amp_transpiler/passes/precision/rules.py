@@ -61,8 +61,8 @@ class Rules:
         self.decisions: dict[Operator, Decision] = {}
         #: The opset whose kernels count: what a place is lowered to.
         self.kernel_opset = TARGET_OPSET
-        #: Whether an operator with a body of ours needs no kernel.
-        self.own_bodies = True
+        #: Whether an operator with a lowering rule needs no kernel.
+        self.lowers = True
         self._gaps: dict[str, Reason | None] = {}
         self._named = black_operators(program, lists)
 
@@ -175,10 +175,10 @@ class Rules:
         """Why no lowering runs the operator in 16 bit; None where one does."""
         name = operator_name(op)
         if name not in self._gaps:
-            gap = unsupported_reason(name, self.dtype, self.kernel_opset, own_bodies=self.own_bodies)
+            gap = unsupported_reason(name, self.dtype, self.kernel_opset)
             self._gaps[name] = Reason(Kind.NO_KERNEL, detail=(gap.removeprefix(NO_KERNEL),)) if gap else None
         found = lookup(op)
-        return None if self.own_bodies and found is not None and found.body is not None else self._gaps[name]
+        return None if self.lowers and found is not None and found.lowering is not None else self._gaps[name]
 
     def data_inputs(self, op: Operator) -> list[Variable]:
         """Floating-point inputs that carry data: those that no rule keeps fp32."""

@@ -1,4 +1,4 @@
-"""Turns the body of one operator into a model, as the lowering does, and runs it."""
+"""Turns the rule of one operator into a model, as the lowering does, and runs it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_model(graph: onnx.GraphProto) -> onnx.ModelProto:
 def emit(
     op: Operator, rule: Any, place: str, shapes: dict[str, tuple[int, ...]], constants: dict[str, Array]
 ) -> onnx.ModelProto:
-    """One operator's body as a model; graph inputs are the operator's inputs, outputs its wanted outputs."""
+    """One operator's rule as a model; graph inputs are the operator's inputs, outputs its wanted outputs."""
     e = Emitter(place, OPSET)
     e.wanted = [v is not None for v in op.outputs]
     e.output_shapes = [
@@ -58,7 +58,7 @@ def emit(
             infos[v.name] = tensor_info(v.name, kind, shapes[v.name])
         value = Value(v.name, kind, tuple(shapes[v.name]))
         values.append(value if rule.native else e.f32(value))
-    results = list(rule.body(e, op, *group_inputs(op, values)))
+    results = list(rule.lowering(e, op, *group_inputs(op, values)))
     outputs = []
     for variable, result in zip(op.outputs, results, strict=False):
         if variable is None:

@@ -1,4 +1,4 @@
-"""Forward bodies of the normalisations: against the operator's definition and onnxruntime's own CPU kernels."""
+"""Lowering rules of the normalisations: against the operator's definition and onnxruntime's own CPU kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import body_of, lookup
+from amp_transpiler.ir.opdef import lookup, lowering_rule_of
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program
-from tests.helpers.bodies import as_model, emit, run_cpu, run_reference, tensor_info
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.gradcheck import few
+from tests.helpers.rules import as_model, emit, run_cpu, run_reference, tensor_info
 
 seeds = st.integers(0, 2**32 - 1)
 HALF = ["float16", "bfloat16"]
@@ -37,7 +37,7 @@ def operator(
 
 def run_body(op: Operator, place: str, inputs: list[np.ndarray], on_cpu: bool = True) -> list[np.ndarray]:
     rule = lookup(op)
-    assert rule is not None and body_of(op) is not None
+    assert rule is not None and lowering_rule_of(op) is not None
     model = emit(op, rule, place, {f"x{i}": a.shape for i, a in enumerate(inputs)}, {})
     if place == "cuda":
         assert not without_cuda_kernel(model)
@@ -122,8 +122,8 @@ def test_batch_normalization_of_16_bit_data_rounds_its_output_alone(training: in
 
 def test_batch_normalization_for_inference_of_one_type_stands_as_it_is() -> None:
     op = operator("BatchNormalization", "float32", batch(0, (2, 3, 4)), {}, ["Y"])
-    assert body_of(op) is None
-    assert body_of(operator("BatchNormalization", "float16", batch(0, (2, 3, 4)), {}, ["Y"])) is not None
+    assert lowering_rule_of(op) is None
+    assert lowering_rule_of(operator("BatchNormalization", "float16", batch(0, (2, 3, 4)), {}, ["Y"])) is not None
 
 
 # -- LayerNormalization and InstanceNormalization ----------------------------------------------------------
@@ -143,7 +143,7 @@ def test_a_scale_kept_in_fp32_is_rounded_where_the_operator_reads_it(type_: str,
         y = run_body(op, "cuda", inputs)[0]
         assert y.dtype == np.float16
         np.testing.assert_allclose(y.astype(np.float32), expected, rtol=2**-10, atol=1e-3)
-    assert body_of(operator(type_, "float32", inputs, {}, ["Y"])) is None
+    assert lowering_rule_of(operator(type_, "float32", inputs, {}, ["Y"])) is None
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
