@@ -211,10 +211,10 @@ class TrainingStep:
     @property
     def before_window(self) -> dict[Variable, Variable]:
         """State that holds what another, which micro-batches write, was before their window; each with that one."""
-        spread = {} if self.window is None else self.window.updates
-        kept = ((self.program.updates.get(state), state) for state, new in spread.items() if new.grad_of is None)
-        olds = ((replaced(new, GATE), state) for new, state in kept if new is not None)
-        return {old: state for old, state in olds if old is not None and old is not state}
+        written = () if self.window is None else self.window.updates
+        news = ((state, self.program.updates.get(state)) for state in written)
+        olds = ((state, replaced(new, GATE)) for state, new in news if new is not None)
+        return {old: state for state, old in olds if old is not None and old is not state}
 
     # -- averages --------------------------------------------------------------------------------------
     def averaged(self, average: StepOperator) -> list[tuple[Variable, Variable]]:
