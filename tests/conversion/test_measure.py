@@ -236,13 +236,15 @@ def test_fixed_shapes_that_fit_come_at_once(sessions: list[int], monkeypatch: py
     assert sessions == [1, 1, 1, 1, 7, 7]
 
 
-def test_weights_in_16_bit_count_as_the_fp32_that_carries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit, bound", [(4 * 72, 0), (4 * 72 - 1, 1)])
+def test_weights_in_16_bit_count_as_the_fp32_that_carries_them(
+    limit: int, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = literal(model(NETWORK))
     assert [v.dtype for v in half.variables if v.is_constant] == ["float16", "float16"]
     monkeypatch.setattr(measure, "_LARGE", 100)
-    for limit, bound in ((4 * 72, 0), (4 * 72 - 1, 1)):
-        monkeypatch.setattr(measure, "EMBEDDED", limit)
-        assert len(measure._bound_weights(half)[2]) == bound
+    monkeypatch.setattr(measure, "EMBEDDED", limit)
+    assert len(measure._bound_weights(half)[2]) == bound
 
 
 def test_feeds_are_checked() -> None:
@@ -259,19 +261,19 @@ def test_feeds_are_checked() -> None:
 
 
 # -- nested graphs, shapes that depend on data --------------------------------------------------------------------
-def test_tensors_of_branches_are_covered_by_what_the_branch_gives() -> None:
+@pytest.mark.parametrize("c", [True, False])
+def test_tensors_of_branches_are_covered_by_what_the_branch_gives(c: bool) -> None:
     text = """m (float[2,8] x, bool c) => (float[2,8] y) <float[8,8] w = {WEIGHTS}>
     { h = MatMul(x, w)
       z = If<then_branch = t () => (float[2,8] p) { q = MatMul(h, w)  p = Relu(q) },
              else_branch = e () => (float[2,8] n) { n = Neg(h) }>(c)
       y = Add(z, x) }"""
     proto = model(text)
-    for c in (True, False):
-        found = measured(text, {**samples(2)[0], "c": np.array(c)})
-        assert list(found.tensors) == ["x", "h", "z", "y"]
-        assert 0 < found.tensors["z"].error < 1e-2 and found.tensors["z"].finite
-        grown = found.tensors["z"].error - found.tensors["h"].error
-        assert found.growth(reference(proto))["z"] == grown and (grown != 0) == c
+    found = measured(text, {**samples(2)[0], "c": np.array(c)})
+    assert list(found.tensors) == ["x", "h", "z", "y"]
+    assert 0 < found.tensors["z"].error < 1e-2 and found.tensors["z"].finite
+    grown = found.tensors["z"].error - found.tensors["h"].error
+    assert found.growth(reference(proto))["z"] == grown and (grown != 0) == c
 
 
 def test_rounding_may_change_a_shape() -> None:

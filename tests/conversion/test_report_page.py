@@ -276,7 +276,8 @@ def test_the_page_runs_in_a_browser(tmp_path):
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in document
 
 
-def test_the_page_opens_on_what_stayed_fp32_and_leaves_room_for_it(tmp_path):
+@pytest.mark.parametrize("name, narrow", [("page.html", False), ("frame.html", True)])
+def test_the_page_opens_on_what_stayed_fp32_and_leaves_room_for_it(name, narrow, tmp_path):
     """Wide and at 420 pixels; a script of the test, which the page's policy would refuse, measures it."""
     record = conversion()
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", to_html(record))
@@ -290,13 +291,12 @@ def test_the_page_opens_on_what_stayed_fp32_and_leaves_room_for_it(tmp_path):
     (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{measure}</script></body>"), encoding="utf-8")
     frame = "<iframe src='page.html' width=420 height=900></iframe><script>onmessage = (e) => document.title = e.data</script>"
     (tmp_path / "frame.html").write_text(f"<head><title></title></head><body>{frame}</body>", encoding="utf-8")
-    for name, narrow in (("page.html", False), ("frame.html", True)):
-        document, _ = in_browser(tmp_path / name, "1400,900")
-        top, folds, panels, first, no_details, filters = json.loads(
-            html.unescape(re.findall("<title>(.*?)</title>", document)[0])
-        )
-        assert top < (0.35 if narrow else 0.25) and (panels, first, no_details) == (1, "panel-kept", True)
-        assert filters is not narrow and folds >= 1
-        if not narrow:
-            kept = summary.kinds(record.after)["fp32"]
-            assert f"{kept} operators stay in fp32" in document and f"Stayed fp32 ({kept})" in document
+    document, _ = in_browser(tmp_path / name, "1400,900")
+    top, folds, panels, first, no_details, filters = json.loads(
+        html.unescape(re.findall("<title>(.*?)</title>", document)[0])
+    )
+    assert top < (0.35 if narrow else 0.25) and (panels, first, no_details) == (1, "panel-kept", True)
+    assert filters is not narrow and folds >= 1
+    if not narrow:
+        kept = summary.kinds(record.after)["fp32"]
+        assert f"{kept} operators stay in fp32" in document and f"Stayed fp32 ({kept})" in document

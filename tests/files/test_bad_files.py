@@ -10,28 +10,35 @@ from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError,
 from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import EVERYTHING, everything, external_model, ir3, text
 
+GOOD = text(EVERYTHING).SerializeToString()
 
-def test_files_that_are_no_models(tmp_path):
-    good = text(EVERYTHING).SerializeToString()
-    for name, content, expected in (
-        ("empty", b"", "is empty"),
-        ("text", b"this is no model\n" * 20, "is not an ONNX model"),
-        ("json", b'{"irVersion": "8"}', "is not an ONNX model"),
-        ("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
-        ("half", good[: len(good) // 2], "cut short"),
-        ("header", onnx.ModelProto(ir_version=8).SerializeToString(), "cut short"),
-    ):
-        path = tmp_path / name
-        path.write_bytes(content)
-        with pytest.raises(ModelFileError, match=expected) as caught:
-            Program.from_onnx(path)
-        assert str(path) in str(caught.value)
+
+def test_paths_that_are_no_models(tmp_path):
     with pytest.raises(ModelFileNotFoundError, match=r"nowhere\.onnx"):
         Program.from_onnx(tmp_path / "nowhere.onnx")
     with pytest.raises(ModelFileError, match="cannot be read"):
         Program.from_onnx(tmp_path)
     with pytest.raises(ArgumentTypeError, match="int"):
         Program.from_onnx(3)
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("empty", b"", "is empty"),
+        ("text", b"this is no model\n" * 20, "is not an ONNX model"),
+        ("json", b'{"irVersion": "8"}', "is not an ONNX model"),
+        ("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+        ("half", GOOD[: len(GOOD) // 2], "cut short"),
+        ("header", onnx.ModelProto(ir_version=8).SerializeToString(), "cut short"),
+    ],
+)
+def test_contents_that_are_no_model(name, content, expected, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=expected) as caught:
+        Program.from_onnx(path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_file_that_is_cut_anywhere_loses_nothing_of_its_graph(tmp_path):

@@ -40,14 +40,14 @@ def test_regression_tells_the_mean_absolute_error(tmp_path: Path) -> None:
 
 
 # -- what is written ---------------------------------------------------------------------------------------
-def test_saves_what_is_asked_for_with_the_black_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode, save", [("fp32", "pure-fp16"), ("pure-fp16", "fp32"), ("mixed", "mixed")])
+def test_saves_what_is_asked_for_with_the_black_list(mode: str, save: str, tmp_path: Path) -> None:
     data = samples("encoder_dynamo", 40)
-    for mode, save in (("fp32", "pure-fp16"), ("pure-fp16", "fp32"), ("mixed", "mixed")):
-        more = {"black_list": ["Softmax", "Gelu"]} if save != "fp32" else {}
-        amp.fit(exported("encoder_dynamo"), tmp_path / "out.onnx", data=data, mode=mode, save=save, **more)
-        precisions = {op.type: op.precision for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators}
-        assert precisions["MatMul"] == ("" if save == "fp32" else "float16")
-        assert precisions["Softmax"] == precisions["Gelu"] == ("" if save == "fp32" else "float32")
+    more = {"black_list": ["Softmax", "Gelu"]} if save != "fp32" else {}
+    amp.fit(exported("encoder_dynamo"), tmp_path / "out.onnx", data=data, mode=mode, save=save, **more)
+    precisions = {op.type: op.precision for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators}
+    assert precisions["MatMul"] == ("" if save == "fp32" else "float16")
+    assert precisions["Softmax"] == precisions["Gelu"] == ("" if save == "fp32" else "float32")
 
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
@@ -151,7 +151,8 @@ def test_the_files_load_in_bare_onnxruntime(tmp_path: Path) -> None:
     assert [i.name for i in session.get_inputs()] == ["x"]
 
 
-def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor, precision", [(1, "float16"), (1e4, "float32")])
+def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(factor: float, precision: str, tmp_path: Path) -> None:
     """Trained in fp32, where 10^6 between two layers is no matter; float16 would make infinity of it."""
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
@@ -159,12 +160,11 @@ def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(tmp_path: Path) -> N
     )
     for name, array in (("w", np.full((4, 8), 100)), ("v", np.full((8, 3), 1e-4))):
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
-    for factor, precision in ((1, "float16"), (1e4, "float32")):
-        data = features(40)
-        data["x"] *= factor
-        amp.fit(model, tmp_path / "out.onnx", data=data, mode="fp32", save="pure-fp16", lr=1e-6)
-        products = [op for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators if op.type == "MatMul"]
-        assert products[0].precision == precision, products[0].reason
+    data = features(40)
+    data["x"] *= factor
+    amp.fit(model, tmp_path / "out.onnx", data=data, mode="fp32", save="pure-fp16", lr=1e-6)
+    products = [op for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators if op.type == "MatMul"]
+    assert products[0].precision == precision, products[0].reason
 
 
 def test_what_leaves_the_range_on_the_data_trains_in_fp32(tmp_path: Path) -> None:

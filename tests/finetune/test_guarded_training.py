@@ -234,20 +234,20 @@ def test_a_test_program_runs_in_the_precision_of_training(mode: str) -> None:
     assert np.isfinite(executor.run(test, feed={"x": x}, fetch_list=["y"], scope=scope)[0]).all()
 
 
-def test_built_programs_keep_the_literal_rule() -> None:
-    for asked, expected in ((None, "float16"), (True, "float32")):
-        main_program, startup = amp.Program(), amp.Program()
-        with amp.program_guard(main_program, startup), amp.unique_name.guard():
-            y = amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)
-            loss = F.mean(F.log(y * y + np.float32(1e-6)))
-            amp.decorate(
-                amp.optimizer.SGD(0.1, multi_precision=True),
-                use_pure_fp16=True,
-                use_fp16_guard=False,
-                numeric_guards=asked,
-            ).minimize(loss)
-        squares = [op for op in main_program.operators if op.type == "Mul" and op.inputs[0] is op.inputs[1]]
-        assert [op.precision for op in squares] == [expected]
+@pytest.mark.parametrize("asked, expected", [(None, "float16"), (True, "float32")])
+def test_built_programs_keep_the_literal_rule(asked: bool | None, expected: str) -> None:
+    main_program, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main_program, startup), amp.unique_name.guard():
+        y = amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)
+        loss = F.mean(F.log(y * y + np.float32(1e-6)))
+        amp.decorate(
+            amp.optimizer.SGD(0.1, multi_precision=True),
+            use_pure_fp16=True,
+            use_fp16_guard=False,
+            numeric_guards=asked,
+        ).minimize(loss)
+    squares = [op for op in main_program.operators if op.type == "Mul" and op.inputs[0] is op.inputs[1]]
+    assert [op.precision for op in squares] == [expected]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

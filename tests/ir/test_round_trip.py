@@ -1,6 +1,7 @@
 """ONNX -> Program -> ONNX loses nothing, and gives the same outputs."""
 
 import copy
+import lzma
 import sys
 from pathlib import Path
 
@@ -108,15 +109,13 @@ def test_node_tests_of_onnx_go_through():
 
 
 @pytest.mark.skipif(not (DATA / "onnx_models").is_dir(), reason=NO_DATA)
-def test_real_models_come_out_equal_and_typed():
-    import lzma
-
-    for path in sorted((DATA / "onnx_models").glob("*.onnx.xz")):
-        model = onnx.load_from_string(lzma.decompress(path.read_bytes()))
-        program = Program.from_onnx(model)
-        program.verify()
-        assert canonical(program.to_onnx()) == canonical(model), path
-        assert canonical(program.clone().to_onnx()) == canonical(model), path
+@pytest.mark.parametrize("path", sorted((DATA / "onnx_models").glob("*.onnx.xz")), ids=lambda path: path.name)
+def test_real_models_come_out_equal_and_typed(path):
+    model = onnx.load_from_string(lzma.decompress(path.read_bytes()))
+    program = Program.from_onnx(model)
+    program.verify()
+    assert canonical(program.to_onnx()) == canonical(model)
+    assert canonical(program.clone().to_onnx()) == canonical(model)
 
 
 # -- hand-made goldens ------------------------------------------------------------------------------

@@ -67,12 +67,15 @@ def precisions(rewritten: amp.Program) -> dict[str, str]:
     return found
 
 
-def test_every_preset_names_operators_that_exist():
+def test_there_are_these_presets():
     assert set(presets()) == {"bert", "bert_pure"}
-    for preset in presets().values():
-        assert all(resolve(name) == (name,) for name in preset.black)
-        assert preset.reasons.keys() == preset.black | set(preset.names) and preset.why
-        assert not preset.black & default_lists().white, "the products stay in 16 bit"
+
+
+@pytest.mark.parametrize("preset", presets().values(), ids=presets())
+def test_every_preset_names_operators_that_exist(preset):
+    assert all(resolve(name) == (name,) for name in preset.black)
+    assert preset.reasons.keys() == preset.black | set(preset.names) and preset.why
+    assert not preset.black & default_lists().white, "the products stay in 16 bit"
 
 
 def test_bert_keeps_norms_activations_and_logits_fp32():

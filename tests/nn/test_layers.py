@@ -89,17 +89,17 @@ def test_convolution(name: str) -> None:
     np.testing.assert_allclose(plain, np.maximum(found, 0), rtol=1e-4, atol=1e-5)
 
 
-def test_same_padding_of_an_unknown_size() -> None:
+@pytest.mark.parametrize("size", [6, 7])
+def test_same_padding_of_an_unknown_size(size: int) -> None:
     """ceil(size / stride) positions whatever the size, which only the run knows."""
     with building() as (main, startup):
         x = nn.data("x", [None, 1, None, None])
         y = nn.conv2d(x, 1, 3, stride=2, padding="SAME", param_attr=np.ones((1, 1, 3, 3)))
     scope = startup_values(startup)
-    for size in (6, 7):
-        (found,) = run(main, scope, {"x": np.ones((1, 1, size, size), np.float32)}, [y])
-        assert found.shape[2:] == (-(-size // 2),) * 2
-        assert found[0, 0, 1, 1] == 9 and found[0, 0, -1, -1] == 4
-        assert found[0, 0, 0, 0] == (4 if size == 7 else 9)  # the odd element comes behind
+    (found,) = run(main, scope, {"x": np.ones((1, 1, size, size), np.float32)}, [y])
+    assert found.shape[2:] == (-(-size // 2),) * 2
+    assert found[0, 0, 1, 1] == 9 and found[0, 0, -1, -1] == 4
+    assert found[0, 0, 0, 0] == (4 if size == 7 else 9)  # the odd element comes behind
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------

@@ -138,36 +138,36 @@ def test_a_cuda_step_has_no_control_flow_and_no_gaps(layer: str) -> None:
     assert not without_cuda_kernel(model)
 
 
-def test_layers_are_what_numpy_computes() -> None:
+@pytest.mark.parametrize("layer, count", [("lstm", 2), ("gru", 1)])
+def test_layers_are_what_numpy_computes(layer: str, count: int) -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(5, 2, 3)).astype(np.float32)
-    for layer, count in (("lstm", 2), ("gru", 1)):
-        program, startup = amp.Program(), amp.Program()
-        with amp.program_guard(program, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
-            states = [amp.data(f"s{i}", [2, 2, 4], "float32") for i in range(count)]
-            fed = {f"s{i}": rng.normal(size=(2, 2, 4)).astype(np.float32) for i in range(count)}
-            given = tuple(states) if count == 2 else states[0]
-            y, *last = getattr(amp.nn, layer)(
-                amp.data("x", [5, 2, 3], "float32"),
-                4,
-                num_layers=2,
-                time_major=True,
-                initial_states=given,
-                direction="reverse",
-            )
-            exe = amp.Executor(amp.CPUPlace())
-            exe.run(startup)
-            weights = {v.name: amp.global_scope().find_var(v.name) for v in program.parameters}
-            found = exe.run(program, feed={"x": x, **fed}, fetch_list=[y, *last])
-        attrs, level, ends = {"direction": "reverse", "linear_before_reset": 1}, x, []
-        for i in range(2):
-            w, r, b = (np.asarray(weights[f"{layer}_0.{part}"]) for part in (f"w_{2 * i}", f"w_{2 * i + 1}", f"b_{i}"))
-            start = [fed[f"s{k}"][i : i + 1] for k in range(count)]
-            level, *last_of = recurrent_oracle.run(layer.upper(), attrs, level, w, r, b, None, *start)
-            level = level[:, 0]
-            ends.append(last_of)
-        for one, other in zip(found, [level, *(np.concatenate(e) for e in zip(*ends, strict=True))], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    program, startup = amp.Program(), amp.Program()
+    with amp.program_guard(program, startup), amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
+        states = [amp.data(f"s{i}", [2, 2, 4], "float32") for i in range(count)]
+        fed = {f"s{i}": rng.normal(size=(2, 2, 4)).astype(np.float32) for i in range(count)}
+        given = tuple(states) if count == 2 else states[0]
+        y, *last = getattr(amp.nn, layer)(
+            amp.data("x", [5, 2, 3], "float32"),
+            4,
+            num_layers=2,
+            time_major=True,
+            initial_states=given,
+            direction="reverse",
+        )
+        exe = amp.Executor(amp.CPUPlace())
+        exe.run(startup)
+        weights = {v.name: amp.global_scope().find_var(v.name) for v in program.parameters}
+        found = exe.run(program, feed={"x": x, **fed}, fetch_list=[y, *last])
+    attrs, level, ends = {"direction": "reverse", "linear_before_reset": 1}, x, []
+    for i in range(2):
+        w, r, b = (np.asarray(weights[f"{layer}_0.{part}"]) for part in (f"w_{2 * i}", f"w_{2 * i + 1}", f"b_{i}"))
+        start = [fed[f"s{k}"][i : i + 1] for k in range(count)]
+        level, *last_of = recurrent_oracle.run(layer.upper(), attrs, level, w, r, b, None, *start)
+        level = level[:, 0]
+        ends.append(last_of)
+    for one, other in zip(found, [level, *(np.concatenate(e) for e in zip(*ends, strict=True))], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_layers_refuse_what_does_not_fit() -> None:

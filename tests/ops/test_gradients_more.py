@@ -233,24 +233,24 @@ def by_onnxruntime(type_: str, inputs: Sequence[Array | None], attrs: dict[str, 
 
 
 @pytest.mark.parametrize("coordinates", COORDINATES)
-def test_resize_is_the_transpose_of_what_onnxruntime_does(coordinates: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_resize_is_the_transpose_of_what_onnxruntime_does(mode: dict[str, Any], target: Any, coordinates: str) -> None:
     """<dx, x> = <dy, y(x) - y(0)> for random x and dy, in every mode."""
     rng = np.random.default_rng(0)
-    for mode in MODES:
-        for target in TARGETS:
-            attrs = {**mode, "coordinate_transformation_mode": coordinates}
-            x = rng.normal(size=(1, 1, 6, 7))
-            inputs = resize_inputs(x, target, attrs)
-            run = by_onnxruntime("Resize", inputs, attrs)
-            difference = run(x)[0] - run(np.zeros_like(x))[0]
-            dy = rng.normal(size=difference.shape)
-            case = Case("Resize", inputs, attrs, wrt=[0], fixed=[1, 2])
-            values = {f"x{i}": a for i, a in enumerate(inputs) if a is not None} | {"y0": dy, "dy0": dy}
-            gradient = Gradient(case, "float64", values, [0])
-            model = gradient.model("reference")
-            (dx,) = run_reference(model, gradient.feeds(model))
-            error = np.sum(dx * x) - np.sum(dy * difference)
-            assert abs(error) < 2e-6 * np.linalg.norm(dx) * np.linalg.norm(x), (attrs, target)
+    attrs = {**mode, "coordinate_transformation_mode": coordinates}
+    x = rng.normal(size=(1, 1, 6, 7))
+    inputs = resize_inputs(x, target, attrs)
+    run = by_onnxruntime("Resize", inputs, attrs)
+    difference = run(x)[0] - run(np.zeros_like(x))[0]
+    dy = rng.normal(size=difference.shape)
+    case = Case("Resize", inputs, attrs, wrt=[0], fixed=[1, 2])
+    values = {f"x{i}": a for i, a in enumerate(inputs) if a is not None} | {"y0": dy, "dy0": dy}
+    gradient = Gradient(case, "float64", values, [0])
+    model = gradient.model("reference")
+    (dx,) = run_reference(model, gradient.feeds(model))
+    error = np.sum(dx * x) - np.sum(dy * difference)
+    assert abs(error) < 2e-6 * np.linalg.norm(dx) * np.linalg.norm(x), (attrs, target)
 
 
 @pytest.mark.parametrize(

@@ -62,40 +62,41 @@ def start(steps: Steps, scale: float, good: int, bad: int) -> None:
 
 
 @pytest.mark.parametrize("level", ["OFF", "ALL"])
-def test_scaling_traces_are_paddles_bit_for_bit(level: str) -> None:
-    total = 0
-    for case in oracle("update_loss_scaling_traces.json")["traces"]:
-        program, zeroed = scaling_program(case["params"])
-        steps = Steps(program, level=level)
-        start(steps, case["params"]["init_scale"], case["init_good_steps"], case["init_bad_steps"])
-        grads = np.array([0.5, -0.0, np.inf], np.float32)
-        for number, (found, _, expected, good, bad) in enumerate(case["trace"]):
-            (after,) = steps({"found": np.array([bool(found)]), "x": grads}, zeroed)
-            assert bits(after) == bits(np.zeros(3, np.float32) if found else grads)
-            got = (
-                int(steps.state["scale"].view(np.uint32)[0]),
-                int(steps.state["good"][0]),
-                int(steps.state["bad"][0]),
-            )
-            assert got == (int(expected, 16), good, bad), (case["name"], number)
-            total += 1
-    assert total > 1000
+@pytest.mark.parametrize("case", oracle("update_loss_scaling_traces.json")["traces"], ids=lambda case: case["name"])
+def test_scaling_traces_are_paddles_bit_for_bit(case: dict[str, Any], level: str) -> None:
+    program, zeroed = scaling_program(case["params"])
+    steps = Steps(program, level=level)
+    start(steps, case["params"]["init_scale"], case["init_good_steps"], case["init_bad_steps"])
+    grads = np.array([0.5, -0.0, np.inf], np.float32)
+    for number, (found, _, expected, good, bad) in enumerate(case["trace"]):
+        (after,) = steps({"found": np.array([bool(found)]), "x": grads}, zeroed)
+        assert bits(after) == bits(np.zeros(3, np.float32) if found else grads)
+        got = (
+            int(steps.state["scale"].view(np.uint32)[0]),
+            int(steps.state["good"][0]),
+            int(steps.state["bad"][0]),
+        )
+        assert got == (int(expected, 16), good, bad), (case["name"], number)
 
 
-def test_stop_update_zeroes_gradients_and_leaves_the_state() -> None:
-    for case in oracle("update_loss_scaling_traces.json")["stop_update_cases"]:
-        program, zeroed = scaling_program(case["params"], stop_update=True)
-        steps = Steps(program)
-        before, after = case["before"], case["after"]
-        start(steps, before["scale"], before["good"], before["bad"])
-        x = np.array([*before["x"], 0], np.float32)
-        (got,) = steps({"found": np.array([bool(case["found_inf"])]), "x": x}, zeroed)
-        assert got[:2].tolist() == after["x"]
-        assert [float(steps.state[k][0]) for k in ("scale", "good", "bad")] == [
-            after["scale"],
-            after["good"],
-            after["bad"],
-        ]
+def test_the_recorded_traces_are_long() -> None:
+    assert sum(len(case["trace"]) for case in oracle("update_loss_scaling_traces.json")["traces"]) > 1000
+
+
+@pytest.mark.parametrize("case", oracle("update_loss_scaling_traces.json")["stop_update_cases"])
+def test_stop_update_zeroes_gradients_and_leaves_the_state(case: dict[str, Any]) -> None:
+    program, zeroed = scaling_program(case["params"], stop_update=True)
+    steps = Steps(program)
+    before, after = case["before"], case["after"]
+    start(steps, before["scale"], before["good"], before["bad"])
+    x = np.array([*before["x"], 0], np.float32)
+    (got,) = steps({"found": np.array([bool(case["found_inf"])]), "x": x}, zeroed)
+    assert got[:2].tolist() == after["x"]
+    assert [float(steps.state[k][0]) for k in ("scale", "good", "bad")] == [
+        after["scale"],
+        after["good"],
+        after["bad"],
+    ]
 
 
 @settings(max_examples=25, deadline=None)
@@ -148,18 +149,18 @@ def run_check(xs: list[Any], scale: float, level: str = "BASIC") -> tuple[bool, 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_finite_check_cases_are_paddles(level: str) -> None:
+@pytest.mark.parametrize("case", oracle("check_finite_and_unscale_cases.json")["cases"], ids=lambda case: case["name"])
+def test_finite_check_cases_are_paddles(case: dict[str, Any], level: str) -> None:
     """Two cases differ by design: Paddle's CPU kernel tests the scaled value, we test the unscaled one."""
-    for case in oracle("check_finite_and_unscale_cases.json")["cases"]:
-        xs = [np.array([float(v) for v in x], np.float32) for x in case["xs"]]
-        found, unscaled = run_check(xs, float(case["scale"]), level)
-        if case["name"] in ("scale_zero", "scale_nan"):
-            assert found
-            continue
-        assert found == case["found_inf"], case["name"]
-        if not found:
-            for got, expected in zip(unscaled, case["outs_cpu"], strict=True):
-                assert bits(got) == bits(np.array(expected, np.float32)), case["name"]
+    xs = [np.array([float(v) for v in x], np.float32) for x in case["xs"]]
+    found, unscaled = run_check(xs, float(case["scale"]), level)
+    if case["name"] in ("scale_zero", "scale_nan"):
+        assert found
+        return
+    assert found == case["found_inf"], case["name"]
+    if not found:
+        for got, expected in zip(unscaled, case["outs_cpu"], strict=True):
+            assert bits(got) == bits(np.array(expected, np.float32)), case["name"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -234,17 +235,27 @@ def test_wrong_arguments_are_refused() -> None:
         check_finite_and_unscale([g], wide)
     with pytest.raises(ArgumentTypeError, match="float32"):
         check_finite_and_unscale([g], i)
-    found, good, bad = (feed(program, n, t, (1,)) for n, t in (("f", "bool"), ("a", "int32"), ("b", "int32")))
-    for wrong, named in (
+    found, bad = feed(program, "f", "bool", (1,)), feed(program, "b", "int32", (1,))
+    with pytest.raises(ArgumentTypeError, match="num_good_steps"):
+        update_loss_scaling([g], found, scale, scale, bad, 1, 1, 2.0, 0.5)
+    assert not program.operators
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
         ((0, 2, 2.0, 0.5), "incr_every"),
         ((1, 2.5, 2.0, 0.5), "decr_every"),
         ((1, 1, 0.5, 0.5), "incr_ratio"),
         ((1, 1, 2.0, 1.5), "decr_ratio"),
         ((1, 1, 2.0, 0.0), "decr_ratio"),
         ((1, 1, float("nan"), 0.5), "incr_ratio"),
-    ):
-        with pytest.raises(ArgumentError, match=named):
-            update_loss_scaling([g], found, scale, good, bad, *wrong)
-    with pytest.raises(ArgumentTypeError, match="num_good_steps"):
-        update_loss_scaling([g], found, scale, scale, bad, 1, 1, 2.0, 0.5)
+    ],
+)
+def test_wrong_numbers_are_refused(wrong: tuple[Any, ...], named: str) -> None:
+    program = Program()
+    g, scale = feed(program, "g", "float32", (2,)), feed(program, "s", "float32", (1,))
+    found, good, bad = (feed(program, n, t, (1,)) for n, t in (("f", "bool"), ("a", "int32"), ("b", "int32")))
+    with pytest.raises(ArgumentError, match=named):
+        update_loss_scaling([g], found, scale, good, bad, *wrong)
     assert not program.operators

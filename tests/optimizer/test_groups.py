@@ -163,14 +163,17 @@ def test_excluded_parameters_do_not_decay(kind: str) -> None:
         assert decayed[name].tobytes() != free[name].tobytes()
 
 
-def test_exclusion_stands_beside_the_functions_of_adamw_and_lamb() -> None:
-    for optimizer in (
+@pytest.mark.parametrize(
+    "optimizer",
+    [
         optim.AdamW(0.1, apply_decay_param_fun=lambda name: name != "b_0", weight_decay_exclude=["norm*"]),
         optim.Lamb(0.1, exclude_from_weight_decay_fn=lambda name: name == "b_0", weight_decay_exclude=["norm*"]),
-    ):
-        (op,) = Net(optimizer).ops
-        row = {v.name: i for i, v in enumerate(op.inputs[4::5]) if v is not None}
-        assert [op.attrs["with_decay"][row[name]] for name in SHAPES] == [1, 0, 0]
+    ],
+)
+def test_exclusion_stands_beside_the_functions_of_adamw_and_lamb(optimizer: optim.Optimizer) -> None:
+    (op,) = Net(optimizer).ops
+    row = {v.name: i for i, v in enumerate(op.inputs[4::5]) if v is not None}
+    assert [op.attrs["with_decay"][row[name]] for name in SHAPES] == [1, 0, 0]
 
 
 def test_exclusion_patterns_are_checked() -> None:

@@ -157,28 +157,34 @@ def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
 
 
 @pytest.mark.parametrize("level", ["BASIC", "ALL"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_trajectories_are_paddles_and_the_formulas(gated: bool, level: str) -> None:
-    seen = 0
-    for case, optimizer, formula, states in cases():
-        skips = any(step.get("skip_update") for step in case["steps"])
-        if skips and not gated:
-            continue
-        training = Training(optimizer, [np.array(case["param0"], np.float32)], gated=gated, level=level)
-        exact: dict[str, Any] = {"p": np.array(case["param0"], np.float64)}
-        for step in case["steps"]:
-            g = np.array(step["grad"], np.float64)
-            skip = bool(step.get("skip_update"))
-            training.step(np.full_like(g, np.nan) if skip else g, found=skip)
-            if not skip:
-                formula(exact, case["hyper"], g)
-            assert np.abs(training["p0"] - exact["p"]).max() < 1e-6
-            assert np.abs(training["p0"] - np.array(step["param"])).max() < 1e-6
-            for recorded, ours in states.items():
-                expected = np.array(step[recorded])
-                assert np.abs(training[ours] - expected).max() <= 1e-6 * max(1, np.abs(expected).max()), recorded
-        seen += 1
-    assert seen >= 14
+@pytest.mark.parametrize(
+    "gated, number",
+    [
+        pytest.param(gated, number, id=f"{type(optimizer).__name__}-{number}-{'gated' if gated else 'plain'}")
+        for number, (case, optimizer, _, _) in enumerate(cases())
+        for gated in (False, True)
+        if gated or not any(step.get("skip_update") for step in case["steps"])
+    ],
+)
+def test_trajectories_are_paddles_and_the_formulas(gated: bool, number: int, level: str) -> None:
+    case, optimizer, formula, states = cases()[number]
+    training = Training(optimizer, [np.array(case["param0"], np.float32)], gated=gated, level=level)
+    exact: dict[str, Any] = {"p": np.array(case["param0"], np.float64)}
+    for step in case["steps"]:
+        g = np.array(step["grad"], np.float64)
+        skip = bool(step.get("skip_update"))
+        training.step(np.full_like(g, np.nan) if skip else g, found=skip)
+        if not skip:
+            formula(exact, case["hyper"], g)
+        assert np.abs(training["p0"] - exact["p"]).max() < 1e-6
+        assert np.abs(training["p0"] - np.array(step["param"])).max() < 1e-6
+        for recorded, ours in states.items():
+            expected = np.array(step[recorded])
+            assert np.abs(training[ours] - expected).max() <= 1e-6 * max(1, np.abs(expected).max()), recorded
+
+
+def test_trajectories_are_recorded_of_every_rule() -> None:
+    assert len(cases()) >= 14
 
 
 # -- groups, masters, gates ----------------------------------------------------------------------------------

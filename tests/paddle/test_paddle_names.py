@@ -100,9 +100,12 @@ def test_a_broken_table_is_refused(text: str) -> None:
 def test_a_table_that_does_not_fit_its_function_is_refused(table: None) -> None:
     with pytest.raises(ListError, match="no table arguments.layre"):
         paddle.paddle_arguments("layre")(lambda x: x)
-    for function in (lambda y: y, lambda x, input: x):
-        with pytest.raises(ListError, match="does not have argument 'x', or has Paddle's itself"):
-            paddle.paddle_arguments("layer")(function)
+
+
+@pytest.mark.parametrize("function", [lambda y: y, lambda x, input: x])
+def test_a_function_without_the_arguments_of_its_table_is_refused(function: Any, table: None) -> None:
+    with pytest.raises(ListError, match="does not have argument 'x', or has Paddle's itself"):
+        paddle.paddle_arguments("layer")(function)
 
 
 # -- the table of this package -------------------------------------------------------------------------------
@@ -122,7 +125,11 @@ def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() ->
 def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="^layer: there is no argument 'sise'; the arguments are x, size$"):
         layer(3, sise=3)
-    for call, said in (
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
         (lambda: amp.optimizer.SGD(lr=0.1), "SGD: there is no argument 'lr'; .* learning_rate, "),
         (lambda: amp.optimizer.Adam(betas=(0.9, 0.9)), "Adam: .* 'betas'; .* beta1, beta2, "),
         (lambda: amp.decorate(amp.optimizer.SGD(), opt_level="O1"), "decorate: .* 'opt_level'"),
@@ -130,9 +137,11 @@ def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) ->
         (lambda: amp.Executor(places=1), "Executor: .* 'places'; the arguments are place, "),
         (lambda: amp.ParamAttr(names="w"), "ParamAttr: .* 'names'; the arguments are name, "),
         (lambda: amp.Executor().run(amp.Program(), feeds={}), "run: .* 'feeds'; .* program, feed, "),
-    ):
-        with pytest.raises(ArgumentTypeError, match=said):
-            call()
+    ],
+)
+def test_an_argument_that_the_package_does_not_have_names_those_that_it_has(call: Any, said: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=said):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -73,17 +73,17 @@ def test_nothing_free() -> None:
     assert solve([], []) == Cut([], 0, 0)
 
 
-def test_the_same_problem_gives_the_same_cut() -> None:
-    for seed in range(20):
-        assert solve(*problem(seed, 60)) == solve(*problem(seed, 60))
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_problem_gives_the_same_cut(seed: int) -> None:
+    assert solve(*problem(seed, 60)) == solve(*problem(seed, 60))
 
 
 @pytest.mark.parametrize("unit", [2**20, 2**40 + 1])
-def test_large_sizes_with_a_common_divisor_stay_exact(unit: int) -> None:
-    for seed in range(30):
-        costs, tensors = problem(seed, 8, unit)
-        cut = solve(costs, tensors)
-        assert cut.exact and cut.value == least(costs, tensors)
+@pytest.mark.parametrize("seed", range(30))
+def test_large_sizes_with_a_common_divisor_stay_exact(seed: int, unit: int) -> None:
+    costs, tensors = problem(seed, 8, unit)
+    cut = solve(costs, tensors)
+    assert cut.exact and cut.value == least(costs, tensors)
 
 
 def test_rounding_is_stated_and_bounded() -> None:

@@ -203,20 +203,18 @@ def test_random_chains(dtype: str) -> None:
     assert underflowed and (overflowed or dtype == "bfloat16")
 
 
-def test_overflow_and_underflow_appear() -> None:
-    for first, second, value, expected in [(1000.0, 0.001, 100.0, np.inf), (1e-5, 1e4, 1e-4, 0.0)]:
-        program = Program()
-        x = program.add_input("x", "float16", (1,))
-        a, b = (program.add_constant(n, np.array([v], np.float16)) for n, v in (("a", first), ("b", second)))
-        y, z = program.add_variable("y", "float16", (1,)), program.add_variable("z", "float16", (1,))
-        program.add_operator("Mul", [x, a], [y])
-        program.add_operator("Mul", [y, b], [z])
-        program.outputs = [z]
-        for level in ("BASIC", "ALL"):
-            (got,) = run_lowered(
-                lower(program, "cpu", {}, program.outputs), {"x": np.array([value], np.float16)}, level
-            )
-            assert got[0] == np.float16(expected), level
+@pytest.mark.parametrize("first, second, value, expected", [(1000.0, 0.001, 100.0, np.inf), (1e-5, 1e4, 1e-4, 0.0)])
+def test_overflow_and_underflow_appear(first: float, second: float, value: float, expected: float) -> None:
+    program = Program()
+    x = program.add_input("x", "float16", (1,))
+    a, b = (program.add_constant(n, np.array([v], np.float16)) for n, v in (("a", first), ("b", second)))
+    y, z = program.add_variable("y", "float16", (1,)), program.add_variable("z", "float16", (1,))
+    program.add_operator("Mul", [x, a], [y])
+    program.add_operator("Mul", [y, b], [z])
+    program.outputs = [z]
+    for level in ("BASIC", "ALL"):
+        (got,) = run_lowered(lower(program, "cpu", {}, program.outputs), {"x": np.array([value], np.float16)}, level)
+        assert got[0] == np.float16(expected), level
 
 
 # -- operators with bodies, inside whole training steps ------------------------------------------------------

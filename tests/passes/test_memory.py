@@ -119,22 +119,22 @@ def test_a_symbolic_size_is_given_once() -> None:
     assert main.memory_estimate({"x": (3, 8)}).feed_shapes == {"x": (3, 8), "z": (3, 8)}
 
 
-def test_state_of_a_training_program() -> None:
-    for mode, half in (("fp32", False), ("pure-fp16", True)):
-        net = build("mlp", mode)
-        sizes = {v.name: int(np.prod(v.shape)) * (2 if v.dtype == "float16" else 4) for v in net.main.parameters}
-        numbers = sum(int(np.prod(v.shape)) for v in net.main.parameters)
-        estimate = net.main.memory_estimate(fed(64))
-        assert estimate.parameters == sum(sizes.values()) == numbers * (2 if half else 4)
-        assert estimate.master_weights == (4 * numbers if half else 0)
-        assert estimate.moments == 8 * numbers + 8
-        assert estimate.feeds == 64 * 784 * 4 + 64 * 8
-        assert estimate.gradients >= 4 * numbers if half else estimate.gradients >= 4 * 784 * 512
-        kept = 64 * (512 + 512 + 10) * 4  # both hidden layers and the scores, as fp32 tensors where they are 16 bit
-        weights = 4 * (numbers + 64 * 784) if half else 0  # fp32 tensors of 16-bit weights and of the rounded feed
-        assert kept <= estimate.activations <= 1.5 * kept + weights
-        assert estimate.peak > estimate.parameters + estimate.master_weights + estimate.moments + estimate.activations
-        assert estimate.second_buffers <= estimate.parameters if not half else estimate.second_buffers == 0
+@pytest.mark.parametrize("mode, half", [("fp32", False), ("pure-fp16", True)])
+def test_state_of_a_training_program(mode: str, half: bool) -> None:
+    net = build("mlp", mode)
+    sizes = {v.name: int(np.prod(v.shape)) * (2 if v.dtype == "float16" else 4) for v in net.main.parameters}
+    numbers = sum(int(np.prod(v.shape)) for v in net.main.parameters)
+    estimate = net.main.memory_estimate(fed(64))
+    assert estimate.parameters == sum(sizes.values()) == numbers * (2 if half else 4)
+    assert estimate.master_weights == (4 * numbers if half else 0)
+    assert estimate.moments == 8 * numbers + 8
+    assert estimate.feeds == 64 * 784 * 4 + 64 * 8
+    assert estimate.gradients >= 4 * numbers if half else estimate.gradients >= 4 * 784 * 512
+    kept = 64 * (512 + 512 + 10) * 4  # both hidden layers and the scores, as fp32 tensors where they are 16 bit
+    weights = 4 * (numbers + 64 * 784) if half else 0  # fp32 tensors of 16-bit weights and of the rounded feed
+    assert kept <= estimate.activations <= 1.5 * kept + weights
+    assert estimate.peak > estimate.parameters + estimate.master_weights + estimate.moments + estimate.activations
+    assert estimate.second_buffers <= estimate.parameters if not half else estimate.second_buffers == 0
 
 
 def test_the_record() -> None:
@@ -236,13 +236,13 @@ def test_pooling_runs_in_blocks_of_channels() -> None:
 
 
 @pytest.mark.parametrize("type_, gates", [("LSTM", 4), ("GRU", 3)])
-def test_recurrent_kernels_hold_the_gates_of_all_steps(type_: str, gates: int) -> None:
+@pytest.mark.parametrize("direction, count", [("forward", 1), ("bidirectional", 2)])
+def test_recurrent_kernels_hold_the_gates_of_all_steps(direction: str, count: int, type_: str, gates: int) -> None:
     wide = gates * 16
-    for direction, count in (("forward", 1), ("bidirectional", 2)):
-        body = f'a, b = {type_} <hidden_size = 16, direction = "{direction}"> (x, w, r)  c = Exp(a)  y = ReduceSum(c)'
-        live = planned(body, f"float[5, 2, 8] x, float[{count}, {wide}, 8] w, float[{count}, {wide}, 16] r")
-        turned = (5 * 2 * 8 * 4, 5 * 2 * 16 * 4) if count == 2 else ()
-        assert live.workspace[0] == (*turned, *(5 * 2 * wide * 4,) * count)
+    body = f'a, b = {type_} <hidden_size = 16, direction = "{direction}"> (x, w, r)  c = Exp(a)  y = ReduceSum(c)'
+    live = planned(body, f"float[5, 2, 8] x, float[{count}, {wide}, 8] w, float[{count}, {wide}, 16] r")
+    turned = (5 * 2 * 8 * 4, 5 * 2 * 16 * 4) if count == 2 else ()
+    assert live.workspace[0] == (*turned, *(5 * 2 * wide * 4,) * count)
 
 
 # -- the arena ------------------------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ def test_what_takes_no_fp32_stays_between_casts() -> None:
     assert [t.data_type for t in after.graph.initializer] == [onnx.TensorProto.FLOAT]
 
 
-def test_nested_graphs_are_widened() -> None:
+@pytest.mark.parametrize("flag, factor", [(True, 3), (False, 2)])
+def test_nested_graphs_are_widened(flag: bool, factor: int) -> None:
     text = """net (bool flag, float[2] x) => (float[2] y) {
             h = Cast <to = 10> (x)
             r = If (flag) <
@@ -120,8 +121,7 @@ def test_nested_graphs_are_widened() -> None:
     outputs = {a.g.output[0].type.tensor_type.elem_type for a in inner.attribute}
     assert outputs == {onnx.TensorProto.FLOAT}
     x = np.array([1.0001, -5.5], np.float32)  # float16 holds neither 1.0001 nor its products
-    for flag, factor in ((True, 3), (False, 2)):
-        np.testing.assert_array_equal(run(after, x=x, flag=np.array(flag))[0], x * np.float32(factor))
+    np.testing.assert_array_equal(run(after, x=x, flag=np.array(flag))[0], x * np.float32(factor))
 
 
 def test_a_copy_for_16_bit_readers_is_the_weight_again() -> None:

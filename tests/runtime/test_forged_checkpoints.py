@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,27 +47,30 @@ def test_forged_checkpoints_change_nothing(tmp_path: Path) -> None:
     assert state(net.main, scope) == before and amp.load_checkpoint(good, net.main, scope).exact
 
 
-def test_the_message_names_file_and_field(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "field, value, told",
+    [
+        ("step", "ghost", r"meta\.json: 'step' is 'ghost'; expected null or a whole number"),
+        ("file", {"name": "../x/state.safetensors", "bytes": 1, "sha256": "0" * 64}, r"'file\.name' is '\.\./x/"),
+        ("versions", None, r"'versions' is None; expected an object of strings"),
+    ],
+)
+def test_the_message_names_file_and_field(field: str, value: Any, told: str, tmp_path: Path) -> None:
     net = build()
     scope = net.start()
     good = amp.save_checkpoint(tmp_path / "good", net.main, scope)
     (tmp_path / "x").mkdir()
     shutil.copy(good / TENSORS, tmp_path / "x" / TENSORS)
-    for field, value, told in (
-        ("step", "ghost", r"meta\.json: 'step' is 'ghost'; expected null or a whole number"),
-        ("file", {"name": "../x/state.safetensors", "bytes": 1, "sha256": "0" * 64}, r"'file\.name' is '\.\./x/"),
-        ("versions", None, r"'versions' is None; expected an object of strings"),
-    ):
-        folder = shutil.copytree(good, tmp_path / field)
-        meta = json.loads((folder / META).read_text())
-        meta[field] = value
-        sign(folder, meta)
-        with pytest.raises(CheckpointError, match=told):
-            amp.load_checkpoint(folder, net.main, amp.Scope())
-        del meta[field]
-        sign(folder, meta)
-        with pytest.raises(CheckpointError, match=rf"meta\.json lacks '{field}"):
-            amp.load_checkpoint(folder, net.main, amp.Scope())
+    folder = shutil.copytree(good, tmp_path / field)
+    meta = json.loads((folder / META).read_text())
+    meta[field] = value
+    sign(folder, meta)
+    with pytest.raises(CheckpointError, match=told):
+        amp.load_checkpoint(folder, net.main, amp.Scope())
+    del meta[field]
+    sign(folder, meta)
+    with pytest.raises(CheckpointError, match=rf"meta\.json lacks '{field}"):
+        amp.load_checkpoint(folder, net.main, amp.Scope())
 
 
 def test_paths_that_are_none(tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ def test_into_a_program_that_infers(net: Small, tmp_path: Path) -> None:
 
 
 # -- what does not fit ------------------------------------------------------------------------------------
-def test_every_mismatch_is_listed(net: Small, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_mismatch_is_listed(strict: bool, net: Small, tmp_path: Path) -> None:
     values = weights(net)
     del values["fc_1.b_0"], values["batch_norm_0.w_1"]
     values |= {
@@ -173,17 +174,16 @@ def test_every_mismatch_is_listed(net: Small, tmp_path: Path) -> None:
     save_file(values, tmp_path / "w.safetensors")
     scope = net.start()
     before = state(net.main, scope)
-    for strict in (True, False):
-        with pytest.raises(CheckpointMismatchError) as caught:
-            amp.load_weights(tmp_path / "w.safetensors", net.main, scope, strict=strict)
-        error, text = caught.value, str(caught.value)
-        assert error.missing == ("batch_norm_0.w_1", "fc_1.b_0") and error.extra == ("fc_1.bias", "other")
-        assert {"fc_0.w_0", "fc_1.w_0", "fc_0.b_0"} <= set(error.wrong)
-        assert "missing: fc_1.b_0 (the file has 'fc_1.bias')" in text
-        assert "wrong:   fc_0.w_0 has shape [8, 9] and not [8, 8]" in text
-        assert "fc_1.w_0 has shape [4, 8] and not [8, 4]; if the file has it transposed, say so" in text
-        assert "fc_0.b_0 is int64 and not float16" in text
-        assert "nothing was loaded" in text and state(net.main, scope) == before
+    with pytest.raises(CheckpointMismatchError) as caught:
+        amp.load_weights(tmp_path / "w.safetensors", net.main, scope, strict=strict)
+    error, text = caught.value, str(caught.value)
+    assert error.missing == ("batch_norm_0.w_1", "fc_1.b_0") and error.extra == ("fc_1.bias", "other")
+    assert {"fc_0.w_0", "fc_1.w_0", "fc_0.b_0"} <= set(error.wrong)
+    assert "missing: fc_1.b_0 (the file has 'fc_1.bias')" in text
+    assert "wrong:   fc_0.w_0 has shape [8, 9] and not [8, 8]" in text
+    assert "fc_1.w_0 has shape [4, 8] and not [8, 4]; if the file has it transposed, say so" in text
+    assert "fc_0.b_0 is int64 and not float16" in text
+    assert "nothing was loaded" in text and state(net.main, scope) == before
 
 
 def test_not_strict(net: Small, tmp_path: Path) -> None:
@@ -282,12 +282,15 @@ def test_bad_renaming(rename: Any, error: type[Exception], message: str) -> None
         renamed(["a.0.w", "a.1.w", "b"], rename, "test")
 
 
-def test_bad_transposes(net: Small, tmp_path: Path) -> None:
-    save_file(weights(net), tmp_path / "w.safetensors")
-    for transpose, error, message in (
+@pytest.mark.parametrize(
+    "transpose, error, message",
+    [
         (["nothing.*"], ArgumentError, "transpose: pattern 'nothing.*' matches no tensor of the file"),
         (["fc_0.b_0"], ArgumentError, r"'fc_0.b_0', of shape \[8\], which is no matrix"),
         ("fc_0.w_0", ArgumentTypeError, "takes strings"),
-    ):
-        with pytest.raises(error, match=message):
-            amp.load_weights(tmp_path / "w.safetensors", net.main, amp.Scope(), transpose=transpose)
+    ],
+)
+def test_bad_transposes(transpose: Any, error: type[Exception], message: str, net: Small, tmp_path: Path) -> None:
+    save_file(weights(net), tmp_path / "w.safetensors")
+    with pytest.raises(error, match=message):
+        amp.load_weights(tmp_path / "w.safetensors", net.main, amp.Scope(), transpose=transpose)
