@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import onnx
 
@@ -43,7 +43,8 @@ class Program(Graph):
         #: other.
         self.conversion: Any = None
 
-    __getattr__ = paddle_attributes("amp_transpiler.Program")
+    if not TYPE_CHECKING:  # it answers with what to use instead; to a type checker an unknown name is an error
+        __getattr__ = paddle_attributes("amp_transpiler.Program")
 
     # -- files and copies ----------------------------------------------------------------------
     @classmethod

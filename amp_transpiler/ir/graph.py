@@ -63,8 +63,8 @@ class Graph:
         #: Whether passes for training keep fp32 what is known to leave 16 bit, as a conversion does: a program from a
         #: file, whose author had fp32 in mind. A built one is taken literally.
         self.numeric_guards = False
-        #: What ``amp.recompute`` asked for, as a ``passes.segments.Request``; ``append_backward`` obeys it.
-        self.recompute: Any = None
+        #: What ``amp.recompute`` asked for; ``append_backward`` obeys it.
+        self.recompute: object = None
         self._version = 0
         self._order: tuple[int, list[Operator], list[Operator]] | None = None
 

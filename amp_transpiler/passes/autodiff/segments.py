@@ -109,7 +109,8 @@ def _names(program: Graph, segments: Sequence[Variable | str]) -> tuple[str, ...
 
 def recompute_activations(program: Graph, loss: Variable, made: Made, gradients: Sequence[Variable]) -> None:
     """Do what the program was asked for, once its ``gradients`` are appended; ``made`` as :func:`insert` takes it."""
-    request: Request = program.recompute
+    request = program.recompute
+    assert isinstance(request, Request)
     stays = {v.key for v in gradients}
 
     def put(segments: Sequence[Segment]) -> None:
