@@ -1,9 +1,7 @@
 """Files on disk: which paths may be written, and writing that is whole or not at all. Every write goes through here.
 
-**Paths.** A target is a new file or an ordinary one that may be replaced, in a folder that is there. A device, a fifo,
-a socket, a folder, a write-protected file and a symbolic link are refused: a link would let something be written that
-nobody named. An output that is also an input, or another output, is refused by what the file is, not by how it is
-spelled: links of both kinds and letter case do not matter.
+**Paths.** What cannot be a target (:mod:`amp_transpiler.file_targets`) is refused, and so is an output that is also an
+input, or another output: by what the file is, not by how it is spelled. Links and letter case do not matter.
 
 **Writing.** Files that belong together are a :class:`Group`. Each is written and brought to the disk in a hidden
 workspace beside its target, ``.amp_write.<random>.tmp``; then all are renamed, the model last. Where there are several,
@@ -29,64 +27,21 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from amp_transpiler.errors import ArgumentError, ModelFileWriteError
+from amp_transpiler.file_targets import PathLike, check_target, identities
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PathLike = str | os.PathLike[str]
 Write = Callable[[BinaryIO], None]
 
 #: What workspaces are called: nobody else's files, for they are removed.
 PREFIX, SUFFIX = ".amp_write.", ".tmp"
 _LOCK, _JOURNAL, _NEW, _OLD = "amp_transpiler.lock", "journal.json", "new", "old"
-_KINDS = {
-    stat.S_IFDIR: "a folder, not the name of a file in it",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 # -- which paths may be written --------------------------------------------------------------------------
-def check_target(path: PathLike, what: str = "") -> Path:
-    """Where ``path`` will be written: its name in the folder that it leads to.
-
-    ModelFileWriteError for what cannot be a target; ``what`` names the option or argument in the message.
-    """
-    text = os.fspath(path)
-    told = f"{what} '{text}' cannot be written" if what else f"'{text}' cannot be written"
-    name = os.path.basename(text)
-    if not text or "\0" in text:
-        raise ModelFileWriteError(f"{what or 'the output'} is {text!r:.80}, which is no name of a file")
-    folder = os.path.dirname(text) or os.curdir
-    try:
-        folder = os.path.realpath(folder, strict=True)
-        if not os.path.isdir(folder):
-            raise OSError(0, f"'{folder}' is no folder")
-        target = Path(folder, name)
-        mode = target.lstat().st_mode if name not in ("", os.curdir, os.pardir) else stat.S_IFDIR
-    except FileNotFoundError:
-        if not os.path.isdir(folder):
-            raise ModelFileWriteError(f"{told}: there is no folder '{folder}'") from None
-        return Path(folder, name)
-    except OSError as error:
-        raise ModelFileWriteError(f"{told}: {error.strerror or error}") from None
-    if stat.S_ISLNK(mode):
-        raise ModelFileWriteError(
-            f"{told}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
-            "is written; name the file itself, or remove the link"
-        )
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
-        raise ModelFileWriteError(f"{told}: it is {kind}; only ordinary files are written and replaced")
-    if not os.access(target, os.W_OK):
-        raise ModelFileWriteError(f"{told}: the file is write-protected")
-    return target
-
-
 def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, Iterable[PathLike]]) -> None:
     """Refuse before the work what could not be written after it.
 
@@ -98,12 +53,12 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
     seen: dict[Any, str] = {}
     for what, paths in inputs.items():
         for path in (file for one in paths for file in _files_in(one)):
-            seen |= dict.fromkeys(_identities(path), f"{what} '{os.fspath(path)}'")
+            seen |= dict.fromkeys(identities(path), f"{what} '{os.fspath(path)}'")
     for what, path in [(what, path) for what, path in outputs.items() if path is not None]:
-        same = next((seen[one] for one in _identities(path) if one in seen), None)
+        same = next((seen[one] for one in identities(path) if one in seen), None)
         if same is not None:
             raise ArgumentError(f"{what} '{os.fspath(path)}' and {same} are the same file; choose another name")
-        seen |= dict.fromkeys(_identities(path), f"{what} '{os.fspath(path)}'")
+        seen |= dict.fromkeys(identities(path), f"{what} '{os.fspath(path)}'")
         target = check_target(path, what)
         _probe(target.parent, f"{what} '{os.fspath(path)}'")
 
@@ -113,20 +68,6 @@ def _files_in(path: PathLike) -> list[PathLike]:
         return [entry.path for entry in os.scandir(path) if not entry.is_dir()]
     except (OSError, ValueError):  # a file, or what reading it says more of
         return [path]
-
-
-def _identities(path: PathLike) -> list[Any]:
-    """What a file is known by: its real path, and its inode where it is there."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return [] if "\0" in os.fspath(path) else [os.path.realpath(path)]
-    return [os.path.realpath(path), (found.st_dev, found.st_ino)]
-
-
-def same_file(one: PathLike, other: PathLike) -> bool:
-    """Whether two paths are one file, whatever they are called."""
-    return bool(set(_identities(one)) & set(_identities(other)))
 
 
 def _probe(folder: Path, told: str) -> None:
@@ -140,21 +81,6 @@ def _probe(folder: Path, told: str) -> None:
         raise ModelFileWriteError(
             f"{told} cannot be written: folder '{folder}' takes no files: {error.strerror or error}"
         ) from None
-
-
-def check_space(path: PathLike, needed: int) -> None:
-    """ModelFileWriteError where the disk under ``path`` has less than ``needed`` bytes free, or its folder is none."""
-    folder = os.path.dirname(os.path.realpath(path))
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise ModelFileWriteError(
-            f"'{os.fspath(path)}' cannot be written: folder '{folder}': {error.strerror or error}"
-        ) from None
-    if free < needed:
-        raise ModelFileWriteError(
-            f"'{os.fspath(path)}' cannot be written: it needs {needed:,} bytes, and {free:,} are free in '{folder}'"
-        )
 
 
 # -- workspaces ------------------------------------------------------------------------------------------

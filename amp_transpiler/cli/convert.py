@@ -21,7 +21,8 @@ from amp_transpiler.conversion.report.html import to_html
 from amp_transpiler.conversion.report.json import to_json
 from amp_transpiler.conversion.report.record import record_program
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.files import Group, check_outputs, check_space, put, same_file
+from amp_transpiler.file_targets import check_space, same_file
+from amp_transpiler.files import Group, check_outputs, put
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
 from amp_transpiler.ir.metadata import inserted

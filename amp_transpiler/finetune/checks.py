@@ -13,7 +13,8 @@ from amp_transpiler.errors import (
     ModelFileWriteError,
     PlaceError,
 )
-from amp_transpiler.files import check_outputs, check_space, remove_leftovers, same_file
+from amp_transpiler.file_targets import check_space, same_file
+from amp_transpiler.files import check_outputs, remove_leftovers
 from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed

@@ -9,7 +9,8 @@ from typing import Any, BinaryIO
 import onnx
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.files import Group, check_space, check_target, put, remove_leftovers, same_file
+from amp_transpiler.file_targets import check_space, check_target, same_file
+from amp_transpiler.files import Group, put, remove_leftovers
 from amp_transpiler.ir import serializing
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.locations import model_files

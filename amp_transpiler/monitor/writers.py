@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from amp_transpiler.errors import ArgumentTypeError, MissingPackageError, ModelFileWriteError
-from amp_transpiler.files import check_target
+from amp_transpiler.file_targets import check_target
 from amp_transpiler.runtime.report import StepReport
 
 
@@ -99,7 +99,7 @@ class TensorBoardWriter(_Writer):
 
     def __init__(self, folder: str | os.PathLike[str], parameters: bool = False) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import SummaryWriter  # noqa: PLC0415 - an optional package
         except ImportError:
             raise MissingPackageError(
                 "TensorBoardWriter needs the package tensorboardX; install it with `pip install tensorboardX`"

@@ -11,78 +11,16 @@ for each axis, two for each axis (before, behind, before, …), pairs for each d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
-from amp_transpiler.nn.building import append, describe, fixed, fresh, variable, whole
-from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.building import describe, whole
+from amp_transpiler.nn.conv_functions import Attributes, applied, groups_of, sliding, transposed
 from amp_transpiler.nn.initializer import Constant, Initializer, KaimingNormal, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
-from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, output_sizes, padding
-
-_Attributes = dict[str, Any]
-
-
-# -- geometry ----------------------------------------------------------------------------------------------
-def _groups(call: str, groups: int | None, channels: int, filters: int, x: Variable) -> int:
-    count = 1 if groups is None else whole(call, "groups", groups)
-    if channels % count or filters % count:
-        raise ArgumentError(
-            f"{call}: groups={count} must divide the {channels} channels of '{x.name}' and the {filters} filters"
-        )
-    return count
-
-
-def _sliding(at: Image, kernel: list[int], stride: Sizes, pad: Padding, dilation: Sizes, group: int) -> _Attributes:
-    """The attributes of Conv."""
-    rank = len(kernel)
-    strides = numbers(at.call, "stride", stride, rank)
-    dilations = numbers(at.call, "dilation", dilation, rank)
-    attrs = padding(at, pad, kernel, strides, dilations)
-    check_fit(at, attrs.get("pads"), kernel, dilations)
-    return {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": group, **attrs}
-
-
-def _transposed(
-    at: Image,
-    kernel: list[int],
-    stride: Sizes,
-    pad: Padding,
-    dilation: Sizes,
-    group: int,
-    extra: Sizes,
-    output_size: Sizes | None,
-) -> _Attributes:
-    """The attributes of ConvTranspose."""
-    call, rank = at.call, len(kernel)
-    strides = numbers(call, "stride", stride, rank)
-    dilations = numbers(call, "dilation", dilation, rank)
-    attrs = padding(at, pad, kernel, strides, dilations)
-    if "pads" not in attrs:
-        raise ArgumentError(f'{call}: padding="SAME" with a stride needs the sizes of {describe(at.x)}; give numbers')
-    pads: list[int] = attrs["pads"]
-    more = numbers(call, "output_padding", extra, rank, 0)
-    if output_size is not None:
-        if any(more):
-            raise ArgumentError(f"{call}: output_padding and output_size say the same thing; give one of them")
-        natural = [
-            (size - 1) * strides[i] - pads[i] - pads[rank + i] + dilations[i] * (kernel[i] - 1) + 1
-            for i, size in enumerate(at.known_sizes())
-        ]
-        more = output_sizes(at, output_size, natural, strides)
-    return {
-        "kernel_shape": kernel,
-        "strides": strides,
-        "dilations": dilations,
-        "group": group,
-        "output_padding": more,
-        **attrs,
-    }
+from amp_transpiler.nn.windows import Image, Padding, Sizes, image, numbers, padding
 
 
 def _kernel_of(
@@ -112,7 +50,7 @@ def _layer(
     call: str,
     type_: str,
     at: Image,
-    attrs: _Attributes,
+    attrs: Attributes,
     shape: list[int],
     filters: int,
     start: Initializer,
@@ -128,14 +66,7 @@ def _layer(
     bias = None
     if bias_attr is not False:
         bias = parameter(call, f"{name}.b_0", [filters], at.x.dtype, bias_attr, Constant())
-    return activate(call, _applied(type_, at, weights, bias, attrs, name), act, name)
-
-
-def _applied(
-    type_: str, at: Image, weights: Variable, bias: Variable | None, attrs: _Attributes, prefix: str
-) -> Variable:
-    inputs = [at.channels_first(prefix), weights, *([] if bias is None else [bias])]
-    return at.as_given(append(at.call, type_, inputs, attrs=attrs, prefix=prefix), prefix)
+    return activate(call, applied(type_, at, weights, bias, attrs, name), act, name)
 
 
 def _convolution(
@@ -156,8 +87,8 @@ def _convolution(
     call = f"conv{rank}d"
     at = image(call, x, rank, data_format)
     filters, kernel = whole(call, "num_filters", num_filters), numbers(call, "filter_size", filter_size, rank)
-    group = _groups(call, groups, at.channels, filters, x)
-    attrs = _sliding(at, kernel, stride, padding, dilation, group)
+    group = groups_of(call, groups, at.channels, filters, x)
+    attrs = sliding(at, kernel, stride, padding, dilation, group)
     shape = [filters, at.channels // group, *kernel]
     return _layer(call, "Conv", at, attrs, shape, filters, KaimingNormal(), param_attr, bias_attr, act, name)
 
@@ -251,12 +182,12 @@ def _transposition(
     call = f"conv{rank}d_transpose"
     at = image(call, x, rank, data_format)
     filters = whole(call, "num_filters", num_filters)
-    group = _groups(call, groups, at.channels, filters, x)
+    group = groups_of(call, groups, at.channels, filters, x)
     if filter_size is None:
         kernel = _kernel_of(at, output_size, stride, padding, dilation, rank)
     else:
         kernel = numbers(call, "filter_size", filter_size, rank)
-    attrs = _transposed(at, kernel, stride, padding, dilation, group, 0, output_size)
+    attrs = transposed(at, kernel, stride, padding, dilation, group, 0, output_size)
     shape = [at.channels, filters // group, *kernel]
     return _layer(call, "ConvTranspose", at, attrs, shape, filters, XavierUniform(), param_attr, bias_attr, act, name)
 
@@ -370,79 +301,3 @@ def conv3d_transpose(
         name,
         data_format,
     )
-
-
-# -- functions of given filters ---------------------------------------------------------------------------------
-def _filters(call: str, at: Image, weight: Variable, rank: int, groups: int | None, own: int) -> tuple[list[int], int]:
-    """The kernel's sizes and the number of groups of ``weight``, whose dimension ``own`` belongs to the channels."""
-    variable(call, "weight", weight, dtypes=(str(at.x.dtype),), rank=rank + 2)
-    kernel = [fixed(call, "weight", weight, 2 + i) for i in range(rank)]
-    group = _groups(call, groups, at.channels, fixed(call, "weight", weight, 0), at.x)
-    wanted = at.channels // group if own else at.channels
-    if fixed(call, "weight", weight, own) != wanted:
-        raise ArgumentError(
-            f"{call}: weight {describe(weight)} must have {wanted} in dimension {own}: x "
-            f"{describe(at.x)} has {at.channels} channels in {group} groups"
-        )
-    return kernel, group
-
-
-def _functional(rank: int) -> Callable[..., Variable]:
-    call = f"conv{rank}d"
-
-    def called(
-        x: Variable,
-        weight: Variable,
-        bias: Variable | None = None,
-        stride: Sizes = 1,
-        padding: Padding = 0,
-        dilation: Sizes = 1,
-        groups: int | None = 1,
-        data_format: str | None = None,
-    ) -> Variable:
-        at = image(call, x, rank, data_format)
-        kernel, group = _filters(call, at, weight, rank, groups, 1)
-        attrs = _sliding(at, kernel, stride, padding, dilation, group)
-        return _applied("Conv", at, weight, bias, attrs, fresh(call))
-
-    called.__name__ = called.__qualname__ = call
-    called.__doc__ = (
-        f"{rank}-D convolution of ``x`` with given filters ``weight`` [filters, channels / groups, …] and ``bias`` "
-        f"[filters].\n\n    Other arguments as :func:`amp.nn.{call}`."
-    )
-    return function()(called)
-
-
-def _functional_transpose(rank: int) -> Callable[..., Variable]:
-    call = f"conv{rank}d_transpose"
-
-    def called(
-        x: Variable,
-        weight: Variable,
-        bias: Variable | None = None,
-        stride: Sizes = 1,
-        padding: Padding = 0,
-        output_padding: Sizes = 0,
-        groups: int | None = 1,
-        dilation: Sizes = 1,
-        data_format: str | None = None,
-        output_size: Sizes | None = None,
-    ) -> Variable:
-        at = image(call, x, rank, data_format)
-        kernel, group = _filters(call, at, weight, rank, groups, 0)
-        attrs = _transposed(at, kernel, stride, padding, dilation, group, output_padding, output_size)
-        return _applied("ConvTranspose", at, weight, bias, attrs, fresh(call))
-
-    called.__name__ = called.__qualname__ = call
-    called.__doc__ = (
-        f"{rank}-D transposed convolution of ``x`` with given filters ``weight`` [channels, filters / groups, …] and "
-        "``bias`` [filters].\n\n    ``output_padding``: elements more behind each axis. Other arguments as "
-        f":func:`amp.nn.{call}`."
-    )
-    return function()(called)
-
-
-functional_conv1d, functional_conv2d, functional_conv3d = (_functional(rank) for rank in (1, 2, 3))
-functional_conv1d_transpose, functional_conv2d_transpose, functional_conv3d_transpose = (
-    _functional_transpose(rank) for rank in (1, 2, 3)
-)

@@ -43,12 +43,14 @@ from amp_transpiler.nn.classification import (
     softmax_with_cross_entropy,
     span_loss,
 )
-from amp_transpiler.nn.conv_layers import functional_conv1d as conv1d
-from amp_transpiler.nn.conv_layers import functional_conv1d_transpose as conv1d_transpose
-from amp_transpiler.nn.conv_layers import functional_conv2d as conv2d
-from amp_transpiler.nn.conv_layers import functional_conv2d_transpose as conv2d_transpose
-from amp_transpiler.nn.conv_layers import functional_conv3d as conv3d
-from amp_transpiler.nn.conv_layers import functional_conv3d_transpose as conv3d_transpose
+from amp_transpiler.nn.conv_functions import (
+    conv1d,
+    conv1d_transpose,
+    conv2d,
+    conv2d_transpose,
+    conv3d,
+    conv3d_transpose,
+)
 from amp_transpiler.nn.creation import arange, assign, full, full_like, ones, ones_like, zeros, zeros_like
 from amp_transpiler.nn.ctc_loss import ctc_loss
 from amp_transpiler.nn.elementwise_functions import (

@@ -26,22 +26,8 @@ from amp_transpiler.optimizer.alarm import raise_alarm
 
 _LARGEST = 2.0**128
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")
-#: Fields that only a dynamic scale uses.
-_DYNAMIC = (
-    "growth_factor",
-    "growth_every",
-    "growth_delay",
-    "backoff_factor",
-    "backoff_after",
-    "accumulate",
-    "hysteresis",
-    "floor",
-    "ceiling",
-    "clamp_always",
-    "finite_growth",
-    "at_least",
-    "error_at_floor",
-)
+#: Fields that a scale which never changes uses too.
+_FIXED = ("init_scale", "dynamic", "max_bad_in_a_row")
 
 
 class LossScale(NamedTuple):
@@ -143,8 +129,8 @@ class LossScaler:
     def _consistent(self) -> None:
         """Raise for a field that the others leave without effect, or that contradicts them."""
         if not self.dynamic:
-            defaults = {field.name: field.default for field in dataclasses.fields(self)}
-            unused = [name for name in _DYNAMIC if getattr(self, name) != defaults[name]]
+            dynamic = [field for field in dataclasses.fields(self) if field.name not in _FIXED]
+            unused = [field.name for field in dynamic if getattr(self, field.name) != field.default]
             if unused:
                 raise ArgumentError(
                     f"LossScaler: a fixed scale makes no use of {', '.join(unused)}; leave "
@@ -395,19 +381,9 @@ class LossScaler:
             raise_alarm(state.scale, state.bad_in_a_row or 0, not state.loss_bad_in_a_row, at_floor=at_floor)
 
     # -- for the program -----------------------------------------------------------------------------
-
     def attributes(self) -> dict[str, Any]:
         """The attributes of ``UpdateLossScaling``; those that are PaddlePaddle's rule are left out."""
-        rule = {
-            "floor": self.floor or 0.0,
-            "ceiling": self.ceiling or 0.0,
-            "clamp_always": self.clamp_always,
-            "finite_growth": self.finite_growth,
-            "at_least": self.at_least,
-            "accumulate": self.accumulate,
-            "hysteresis": self.hysteresis,
-            "growth_delay": self.growth_delay,
-        }
+        rule = {name: 0.0 if getattr(self, name) is None else getattr(self, name) for name in RULE}  # no floor: 0
         return {
             "incr_every_n_steps": self.growth_every,
             "decr_every_n_nan_or_inf": self.backoff_after,

@@ -19,7 +19,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli import main
 from amp_transpiler.errors import ModelFileWriteError
-from amp_transpiler.files import Group, check_target, put, write_files
+from amp_transpiler.file_targets import check_target
+from amp_transpiler.files import Group, put, write_files
 from tests.helpers.external_nets import X, contents, convert, net, outputs
 
 

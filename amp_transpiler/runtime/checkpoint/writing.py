@@ -18,7 +18,8 @@ from typing import Any
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError
-from amp_transpiler.files import Workspace, check_space, sync_folder
+from amp_transpiler.file_targets import check_space
+from amp_transpiler.files import Workspace, sync_folder
 from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.runtime import device_tensors
 

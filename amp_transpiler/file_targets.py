@@ -1,0 +1,89 @@
+"""Which paths may be written.
+
+A target is a new file or an ordinary one that may be replaced, in a folder that is there. A device, a fifo, a socket, a
+folder, a write-protected file and a symbolic link are refused: a link would let something be written that nobody named.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from amp_transpiler.errors import ModelFileWriteError
+
+PathLike = str | os.PathLike[str]
+_KINDS = {
+    stat.S_IFDIR: "a folder, not the name of a file in it",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_target(path: PathLike, what: str = "") -> Path:
+    """Where ``path`` will be written: its name in the folder that it leads to.
+
+    ModelFileWriteError for what cannot be a target; ``what`` names the option or argument in the message.
+    """
+    text = os.fspath(path)
+    told = f"{what} '{text}' cannot be written" if what else f"'{text}' cannot be written"
+    name = os.path.basename(text)
+    if not text or "\0" in text:
+        raise ModelFileWriteError(f"{what or 'the output'} is {text!r:.80}, which is no name of a file")
+    folder = os.path.dirname(text) or os.curdir
+    try:
+        folder = os.path.realpath(folder, strict=True)
+        if not os.path.isdir(folder):
+            raise OSError(0, f"'{folder}' is no folder")
+        target = Path(folder, name)
+        mode = target.lstat().st_mode if name not in ("", os.curdir, os.pardir) else stat.S_IFDIR
+    except FileNotFoundError:
+        if not os.path.isdir(folder):
+            raise ModelFileWriteError(f"{told}: there is no folder '{folder}'") from None
+        return Path(folder, name)
+    except OSError as error:
+        raise ModelFileWriteError(f"{told}: {error.strerror or error}") from None
+    if stat.S_ISLNK(mode):
+        raise ModelFileWriteError(
+            f"{told}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
+            "is written; name the file itself, or remove the link"
+        )
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
+        raise ModelFileWriteError(f"{told}: it is {kind}; only ordinary files are written and replaced")
+    if not os.access(target, os.W_OK):
+        raise ModelFileWriteError(f"{told}: the file is write-protected")
+    return target
+
+
+def identities(path: PathLike) -> list[Any]:
+    """What a file is known by: its real path, and its inode where it is there."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return [] if "\0" in os.fspath(path) else [os.path.realpath(path)]
+    return [os.path.realpath(path), (found.st_dev, found.st_ino)]
+
+
+def same_file(one: PathLike, other: PathLike) -> bool:
+    """Whether two paths are one file, whatever they are called."""
+    return bool(set(identities(one)) & set(identities(other)))
+
+
+def check_space(path: PathLike, needed: int) -> None:
+    """ModelFileWriteError where the disk under ``path`` has less than ``needed`` bytes free, or its folder is none."""
+    folder = os.path.dirname(os.path.realpath(path))
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ModelFileWriteError(
+            f"'{os.fspath(path)}' cannot be written: folder '{folder}': {error.strerror or error}"
+        ) from None
+    if free < needed:
+        raise ModelFileWriteError(
+            f"'{os.fspath(path)}' cannot be written: it needs {needed:,} bytes, and {free:,} are free in '{folder}'"
+        )
