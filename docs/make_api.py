@@ -58,8 +58,9 @@ def exported() -> frozenset[type]:
 def members(cls: type) -> dict[str, Any]:
     """Public functions and properties that a class adds to its public bases."""
     found: dict[str, Any] = {}
+    named = [base for base in cls.__mro__[1:] if base in exported()]
     for base in cls.__mro__:
-        if not base.__module__.startswith("amp_transpiler") or (base is not cls and base in exported()):
+        if not base.__module__.startswith("amp_transpiler") or any(issubclass(each, base) for each in named):
             continue
         for name, value in vars(base).items():
             called = value.fget if isinstance(value, property) else getattr(value, "__func__", value)

@@ -7,6 +7,8 @@ rest of the step, and sets the sums back to zero. A bad window gives running sta
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable, Window
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
@@ -25,17 +27,21 @@ from amp_transpiler.passes.step_check.check_step import UNGATED
 from amp_transpiler.program import Program
 
 
+@dataclass(frozen=True)
 class Accumulation:
     """What is appended to a program whose step is spread over ``steps`` runs."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self._updates: dict[Variable, Variable] = {}
+    steps: int
 
-    def add_up(self, program: Program, startup: Program, params_grads: ParamsGrads) -> ParamsGrads:
-        """Append the sums; the pairs with them in the place of the gradients of one micro-batch."""
-        self._updates = {}  # an attempt that failed leaves nothing
+    def add_up(
+        self, program: Program, startup: Program, params_grads: ParamsGrads
+    ) -> tuple[ParamsGrads, dict[Variable, Variable]]:
+        """Append the sums.
+
+        Returns the pairs, with sums in the place of the gradients of one micro-batch, and each sum's value after one.
+        """
         found: ParamsGrads = []
+        sums: dict[Variable, Variable] = {}
         rows: list[Variable] = []
         with context.operator_role(BACKWARD):
             for parameter, grad in params_grads:
@@ -50,29 +56,28 @@ class Accumulation:
                 new = next_value(total)
                 new.grad_of = parameter
                 rows += [total, grad]
-                self._updates[total] = new
+                sums[total] = new
                 found.append((parameter, new))
             program.add_operator(ACCUMULATE, rows, [grad for _, grad in found], domain=OWN)
         with context.operator_role(SCALING):
-            zeros = [next_value(total) for total in self._updates]
-            program.add_operator(RESET, list(self._updates.values()), zeros, domain=OWN)
-        for total, zero in zip(self._updates, zeros, strict=True):
+            zeros = [next_value(total) for total in sums]
+            program.add_operator(RESET, list(sums.values()), zeros, domain=OWN)
+        for total, zero in zip(sums, zeros, strict=True):
             program.set_update(total, zero)
-        return found
+        return found, sums
 
     def gate(self, program: Program, startup: Program, found_inf: Variable | None, state: Variable) -> None:
         """Let state that the forward pass writes keep, on a bad window, the value that it had before the window."""
-        new = program.updates[state]
-        self._updates[state] = new
         if state.name in UNGATED or found_inf is None:
             return
+        new = program.updates[state]
         name = owned_name(program, f"{state.name}_before_window")
         before = create_copy(program, startup, state, name, str(state.dtype))
         kept = gated_value(state, before, new, found_inf)
         program.set_update(state, kept)
         program.set_update(before, kept)
 
-    def close(self, program: Program, startup: Program) -> None:
-        """Tell the program of its window, when the whole step is there."""
+    def close(self, program: Program, startup: Program, updates: dict[Variable, Variable]) -> None:
+        """Tell the program of its window, when the whole step is there; ``updates`` are what every run writes."""
         counter = create_state(program, startup, shared_name(program, "micro_step"), "int32", [], 0)
-        program.window = Window(self.steps, counter, dict(self._updates))
+        program.window = Window(self.steps, counter, updates)

@@ -9,14 +9,13 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import HALF, element_type
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.optimizer import policy
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
-from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.levels import with_levels
 from amp_transpiler.optimizer.loss_scaling import scaling_attributes
 from amp_transpiler.optimizer.scaler import LossScaler
+from amp_transpiler.optimizer.update_rule import UpdateRule
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
@@ -25,7 +24,7 @@ _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "inc
 @with_levels
 @paddle_arguments("decorate")
 def decorate(
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: UpdateRule | Sequence[UpdateRule],
     amp_lists: AutoMixedPrecisionLists | None = None,
     init_loss_scaling: float = 2**15,
     incr_every_n_steps: int = 1000,
@@ -131,13 +130,13 @@ def _half(dtype: Any) -> str:
     return name
 
 
-def _checked_optimizers(optimizer: Any) -> list[Optimizer]:
+def _checked_optimizers(optimizer: Any) -> list[UpdateRule]:
     """The optimizers given; errors for anything else, and for two that both want all parameters."""
     found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in found:
         if isinstance(each, OptimizerWithMixedPrecision):
             raise ArgumentError("decorate: this optimizer is decorated already")
-        if not isinstance(each, Optimizer):
+        if not isinstance(each, UpdateRule):
             raise ArgumentTypeError(
                 f"decorate: optimizer is {each!r}; expected one of amp.optimizer, such as amp.optimizer.Adam()"
             )
@@ -162,6 +161,3 @@ def _check_scaler(scaler: LossScaler, alone: bool) -> None:
             "use_dynamic_loss_scaling, and give the scaler its numbers, as in "
             "amp.LossScaler.torch(init_scale=1024)"
         )
-
-
-policy.register(decorate)

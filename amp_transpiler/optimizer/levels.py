@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.optimizer.base import Optimizer
+from amp_transpiler.optimizer.update_rule import UpdateRule
 
 Decorate = TypeVar("Decorate", bound=Callable[..., Any])
 #: Keywords that stand in one of the two signatures alone.
@@ -92,7 +92,7 @@ def _by_level(
         ours["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
     if master_weight is not False:
         for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-            if isinstance(each, Optimizer):
+            if isinstance(each, UpdateRule):
                 each.multi_precision = True
     return {
         "optimizer": optimizer,

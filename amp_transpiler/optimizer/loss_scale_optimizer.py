@@ -8,6 +8,7 @@ from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.decorating import decorate
 from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
 from amp_transpiler.optimizer.scaler import LossScaler
+from amp_transpiler.optimizer.update_rule import UpdateRule
 
 
 class LossScaleOptimizer(OptimizerWithMixedPrecision):
@@ -51,7 +52,7 @@ class LossScaleOptimizer(OptimizerWithMixedPrecision):
         vars(self).update(vars(made))
 
     @property
-    def inner_optimizer(self) -> Optimizer:
+    def inner_optimizer(self) -> UpdateRule:
         """The optimizer that was wrapped."""
         return self.optimizers[0]
 

@@ -8,10 +8,11 @@ from typing import Any
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.optimizer.base import Optimizer, Parameters
+from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.optimizer.groups import checked_patterns, number
 from amp_transpiler.optimizer.lr import LRScheduler
+from amp_transpiler.optimizer.update_rule import Parameters
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
 Rate = float | LRScheduler

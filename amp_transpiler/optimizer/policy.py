@@ -6,9 +6,8 @@ lists and the scaling of its type; parameters stay fp32, so that nothing else in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 
@@ -44,13 +43,6 @@ class Policy(str):
 
 
 _policy = Policy("float32")
-_decorate: Callable[..., Any] | None = None
-
-
-def register(decorate: Callable[..., Any]) -> None:
-    """Tell how optimizers are decorated; ``decorate`` does, which lies above the optimizers that ask here."""
-    global _decorate
-    _decorate = decorate
 
 
 def set_global_policy(name: str) -> None:
@@ -77,12 +69,3 @@ def policy_scope(name: str) -> Iterator[None]:
         yield
     finally:
         set_global_policy(before)
-
-
-def decorated(optimizer: Any) -> Any:
-    """The optimizer as the policy wants it: decorated, or None where it trains in fp32."""
-    dtype = POLICIES[_policy]
-    if dtype is None:
-        return None
-    assert _decorate is not None
-    return _decorate(optimizer, dtype=dtype)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.decompose import has_decomposition
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES
-from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.pairs import ParamsGrads, checked_loss
-from amp_transpiler.passes.autodiff.backward import listed_parameters, standardize
+from amp_transpiler.optimizer.update_rule import UpdateRule
+from amp_transpiler.passes.autodiff.backward import listed_parameters
 from amp_transpiler.program import Program
 
 
@@ -47,15 +46,9 @@ def made_of(sources: Iterable[Variable]) -> set[Variable]:
     return found
 
 
-def take_apart(program: Program) -> None:
-    """Operators that the lists do not know become those that they do, before the lists decide."""
-    if any(has_decomposition(op) for op in program.walk()):
-        standardize(program)
-
-
-def _owners(optimizers: Sequence[Optimizer], program: Program) -> dict[Variable, Optimizer]:
+def _owners(optimizers: Sequence[UpdateRule], program: Program) -> dict[Variable, UpdateRule]:
     """The optimizer of each parameter that is in a list of one. ArgumentError: a parameter of two optimizers."""
-    owner: dict[Variable, Optimizer] = {}
+    owner: dict[Variable, UpdateRule] = {}
     for optimizer in optimizers:
         for parameter in listed_parameters(program, optimizer.parameter_list or (), type(optimizer).__name__):
             if owner.setdefault(parameter, optimizer) is not optimizer:
@@ -67,12 +60,12 @@ def _owners(optimizers: Sequence[Optimizer], program: Program) -> dict[Variable,
 
 
 def shares(
-    optimizers: Sequence[Optimizer], program: Program, params_grads: ParamsGrads
-) -> list[tuple[Optimizer, ParamsGrads]]:
+    optimizers: Sequence[UpdateRule], program: Program, params_grads: ParamsGrads
+) -> list[tuple[UpdateRule, ParamsGrads]]:
     """The pairs of each optimizer. ArgumentError: a parameter of two optimizers, or of none."""
     owner = _owners(optimizers, program)
     rest = next((optimizer for optimizer in optimizers if optimizer.parameter_list is None), None)
-    found_shares: dict[Optimizer, ParamsGrads] = {optimizer: [] for optimizer in optimizers}
+    found_shares: dict[UpdateRule, ParamsGrads] = {optimizer: [] for optimizer in optimizers}
     for parameter, grad in params_grads:
         found = owner.get(parameter, rest)
         if found is None:
@@ -90,7 +83,7 @@ def shares(
     return list(found_shares.items())
 
 
-def listed(optimizers: Sequence[Optimizer], program: Program) -> list[Variable] | None:
+def listed(optimizers: Sequence[UpdateRule], program: Program) -> list[Variable] | None:
     """The parameters that the optimizers are for; None for all."""
     if any(optimizer.parameter_list is None for optimizer in optimizers):
         return None

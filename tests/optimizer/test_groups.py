@@ -50,7 +50,9 @@ class Net:
             made = [create_parameter(a.shape, "float32", name, a) for name, a in self.initial.items()]
             grads = {p.name: feed(self.main, f"{p.name}@GRAD", "float32", SHAPES[p.name]) for p in made}
             found = feed(self.main, "found", "bool", (1,)) if gated else None
-            self.ops = optimizer._apply([(p, grads[p.name]) for p in made if p.name in only], self.startup, found)
+            self.ops = optimizer.append_updates(
+                [(p, grads[p.name]) for p in made if p.name in only], self.startup, found
+            )
         self.steps = Steps(self.main, self.startup)
 
     def step(self, factor: float = 1.0, **more: Array) -> None:

@@ -179,7 +179,7 @@ class Net:
             w = create_parameter([1], "float32", "w", np.zeros(1, np.float32))
             grad = feed(self.main, "grad", "float32", (1,))
             found = feed(self.main, "found", "bool", (1,)) if gated else None
-            (self.op,) = self.optimizer._apply([(w, grad)], self.startup, found)
+            (self.op,) = self.optimizer.append_updates([(w, grad)], self.startup, found)
         self.gated = gated
         self.steps = Steps(self.main, self.startup, "ALL")
 

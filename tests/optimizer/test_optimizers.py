@@ -44,7 +44,7 @@ class Training:
             found = feed(self.main, "found", "bool", (1,)) if gated else None
             pairs = list(zip(parameters, grads, strict=True))
             self.gated = gated
-            self.ops = optimizer._apply(pairs, self.startup, found)
+            self.ops = optimizer.append_updates(pairs, self.startup, found)
         self.steps = Steps(self.main, self.startup, level)
         for i, array in enumerate(arrays):
             self.steps.state[f"p{i}"] = array.astype(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,13 +46,11 @@ def append_backward(
     parameter, a listed parameter without a path to it, an operator on the path without a gradient rule. Where
     anything raises, the program is as before.
     """
-    program = check_loss(loss, parameter_list, no_grad_set)
+    program = check_loss(loss)
+    wanted = wanted_gradients(program, parameter_list, no_grad_set)
     with unchanged_on_error(program):
         standardize(program)
-        expand_control_flow(program)
-        if any(op.type == "Dropout" and lowering_rule_of(op) is not None for op in program.operators):
-            rng_state(program)  # an imported dropout brings no randomness with it
-        return _append(program, loss, parameter_list, no_grad_set)
+        return append_gradients(loss, wanted, [loss])
 
 
 def standardize(program: Graph) -> None:
@@ -64,36 +63,35 @@ def standardize(program: Graph) -> None:
     decompose(program)
 
 
-def _append(
-    program: Graph,
-    loss: Variable,
-    parameter_list: Sequence[Variable | str] | None,
-    no_grad_set: Collection[Variable | str] | None,
-) -> list[tuple[Variable, Variable]]:
-    order = program.operators
-    wanted, needs = _wanted(program, order, parameter_list, no_grad_set)
-    by_name = {item.name if isinstance(item, Variable) else item for item in parameter_list or ()}
-    with context.operator_role(BACKWARD):
-        sweep = _Sweep(order, [(loss, _seed(loss))], needs)
-        pairs = []
-        for parameter in wanted:
-            if sweep.reaches(parameter):
-                pairs.append((parameter, sweep.total(parameter)))
-            elif parameter.name in by_name:  # not where a pattern stands for it
-                raise GradientError(
-                    f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
-                )
-        if program.recompute is not None:
-            recompute_activations(program, loss, sweep.made, [gradient for _, gradient in pairs])
-    return pairs
+@dataclass(frozen=True)
+class Wanted:
+    """What gradients are for, by the names of the program as it was written.
+
+    Attributes:
+        parameters: to differentiate for.
+        named: names of those that were asked for one by one, so that the loss has to depend on them.
+        blocked: keys of variables that gradients must not pass.
+    """
+
+    parameters: list[Variable]
+    named: frozenset[str]
+    blocked: frozenset[int]
 
 
-def check_loss(
-    loss: Variable,
-    parameter_list: Sequence[Variable | str] | None = None,
-    no_grad_set: Collection[Variable | str] | None = None,
-) -> Graph:
-    """The loss's program. GradientError: it is no float scalar, or depends on no parameter."""
+def wanted_gradients(
+    program: Graph, parameter_list: Iterable[Variable | str] | None, no_grad_set: Collection[Variable | str] | None
+) -> Wanted:
+    """What the arguments of ``append_backward`` ask for; errors as of :func:`listed_parameters`."""
+    listed = None if parameter_list is None else listed_parameters(program, parameter_list, "parameter_list")
+    return Wanted(
+        parameters=program.parameters if listed is None else listed,
+        named=frozenset(item.name if isinstance(item, Variable) else item for item in parameter_list or ()),
+        blocked=frozenset(v.key for v in _variables(program, no_grad_set or (), "no_grad_set")),
+    )
+
+
+def check_loss(loss: Variable) -> Graph:
+    """The loss's program. ArgumentTypeError: it is no variable. GradientError: it is no float scalar."""
     if not isinstance(loss, Variable):
         raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
     if loss.dtype not in FLOATS:
@@ -104,28 +102,40 @@ def check_loss(
             f"loss '{loss.name}' has shape {shape}; a loss is a scalar. Reduce it first, for example with "
             "amp.nn.functional.mean"
         )
+    return loss.program
+
+
+def append_gradients(loss: Variable, wanted: Wanted, parts: Sequence[Variable]) -> list[tuple[Variable, Variable]]:
+    """``append_backward`` of a program in canonical form (:func:`standardize`), in a transaction of the caller's.
+
+    ``loss`` is computed from ``parts``, the losses that the caller was given: each has to depend on a parameter.
+    """
     program = loss.program
-    wanted, needs = _wanted(program, program.operators, parameter_list, no_grad_set)
-    if loss.key not in needs:
-        names = ", ".join(v.name for v in wanted[:5]) or "none"
-        raise GradientError(
-            f"loss '{loss.name}' of program '{program.name}' does not depend on any parameter (parameters: {names}). "
-            "Build the loss from layers with trainable parameters, or pass parameter_list"
-        )
-    return program
-
-
-def _wanted(
-    program: Graph,
-    order: list[Operator],
-    parameter_list: Sequence[Variable | str] | None,
-    no_grad_set: Collection[Variable | str] | None,
-) -> tuple[list[Variable], set[int]]:
-    """The parameters to differentiate for, and the float variables that depend on them."""
-    listed = parameter_list is not None
-    wanted = listed_parameters(program, parameter_list or (), "parameter_list") if listed else program.parameters
-    blocked = {v.key for v in _variables(program, no_grad_set or (), "no_grad_set")}
-    return wanted, _dependents(order, wanted, blocked)
+    expand_control_flow(program)
+    if any(op.type == "Dropout" and lowering_rule_of(op) is not None for op in program.operators):
+        rng_state(program)  # an imported dropout brings no randomness with it
+    order = program.operators
+    needs = _dependents(order, wanted.parameters, wanted.blocked)
+    for part in parts:
+        if part.key not in needs:
+            names = ", ".join(v.name for v in wanted.parameters[:5]) or "none"
+            raise GradientError(
+                f"loss '{part.name}' of program '{program.name}' does not depend on any parameter (parameters: "
+                f"{names}). Build the loss from layers with trainable parameters, or pass parameter_list"
+            )
+    with context.operator_role(BACKWARD):
+        sweep = _Sweep(order, [(loss, _seed(loss))], needs)
+        pairs = []
+        for parameter in wanted.parameters:
+            if sweep.reaches(parameter):
+                pairs.append((parameter, sweep.total(parameter)))
+            elif parameter.name in wanted.named:
+                raise GradientError(
+                    f"loss '{loss.name}' does not depend on parameter '{parameter.name}' of parameter_list"
+                )
+        if program.recompute is not None:
+            recompute_activations(program, loss, sweep.made, [gradient for _, gradient in pairs])
+    return pairs
 
 
 def listed_parameters(program: Graph, items: Iterable[Variable | str], what: str) -> list[Variable]:
@@ -160,7 +170,7 @@ def _variables(program: Graph, items: Iterable[Variable | str], what: str) -> li
     return found
 
 
-def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: set[int]) -> set[int]:
+def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: Collection[int]) -> set[int]:
     """Float variables that depend on ``sources`` through float values, one forward sweep."""
     needs = {v.key for v in sources if v.key not in blocked}
     for op in order:
@@ -299,7 +309,7 @@ class _Sweep:
         self, order: list[Operator], seeds: list[tuple[Variable, Variable]], wanted: Iterable[Variable]
     ) -> _Sweep:
         """A sweep over the operators of a nested program."""
-        return _Sweep(order, seeds, _dependents(order, wanted, set()))
+        return _Sweep(order, seeds, _dependents(order, wanted, ()))
 
     def reaches(self, variable: Variable) -> bool:
         """Whether the variable has a gradient."""
