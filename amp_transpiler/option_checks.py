@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
@@ -29,10 +29,17 @@ def number(called: str, value: Any, least: float = 0.0, *, taken: bool = False) 
     ``least`` itself."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{called} is {value!r}; expected a number")
-    if not math.isfinite(value) or value < least or (value == least and not taken):
+    if not _finite(value) or value < least or (value == least and not taken):
         raise ArgumentError(
             f"{called} is {value}; expected a number {'from' if taken else 'above'} {least:g}{' on' if taken else ''}"
         )
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def whole(called: str, value: Any, least: int) -> None:
@@ -53,7 +60,7 @@ def strings(called: str, value: Any, expected: str = "a list of names or pattern
     """The strings of a list; ArgumentTypeError, with what is ``expected``, for a single one and for what is no list."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"{called} is {value!r}; expected {expected}")
-    listed = tuple(value)
+    listed = tuple(sorted(value, key=str) if isinstance(value, Set) else value)  # the same in every process
     wrong = next((item for item in listed if not isinstance(item, str) or not item), None)
     if wrong is not None:
         raise ArgumentTypeError(f"{called} holds {wrong!r}; expected {expected}")

@@ -2,7 +2,7 @@
 
     python demo/bert_squad.py --data DIR --vocab DIR               # train on squad11_train, score on squad11_dev
     python demo/bert_squad.py --data DIR --vocab DIR --overfit 64  # until 90 % of 64 windows are right
-    python demo/bert_squad.py --synthetic --mode pure-fp16         # synthetic text, no file needed
+    python demo/bert_squad.py --synthetic --mode pure         # synthetic text, no file needed
     python demo/bert_squad.py ... --model encoder.onnx             # fine-tune an exported encoder
 
 All three modes take about five minutes on two cores. A network of this size that starts from nothing hardly learns to
@@ -26,7 +26,7 @@ import training
 
 import amp_transpiler as amp
 
-MODES = ("fp32", "recipe", "pure-fp16")
+MODES = ("fp32", "recipe", "pure")
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Run:
 
 def prepare(mode: str, options: argparse.Namespace, pieces: squad.Pieces) -> Run:
     """Build the training and test programs of one mode and initialise their parameters."""
-    pure = mode == "pure-fp16"
+    pure = mode == "pure"
     model = encoder.imported(options) if options.model else encoder.built(options, pieces.size)
     model.main.seed = model.startup.seed = options.seed
     with amp.program_guard(model.main, model.startup):

@@ -104,11 +104,9 @@ def tune(
         label = amp.data("label", [batch, 1], "int64")
         loss = F.cross_entropy(scores, label)
         test_program = program.clone(for_test=True)
-        optimizer = amp.optimizer.Adam(options.lr, multi_precision=mode == "pure-fp16")
+        optimizer = amp.optimizer.Adam(options.lr, multi_precision=mode == "pure")
         if mode != "fp32":
-            optimizer = amp.decorate(
-                optimizer, use_pure_fp16=mode == "pure-fp16", use_fp16_guard=False, dtype=options.dtype
-            )
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False, dtype=options.dtype)
         optimizer.minimize(loss)
     place, scope = training.place_of(options.place), amp.Scope()
     executor = amp.Executor(place)

@@ -1,6 +1,6 @@
 """Full MNIST with a two-convolution network, in fp32, mixed and pure 16-bit precision.
 
-    python demo/mnist.py --data DIR --mode pure-fp16 --epochs 3
+    python demo/mnist.py --data DIR --mode pure --epochs 3
 
 DIR holds the four standard idx files (``train-images-idx3-ubyte`` …), plain, ``.gz`` or ``.xz``; missing
 ones are downloaded where the network allows it.

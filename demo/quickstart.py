@@ -1,7 +1,7 @@
 """Train one network on real handwritten digits in fp32, mixed and pure fp16, and serve the three models.
 
 python demo/quickstart.py                      # all three modes, some seconds on two cores
-python demo/quickstart.py --mode pure-fp16 --dtype bfloat16
+python demo/quickstart.py --mode pure --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> int:
     training.plot(histories, str(picture), "scikit-learn digits")
     print(f"picture: {picture}")
     for mode, trained in zip(modes, runs, strict=True):
-        model = options.out / f"quickstart_{mode.replace('-', '_')}.onnx"
+        model = options.out / f"quickstart_{mode}.onnx"
         accuracy = serve(trained, *test, model)
         print(f"model:   {model} ({os.path.getsize(model):,} bytes), served by bare onnxruntime: {accuracy:.2%} right")
     return 0

@@ -1,7 +1,7 @@
 """Strings of spoken digits transcribed by convolutions, a recurrent network and CTC, in fp32, mixed and pure 16 bit.
 
     python demo/speech_ctc.py --data DIR                     # three modes in a few minutes on two cores
-    python demo/speech_ctc.py --synthetic --mode pure-fp16   # telephone tones for digits, no file needed
+    python demo/speech_ctc.py --synthetic --mode pure   # telephone tones for digits, no file needed
 
 DIR holds the recordings of the Free Spoken Digit Dataset; five takes of each digit by each speaker are held out.
 ``--hidden 256 --layers 3 --longest 7 --buckets 160 320 480 640 --epochs 60`` is larger.
@@ -74,7 +74,7 @@ def prepare(mode: str, options: argparse.Namespace) -> Run:
     """Build the training and test programs of one mode and initialise their parameters."""
     main, startup = amp.Program(), amp.Program("startup")
     main.seed = startup.seed = options.seed
-    pure, place = mode == "pure-fp16", training.place_of(options.place)
+    pure, place = mode == "pure", training.place_of(options.place)
     with amp.program_guard(main, startup), amp.unique_name.guard():
         logits, loss = network(options)
         test = main.clone(for_test=True)

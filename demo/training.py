@@ -7,13 +7,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import amp_transpiler as amp
+from amp_transpiler import spelling
 
-MODES = ("fp32", "amp", "pure-fp16")
+MODES = ("fp32", "mixed", "pure")
 
 
 @dataclass
@@ -31,8 +33,7 @@ class History:
 def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     """The options that every demo takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--mode", choices=[*MODES, "all"], default="all", help="precision to train in")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16", help="the 16-bit type")
+    add_modes(parser, MODES)
     parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the training data")
     parser.add_argument("--batch-size", type=int, default=64)
@@ -41,18 +42,25 @@ def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     return parser
 
 
+def add_modes(parser: argparse.ArgumentParser, modes: tuple[str, ...]) -> None:
+    """The precision, by any of the spellings that the package reads."""
+    mode, dtype = (partial(spelling.read_as, table) for table in (spelling.MODES, spelling.TYPES))
+    parser.add_argument("--mode", choices=[*modes, "all"], type=mode, default="all", help="precision to train in")
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16"], type=dtype, default="float16", help="the 16-bit type"
+    )
+
+
 def add_precision_options(parser: argparse.ArgumentParser, modes: tuple[str, ...] = MODES) -> None:
     """The options of the larger demos on how to compute."""
-    parser.add_argument("--mode", choices=[*modes, "all"], default="all", help="precision to train in")
-    parser.add_argument("--dtype", choices=["fp16", "bf16"], default="fp16", help="the 16-bit type")
+    add_modes(parser, modes)
     parser.add_argument("--loss-scale", default="dynamic", help="dynamic, or a number for a static scale")
     parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
     parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
 
 
 def check_precision_options(options: argparse.Namespace, counts: tuple[str, ...]) -> None:
-    """Spell out ``--dtype``; SystemExit for a loss scale that is none, or one of ``counts`` below 1."""
-    options.dtype = {"fp16": "float16", "bf16": "bfloat16"}[options.dtype]
+    """SystemExit for a loss scale that is none, or one of ``counts`` below 1."""
     if options.loss_scale != "dynamic":
         try:
             float(options.loss_scale)
@@ -109,7 +117,7 @@ def fit(
     startup.seed = main.seed = options.seed
     with amp.program_guard(main, startup), amp.unique_name.guard():
         image, label, _, loss = task.layers()
-        optimizer = amp.optimizer.Adam(task.learning_rate, multi_precision=mode == "pure-fp16")
+        optimizer = amp.optimizer.Adam(task.learning_rate, multi_precision=mode == "pure")
         if mode != "fp32":
             lists = amp.AutoMixedPrecisionLists(custom_black_list=list(task.black_list), dtype=options.dtype)
             scaling: dict[str, Any] = {}
@@ -118,9 +126,7 @@ def fit(
                     "init_loss_scaling": task.init_loss_scaling,
                     "incr_every_n_steps": task.incr_every_n_steps,
                 }
-            optimizer = amp.decorate(
-                optimizer, lists, use_pure_fp16=mode == "pure-fp16", dtype=options.dtype, **scaling
-            )
+            optimizer = amp.decorate(optimizer, lists, use_pure_fp16=mode == "pure", dtype=options.dtype, **scaling)
     with amp.program_guard(test, amp.Program("test_startup")), amp.unique_name.guard():
         test_prediction = task.layers()[2]
     test = test.clone(for_test=True)

@@ -161,7 +161,7 @@ def _summary(program: Program, arguments: argparse.Namespace, size: int) -> str:
         some = f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}"
         lines.append(f"  constant{'s' * (len(names) > 1)} {some}: {action}")
     lines += [f"  {line}" for line in (*done.notes, *done.rounds)]
-    if not arguments.check:  # which tells them itself
+    if arguments.calibration:  # without, the check tells what it measured
         lines += [f"  output '{name}': relative error {error:.3g}" for name, error in done.outputs.items()]
     return "\n".join(map(printable, lines))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
 
+from amp_transpiler.cli.terminal import number
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune import fit
 from amp_transpiler.finetune.metrics import METRICS
@@ -23,8 +24,8 @@ def run(options: argparse.Namespace) -> int:
     """Train and write."""
     given = {name: value for name, value in vars(options).items() if name not in _OTHERS}
     given |= {
-        name: _pairs(given[name], flag, kind)
-        for name, flag, kind in (("dropout", "--dropout", float), ("values", "--value", _number))
+        name: _pairs(given[name], flag)
+        for name, flag in (("dropout", "--dropout"), ("values", "--value"))
         if name in given
     }
     bar = _Bar(not options.quiet and sys.stderr.isatty())
@@ -84,19 +85,12 @@ class _Bar:
             self.bar = None
 
 
-def _number(text: str) -> Any:
-    return float(text) if any(sign in text for sign in ".eE") else int(text)
-
-
-def _pairs(texts: list[str], option: str, kind: Callable[[str], Any]) -> dict[str, Any]:
+def _pairs(texts: list[str], option: str) -> dict[str, Any]:
     pairs = {}
     for text in texts:
-        name, equals, value = text.rpartition("=")
-        try:
-            pairs[name] = kind(value)
-        except ValueError:
-            equals = ""
-        if not (name and equals):
+        name, _, value = text.rpartition("=")
+        pairs[name] = number(value)
+        if not name or isinstance(pairs[name], str):
             raise ArgumentError(f"{option} takes NAME=NUMBER, such as x=0.1, got {text!r}")
     return pairs
 
@@ -120,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what lies there; options given win over those it was made with",
     )
     parser.add_argument("--log", metavar="FOLDER", help="steps.csv, epochs.csv and TensorBoard")
-    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--place", metavar="{cpu,cuda}", default="cpu", help="default: %(default)s")
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no report")
 
     def option(flag: str, text: str, **more: Any) -> None:
@@ -129,31 +123,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default = f" (default: {value})" if isinstance(value, str | float | int) else ""
         parser.add_argument(flag, default=argparse.SUPPRESS, help=text + default, **more)
 
+    def one_of(flag: str, text: str, choices: Iterable[str]) -> None:
+        option(flag, text, metavar=f"{{{','.join(choices)}}}")  # FitOptions refuses others, and reads their spellings
+
     def many(flag: str, metavar: str, text: str, **more: Any) -> None:
         option(flag, text, nargs="+", action="extend", metavar=metavar, **more)
 
     option("--label", "the label's array", metavar="NAME")
-    option("--loss", "what is minimised", choices=LOSSES)
+    one_of("--loss", "what is minimised", LOSSES)
     option("--output", "what the loss reads: the first float output where not given", dest="target", metavar="NAME")
-    option("--metric", "what is told beside the loss: by the loss where not given", choices=METRICS)
-    option("--mode", "precision to train in", choices=MODES)
-    option("--dtype", "the 16-bit type", choices=["float16", "bfloat16"])
-    option("--save", "precision of OUT.onnx: as trained where not given", choices=MODES)
+    one_of("--metric", "what is told beside the loss: by the loss where not given", METRICS)
+    one_of("--mode", "precision to train in", MODES)
+    one_of("--dtype", "the 16-bit type", ["float16", "bfloat16"])
+    one_of("--save", "precision of OUT.onnx: as trained where not given", MODES)
     many("--black-list", "OP", "operators to keep in fp32")
-    option("--loss-scale", "loss scale to begin with: 32768 in float16 where not given", type=float, metavar="NUMBER")
-    option("--optimizer", "the update rule", choices=OPTIMIZERS)
-    option("--lr", "learning rate", type=float)
-    option("--weight-decay", "coefficient of the decay", type=float)
-    option("--schedule", "of the learning rate, down to 0 at the end", choices=SCHEDULES)
-    option("--warmup-steps", "updates while the rate rises from 0", type=int, metavar="N")
-    option("--clip-norm", "limit of the global norm of the gradients", type=float, metavar="NORM")
-    option("--accumulate", "batches to an update", type=int, metavar="N")
-    option("--epochs", "passes over the data", type=int)
+    option("--loss-scale", "loss scale to begin with: 32768 in float16 where not given", type=number, metavar="NUMBER")
+    one_of("--optimizer", "the update rule", OPTIMIZERS)
+    option("--lr", "learning rate", type=number)
+    option("--weight-decay", "coefficient of the decay", type=number)
+    one_of("--schedule", "of the learning rate, down to 0 at the end", SCHEDULES)
+    option("--warmup-steps", "updates while the rate rises from 0", type=number, metavar="N")
+    option("--clip-norm", "limit of the global norm of the gradients", type=number, metavar="NORM")
+    option("--accumulate", "batches to an update", type=number, metavar="N")
+    option("--epochs", "passes over the data", type=number)
     option(
         "--batch-size",
         "what the model has, else 32, where not given; another than the model's fixed one frees it, "
         "where its operators let it",
-        type=int,
+        type=number,
     )
     many(
         "--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them: all where not given"
@@ -161,5 +158,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     many("--freeze", "PATTERN", "parameters to leave as they are")
     many("--dropout", "PATTERN=RATE", "a dropout behind each operator that matches")
     many("--value", "INPUT=NUMBER", "inputs that get one value for good", dest="values")
-    option("--batch-norm", "statistics of the batch, or the running ones", choices=["train", "frozen"])
-    option("--seed", "order of samples, dropout", type=int)
+    one_of("--batch-norm", "statistics of the batch, or the running ones", ["train", "frozen"])
+    option("--seed", "order of samples, dropout", type=number)

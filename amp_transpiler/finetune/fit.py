@@ -98,9 +98,7 @@ def fit(
     start = found.epochs if found is not None else 0
     if log is None:
         return run.train(Path(output), checkpoint, found, None, progress)
-    with Log(log, chosen.measured, start, found.steps if found is not None else 0) as book:
-        if book.note:
-            tell(book.note)
+    with Log(log, chosen.measured, start, found.steps if found is not None else 0, tell) as book:
         return run.train(Path(output), checkpoint, found, book, progress)
 
 
@@ -328,7 +326,8 @@ class _Run:
                 black_list=list(options.black_list) or None,
                 calibration={v.name: rows[v.name] for v in _fed(self.programs.model)},
             ).to_onnx(output)
-        self.tell(f"{output}: the trained model in {options.saved}, {model_size(output):,} bytes")
+        precision = options.saved if options.saved == "fp32" else f"{options.saved} {options.dtype}"
+        self.tell(f"{output}: the trained model in {precision}, {model_size(output):,} bytes")
 
 
 class _Masters:

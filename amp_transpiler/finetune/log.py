@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,32 +22,28 @@ STEPS, EPOCHS = "steps.csv", "epochs.csv"
 class Log:
     """Writes reports of steps and records of epochs; a context manager.
 
-    A run that is resumed goes on in the files that are there; what lies behind its checkpoint is taken out first.
-    ``note`` says what is missing for TensorBoard, "" where nothing is.
+    The folder is made with the first of them, so that a training that is refused leaves none. A run that is resumed
+    goes on in the files that are there; what lies behind its checkpoint is taken out first. ``tell`` is told what is
+    missing for TensorBoard.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], metric: str, epochs: int, steps: int) -> None:
-        self._metric = metric
+    def __init__(
+        self, folder: str | os.PathLike[str], metric: str, epochs: int, steps: int, tell: Callable[[str], None]
+    ) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(exist_ok=True)
-        self.note = ""
-        _cut(self.folder / STEPS, "step", steps)
-        _cut(self.folder / EPOCHS, "epoch", epochs + 1 if epochs else 0)
-        self._steps = CsvWriter(self.folder / STEPS, append=True)
+        self._metric, self._epochs_done, self._steps_done, self._tell = metric, epochs, steps, tell
+        self._steps: CsvWriter | None = None
         self._board: TensorBoardWriter | None = None
-        try:
-            self._board = TensorBoardWriter(self.folder)
-        except MissingPackageError as error:
-            self.note = f"{self.folder}: CSV files alone; {error}"
 
     def step(self, report: StepReport) -> None:
         """Add a step."""
-        self._steps.write(report)
+        self._opened().write(report)
         if self._board is not None:
             self._board.write(report)
 
     def epoch(self, record: EpochRecord) -> None:
         """Add an epoch."""
+        self._opened()
         rows = _rows(self.folder / EPOCHS)
         fields = record.columns(self._metric)
         rows.append({name: "" if value is None else str(value) for name, value in fields.items()})
@@ -54,13 +51,26 @@ class Log:
         if self._board is not None:
             self._board.write_scalars("epoch", {k: v for k, v in fields.items() if k != "epoch"}, record.epoch)
 
+    def _opened(self) -> CsvWriter:
+        if self._steps is None:
+            self.folder.mkdir(exist_ok=True)
+            _cut(self.folder / STEPS, "step", self._steps_done)
+            _cut(self.folder / EPOCHS, "epoch", self._epochs_done + 1 if self._epochs_done else 0)
+            self._steps = CsvWriter(self.folder / STEPS, append=True)
+            try:
+                self._board = TensorBoardWriter(self.folder)
+            except MissingPackageError as error:
+                self._tell(f"{self.folder}: CSV files alone; {error}")
+        return self._steps
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._steps.close()
+        if self._steps is not None:
+            self._steps.close()
         if self._board is not None:
             self._board.close()
 

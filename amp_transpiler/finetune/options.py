@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
+from amp_transpiler.option_checks import choice, flag, number, strings, whole
+from amp_transpiler.spelling import MODES as MODE_SPELLINGS
+from amp_transpiler.spelling import TYPES, read_as
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
 OPTIMIZERS = {"sgd": "SGD", "momentum": "Momentum", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}
-MODES = ("fp32", "mixed", "pure-fp16")
+MODES = ("fp32", "mixed", "pure")
 SCHEDULES = ("constant", "cosine", "linear")
 
 _CHOICES: dict[str, Sequence[str]] = {
@@ -27,10 +28,12 @@ _CHOICES: dict[str, Sequence[str]] = {
     "batch_norm": ("train", "frozen"),
     "metric": METRICS,
 }
+#: Where other spellings of an option's values stand.
+SPELLINGS = {"mode": MODE_SPELLINGS, "save": MODE_SPELLINGS, "dtype": TYPES}
 #: Whole numbers, with the least that each may be.
 _COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0}
-#: Other numbers: the least, and whether that itself is taken.
-_NUMBERS = {"lr": (0.0, False), "weight_decay": (0.0, True), "clip_norm": (0.0, False), "loss_scale": (0.0, False)}
+#: Other numbers, above 0, and whether 0 itself is taken.
+_NUMBERS = {"lr": False, "weight_decay": True, "clip_norm": False, "loss_scale": False}
 _LISTS = ("black_list", "trainable", "freeze")
 _NAMES = ("label", "target")
 #: The command line's spelling, where it is not the field's.
@@ -62,7 +65,8 @@ class FitOptions:
         loss: "cross_entropy" (labels are classes), "mse", "bce_with_logits" or "kl_div" (labels are floats of the
             output's shape). One that applies the model's last activation itself reads what that reads.
         target: the output that the loss reads; the first float one where None.
-        mode: the precision to train in: "fp32", "mixed" (lists) or "pure-fp16" (16-bit weights, fp32 masters).
+        mode: the precision to train in: "fp32"; "mixed": the white list in 16 bit, the black list in fp32, what lies
+            between follows; or "pure": whatever can run in 16 bit does, with 16-bit weights and fp32 masters.
         dtype: the 16-bit type, of training and of what is saved.
         save: the precision of the file; that of the training where None.
         black_list: operators to keep fp32, in training and in the file.
@@ -121,7 +125,7 @@ class FitOptions:
 
     def called(self, name: str) -> str:
         """An option as the caller spells it."""
-        return _FLAGS.get(name, "--" + name.replace("_", "-")) if self.flags else name
+        return _FLAGS.get(name, flag(name)) if self.flags else name
 
     def said(self, name: str) -> str:
         """An option with its value, for messages: ``lr=0.1`` or ``--lr 0.1``."""
@@ -144,21 +148,14 @@ class FitOptions:
 
     def _check(self, name: str, value: Any) -> None:
         called = self.called(name)
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ArgumentError(f"{called} is {value!r}; expected one of {', '.join(_CHOICES[name])}")
-        if name in _COUNTS:
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                raise ArgumentTypeError(f"{called} is {value!r}; expected a whole number")
-            if value < _COUNTS[name]:
-                raise ArgumentError(f"{called} is {value}; expected a whole number, at least {_COUNTS[name]}")
+        if name in _CHOICES:
+            object.__setattr__(self, name, choice(called, value, _CHOICES[name], SPELLINGS.get(name)))
+        elif name in _COUNTS:
+            whole(called, value, _COUNTS[name])
         elif name in _NUMBERS:
-            self._check_number(name, value)
+            number(called, value, taken=_NUMBERS[name])
         elif name in _LISTS:
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                raise ArgumentTypeError(f"{called} is {value!r}; expected a list of strings")
-            wrong = next((item for item in value if not isinstance(item, str) or not item), None)
-            if wrong is not None:
-                raise ArgumentTypeError(f"{called} holds {wrong!r}; expected names or patterns")
+            object.__setattr__(self, name, strings(called, value))
         elif name in _NAMES and (not isinstance(value, str) or not value):
             raise ArgumentTypeError(f"{called} is {value!r}; expected a name")
         elif name in ("dropout", "values") and not isinstance(value, Mapping):
@@ -170,22 +167,12 @@ class FitOptions:
                         f"{called}: the rate of {pattern!r} is {rate!r}; expected a number from 0 to below 1"
                     )
 
-    def _check_number(self, name: str, value: Any) -> None:
-        least, taken = _NUMBERS[name]
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ArgumentTypeError(f"{self.called(name)} is {value!r}; expected a number")
-        if not math.isfinite(value) or value < least or (value == least and not taken):
-            raise ArgumentError(
-                f"{self.called(name)} is {value}; expected a number {'from' if taken else 'above'} "
-                f"{least:g}{' on' if taken else ''}"
-            )
-
     def _check_together(self) -> None:
         if self.mode == "fp32":
             for name, value in (("accumulate", self.accumulate > 1), ("loss_scale", self.loss_scale)):
                 if value:
                     raise ArgumentError(
-                        f"{self.called(name)} goes with {self.called('mode')} mixed or pure-fp16, "
+                        f"{self.called(name)} goes with {self.called('mode')} mixed or pure, "
                         "whose gradients are scaled, and added up in fp32"
                     )
             if self.black_list and self.saved == "fp32":
@@ -201,6 +188,11 @@ class FitOptions:
                 f"{self.said('metric')} does not go with {self.said('loss')}; "
                 f"{', '.join(m for m in METRICS if fits_loss(m, self.loss))} do"
             )
+
+
+def in_one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with modes and types as this version writes them: an earlier one may have written a checkpoint."""
+    return {name: read_as(SPELLINGS[name], value) if name in SPELLINGS else value for name, value in given.items()}
 
 
 def options_of(given: Mapping[str, Any]) -> FitOptions:

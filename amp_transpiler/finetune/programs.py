@@ -96,7 +96,7 @@ class Programs:
             optimizer = decorate(
                 optimizer,
                 lists,
-                use_pure_fp16=options.mode == "pure-fp16",
+                use_pure_fp16=options.mode == "pure",
                 use_fp16_guard=False,
                 dtype=options.dtype,
                 accumulate_steps=options.accumulate,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, CheckpointError
-from amp_transpiler.finetune.options import FIXED, FitOptions, options_of
+from amp_transpiler.finetune.options import FIXED, FitOptions, in_one_spelling, options_of
 from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.program import Program
@@ -48,7 +48,12 @@ def find(folder: str | os.PathLike[str]) -> Resumed | None:
         said = meta["extra"][_KEY]
         history = tuple(EpochRecord(**_numbers(record)) for record in said["history"])
         return Resumed(
-            path, int(meta["step"]), int(said["steps"]), dict(said["options"]), dict(said["identity"]), history
+            path,
+            int(meta["step"]),
+            int(said["steps"]),
+            in_one_spelling(said["options"]),
+            dict(said["identity"]),
+            history,
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(

@@ -35,7 +35,7 @@ def name_scope(prefix: str) -> Iterator[None]:
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
-    """Operators built inside are marked for 16 bit in pure-fp16 mode; what lies outside stays fp32."""
+    """Operators built inside are marked for 16 bit in pure mode; what lies outside stays fp32."""
     with _inside(_guards, _guards.get() + 1):
         yield
 

@@ -40,7 +40,7 @@ def accuracy(model: Path, data: Path) -> float:
     return float((scores.argmax(1) == held["label"]).mean())
 
 
-@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
 def test_trains_in_every_mode(task: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = task / "tuned.onnx"
     before = accuracy(task / "model.onnx", task / "test.npz")
@@ -83,7 +83,7 @@ def test_saves_fp32_after_pure_training_from_the_masters(task: Path) -> None:
         "--data",
         str(task / "train.npz"),
         "--mode",
-        "pure-fp16",
+        "pure",
         "--save",
         "fp32",
         "--quiet",
@@ -128,7 +128,7 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(task: Path, capsys
         "--data",
         str(task / "train.npz"),
         "--mode",
-        "pure-fp16",
+        "pure",
         "--lr",
         "0.01",
         "--warmup-steps",

@@ -136,11 +136,11 @@ def test_every_mode_trains_and_says_what_stayed_fp32(monkeypatch, capsys) -> Non
     assert run(monkeypatch, "--steps", "12", "--limit", "100") == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(bert_squad.MODES)}
-    assert rows.keys() == set(bert_squad.MODES) | {"recipe:", "pure-fp16:"}
+    assert rows.keys() == set(bert_squad.MODES) | {"recipe:", "pure:"}
     for mode in bert_squad.MODES:
         match, f1, loss, scale, skipped, steps, speed = map(float, rows[mode])
         assert 0 <= match <= f1 <= 100 and 0 < loss < 6 and scale >= 1 and skipped < 12 and steps == 12 and speed > 0
-    recipe, pure = out.split("recipe: what stayed in fp32\n")[1].split("pure-fp16: what stayed in fp32\n")
+    recipe, pure = out.split("recipe: what stayed in fp32\n")[1].split("pure: what stayed in fp32\n")
     for type_ in ("Gelu", "LayerNormalization", "Softmax"):
         assert f"{type_:<26} black list" in recipe and type_ + " " not in pure.split("mode ")[0]
     for each in (recipe, pure):
@@ -148,7 +148,7 @@ def test_every_mode_trains_and_says_what_stayed_fp32(monkeypatch, capsys) -> Non
         assert f"{'MatMul':<26} '*logits*' is in the preset" in each
 
 
-@pytest.mark.parametrize("mode", ["recipe", "pure-fp16"])
+@pytest.mark.parametrize("mode", ["recipe", "pure"])
 @pytest.mark.skipif(
     any(mark.args[0] for mark in test_placement.pytestmark), reason="needs what test_placement.py needs"
 )
@@ -162,7 +162,7 @@ def test_the_step_is_on_cuda_entirely(mode: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--mode", "recipe", "--dtype", "bf16"), ("--mode", "pure-fp16", "--loss-scale", "512")]
+    "options", [("--mode", "recipe", "--dtype", "bf16"), ("--mode", "pure", "--loss-scale", "512")]
 )
 def test_overfits_a_few_windows(options, monkeypatch, capsys) -> None:
     assert run(monkeypatch, *options, "--overfit", "8", "--lr", "3e-3") == 0
@@ -184,7 +184,7 @@ def test_an_exported_encoder_is_fine_tuned(monkeypatch, capsys, tmp_path) -> Non
     hidden = next(op for op in model.test.operators if "span_logits.w_0" in [v.name for v in op.inputs]).inputs[0]
     inputs = [model.test.var(name) for name in ("ids", "segments", "mask")]
     amp.save_inference_model(str(tmp_path / "e.onnx"), inputs, [hidden], executor, model.test, scope=scope)
-    assert run(monkeypatch, "--model", str(tmp_path / "e.onnx"), "--mode", "pure-fp16", "--overfit", "8") == 0
+    assert run(monkeypatch, "--model", str(tmp_path / "e.onnx"), "--mode", "pure", "--overfit", "8") == 0
     out = capsys.readouterr().out
     assert "% right after" in out and "'embeddings.word.w_0'" in out
     with pytest.raises(SystemExit, match="the first output of .*mnist.onnx"):

@@ -19,11 +19,9 @@ def test_fine_tunes_what_it_exported(
     assert finetune_imported.main() == 0
     told = capsys.readouterr().out
     rows = [
-        line.split()
-        for line in told.splitlines()
-        if line.split()[:1] and line.split()[0] in ("fp32", "amp", "pure-fp16")
+        line.split() for line in told.splitlines() if line.split()[:1] and line.split()[0] in ("fp32", "mixed", "pure")
     ]
-    assert [row[0] for row in rows] == ["fp32", "amp", "pure-fp16"]
+    assert [row[0] for row in rows] == ["fp32", "mixed", "pure"]
     assert all(float(row[1].rstrip("%")) > 80 for row in rows), told
     before, after = (
         {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / name).graph.initializer}

@@ -28,7 +28,7 @@ def test_learns_in_every_mode_and_leaves_a_model_to_convert(
     for accuracy, loss, _, bad, _ in rows.values():
         assert float(accuracy.rstrip("%")) > 90 and float(loss) < 0.4 < math.log(10) and int(bad) == 0, told
     served = re.findall(r"model: +\S+(quickstart_\w+\.onnx) .* bare onnxruntime: ([\d.]+)% right", told)
-    assert [name for name, _ in served] == [f"quickstart_{mode}.onnx" for mode in ("fp32", "amp", "pure_fp16")]
+    assert [name for name, _ in served] == [f"quickstart_{mode}.onnx" for mode in ("fp32", "mixed", "pure")]
     assert [f"{share}%" for _, share in served] == [row[0] for row in rows.values()]
     assert (tmp_path / "quickstart.png").read_bytes().startswith(b"\x89PNG")
     weights = onnx.load(tmp_path / "quickstart_fp32.onnx").graph.initializer
@@ -59,4 +59,4 @@ def test_curves_of_runs_that_coincide_are_drawn_apart(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plt, "close", look)
     training.plot(histories, str(tmp_path / "p.png"), "three alike")
     assert len(drawn) == 9  # each mode has panels of its own, the first one in gray behind
-    assert drawn[0] == ["fp32"] and drawn[3] == ["fp32", "amp"] and drawn[6] == ["fp32", "pure-fp16"]
+    assert drawn[0] == ["fp32"] and drawn[3] == ["fp32", "mixed"] and drawn[6] == ["fp32", "pure"]

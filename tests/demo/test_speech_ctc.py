@@ -172,10 +172,10 @@ def test_every_mode_trains_and_is_served(monkeypatch, capsys, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "more",
     [
-        ("--mode", "pure-fp16", "--dtype", "bf16"),
+        ("--mode", "pure", "--dtype", "bf16"),
         ("--mode", "amp", "--dtype", "bf16"),
-        ("--mode", "pure-fp16", "--loss-scale", "512"),
-        ("--mode", "pure-fp16", "--cell", "lstm", "--layers", "2"),
+        ("--mode", "pure", "--loss-scale", "512"),
+        ("--mode", "pure", "--cell", "lstm", "--layers", "2"),
     ],
 )
 def test_options_reach_the_program(more: tuple[str, ...], monkeypatch, capsys, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_pure_fp16_learns_tones_and_onnxruntime_hears_what_it_hears(tmp_path: Pa
     chosen = options("--steps", "200", "--lr", "1e-2")
     data = spoken.synthetic(200, 0)
     features = spoken.Features.of(data)
-    trained = speech_ctc.prepare("pure-fp16", chosen)
+    trained = speech_ctc.prepare("pure", chosen)
     types = {name: trained.main.var(name).dtype for name in ("conv2d_0.w_0", "gru_0.w_1", "logits.w_0")}
     assert types == {"conv2d_0.w_0": "float16", "gru_0.w_1": "float16", "logits.w_0": "float32"}
     speech_ctc.train(trained, data, features, chosen, lambda *_: None)

@@ -40,7 +40,7 @@ def test_regression_tells_the_mean_absolute_error(tmp_path: Path) -> None:
 
 
 # -- what is written ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode, save", [("fp32", "pure-fp16"), ("pure-fp16", "fp32"), ("mixed", "mixed")])
+@pytest.mark.parametrize("mode, save", [("fp32", "pure"), ("pure", "fp32"), ("mixed", "mixed")])
 def test_saves_what_is_asked_for_with_the_black_list(mode: str, save: str, tmp_path: Path) -> None:
     data = samples("encoder_dynamo", 40)
     more = {"black_list": ["Softmax", "Gelu"]} if save != "fp32" else {}
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_names_what_is_at_fault(tmp_path: Path) -> Non
             {"mode": "mixed", "lr": 1e30, "optimizer": "sgd", "batch_size": 8},
             "lower the learning rate (lr=1e+30)",
         ),
-        (linear(), {"mode": "pure-fp16", "data": {**data, "x": far}}, "because of float16"),
+        (linear(), {"mode": "pure", "data": {**data, "x": far}}, "because of float16"),
     ]
     for model, options, told in cases:
         with pytest.raises(amp.errors.NonFiniteError, match=re.escape(told)):
@@ -146,7 +146,7 @@ def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(
 
 
 def test_the_files_load_in_bare_onnxruntime(tmp_path: Path) -> None:
-    amp.fit(linear(), tmp_path / "out.onnx", data=features(40), mode="pure-fp16")
+    amp.fit(linear(), tmp_path / "out.onnx", data=features(40), mode="pure")
     session = ort.InferenceSession(str(tmp_path / "out.onnx"), providers=["CPUExecutionProvider"])
     assert [i.name for i in session.get_inputs()] == ["x"]
 
@@ -162,7 +162,7 @@ def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(factor: float, preci
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
     data = features(40)
     data["x"] *= factor
-    amp.fit(model, tmp_path / "out.onnx", data=data, mode="fp32", save="pure-fp16", lr=1e-6)
+    amp.fit(model, tmp_path / "out.onnx", data=data, mode="fp32", save="pure", lr=1e-6)
     products = [op for op in amp.Program.from_onnx(tmp_path / "out.onnx").operators if op.type == "MatMul"]
     assert products[0].precision == precision, products[0].reason
 
@@ -170,11 +170,11 @@ def test_what_leaves_the_range_on_the_data_is_saved_in_fp32(factor: float, preci
 def test_what_leaves_the_range_on_the_data_trains_in_fp32(tmp_path: Path) -> None:
     data = features(160)
     data["x"] *= 1e5
-    result = amp.fit(linear(), tmp_path / "out.onnx", data=data, mode="pure-fp16", lr=0.01, epochs=20)
+    result = amp.fit(linear(), tmp_path / "out.onnx", data=data, mode="pure", lr=0.01, epochs=20)
     assert result.history[-1].metric > 0.7 and sum(epoch.skipped_steps or 0 for epoch in result.history) < 20
 
 
-@pytest.mark.parametrize("mode", ["mixed", "pure-fp16"])
+@pytest.mark.parametrize("mode", ["mixed", "pure"])
 def test_a_first_loss_that_is_large_loses_no_sample(mode: str, tmp_path: Path) -> None:
     """mse of a target that was not normalised: the scale is lowered before the first update, and every batch counts."""
     data = features(64)

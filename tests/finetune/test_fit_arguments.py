@@ -123,7 +123,7 @@ def test_every_argument_is_checked_before_the_first_step(
         ({"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
         ({"lr": "0.1"}, "lr is '0.1'; expected a number"),
         ({"freeze": "w"}, "freeze is 'w'; expected a list"),
-        ({"mode": "fp16"}, "mode is 'fp16'; expected one of fp32, mixed, pure-fp16"),
+        ({"mode": "fp16"}, "mode is 'fp16'; expected one of fp32, mixed, pure"),
         ({"place": "tpu"}, "place is 'tpu'"),
         ({"values": ["x"]}, "values is"),
         ({"data": 3}, "data is 3; expected the path"),

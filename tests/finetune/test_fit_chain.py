@@ -12,7 +12,7 @@ import pytest
 import amp_transpiler as amp
 from tests.helpers.exported import exported, loss_and_accuracy, samples
 
-MODES = ("fp32", "mixed", "pure-fp16")
+MODES = ("fp32", "mixed", "pure")
 CODES = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 EXPORTERS = ("torchscript", "dynamo")
 COMBINATIONS = list(itertools.product(MODES, MODES, CODES))
@@ -31,7 +31,7 @@ def links(model: str, mode: str, save: str, dtype: str, folder: Path) -> list[Pa
     onnx.save(exported(model), paths[0])
     for turn, (before, after) in enumerate(itertools.pairwise(paths)):
         if turn == 2:
-            amp.convert(before, mode="pure-fp16" if save == "fp32" else save, dtype=dtype).to_onnx(after)
+            amp.convert(before, mode="pure" if save == "fp32" else save, dtype=dtype).to_onnx(after)
         else:
             amp.fit(before, after, data=data, mode=mode, save=save, dtype=dtype, lr=0.01, epochs=2)
     return paths

@@ -36,8 +36,8 @@ def two_heads() -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
-@pytest.mark.parametrize("save", ["fp32", "pure-fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+@pytest.mark.parametrize("save", ["fp32", "pure"])
 def test_an_output_that_the_loss_does_not_read_stays_as_it_was(
     save: str, mode: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -74,7 +74,7 @@ def pixels(batch: str = "n") -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("column", [False, True])
-@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
 def test_pixels_are_classified(mode: str, column: bool, tmp_path: Path) -> None:
     """What is told is what bare onnxruntime and numpy find, labels that do not count left out."""
     image = np.random.default_rng(1).random((60, 1, 5, 6)).astype(np.float32)
@@ -113,7 +113,7 @@ def test_what_leaves_float16_alone_is_no_matter_in_bfloat16(dtype: str, kept: bo
     data["label"] = data["x"][:, :3].argmax(1)
     told: list[str] = []
     with pytest.warns(UserWarning, match="'r'"):
-        amp.fit(two_heads(), tmp_path / "out.onnx", data=data, mode="pure-fp16", dtype=dtype, lr=1e-5, say=told.append)
+        amp.fit(two_heads(), tmp_path / "out.onnx", data=data, mode="pure", dtype=dtype, lr=1e-5, say=told.append)
     assert any("not fit float16" in line for line in told) == kept, told
 
 

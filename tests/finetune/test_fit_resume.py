@@ -10,6 +10,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.finetune.data import Samples
+from amp_transpiler.finetune.options import FitOptions
 from tests.helpers.exported import exported, loss_and_accuracy, samples
 from tests.helpers.fitting import features, linear, trained
 
@@ -17,7 +18,7 @@ from tests.helpers.fitting import features, linear, trained
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "pure-fp16", "accumulate": 2, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 1.0},
+        {"mode": "pure", "accumulate": 2, "schedule": "cosine", "warmup_steps": 3, "clip_norm": 1.0},
         {"mode": "mixed", "dtype": "bfloat16", "optimizer": "momentum"},
         {"mode": "fp32", "schedule": "linear"},
     ],
@@ -73,7 +74,7 @@ def test_what_is_given_wins_over_the_checkpoint_and_is_told(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "change, told",
     [
-        ({"mode": "pure-fp16"}, "another training: mode=pure-fp16 (the checkpoint has mixed)"),
+        ({"mode": "pure"}, "another training: mode=pure (the checkpoint has mixed)"),
         ({"optimizer": "sgd", "dtype": "bfloat16"}, "dtype=bfloat16 (the checkpoint has float16), optimizer=sgd"),
         ({"data": samples("encoder_dynamo", 90, seed=7)}, "on other data than data: array 'tokens' differs"),
         ({"model": exported("encoder_dynamo", seed=9)}, "of another model"),
@@ -83,8 +84,32 @@ def test_what_makes_it_another_training_is_named(change: dict[str, Any], told: s
     given = {"model": exported("encoder_dynamo"), "data": samples("encoder_dynamo", 90)}
     amp.fit(output=tmp_path / "a.onnx", checkpoint=tmp_path / "state", mode="mixed", **given)  # type: ignore[arg-type]
     with pytest.raises(amp.errors.ArgumentError, match=re.escape(told)):
-        amp.fit(output=tmp_path / "b.onnx", checkpoint=tmp_path / "state", epochs=2, **{**given, **change})  # type: ignore[arg-type]
-    assert not (tmp_path / "b.onnx").exists()
+        amp.fit(  # type: ignore[arg-type]
+            output=tmp_path / "b.onnx",
+            checkpoint=tmp_path / "state",
+            log=tmp_path / "log",
+            epochs=2,
+            **{**given, **change},
+        )
+    assert not (tmp_path / "b.onnx").exists() and not (tmp_path / "log").exists()
+
+
+def test_a_checkpoint_with_the_words_of_an_earlier_version_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "model": exported("encoder_dynamo"),
+        "data": samples("encoder_dynamo", 90),
+        "checkpoint": tmp_path / "state",
+    }
+    plain = FitOptions.plain
+    monkeypatch.setattr(FitOptions, "plain", lambda self: plain(self) | {"mode": "pure-fp16", "dtype": "fp16"})
+    amp.fit(output=tmp_path / "a.onnx", mode="pure", **given)  # type: ignore[arg-type]
+    monkeypatch.setattr(FitOptions, "plain", plain)
+    for number, word in enumerate(("pure", "pure-fp16", None), 2):
+        mode = {} if word is None else {"mode": word}
+        result = amp.fit(output=tmp_path / "b.onnx", epochs=number, **mode, **given)  # type: ignore[arg-type]
+        assert (result.options.mode, result.options.dtype, len(result.history)) == ("pure", "float16", number)
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
