@@ -16,18 +16,25 @@ import numpy as np
 
 from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
+from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.calibration.trials import Trials
-from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
+from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.conversion.report.record import RangeRecord
-from amp_transpiler.conversion.steps import assigned, constraints_of
+from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, assigned, check_names, constraints_of, remarks
 from amp_transpiler.conversion.verdict import CALIBRATION, Verdict, beyond
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir.clone import exchange
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.assign_precision import Assignment
+from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.view.constants import saturate
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.budget import calibration_budget, within
 
 #: A tensor that comes this near to the largest number is taken to leave the format: other data may reach further.
 MARGIN = 2.0
@@ -67,6 +74,7 @@ class Outcome:
     measurement: Measurement | None = None
     verdict: Verdict | None = None
     expected: Sequence[Sequence[Any]] | None = None
+    batches: Sequence[dict[str, np.ndarray]] = ()
 
     def ranges(self) -> tuple[RangeRecord, ...]:
         """What was measured of each tensor, in program order."""
@@ -74,6 +82,12 @@ class Outcome:
         return tuple(
             RangeRecord(name, t.largest, t.smallest, t.rounding, t.error, t.finite) for name, t in tensors.items()
         )
+
+
+#: What the search found.
+SEARCHED: Value[Outcome] = Value("searched")
+#: The model before any preparation, by which outputs are judged; the program itself where it is left out.
+ORIGINAL: Value[Program] = Value("original")
 
 
 def search(
@@ -272,3 +286,28 @@ def _why(output: str, error: float) -> str:
     if not math.isfinite(error):
         return f" (the model itself gives numbers that are not finite at '{output}')"
     return " (the rest is what inputs and outputs in 16 bit, or operators that have no fp32 form, lose)"
+
+
+@dataclass(frozen=True)
+class Search(Pass):
+    """Calibration data decides: what does not fit the type on it stays fp32, and in auto mode what adds most error."""
+
+    name = "search"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+    takes = (ORIGINAL,)
+    guarantees = (Property.PRECISION, SEARCHED)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        if not isinstance(graph, Program):
+            raise ArgumentTypeError(f"search runs an amp.Program, not the graph '{graph.name}'")
+        options = context[OPTIONS]
+        check_names(graph, options)
+        io_to_narrow(graph, options)
+        batches = load_calibration(options.calibration, graph)
+        with within(calibration_budget(graph, batches, options.time_budget, options.memory_budget)):
+            outcome = search(graph, batches, options, context.get(ORIGINAL) or graph)
+        outcome.batches = batches
+        exchange(graph, outcome.program)
+        context[SEARCHED], context[CONSTRAINTS] = outcome, outcome.constraints
+        context[ASSIGNMENT] = outcome.assignment
+        context.notes += remarks(graph, options)

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.option_checks import choice, flag, number, strings, switch
+from amp_transpiler.passes.pipeline import Context, Pass, Value, option
 from amp_transpiler.spelling import MODES as SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
 
 MODES = ("pure", "mixed", "auto")
+#: The options of a conversion that is run as passes.
+OPTIONS: Value[ConversionOptions] = Value("options")
 #: Relative L2 error of an output that is allowed where the caller names none.
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
 
@@ -142,3 +146,30 @@ class _Lists(AutoMixedPrecisionLists):
 
     def _called(self, argument: str) -> str:
         return self._options.called(argument.removeprefix("custom_"))
+
+
+@dataclass(frozen=True)
+class Options(Pass):
+    """What a conversion is asked for is checked: its mode, type, lists and patterns."""
+
+    name = "options"
+    takes = (OPTIONS,)
+    guarantees = (OPTIONS,)
+    reads = True
+
+    mode: str = option("pure", *MODES)
+    dtype: str = option("float16", *sorted(HALF, reverse=True))
+    keep_io: bool = True
+    white_list: tuple[str, ...] = ()
+    black_list: tuple[str, ...] = ()
+    black_varnames: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    numeric_guards: bool = True
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        if OPTIONS in context and self != Options():
+            raise ArgumentError(f"{OPTIONS.name}= says all that a conversion is asked for; leave {self} bare")
+        if OPTIONS not in context:
+            context[OPTIONS] = ConversionOptions(**vars(self))
+        return False

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import onnx
 
-from amp_transpiler.conversion.auto import Outcome, search
-from amp_transpiler.conversion.calibration.samples import load_calibration
-from amp_transpiler.conversion.conversion_options import ConversionOptions
-from amp_transpiler.conversion.io_types import narrow_io
+from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
+from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
+from amp_transpiler.conversion.io_types import NarrowIo
+from amp_transpiler.conversion.raise_opset import RaiseOpset
 from amp_transpiler.conversion.report.record import Conversion, CutRecord, record_program
-from amp_transpiler.conversion.steps import assigned, constraints_of, io_to_narrow, prepare
+from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.ir.gc_pause import collector_paused
-from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.weights import become_constants
-from amp_transpiler.passes.numerics.ranges import Ranges
+from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
+from amp_transpiler.passes.pipeline import Context, Pipeline, apply
 from amp_transpiler.program import Program
-from amp_transpiler.runtime.budget import calibration_budget, within
-
-#: In the reasons of operators that cannot run in 16 bit whatever the mode.
-_GAPS = (Kind.NO_KERNEL, Kind.NOT_TAKEN, Kind.NO_CAST)
 
 
 def convert(
@@ -116,38 +112,32 @@ def convert(
     return convert_with(options, model_or_path)
 
 
+def conversion(options: ConversionOptions) -> Pipeline:
+    """The passes of a conversion: with calibration data a search decides, without any what is known of the program."""
+    decision = (Constrain(), Partition()) if options.calibration is None else (Search(),)
+    return Pipeline((Options(), FreezeWeights(), TryInlineFunctions(), RaiseOpset(), *decision, NarrowIo()))
+
+
 def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> Program:
-    """:func:`convert` with its options made: the model read once, each step done once, the outcome judged once."""
+    """:func:`convert` with its options made: the model read once, each pass run once, the outcome judged once."""
     path = None if isinstance(model_or_path, onnx.ModelProto) else Path(model_or_path)
     options.tell("reading")
     with collector_paused():
         program = Program.from_onnx(model_or_path)
         before = record_program(program, path) if options.record else None
         reference = program.clone() if options.check else None
-        notes = prepare(program, options)
-        narrow = io_to_narrow(program, options)
-    batches = load_calibration(options.calibration, program) if options.calibration is not None else []
-    if reference is not None:
-        become_constants(reference)
-    if batches:
-        with within(calibration_budget(program, batches, options.time_budget, options.memory_budget)):
-            outcome = search(program, batches, options, reference or program)
-    else:
-        with collector_paused():
-            constraints = constraints_of(program, options)
-            outcome = Outcome(program, constraints, assigned(program, constraints, options))
-    program, assignment, verdict = outcome.program, outcome.assignment, outcome.verdict
-    notes += _gaps(program, options.dtype)
-    if options.mode == "auto" and not batches:
-        proved, tensors = Ranges(program, options.input_ranges).proved(options.dtype)
-        notes.append(
-            f"static ranges prove that {proved} of {tensors} tensors fit {options.dtype}; of the others only "
-            "calibration data would tell"
-        )
-    narrow_io(program, narrow, options.dtype)
-    if reference is not None and (narrow or not batches):  # else the search has measured this very program
+        if reference is not None:
+            become_constants(reference)
+    context = Context({OPTIONS: options} if reference is None else {OPTIONS: options, ORIGINAL: reference})
+    with collector_paused() if options.calibration is None else nullcontext():  # a search makes garbage
+        changes = apply(conversion(options), program, context)
+    assignment, constraints = context[ASSIGNMENT], context[CONSTRAINTS]
+    searched = context.get(SEARCHED)
+    verdict = searched.verdict if searched else None
+    if reference is not None and (changes[-1][1] or searched is None):  # else the search has measured this very program
         options.tell("check")
-        verdict = judge(reference, program, options, batches, outcome.expected)
+        measured = (searched.batches, searched.expected) if searched else ()
+        verdict = judge(reference, program, options, *measured)
     program.conversion = Conversion(
         source=str(path or ""),
         mode=options.mode,
@@ -162,21 +152,10 @@ def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | st
             assignment.cut.exact,
             assignment.cut.rounding,
         ),
-        constants=tuple(outcome.constraints.constants) if outcome.constraints else (),
-        ranges=outcome.ranges(),
+        constants=tuple(constraints.constants) if constraints else (),
+        ranges=searched.ranges() if searched else (),
         verdict=verdict,
-        rounds=tuple(outcome.rounds),
-        notes=tuple(notes),
+        rounds=tuple(searched.rounds) if searched else (),
+        notes=tuple(context.notes),
     )
     return program
-
-
-def _gaps(program: Program, dtype: str) -> list[str]:
-    """What stays fp32 for want of a kernel or a schema, in one line."""
-    types = Counter(op.full_type for op in program.walk() if op.why is not None and op.why.kind in _GAPS)
-    listed = ", ".join(f"{name} ({count})" for name, count in sorted(types.items()))
-    return (
-        [f"without a {dtype} kernel on CUDA, or {dtype} in their schema at opset {program.opset()}: {listed}"]
-        if listed
-        else []
-    )

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.casts import add_cast
-from amp_transpiler.program import Program
 
 
-def narrow_io(program: Program, names: Iterable[str], dtype: str) -> None:
+def io_to_narrow(program: Graph, options: ConversionOptions) -> frozenset[str]:
+    """Names of the inputs and outputs that become 16 bit. ArgumentError where ``keep_io`` names another."""
+    every = {v.name: v for v in (*program.inputs, *program.outputs)}
+    if isinstance(options.keep_io, bool):
+        kept: Iterable[str] = every if options.keep_io else ()
+    else:
+        kept = options.keep_io
+        unknown = sorted(set(kept) - set(every))
+        if unknown:
+            raise ArgumentError(
+                f"{options.called('keep_io')} names '{unknown[0]}', which is no input or output of the model; "
+                f"it has {', '.join(map(repr, every))}"
+            )
+    return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype == "float32")
+
+
+def narrow_io(program: Graph, names: Iterable[str], dtype: str) -> None:
     """Turn these float32 inputs and outputs of ``program`` to ``dtype``, under their names, in place.
 
     A cast that the conversion put behind an input or before an output is then not needed; where fp32
@@ -28,7 +48,7 @@ def narrow_io(program: Program, names: Iterable[str], dtype: str) -> None:
                     variable.dtype = variable.outer.dtype
 
 
-def _narrow_input(program: Program, variable: Variable, dtype: str) -> None:
+def _narrow_input(program: Graph, variable: Variable, dtype: str) -> None:
     cast = _cast_of(variable, dtype)
     variable.dtype = dtype
     full = None
@@ -44,7 +64,7 @@ def _narrow_input(program: Program, variable: Variable, dtype: str) -> None:
         program.remove_variable(narrow)
 
 
-def _narrow_output(program: Program, variable: Variable, dtype: str) -> None:
+def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
     """The output's name goes to the 16-bit tensor; fp32 readers go on with the fp32 one."""
     producer, name = variable.producer, variable.name
     if producer is None:
@@ -74,3 +94,16 @@ def _cast_of(variable: Variable, dtype: str) -> Operator | None:
         if inserted(op) and made is not None and made.dtype == dtype:
             return op
     return None
+
+
+@dataclass(frozen=True)
+class NarrowIo(Pass):
+    """float32 inputs and outputs that need not keep their type become 16 bit, under their names."""
+
+    name = "narrow-io"
+    needs = (Property.PRECISION, OPTIONS)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        names = io_to_narrow(graph, context[OPTIONS])
+        narrow_io(graph, names, context[OPTIONS].dtype)
+        return bool(names)

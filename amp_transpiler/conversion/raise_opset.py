@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
+from amp_transpiler.ir.clone import clone
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, has_kernel
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
-from amp_transpiler.program import Program
 
 _CUDA = "CUDAExecutionProvider"
 #: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 _LATER = 22
 
 
-def raise_for(program: Program, dtype: str) -> str:
+def raise_for(program: Graph, dtype: str) -> str:
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
@@ -28,7 +33,7 @@ def raise_for(program: Program, dtype: str) -> str:
     for target in (TARGET_OPSET, _LATER):
         if target <= own:
             continue
-        copy = program.clone()
+        copy = clone(program)
         try:
             convert_opset(copy, target)
         except GraphError:
@@ -48,7 +53,7 @@ def raise_for(program: Program, dtype: str) -> str:
     return f"{raised}; {refused}" if refused else raised
 
 
-def _able(program: Program, dtype: str) -> int:
+def _able(program: Graph, dtype: str) -> int:
     """Operators that could run in ``dtype`` at the program's opset on CUDA."""
     return sum(
         not isinstance(narrowed(op, dtype), Obstacle)
@@ -61,7 +66,7 @@ def _able(program: Program, dtype: str) -> int:
     )
 
 
-def _lost(program: Program, before: Program, after: Program) -> list[str]:
+def _lost(program: Graph, before: Graph, after: Graph) -> list[str]:
     """Operators with a CUDA kernel at the opset of ``before`` that have none at that of ``after``."""
     old, new = before.opset(), after.opset()
     kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
@@ -70,3 +75,15 @@ def _lost(program: Program, before: Program, after: Program) -> list[str]:
         for kind in kinds
         if has_kernel(_CUDA, kind, "float32", old) and not has_kernel(_CUDA, kind, "float32", new)
     )
+
+
+@dataclass(frozen=True)
+class RaiseOpset(Pass):
+    """Operators of ai.onnx are rewritten to a later opset, where more of them can then run in 16 bit."""
+
+    name = "raise-opset"
+    needs = (OPTIONS,)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        note = raise_for(graph, context[OPTIONS].dtype)
+        context.notes += [note] if note else []

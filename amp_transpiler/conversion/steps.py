@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from amp_transpiler.conversion.conversion_options import ConversionOptions
-from amp_transpiler.conversion.raise_opset import raise_for
-from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
+from amp_transpiler.conversion.io_types import io_to_narrow
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
-from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import known_constraints
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
+from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.precision.rules import check_variables
 from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
-from amp_transpiler.program import Program
+
+#: What is known against 16 bit, None where mode and lists are taken literally.
+CONSTRAINTS: Value[Constraints | None] = Value("constraints")
+#: What the minimum cut decided.
+ASSIGNMENT: Value[Assignment] = Value("assignment")
+
+#: In the reasons of operators that cannot run in 16 bit whatever the mode.
+_GAPS = (Kind.NO_KERNEL, Kind.NOT_TAKEN, Kind.NO_CAST)
 
 
-def prepare(program: Program, options: ConversionOptions) -> list[str]:
-    """Take functions and parameters out, and raise the opset to what the type needs; what there is to say of it."""
-    check_age(program, oldest=6)  # the first that casts as the casts that are put in
-    become_constants(program)  # and are stored in 16 bit
-    notes = []
-    try:
-        inline_functions(program)
-    except GraphError as error:
-        notes.append(f"the model's functions stay as they are, in float32: {error}")
-    notes.append(raise_for(program, options.dtype))
-    check_variables(program, options.lists, "convert", options.called("black_varnames"))
-    return [note for note in notes if note]
-
-
-def io_to_narrow(program: Program, options: ConversionOptions) -> frozenset[str]:
-    """Names of the inputs and outputs that become 16 bit. ArgumentError where ``keep_io`` names another."""
-    every = {v.name: v for v in (*program.inputs, *program.outputs)}
-    if isinstance(options.keep_io, bool):
-        kept: Iterable[str] = every if options.keep_io else ()
-    else:
-        kept = options.keep_io
-        unknown = sorted(set(kept) - set(every))
-        if unknown:
-            raise ArgumentError(
-                f"{options.called('keep_io')} names '{unknown[0]}', which is no input or output of the model; "
-                f"it has {', '.join(map(repr, every))}"
-            )
-    return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype == "float32")
-
-
-def constraints_of(program: Program, options: ConversionOptions) -> Constraints | None:
+def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | None:
     """What is known against 16 bit without running the program; None where mode and lists are taken literally."""
     ranges = Ranges(program, options.input_ranges)
     if not options.numeric_guards:
@@ -65,7 +45,7 @@ def constraints_of(program: Program, options: ConversionOptions) -> Constraints 
     return constraints
 
 
-def _keep_unproved(program: Program, ranges: Ranges, constraints: Constraints, options: ConversionOptions) -> None:
+def _keep_unproved(program: Graph, ranges: Ranges, constraints: Constraints, options: ConversionOptions) -> None:
     """Without data, an operator of the black list runs in 16 bit only where its range is proved."""
     limit = LIMITS[options.dtype].largest
     for op in program.walk():
@@ -77,14 +57,14 @@ def _keep_unproved(program: Program, ranges: Ranges, constraints: Constraints, o
             constraints.keep(op, Reason(Kind.UNPROVED, written_name(unproved), (options.dtype,)))
 
 
-def assigned(program: Program, constraints: Constraints | None, options: ConversionOptions) -> Assignment:
+def assigned(program: Graph, constraints: Constraints | None, options: ConversionOptions) -> Assignment:
     """Decide every operator and insert the casts."""
     options.tell("minimum cut and casts")
     outside, narrow = _outside(program, options), io_to_narrow(program, options)
     return assign(program, options.lists, options.mode, constraints, outside=outside, narrow_io=narrow)
 
 
-def _outside(program: Program, options: ConversionOptions) -> Callable[[Operator], Reason | None]:
+def _outside(program: Graph, options: ConversionOptions) -> Callable[[Operator], Reason | None]:
     """Why patterns keep an operator as it is."""
     ops = list(program.walk())
     only = matching(ops, list(options.only), options.called("only")) if options.only else None
@@ -107,3 +87,63 @@ def _outside(program: Program, options: ConversionOptions) -> Callable[[Operator
         return None if chosen else Reason(Kind.OUTSIDE_ONLY)
 
     return outside
+
+
+def check_names(program: Graph, options: ConversionOptions) -> None:
+    """ArgumentError where ``black_varnames`` names what the program does not have."""
+    check_variables(program, options.lists, "convert", options.called("black_varnames"))
+
+
+def remarks(program: Graph, options: ConversionOptions) -> list[str]:
+    """What there is to say of an assignment: what cannot run in 16 bit, and how much is proved."""
+    types = Counter(op.full_type for op in program.walk() if op.why is not None and op.why.kind in _GAPS)
+    listed = ", ".join(f"{name} ({count})" for name, count in sorted(types.items()))
+    where = f"without a {options.dtype} kernel on CUDA, or {options.dtype} in their schema at opset {program.opset()}"
+    found = [f"{where}: {listed}"] if listed else []
+    if options.mode == "auto" and options.calibration is None:
+        proved, tensors = Ranges(program, options.input_ranges).proved(options.dtype)
+        found.append(
+            f"static ranges prove that {proved} of {tensors} tensors fit {options.dtype}; of the others only "
+            "calibration data would tell"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class FreezeWeights(Pass):
+    """Weights and statistics that carry their content become constants: nobody trains the program."""
+
+    name = "freeze-weights"
+    guarantees = (Property.CONSTANTS,)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        check_age(graph, oldest=6)  # the first that casts as the casts that are put in
+        return become_constants(graph)
+
+
+@dataclass(frozen=True)
+class Constrain(Pass):
+    """What is known against 16 bit is collected: constants, ranges, sums of squares, integers held as floats."""
+
+    name = "constraints"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+    guarantees = (CONSTRAINTS,)
+    reads = True
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        check_names(graph, context[OPTIONS])
+        context[CONSTRAINTS] = constraints_of(graph, context[OPTIONS])
+        return False
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Operators that nothing binds run where the whole moves the fewest bytes, and casts are inserted."""
+
+    name = "partition"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS, CONSTRAINTS)
+    guarantees = (Property.PRECISION, ASSIGNMENT)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        context[ASSIGNMENT] = assigned(graph, context[CONSTRAINTS], context[OPTIONS])
+        context.notes += remarks(graph, context[OPTIONS])

@@ -13,7 +13,10 @@ from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.proto_residue import set_source, source_of
 
-__all__ = ["clone", "clone_graph", "insert_graph"]
+__all__ = ["clone", "clone_graph", "exchange", "insert_graph"]
+
+#: What of a graph is its content: all but what it is called, its startup program and how it is treated.
+_CONTENT = ("graph", "info", "inputs", "outputs", "updates", "window", "_variables", "_operators", "_next_key")
 
 
 G = TypeVar("G", bound=Graph)
@@ -64,6 +67,20 @@ def insert_graph(
             copy.name = f"{prefix}/{copy.name}"
         taken.add(copy.name)
     return [copies[variable] for variable in nested.outputs]
+
+
+def exchange(one: Graph, other: Graph) -> None:
+    """Let each graph hold what the other held."""
+    for name in _CONTENT:
+        mine, its = getattr(one, name), getattr(other, name)
+        setattr(one, name, its)
+        setattr(other, name, mine)
+    for graph in (one, other):
+        for variable in graph.variables:
+            variable.program = graph
+        for op in graph._operators.values():
+            op.program = graph
+        graph._touch()
 
 
 class _Cloner:

@@ -93,11 +93,12 @@ def _is_layer(op: Operator, slot: int) -> bool:
     return other is not None and other.producer is not None and other.producer.type == "MatMul"
 
 
-def become_constants(program: Graph) -> None:
-    """Let what carries its content be a constant, no parameter: nobody trains the program."""
-    for variable in program.variables:
-        if variable.persistable and variable.data is not None and variable not in program.updates:
-            variable.persistable = variable.trainable = False
+def become_constants(program: Graph) -> bool:
+    """Let what carries its content be a constant, no parameter: nobody trains the program. Whether there is any."""
+    kept = [v for v in program.variables if v.persistable and v.data is not None and v not in program.updates]
+    for variable in kept:
+        variable.persistable = variable.trainable = False
+    return bool(kept)
 
 
 def _uses(variable: Variable, hops: int) -> list[tuple[Operator, int]]:

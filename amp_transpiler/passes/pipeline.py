@@ -33,7 +33,9 @@ class Property(Enum):
 
     TYPED = "typed"
     INLINED = "functions inlined"
+    CONSTANTS = "weights are constants"
     TARGET_OPSET = "target opset"
+    PRECISION = "precision decided"
 
     def __str__(self) -> str:
         return self.value
@@ -46,7 +48,9 @@ class Property(Enum):
 _HOLDS: dict[Property, Callable[[Graph], bool]] = {
     Property.TYPED: lambda graph: not untyped(graph),
     Property.INLINED: lambda graph: not graph.info.functions,
+    Property.CONSTANTS: lambda graph: not any(v.persistable and v.data is not None for v in graph.variables),
     Property.TARGET_OPSET: lambda graph: graph.opset() == TARGET_OPSET,
+    Property.PRECISION: lambda graph: all(op.why is not None for op in graph.walk()),
 }
 
 
@@ -61,10 +65,11 @@ class Value(Generic[T]):
 
 
 class Context:
-    """The values of one run."""
+    """The values of one run; ``notes`` are what passes have to say of it."""
 
     def __init__(self, values: Mapping[Value[Any], Any]) -> None:
         self._values = dict(values)
+        self.notes: list[str] = []
 
     def __contains__(self, value: Value[Any]) -> bool:
         return value in self._values
@@ -137,6 +142,7 @@ class Ran:
 
     changes: tuple[tuple[Pass, bool], ...]
     values: dict[str, Any] = field(repr=False)
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -179,7 +185,8 @@ class Pipeline:
         _check(self, program, context)
         with unchanged_on_error(program):
             changes = apply(self, program, context)
-        return Ran(changes, {name: context[value] for name, value in known.items() if value in context})
+        made = {name: context[value] for name, value in known.items() if value in context}
+        return Ran(changes, made, tuple(context.notes))
 
 
 def apply(passes: Iterable[Pass], graph: Graph, context: Context) -> tuple[tuple[Pass, bool], ...]:

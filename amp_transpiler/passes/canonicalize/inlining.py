@@ -8,6 +8,7 @@ import onnx
 import onnx.inliner
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.clone import exchange
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.model_file import ModelFile
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -16,9 +17,6 @@ from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.onnx_out import weightless
 from amp_transpiler.ir.proto_residue import plain_domain, source_of
 from amp_transpiler.passes.pipeline import Context, Pass, Property
-
-#: What of a graph is its content: all but what it is called, its startup program and how it is treated.
-_CONTENT = ("graph", "info", "inputs", "outputs", "updates", "window", "_variables", "_operators", "_next_key")
 
 
 def inline_functions(program: Graph) -> bool:
@@ -47,22 +45,8 @@ def inline_functions(program: Graph) -> bool:
         )
     _carry_variables(program, new)
     _carry_marks(program, new, _calls(program))
-    _exchange(program, new)
+    exchange(program, new)
     return True
-
-
-def _exchange(one: Graph, other: Graph) -> None:
-    """Let each graph hold what the other held."""
-    for name in _CONTENT:
-        mine, its = getattr(one, name), getattr(other, name)
-        setattr(one, name, its)
-        setattr(other, name, mine)
-    for graph in (one, other):
-        for variable in graph.variables:
-            variable.program = graph
-        for op in graph._operators.values():
-            op.program = graph
-        graph._touch()
 
 
 def _calls(program: Graph) -> set[tuple[str, str, str]]:
@@ -128,3 +112,17 @@ class InlineFunctions(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         return inline_functions(graph)
+
+
+@dataclass(frozen=True)
+class TryInlineFunctions(Pass):
+    """Each call of a model-local function becomes its body where that can be; a note says where not."""
+
+    name = "try-inline-functions"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        try:
+            return inline_functions(graph)
+        except GraphError as error:
+            context.notes.append(f"the model's functions stay as they are, in float32: {error}")
+            return False

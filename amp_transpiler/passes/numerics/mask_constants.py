@@ -6,21 +6,39 @@ place is masked then makes NaN out of a softmax, which loss scaling answers by s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.masks import LOW, binary_tensors, maskable, masking
+from amp_transpiler.passes.pipeline import Context, Pass, Property, option
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 
 
-def saturate_masks(program: Graph, dtype: str) -> None:
-    """Let constants that only mask end at half of the largest number of ``dtype``, in place.
+def saturate_masks(program: Graph, dtype: str) -> bool:
+    """Let constants that only mask end at half of the largest number of ``dtype``, in place; whether there are any.
 
     A conversion takes the largest number itself; half of it leaves room for the scores, and for a second mask, that
     are added to it in 16 bit. Constants within ``dtype``, infinities, parameters, and what anything but a mask's
     reader sees stay as they are. Called again, it changes nothing.
     """
     flow, limit = Flow(program), LIMITS[dtype].largest
-    for variable, bit in masking(flow, limit, maskable(flow, binary_tensors(flow))).items():
+    found = masking(flow, limit, maskable(flow, binary_tensors(flow)))
+    for variable, bit in found.items():
         if not variable.persistable:
             constants.saturate(variable, -limit / 2 if bit == LOW else limit / 2)
+    return any(not variable.persistable for variable in found)
+
+
+@dataclass(frozen=True)
+class SaturateMasks(Pass):
+    """Constants that only mask end at half of the largest number of the type."""
+
+    name = "saturate-masks"
+    needs = (Property.TYPED,)
+
+    dtype: str = option("float16", "float16", "bfloat16")
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return saturate_masks(graph, self.dtype)
