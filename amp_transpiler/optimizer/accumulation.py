@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable, Window
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
+from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.optimizer.pairs import ParamsGrads
 from amp_transpiler.optimizer.state import (
@@ -23,7 +24,6 @@ from amp_transpiler.optimizer.state import (
     shared_name,
     static_shape,
 )
-from amp_transpiler.passes.step_check.check_step import UNGATED
 from amp_transpiler.program import Program
 
 
@@ -68,7 +68,7 @@ class Accumulation:
 
     def gate(self, program: Program, startup: Program, found_inf: Variable | None, state: Variable) -> None:
         """Let state that the forward pass writes keep, on a bad window, the value that it had before the window."""
-        if state.name in UNGATED or found_inf is None:
+        if state.name == STEP or found_inf is None:  # the randomness counter advances on a bad step too
             return
         new = program.updates[state]
         name = owned_name(program, f"{state.name}_before_window")

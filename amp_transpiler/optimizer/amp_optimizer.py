@@ -15,6 +15,7 @@ from amp_transpiler.ir.nodes import SCALING, Operator, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.groups import thawed
 from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
@@ -38,7 +39,7 @@ from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.numerics.known import keep_losses
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
-from amp_transpiler.passes.step_check.check_step import UNGATED, check_step
+from amp_transpiler.passes.step_check.check_step import check_step
 from amp_transpiler.program import Program, program_guard, program_of
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.scope import Scope
@@ -355,7 +356,7 @@ class OptimizerWithMixedPrecision:
                 for state, new in forward_states.items():
                     if accumulation is not None:
                         accumulation.gate(program, startup, found_inf, state)
-                    elif found_inf is not None and state.name not in UNGATED:
+                    elif found_inf is not None and state.name != STEP:
                         program.set_update(state, gated_value(state, state, new, found_inf))
             if found_inf is not None:
                 step.scale.append(self._scaler, found_inf, step.losses)

@@ -26,7 +26,6 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
-from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
@@ -41,8 +40,6 @@ from amp_transpiler.passes.view.training_step import (
     training_step,
 )
 
-#: State that advances on a bad step too.
-UNGATED = frozenset({STEP})
 #: Operators through which a scaled loss stays one, beside views.
 _LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "ReduceSum", "ReduceMean", "Neg"})
 
@@ -317,4 +314,4 @@ def _name(variable: Variable | None) -> str:
     return "nothing" if variable is None else variable.name
 
 
-__all__ = ["UNGATED", "check_step"]
+__all__ = ["check_step"]
