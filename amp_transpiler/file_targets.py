@@ -30,7 +30,7 @@ def check_target(path: PathLike, what: str = "") -> Path:
     ModelFileWriteError for what cannot be a target; ``what`` names the option or argument in the message.
     """
     text = os.fspath(path)
-    told = f"{what} '{text}' cannot be written" if what else f"'{text}' cannot be written"
+    refused = f"{what} '{text}' cannot be written" if what else f"'{text}' cannot be written"
     name = os.path.basename(text)
     if not text or "\0" in text:
         raise ModelFileWriteError(f"{what or 'the output'} is {text!r:.80}, which is no name of a file")
@@ -43,20 +43,20 @@ def check_target(path: PathLike, what: str = "") -> Path:
         mode = target.lstat().st_mode if name not in ("", os.curdir, os.pardir) else stat.S_IFDIR
     except FileNotFoundError:
         if not os.path.isdir(folder):
-            raise ModelFileWriteError(f"{told}: there is no folder '{folder}'") from None
+            raise ModelFileWriteError(f"{refused}: there is no folder '{folder}'") from None
         return Path(folder, name)
     except OSError as error:
-        raise ModelFileWriteError(f"{told}: {error.strerror or error}") from None
+        raise ModelFileWriteError(f"{refused}: {error.strerror or error}") from None
     if stat.S_ISLNK(mode):
         raise ModelFileWriteError(
-            f"{told}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
+            f"{refused}: it is a symbolic link (to '{os.readlink(target)}'), through which nothing "
             "is written; name the file itself, or remove the link"
         )
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
-        raise ModelFileWriteError(f"{told}: it is {kind}; only ordinary files are written and replaced")
+        raise ModelFileWriteError(f"{refused}: it is {kind}; only ordinary files are written and replaced")
     if not os.access(target, os.W_OK):
-        raise ModelFileWriteError(f"{told}: the file is write-protected")
+        raise ModelFileWriteError(f"{refused}: the file is write-protected")
     return target
 
 

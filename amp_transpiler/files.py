@@ -70,7 +70,7 @@ def _files_in(path: PathLike) -> list[PathLike]:
         return [path]
 
 
-def _probe(folder: Path, told: str) -> None:
+def _probe(folder: Path, refused: str) -> None:
     """Make sure that the folder takes files; what killed processes left in it is made good and removed."""
     try:
         remove_leftovers(folder)
@@ -79,7 +79,7 @@ def _probe(folder: Path, told: str) -> None:
             os.rmdir(made)
     except OSError as error:
         raise ModelFileWriteError(
-            f"{told} cannot be written: folder '{folder}' takes no files: {error.strerror or error}"
+            f"{refused} cannot be written: folder '{folder}' takes no files: {error.strerror or error}"
         ) from None
 
 

@@ -90,9 +90,9 @@ def tune(
         raise SystemExit(f"error: {path} does not take one batch of images")
     image = program.inputs[0]
     (train, test), batch = data, (image.shape or (None,))[0]
-    told = amp.prepare_training(program, freeze=options.freeze)
+    report = amp.prepare_training(program, freeze=options.freeze)
     if mode == options.modes[0]:
-        print(told)
+        print(report)
     if isinstance(batch, int):
         options.batch_size = options.eval_batch = batch
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
@@ -114,8 +114,8 @@ def tune(
     fetches = [loss.name]
     if mode != "fp32":
         optimizer.amp_init(place, scope=scope, test_program=test_program, use_fp16_test=True)
-        verdict = optimizer.get_found_inf()
-        fetches += [v.name for v in (optimizer.get_loss_scaling(), verdict) if v is not None]
+        found_inf = optimizer.get_found_inf()
+        fetches += [v.name for v in (optimizer.get_loss_scaling(), found_inf) if v is not None]
     task = training.Task(
         lambda: (image, label, scores, loss), _shaped(train, image), _shaped(test, image), learning_rate=options.lr
     )

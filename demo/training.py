@@ -155,7 +155,7 @@ def run(
     options: argparse.Namespace,
     progress: Callable[[str, int, int, float], None],
 ) -> None:
-    """Train a program for ``options.epochs``; ``fetches``: the loss, then scale and verdict where there are any."""
+    """Train a program for ``options.epochs``; ``fetches``: the loss, then scale and found_inf where there are any."""
     for epoch in range(options.epochs):
         optimizer.set_lr(task.learning_rate * task.decay**epoch, trained.scope)
         _epoch(task, trained, main, fetches, label, options, epoch, progress)

@@ -60,8 +60,8 @@ def _finished(program: Program, arguments: argparse.Namespace, options: Conversi
         print(_summary(program, arguments, model_size(waiting)))
     failures = check(str(waiting), program, options) if options.check else []
     for failure in failures:
-        told = failure.replace(str(waiting), os.path.basename(waiting))  # it lies where it waits for its name
-        complain(f"check failed: {told}")
+        shown = failure.replace(str(waiting), os.path.basename(waiting))  # it lies where it waits for its name
+        complain(f"check failed: {shown}")
     _add_reports(program, arguments, group, waiting)
     group.commit()
     beside = f"{arguments.output}.data"

@@ -132,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--label", "the label's array", metavar="NAME")
     one_of("--loss", "what is minimised", LOSSES)
     option("--output", "what the loss reads: the first float output where not given", dest="target", metavar="NAME")
-    one_of("--metric", "what is told beside the loss: by the loss where not given", METRICS)
+    one_of("--metric", "what is reported beside the loss: by the loss where not given", METRICS)
     one_of("--mode", "precision to train in", MODES)
     one_of("--dtype", "the 16-bit type", ["float16", "bfloat16"])
     one_of("--save", "precision of OUT.onnx: as trained where not given", MODES)

@@ -85,8 +85,8 @@ def judge(
     except ModelFileError:
         raise
     except AmpError as error:
-        told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        why = f"the model does not run on {SYNTHETIC}; give {options.called('calibration')} ({told})"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        why = f"the model does not run on {SYNTHETIC}; give {options.called('calibration')} ({reason})"
         return Verdict({}, SYNTHETIC, options.allowed, why)
     return Verdict(found.outputs, SYNTHETIC, options.allowed)
 

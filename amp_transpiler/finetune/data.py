@@ -120,10 +120,10 @@ def batch_sizes(count: int, batch: int, accumulate: int, *, whole: bool = False)
     if whole or not rest:
         return sizes
     if rest >= accumulate or not windows:
-        turns = min(accumulate, rest)
-        return sizes + [rest // turns + (turn < rest % turns) for turn in range(turns)]
+        micro_steps = min(accumulate, rest)
+        return sizes + [rest // micro_steps + (micro_step < rest % micro_steps) for micro_step in range(micro_steps)]
     last = len(sizes) - accumulate
-    return [size + (last <= turn < last + rest) for turn, size in enumerate(sizes)]
+    return [size + (last <= micro_step < last + rest) for micro_step, size in enumerate(sizes)]
 
 
 def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:

@@ -53,8 +53,8 @@ class Loop:
     def __post_init__(self) -> None:
         self._fetches = [self.programs.loss, self.programs.prediction]
         if self.options.mode != "fp32":
-            verdict = self.optimizer.get_found_inf()
-            self._fetches += [self.optimizer.get_loss_scaling()] + ([verdict] if verdict is not None else [])
+            found_inf = self.optimizer.get_found_inf()
+            self._fetches += [self.optimizer.get_loss_scaling()] + ([found_inf] if found_inf is not None else [])
         if self.log is not None:
             self._fetches.append(StepReports(self.programs.program, self.programs.loss, step=self.steps))
 
@@ -112,7 +112,7 @@ class Loop:
         A bad step changes no parameter, so the batch is not lost. Where no scale helps, the first one stands.
         """
         values = self._step(feed)
-        # over several batches the verdict comes with the last of a window, which would have to be run anew whole
+        # over several batches found_inf comes with the last of a window, which would have to be run anew whole
         if len(values) < 4 or self.options.accumulate > 1 or not math.isfinite(float(np.ravel(values[0])[0])):
             return values
         start = state = self.optimizer.get_loss_scale_state(self.scope)

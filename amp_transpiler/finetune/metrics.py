@@ -1,4 +1,4 @@
-"""What is told of predictions beside the loss, gathered over the batches of an epoch."""
+"""What is reported of predictions beside the loss, gathered over the batches of an epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fits_loss(metric: str, loss: str) -> bool:
 
 
 def default_metric(loss: str) -> str:
-    """The metric that is told where none is asked for."""
+    """The metric that is reported where none is asked for."""
     return {"mse": "mae", "kl_div": "none"}.get(loss, "accuracy")
 
 

@@ -83,7 +83,7 @@ class FitOptions:
             freed of it where its operators let it.
         trainable, freeze, dropout, values, batch_norm: as ``prepare_training`` takes them.
         seed: of the order of samples and of dropout.
-        metric: what is told beside the loss: "accuracy", "top5", "f1", "mae", "mse" or "none"; by the loss where None.
+        metric: what is reported beside the loss: "accuracy", "top5", "f1", "mae", "mse" or "none"; None: by the loss.
         flags: name options in messages as the command line spells them.
 
     Raises:

@@ -61,7 +61,7 @@ class Programs:
         the label's array, where the classes lie.
         """
         measured = options.mode != "fp32" and options.dtype == "float16"
-        told = prepare_training(
+        report = prepare_training(
             program,
             trainable=options.trainable,
             freeze=options.freeze,
@@ -70,7 +70,7 @@ class Programs:
             dropout=options.dropout,
             calibration=dict(rows) if measured else None,
         )
-        say(str(told))
+        say(str(report))
         model = program.clone(for_test=True)
         prediction = _prediction(program, options, say)
         with program_guard(program, program.startup), unique_name.guard():
@@ -79,7 +79,7 @@ class Programs:
             label = _label(prediction, options)
             loss = _CALLS[options.loss][0](prediction, label)
         evaluation, reference = program.clone(for_test=True), program.clone(for_test=True)
-        return cls(program, told, model, evaluation, reference, loss, prediction, label)
+        return cls(program, report, model, evaluation, reference, loss, prediction, label)
 
     def compile(self, options: FitOptions, updates: int) -> Any:
         """Append the training step of so many updates in all; the optimizer."""

@@ -87,8 +87,8 @@ def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[s
             f"'{found.path}' is a checkpoint of another training: {listed}. Leave that out to go on, "
             "or give another folder to begin anew"
         )
-    told = [f"{options.said(name)} from now on, where the checkpoint has {found.options[name]}" for name in changed]
-    return options, told
+    notes = [f"{options.said(name)} from now on, where the checkpoint has {found.options[name]}" for name in changed]
+    return options, notes
 
 
 def identity(program: Program, data: Mapping[str, Any]) -> dict[str, Any]:

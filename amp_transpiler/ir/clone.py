@@ -105,9 +105,9 @@ class _Cloner:
             _evaluate(old, new, copies)
         else:
             new.updates = {copies[state]: copies[value] for state, value in old.updates.items()}
-            if old.window is not None:
-                spread = {copies[state]: copies[value] for state, value in old.window.updates.items()}
-                new.window = replace(old.window, counter=copies[old.window.counter], updates=spread)
+            if old.accumulation is not None:
+                spread = {copies[state]: copies[value] for state, value in old.accumulation.updates.items()}
+                new.accumulation = replace(old.accumulation, counter=copies[old.accumulation.counter], updates=spread)
             new.recompute = old.recompute
         _copy_info(old, new, copies)
         return new

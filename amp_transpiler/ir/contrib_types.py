@@ -91,9 +91,9 @@ def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
         return None
     types: list[tuple[str | None, Shape | None]] = []
     for slot in range(len(op.outputs)):
-        told = rule[slot] if slot < len(rule) else None
-        source = op.input(told) if isinstance(told, int) else None
-        dtype = told if isinstance(told, str) else (source.dtype if source is not None else None)
+        entry = rule[slot] if slot < len(rule) else None
+        source = op.input(entry) if isinstance(entry, int) else None
+        dtype = entry if isinstance(entry, str) else (source.dtype if source is not None else None)
         first = op.input(0)
         same = slot == 0 and op.type in _SAME_SHAPE and first is not None
         types.append((dtype, first.shape if same and first is not None else None))

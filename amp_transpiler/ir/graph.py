@@ -19,7 +19,7 @@ from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
-from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable, Window
+from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, AccumulationWindow, Operator, Variable
 from amp_transpiler.ir.order import topological_order
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.types import element_type
@@ -51,7 +51,7 @@ class Graph:
         self.outputs: list[Variable] = []
         self.updates: dict[Variable, Variable] = {}
         #: Where a step is spread over several runs (gradient accumulation): what all but the last of them update.
-        self.window: Window | None = None
+        self.accumulation: AccumulationWindow | None = None
         self._startup: Self | None = startup
         self._make_startup: Callable[[], Self] | None = None
         #: The operator that holds this program as an attribute, for a nested graph.

@@ -275,7 +275,7 @@ def _of_branches(op: Operator, env: Shapes, declared: Types) -> Types:
     except GraphError:  # a branch that is not taken need not fit
         return declared
     return [
-        one if told is not None and one == other else told for told, one, other in zip(declared, *inner, strict=True)
+        one if known is not None and one == other else known for known, one, other in zip(declared, *inner, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ import json
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator, Window
+from amp_transpiler.ir.nodes import FORWARD, ROLES, AccumulationWindow, Operator
 from amp_transpiler.ir.reasons import Kind, pack, unpack
 from amp_transpiler.ir.weights import not_a_weight
 
@@ -109,8 +109,8 @@ def written_state(program: Graph) -> dict[str, str]:
         "updates": {state.name: new.name for state, new in program.updates.items()},
         "gradients": gradients,
     }
-    if program.window is not None:
-        window = program.window
+    if program.accumulation is not None:
+        window = program.accumulation
         spread = {state.name: new.name for state, new in window.updates.items()}
         state["window"] = {"steps": window.steps, "counter": window.counter.name, "updates": spread}
     return {_STATE: json.dumps(state)}
@@ -146,5 +146,5 @@ def read_state(program: Graph) -> bool:
         program.var(name).grad_of = program.var(variable)
     if window:
         written = {program.var(name): program.var(new) for name, new in spread.items()}
-        program.window = Window(steps, program.var(counter), written)
+        program.accumulation = AccumulationWindow(steps, program.var(counter), written)
     return True

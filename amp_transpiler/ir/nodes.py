@@ -375,7 +375,7 @@ def _trim(slots: list[Variable | None]) -> None:
 
 
 @dataclass(frozen=True)
-class Window:
+class AccumulationWindow:
     """A step that is spread over ``steps`` runs of its program.
 
     ``counter``, a persistable int32 scalar, counts the runs since the last whole step; the executor moves it. Every

@@ -240,11 +240,11 @@ class _Writer:
         """The file's entries; the outputs of own operators, whose types nobody else can infer; and what a cast was put
         behind to keep an output's type: the file may say of that output what nobody can infer either."""
         source = source_of(program)
-        told = {info.name for info in graph.output}
+        declared = {info.name for info in graph.output}
         for entry in source.value_info if source else []:
             if entry.alive:
                 graph.value_info.append(entry.written())
-                told.add(entry.proto.name)
+                declared.add(entry.proto.name)
         outputs = {v.key for v in program.outputs}
         for op in program.operators:
             if op.domain == OWN:
@@ -254,9 +254,9 @@ class _Writer:
             else:
                 continue
             graph.value_info.extend(
-                value_info(v) for v in made if v is not None and v.dtype is not None and v.name not in told
+                value_info(v) for v in made if v is not None and v.dtype is not None and v.name not in declared
             )
-            told.update(v.name for v in made if v is not None)
+            declared.update(v.name for v in made if v is not None)
 
     # -- node ------------------------------------------------------------------------------------
     def node(self, op: Operator, node: onnx.NodeProto) -> None:

@@ -65,9 +65,9 @@ def _findings(program: Graph) -> Iterator[str]:
 
 # -- structure -----------------------------------------------------------------------------------
 def _edges(program: Graph, op: Operator) -> Iterator[str]:
-    told = {(v.key, slot) for slot, v in enumerate(op.inputs) if v is not None}
+    listed = {(v.key, slot) for slot, v in enumerate(op.inputs) if v is not None}
     drawn = {(key, slot) for key, slots in program.graph._pred[op.key].items() for slot in slots if slot != CAPTURE}
-    if told != drawn:
+    if listed != drawn:
         yield f"the input slots of operator '{op.label}' and its edges differ: {op!r}"
     written = {(v.key, slot) for slot, v in enumerate(op.outputs) if v is not None}
     if written != {(key, slot) for key, slots in program.graph._succ[op.key].items() for slot in slots}:

@@ -140,9 +140,9 @@ def find_culprit(
 
 def _culprit(program: Program, rerun: Rerun, cures: bool) -> Culprit | None:
     parts = training_step(program)
-    if not parts.verdicts:
+    if not parts.tested:
         raise ArgumentError(f"find_culprit: program '{program.name}' has neither gradients nor outputs to look at")
-    order = operators_of(program, parts.verdicts)
+    order = operators_of(program, parts.tested)
     bad = nonfinite(program, order, rerun)
     search = _Search(program, parts, order, bad, rerun)
     found = search.culprit()
@@ -153,7 +153,7 @@ def _culprit(program: Program, rerun: Rerun, cures: bool) -> Culprit | None:
 
 
 class _Search:
-    """The culprit among the operators from which numbers that are not finite reach a verdict."""
+    """The culprit among the operators from which numbers that are not finite reach a found_inf."""
 
     def __init__(
         self, program: Program, parts: TrainingStep, order: Sequence[Operator], bad: set[str], rerun: Rerun
@@ -164,7 +164,7 @@ class _Search:
         self.at: Operator | None = None
 
     def _chain(self, order: Sequence[Operator]) -> tuple[list[Operator], list[Variable]]:
-        """Backwards from the verdicts through bad variables: operators in order, and variables without a producer."""
+        """Backwards from found_inf through bad variables: operators in order, and variables without a producer."""
         ends = self._ends()
         reached = {v.name for v in ends}
         chain: list[Operator] = []
@@ -180,12 +180,12 @@ class _Search:
         return chain[::-1], list(sources.values())
 
     def _ends(self) -> list[Variable]:
-        bad = [v for v in floats(self.parts.verdicts) if v.name in self.bad]
+        bad = [v for v in floats(self.parts.tested) if v.name in self.bad]
         if bad or len(self.parts.checks) != 1:
             return bad
-        verdict = self.parts.checks[0].found_inf  # finite gradients whose sum is not
-        assert verdict is not None
-        return [verdict] if self.rerun.run(self.program, [verdict.name])[0].any() else []
+        found_inf = self.parts.checks[0].found_inf  # finite gradients whose sum is not
+        assert found_inf is not None
+        return [found_inf] if self.rerun.run(self.program, [found_inf.name])[0].any() else []
 
     def culprit(self) -> Culprit | None:
         broken = [v for v in self.sources if not self._is_mask(v)]

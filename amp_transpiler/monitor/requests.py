@@ -61,7 +61,7 @@ class StepReports(ReportRequest):
             sizes=[_size(gradient) for _, gradient in parts.gradients],
             groups=[_scope_group(p) for p, _ in parts.gradients] if groups is None else _groups(groups, names),
             losses=[v.name for v in losses],
-            runs=1 if program.window is None else program.window.steps,
+            runs=1 if program.accumulation is None else program.accumulation.steps,
             step=step,
         )
 
@@ -96,8 +96,8 @@ def _append(parts: TrainingStep, losses: Sequence[Variable]) -> list[Variable]:
     good, bad = (None if c is None else program.updates.get(c, c) for c in counters)
     scale = parts.scale
     after = None if scale is None else program.updates.get(scale, scale)
-    turn = None if program.window is None else program.window.counter
-    scalars = [parts.found_inf, scale, after, good, bad, turn, *losses, *parts.learning_rates]
+    micro_step = None if program.accumulation is None else program.accumulation.counter
+    scalars = [parts.found_inf, scale, after, good, bad, micro_step, *losses, *parts.learning_rates]
     count = len(parts.gradients)
     summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
     inspected = [

@@ -100,14 +100,14 @@ class Rerun:
         return feeds, Step(session, None, lowered, self.place, program.name, startup)
 
     def is_bad(self, parts: TrainingStep, keep_fp32: Collection[str] = frozenset()) -> bool:
-        """Whether the step is bad: a verdict that is true, or a number among what is tested that is not finite."""
-        verdicts = [check.found_inf for check in parts.checks]
-        names = [v.name for v in ([*verdicts, *parts.losses] if verdicts else parts.verdicts) if v is not None]
+        """Whether the step is bad: a found_inf that is true, or a number among what is tested that is not finite."""
+        found_infs = [check.found_inf for check in parts.checks]
+        names = [v.name for v in ([*found_infs, *parts.losses] if found_infs else parts.tested) if v is not None]
         return any(map(is_bad, self.run(parts.program, names, keep_fp32)))
 
 
 def is_bad(value: Any) -> bool:
-    """Whether a fetched verdict is true, or a fetched number not finite."""
+    """Whether a fetched found_inf is true, or a fetched number not finite."""
     return bool(value.any()) if value.dtype == bool else is_nonfinite(value)
 
 

@@ -30,7 +30,7 @@ def watch(executor: Executor, on_bad: OnBad = "warn", *, cures: bool = False, li
         exe = amp.watch(amp.Executor(amp.CPUPlace()), on_bad="raise")
         exe.run(main, feed=feed, fetch_list=[loss])
 
-    A good step costs the fetch of the verdict and the losses, and copies of the loss scale and the randomness counter.
+    A good step costs the fetch of found_inf and the losses, and copies of the loss scale and the randomness counter.
     A loss that is not finite counts as a bad step, though its gradients may be good. Programs that update nothing are
     just run.
 
@@ -130,12 +130,12 @@ class _Watched:
     def __init__(self, program: Program) -> None:
         self.version = program.version
         parts = training_step(program)
-        verdict: Variable | None = parts.found_inf
-        flags = [*([verdict] if verdict is not None else []), *parts.losses]
+        found_inf: Variable | None = parts.found_inf
+        flags = [*([found_inf] if found_inf is not None else []), *parts.losses]
         self.flags = [v.name for v in flags] if program.updates else []
         changed = (parts.scale, parts.rng_step)  # the counters of the scale do not change what the step computes
         self.changed = [v.name for v in changed if v is not None and v.persistable]
-        self.counter = "" if parts.window is None else parts.window.counter.name
+        self.counter = "" if parts.accumulation is None else parts.accumulation.counter.name
         self._sums = [total.name for total in parts.sums]
         #: Whether the window of micro-batches that is under way is known to be bad.
         self.reported = False

@@ -1,4 +1,4 @@
-"""Shapes: reshape, transpose, concat, split, slice and their kin."""
+"""Shapes: reshape, transpose, concat, split, slice and related functions."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def batch_norm(
     [channels], fp32 also where ``x`` is 16-bit; after a run ``w_1 = momentum * w_1 + (1 - momentum) * mean`` and w_2
     alike, with the variance over N elements, not N - 1. ``is_test``, ``use_global_stats``, and a clone for testing, use
     the running statistics and leave them alone. ``moving_mean_name`` and ``moving_variance_name`` are other names of
-    w_1 and w_2. ``data_layout``: "NHWC" and its kin for channels that come last.
+    w_1 and w_2. ``data_layout``: "NHWC", "NLC" or "NDHWC" where channels come last.
     """
     call = "batch_norm"
     at = _image(call, x, data_layout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable, Window
+from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, AccumulationWindow, Variable
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
 from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.ops.training.scaling import master_type
@@ -80,4 +80,4 @@ class Accumulation:
     def close(self, program: Program, startup: Program, updates: dict[Variable, Variable]) -> None:
         """Tell the program of its window, when the whole step is there; ``updates`` are what every run writes."""
         counter = create_state(program, startup, shared_name(program, "micro_step"), "int32", [], 0)
-        program.window = Window(self.steps, counter, updates)
+        program.accumulation = AccumulationWindow(self.steps, counter, updates)

@@ -51,7 +51,7 @@ class OptimizerWithMixedPrecision:
     """What ``amp.decorate`` returns. Attributes of the (first) wrapped optimizer are read through it, and written.
 
     A step is: forward, loss × scale, backward, cast to fp32 and unscale, finite check, update of the
-    scale, clipping, decay, update, rounding of master weights. One verdict over every gradient gates
+    scale, clipping, decay, update, rounding of master weights. One found_inf over every gradient gates
     every state: a bad step changes the scale, its counters and the randomness counter, nothing else.
 
     Three ways to build it: ``minimize``; ``backward``, code of your own on the pairs, ``apply_gradients``; or
@@ -151,7 +151,7 @@ class OptimizerWithMixedPrecision:
     def get_unscaled_gradients(self, grads: Sequence[Variable | None]) -> list[Variable | None]:
         """Gradients of the scaled loss divided by the scale, in fp32 (fp64 for fp64), None where None is given.
 
-        All that go through here, in one call or in several, share one verdict. Code of your own may then work on them
+        All that go through here, in one call or in several, share one found_inf. Code of your own may then work on them
         (clip, mask, add noise) and hand the results to ``apply_gradients``. OrderError: before the loss was scaled,
         after ``apply_gradients``, or for a gradient that was unscaled before.
         """
@@ -252,7 +252,7 @@ class OptimizerWithMixedPrecision:
         self._scaler.check(state.read(scope))
 
     def get_found_inf(self) -> Variable | None:
-        """The verdict of a step, bool of shape [1], to be fetched.
+        """Whether a gradient of a step is not finite, bool of shape [1], to be fetched.
 
         None where gradients are not checked: in float16 with a static scale of 1.
         """

@@ -46,7 +46,7 @@ def decorate(
 
     Args:
         optimizer: an optimizer of this package, not yet used; or several over disjoint parameters, that take every
-            step together: one verdict, one update of the scale. One of them may leave ``parameter_list`` out and
+            step together: one found_inf, one update of the scale. One of them may leave ``parameter_list`` out and
             then has the rest.
         amp_lists: operator lists; the defaults for ``dtype`` where None.
         init_loss_scaling: initial loss scale, > 0. With a scale of 1 and no dynamic scaling gradients are

@@ -45,7 +45,7 @@ def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tupl
 
 
 def extend_check(check: Operator, grads: Sequence[Variable]) -> list[Variable]:
-    """Let a finite check that is there read more gradients: its verdict is over all. Returns the unscaled ones."""
+    """Let a finite check that is there read more gradients: its found_inf is over all. Returns the unscaled ones."""
     _gradients("check_finite_and_unscale", grads)
     unscaled = [_unscaled(grad) for grad in grads]
     for grad, new in zip(grads, unscaled, strict=True):

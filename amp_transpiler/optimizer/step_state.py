@@ -55,7 +55,7 @@ class Step:
         losses: those to minimise, in fp32, not scaled.
         scaled_loss: what the gradients of the latest call start from.
         unscaled: scaled gradient -> unscaled one, of all that went through the finite check.
-        found_inf: the verdict of that check, bool of shape [1]; None where there is no check.
+        found_inf: found_inf of that check, bool of shape [1]; None where there is no check.
     """
 
     program: Program

@@ -21,7 +21,7 @@ from amp_transpiler.errors import (
     PlaceError,
     ScopeError,
 )
-from amp_transpiler.ir.nodes import Variable, Window
+from amp_transpiler.ir.nodes import AccumulationWindow, Variable
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
@@ -149,20 +149,21 @@ class Executor:
         names = fetch_names(fetch_list)
         check_home(program, fetch_list or ())
         # Sessions are made before the scope is taken, so that those of other shapes are made side by side.
-        turn = _turn(program.window, scope)
-        plan, feeds, step = self._ready(program, names, feed, turn)
+        window = program.accumulation
+        micro_step = _micro_step(window, scope)
+        plan, feeds, step = self._ready(program, names, feed, micro_step)
         if plan.initialises:
             return self._initialise(program, plan, feeds, scope, return_numpy)
         if not plan.writes:
             with scope.reading():
                 return self._run(program, plan, step, feeds, scope, return_numpy)
         with scope.writing(), Uninterrupted():
-            if program.window is not None:
-                now = _turn(program.window, scope)
-                if now != turn:  # another thread has taken it
+            if window is not None:
+                now = _micro_step(window, scope)
+                if now != micro_step:  # another thread has taken it
                     plan, feeds, step = self._ready(program, names, feed, now)
                 results = self._run(program, plan, step, feeds, scope, return_numpy)
-                scope.set_var(program.window.counter.name, np.array((now + 1) % program.window.steps, np.int32))
+                scope.set_var(window.counter.name, np.array((now + 1) % window.steps, np.int32))
                 return results
             return self._run(program, plan, step, feeds, scope, return_numpy)
 
@@ -185,10 +186,11 @@ class Executor:
 
     # -- compiling ------------------------------------------------------------------------------------
     def _ready(
-        self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None, turn: int
+        self, program: Program, names: tuple[str, ...], feed: Mapping[Any, Any] | None, micro_step: int
     ) -> tuple[Plan, dict[str, Any], Step | PlainStep | None]:
         """What a run needs: its plan, checked feeds, and the session (None: it needs none, or only once)."""
-        plan = self._plan(program, names, program.window is not None and turn + 1 < program.window.steps)
+        window = program.accumulation
+        plan = self._plan(program, names, window is not None and micro_step + 1 < window.steps)
         feeds = plan.feeds.check(feed)
         step = self._step(program, plan, feeds) if plan.runs and not plan.initialises else None
         return plan, feeds, step
@@ -247,13 +249,13 @@ class Executor:
                 plan.sessions.popitem(last=False)
                 drops, plan.dropped = not plan.dropped, True
         if drops:
-            told = thrashes(program, plan, self.max_sessions, shapes)
-            warnings.warn(told, AmpWarning, stacklevel=6)  # the caller of run
+            warning = thrashes(program, plan, self.max_sessions, shapes)
+            warnings.warn(warning, AmpWarning, stacklevel=6)  # the caller of run
 
     def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
-        updates = program.window.updates if plan.spread and program.window is not None else True
+        updates = program.accumulation.updates if plan.spread and program.accumulation is not None else True
         lowered = lower(program, self.place.kind, tensors_fed, fetches, updates, declared=True)
         in_place = bool(lowered.updates) and not plan.initialises
         session, graph = create_session(lowered.model, self.place, self.settings, program.name, keep_graph=in_place)
@@ -322,7 +324,7 @@ class Executor:
         return results
 
 
-def _turn(window: Window | None, scope: Scope) -> int:
+def _micro_step(window: AccumulationWindow | None, scope: Scope) -> int:
     """The number of the next run among those of a window of accumulation."""
     return 0 if window is None else int(scope.find_var(window.counter.name))
 

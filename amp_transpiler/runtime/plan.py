@@ -66,7 +66,7 @@ class Plans:
 
 def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Place) -> Plan:
     """What ``program`` does when these variables are fetched. GraphError for an unknown one."""
-    updates = program.window.updates if spread and program.window is not None else program.updates
+    updates = program.accumulation.updates if spread and program.accumulation is not None else program.updates
     fetched = {name: _fetched(program, name) for name in names}
     outputs = [name for name, variable in fetched.items() if not variable.persistable]
     number = {name: index for index, name in enumerate(outputs)}

@@ -78,9 +78,9 @@ class StepReport:
 
     @property
     def found_inf(self) -> bool:
-        """The verdict: whether a gradient was not finite. Without a finite check: whether one is."""
-        verdict = self._scalars["found_inf"]
-        return bool(verdict) if not math.isnan(verdict) else bool(self._host(1).any())
+        """Found_inf: whether a gradient was not finite. Without a finite check: whether one is."""
+        found_inf = self._scalars["found_inf"]
+        return bool(found_inf) if not math.isnan(found_inf) else bool(self._host(1).any())
 
     @property
     def checked(self) -> bool:
@@ -191,8 +191,8 @@ class StepReport:
             moved = self.next_loss_scaling not in (None, self.loss_scaling)
             parts.append(f"scale {self.loss_scaling:g}" + (f" -> {self.next_loss_scaling:g}" if moved else ""))
         if self.found_inf:
-            verdict = "skipped" if self.skipped else "bad" if self.checked else "NOT skipped"
-            parts.append(f"{verdict} (overflow in {self._where()})")
+            outcome = "skipped" if self.skipped else "bad" if self.checked else "NOT skipped"
+            parts.append(f"{outcome} (overflow in {self._where()})")
         parts += [f"lr {self.learning_rate:.3g}", f"|g| {self.grad_norm:.3g}"]
         if self.zero_share >= 0.005:
             parts.append(f"{self.zero_share:.0%} of gradients zero")

@@ -1,6 +1,6 @@
 """Gradient clipping, in fp32 on unscaled gradients: ``Clip…(g1 … gn) -> (c1 … cn)``.
 
-A gradient that is not finite makes the results useless; the verdict of the finite check, which comes
+A gradient that is not finite makes the results useless; found_inf of the finite check, which comes
 before, keeps them out of every state.
 """
 

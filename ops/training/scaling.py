@@ -1,7 +1,7 @@
 """Loss scaling: the finite check with the unscale, the scale's state machine, and the gate of a step.
 
 ``CheckFiniteAndUnscale(scale, g1 … gn) -> (found_inf, u1 … un)`` widens every gradient to fp32,
-multiplies it by ``1/scale`` and gives one verdict over all of them.
+multiplies it by ``1/scale`` and gives one found_inf over all of them.
 
 ``UpdateLossScaling(found_inf, scale, good, bad[, x1 … xn]) -> (scale, good, bad[, x1 … xn])`` is
 PaddlePaddle's state machine of 2020 and later, operator by operator. :data:`RULE` lists the attributes that
@@ -81,7 +81,7 @@ def _check_types(op: Operator) -> Types:
 def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Value) -> Sequence[Value]:
     """A sum is NaN or infinite where an element is, and times zero it is NaN: one reading pass for each gradient.
 
-    The verdict is on the unscaled values, so a scale of 0 or NaN is found as well. Finite gradients
+    Found_inf is on the unscaled values, so a scale of 0 or NaN is found as well. Finite gradients
     whose sum leaves fp32 count as infinite: no step can be made of them.
     """
     one = e.cast(e.reshape(scale, ()), "float32")
@@ -93,8 +93,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         unscaled.append(e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=grad.shape))
         total = e.cast(e.reduce_sum(unscaled[-1]), "float32")
         zeros.append(e.op("Mul", total, e.like(0, total), shape=()))
-    verdict = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())
-    return [e.reshape(verdict, (1,)), *unscaled]
+    found_inf = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())
+    return [e.reshape(found_inf, (1,)), *unscaled]
 
 
 def _scaling_types(op: Operator) -> Types:

@@ -10,7 +10,7 @@ from amp_transpiler.ir.nodes import OWN, SCALING
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.optimizer import check_finite_and_unscale
 from amp_transpiler.program import Program
-from tests.corpora.step_edits import given, made, step_by_hand, the, verdict
+from tests.corpora.step_edits import found_inf, given, made, step_by_hand, the
 
 
 def clip_before_unscale(program: Program) -> None:
@@ -50,7 +50,7 @@ def sum_in_16_bit(program: Program) -> None:
 
 def unscaled_twice(program: Program) -> None:
     """accelerate: two wrappers of one optimizer."""
-    check, first = the(program, "CheckFiniteAndUnscale"), verdict(program)
+    check, first = the(program, "CheckFiniteAndUnscale"), found_inf(program)
     unscaled, found = check_finite_and_unscale([given(v) for v in check.outputs[1:]], given(check.input(0)))
     for slot, new in enumerate(unscaled):
         the(program, "ClipGradByGlobalNorm").set_input(slot, new)

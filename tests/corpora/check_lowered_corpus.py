@@ -50,7 +50,7 @@ def verdict_by_maximum(lowered: Lowered) -> None:
 
 
 def gradient_left_out(lowered: Lowered) -> None:
-    """The second group is not in the verdict."""
+    """The second group is not in found_inf."""
     node = next(n for n in lowered.model.graph.node if n.op_type == "Sum" and "found_inf" in n.name)
     del node.input[-1]
 
@@ -60,7 +60,7 @@ def constant_condition(lowered: Lowered) -> None:
     gate_of(lowered, "fc_0.w_0").input[0] = "always"
 
 
-def second_verdict(lowered: Lowered) -> None:
+def second_found_inf(lowered: Lowered) -> None:
     """One gate follows a test of its own."""
     gate = gate_of(lowered, "fc_0.w_0")
     test = onnx.helper.make_node("IsNaN", [gate.input[1]], ["own_test"], "own_test")
@@ -107,9 +107,9 @@ LOWERED = [
     Case(without_gate("fc_0.w_0_ema_0"), "state 'fc_0.w_0_ema_0' is written without a gate", {"average": True}),
     Case(another_state, r"the gate of state 'fc_0.w_0', '.*' \(Where\), does not keep the old value"),
     Case(verdict_by_maximum, r"looks for NaN with ReduceMax, '.*found_inf.*' \(ReduceMax\)"),
-    Case(gradient_left_out, "the verdict of 'CheckFiniteAndUnscale.*' does not look at gradient '.*@UNSCALED'"),
+    Case(gradient_left_out, "found_inf of 'CheckFiniteAndUnscale.*' does not look at gradient '.*@UNSCALED'"),
     Case(constant_condition, "the gate of state 'fc_0.w_0' follows no test for NaN"),
-    Case(second_verdict, "gates follow 2 verdicts: .*own_test"),
+    Case(second_found_inf, "gates follow 2 different found_inf: .*own_test"),
     Case(dead_update("loss_scaling_0"), "state 'loss_scaling_0' is not carried"),
     Case(dead_update("num_good_steps_0"), "state 'num_good_steps_0' is not carried"),
     Case(dead_update("fc_0.w_0_moment1_0"), "state 'fc_0.w_0_moment1_0' is not carried"),

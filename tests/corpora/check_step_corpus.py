@@ -36,7 +36,7 @@ from tests.corpora.broken_scaling import (
     unscaled_results_in_16_bit,
     unscaled_twice,
 )
-from tests.corpora.step_edits import given, made, step_by_hand, the, ungated, verdict
+from tests.corpora.step_edits import found_inf, given, made, step_by_hand, the, ungated
 
 FEEDS = {"x": (4, 3)}
 
@@ -94,7 +94,7 @@ def second_group_with_a_verdict_of_its_own(program: Program) -> None:
 
 
 def verdict_of_the_last_group(program: Program) -> None:
-    """Torch-FL: the group of the next element type starts the verdict anew."""
+    """Torch-FL: the group of the next element type starts found_inf anew."""
     check = the(program, "CheckFiniteAndUnscale")
     (unscaled,), found = check_finite_and_unscale([given(check.input(1))], given(check.input(0)))
     the(program, "ClipGradByGlobalNorm").set_input(0, unscaled)
@@ -105,11 +105,11 @@ def verdict_of_the_last_group(program: Program) -> None:
 
 def cleared_verdict(program: Program) -> None:
     never = program.add_constant("never", np.zeros(1, bool))
-    the(program, "Adam").set_input(0, made(program, "And", [verdict(program), never], "bool", "cleared"))
+    the(program, "Adam").set_input(0, made(program, "And", [found_inf(program), never], "bool", "cleared"))
 
 
 def verdict_through_not(program: Program) -> None:
-    fine = made(program, "Not", [verdict(program)], "bool", "fine")
+    fine = made(program, "Not", [found_inf(program)], "bool", "fine")
     the(program, "Adam").set_input(0, made(program, "Not", [fine], "bool", "bad"))
 
 
@@ -126,7 +126,7 @@ def statistics_with_another_verdict(program: Program) -> None:
 
 def scaler_with_another_verdict(program: Program) -> None:
     other = program.add_input("other", "bool", (1,))
-    the(program, "UpdateLossScaling").set_input(0, made(program, "Or", [verdict(program), other], "bool", "either"))
+    the(program, "UpdateLossScaling").set_input(0, made(program, "Or", [found_inf(program), other], "bool", "either"))
 
 
 def alarm_with_another_verdict(program: Program) -> None:
@@ -205,27 +205,27 @@ def statistics_left_by_a_bad_window(program: Program) -> None:
 
 
 def parameter_in_every_micro_batch(program: Program) -> None:
-    assert program.window is not None
+    assert program.accumulation is not None
     weight = program.var("fc_0.w_0")
-    program.window.updates[weight] = program.updates[weight]
+    program.accumulation.updates[weight] = program.updates[weight]
 
 
 def sum_never_cleared(program: Program) -> None:
     reset = the(program, "ResetGradients")
     total = program.var("fc_0.w_0_accumulated_0")
-    assert program.window is not None and reset is not None
-    program.set_update(total, program.window.updates[total])
+    assert program.accumulation is not None and reset is not None
+    program.set_update(total, program.accumulation.updates[total])
 
 
 PROGRAMS = [
     Case(update_outside_the_verdict, "1: 'Adam.* is gated by nothing"),
     Case(
         second_group_with_a_verdict_of_its_own,
-        "1: 'Adam.* is gated by found_inf_0, which leaves out the verdict of 'Ch",
+        "1: 'Adam.* is gated by found_inf_0, which leaves out found_inf of 'Ch",
     ),
     Case(
         verdict_of_the_last_group,
-        "1: 'Adam.* is gated by found_inf_1, which leaves out the verdict of 'Check.*found_inf_0",
+        "1: 'Adam.* is gated by found_inf_1, which leaves out found_inf of 'Check.*found_inf_0",
     ),
     Case(cleared_verdict, r"1: 'Adam.* is gated by cleared, made by 'And .* \(And\)"),
     Case(verdict_through_not, r"1: 'Adam.* is gated by bad, made by 'Not .* \(Not\)"),
@@ -237,15 +237,21 @@ PROGRAMS = [
     Case(scaled_gradient_mixed_in, r"1: the gradient 'mixed' of parameter 'fc_0.w_0' in 'Adam.* come from '.*' alone"),
     Case(swapped_gradients, "1: parameter 'fc_0.w_0' is updated by 'Adam.* the gradient of another variable"),
     Case(no_check, "1: there must be a CheckFiniteAndUnscale over the gradients, and there is none"),
-    Case(ungated_statistics, "2: state 'batch_norm_0.w_1' takes '.*' from 'BatchNorm.*, which no verdict gates"),
-    Case(ungated_schedule, r"2: state 'lr_step_0' takes 'lr_step_0@NEW' from 'LearningRate.*, which no verdict gates"),
-    Case(ungated_beta_power, r"2: state 'adam_beta1_pow_acc_0' takes .* from 'Mul .* \(Mul\), which no verdict gates"),
-    Case(ungated_master, r"2: state 'fc_0.w_0_fp32_master_0' takes .* \(Mul\), which no verdict gates", {"pure": True}),
-    Case(ungated_average, r"2: state 'fc_0.w_0_ema_0' takes .* \(Mul\), which no verdict gates", {"average": True}),
+    Case(ungated_statistics, "2: state 'batch_norm_0.w_1' takes '.*' from 'BatchNorm.*, which no found_inf gates"),
+    Case(
+        ungated_schedule, r"2: state 'lr_step_0' takes 'lr_step_0@NEW' from 'LearningRate.*, which no found_inf gates"
+    ),
+    Case(
+        ungated_beta_power, r"2: state 'adam_beta1_pow_acc_0' takes .* from 'Mul .* \(Mul\), which no found_inf gates"
+    ),
+    Case(
+        ungated_master, r"2: state 'fc_0.w_0_fp32_master_0' takes .* \(Mul\), which no found_inf gates", {"pure": True}
+    ),
+    Case(ungated_average, r"2: state 'fc_0.w_0_ema_0' takes .* \(Mul\), which no found_inf gates", {"average": True}),
     Case(average_outside_the_verdict, "1: 'ExponentialAverage.* is gated by nothing", {"average": True}),
     Case(forgotten_moment, "2: 'Adam.* computes a new 'fc_0.w_0_moment1_0' that"),
     Case(crossed_moments, "2: state 'fc_0.w_0_moment1_0' takes .* the next value of 'fc_0.w_0_moment2_0'"),
-    Case(step_counter_of_the_user, r"2: state 'steps' takes .* from 'Add .* \(Add\), which no verdict gates"),
+    Case(step_counter_of_the_user, r"2: state 'steps' takes .* from 'Add .* \(Add\), which no found_inf gates"),
     Case(
         statistics_left_by_a_bad_window,
         "2: state 'batch_norm_0.w_1' takes .* in every micro-batch, and a bad window",
@@ -258,7 +264,7 @@ PROGRAMS = [
     ),
     Case(
         sum_never_cleared,
-        "2: state 'fc_0.w_0_accumulated_0' takes .* from 'Accumulate.*, which no verdict gates",
+        "2: state 'fc_0.w_0_accumulated_0' takes .* from 'Accumulate.*, which no found_inf gates",
         {"accumulate_steps": 4},
     ),
     Case(

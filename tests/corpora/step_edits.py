@@ -20,7 +20,7 @@ def given(variable: Variable | None) -> Variable:
     return variable
 
 
-def verdict(program: Program) -> Variable:
+def found_inf(program: Program) -> Variable:
     return given(the(program, "CheckFiniteAndUnscale").output(0))
 
 

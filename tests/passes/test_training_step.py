@@ -92,7 +92,7 @@ def test_what_minimize_returned(kind: str, mode: str) -> None:
     assert step.found_inf is check.found_inf is scaling.found_inf is main.var("found_inf_0")
     raw = [grad for grad, _ in check.gradients]
     if windowed:
-        assert step.window is main.window and set(step.sums.values()) == set(main.parameters)
+        assert step.accumulation is main.accumulation and set(step.sums.values()) == set(main.parameters)
         assert [given and given.name.split("@")[0] for given in raw] == [total.name for total in step.sums]
         # the statistics of the batch norm, each with what it was
         assert {f"{state.name}_before_window_0" for state in step.before_window.values()} == {
@@ -100,7 +100,7 @@ def test_what_minimize_returned(kind: str, mode: str) -> None:
         }
         assert len(step.before_window) == 2
     else:
-        assert set(raw) == {grad for _, grad in pairs} and step.window is None and not step.sums
+        assert set(raw) == {grad for _, grad in pairs} and step.accumulation is None and not step.sums
     unscaled = {new: grad for grad, new in check.gradients}
     raw_of = {parameter: unscaled[gradient] for parameter, gradient in step.gradients}
     if not windowed:
@@ -203,7 +203,7 @@ def test_programs_without_updates() -> None:
         main.outputs = [loss]
         empty = training_step(main)
         assert not empty.updates and not empty.losses and not empty.gradients and empty.found_inf is None
-        assert empty.verdicts == [loss] and empty.learning_rates == [] and empty.window is None
+        assert empty.tested == [loss] and empty.learning_rates == [] and empty.accumulation is None
         pairs = append_backward(loss)
     step = training_step(main)
     assert step.gradients == [(p, g) for g in main.variables for p in [g.grad_of] if (p, g) in pairs]

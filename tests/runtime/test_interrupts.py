@@ -59,7 +59,7 @@ def test_ctrl_c_keeps_the_turn_of_a_window_in_step_with_its_sums(monkeypatch: py
     exe.run(net.main, ones(4), scope=scope)
     with pytest.raises(KeyboardInterrupt):
         exe.run(net.main, ones(4), scope=scope)
-    assert int(scope.find_var(net.main.window.counter.name)) == 0
+    assert int(scope.find_var(net.main.accumulation.counter.name)) == 0
     assert scope.find_var("w_fp32_master_0").ravel().tolist() == [-1] * 4
     exe.run(net.main, ones(4), scope=scope)
     exe.run(net.main, ones(4), scope=scope)

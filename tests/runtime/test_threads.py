@@ -62,7 +62,7 @@ def test_windows_of_accumulation_are_whole(shared: bool) -> None:
     scope = net.started()
     train(net, executors(shared), scope, 200)
     assert scope.find_var("w_fp32_master_0").ravel().tolist() == [-200] * 4
-    assert int(scope.find_var(net.main.window.counter.name)) == 0
+    assert int(scope.find_var(net.main.accumulation.counter.name)) == 0
 
 
 def test_watched_steps_and_reports_are_counted_once() -> None:

@@ -267,12 +267,12 @@ def test_a_window_survives_clones_and_files() -> None:
     clone, again = net.main.clone(), amp.Program.from_onnx(net.main.to_onnx())
     part = {name: value[:4] for name, value in FEED.items()}
     for program in (clone, again):
-        assert program.window is not None and program.window.steps == 4
+        assert program.accumulation is not None and program.accumulation.steps == 4
         before = np.array(scope.find_var("fc_1.w_0"))
         for turn in range(4):
             executor.run(program, feed=part, scope=scope)
             assert np.array_equal(scope.find_var("fc_1.w_0"), before) == (turn < 3)
-    assert net.main.clone(for_test=True).window is None
+    assert net.main.clone(for_test=True).accumulation is None
 
 
 # -- two lines ---------------------------------------------------------------------------------------------------

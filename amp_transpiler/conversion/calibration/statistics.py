@@ -71,10 +71,10 @@ class TensorStats:
         self._known += exact.size
         square = _square(exact)
         self._square += square
-        off = _square(other - exact)
-        if not math.isfinite(off) and not np.isfinite(other).all():
+        error = _square(other - exact)
+        if not math.isfinite(error) and not np.isfinite(other).all():
             self.finite = False
-        self._error += off
+        self._error += error
         stored, limit = rounded(exact, dtype), LIMITS[dtype].largest
         if top > limit:
             kept = np.abs(stored) <= limit
@@ -115,18 +115,18 @@ def _float16() -> np.ndarray:
 
 
 class Difference:
-    """How far an output is off, over all batches: numbers by relative L2 error, all else by the share that differs."""
+    """The error of an output, over all batches: numbers by relative L2 error, all else by the share that differs."""
 
     def __init__(self) -> None:
-        self._square = self._off = 0.0
+        self._square = self._deviation = 0.0
         self._count = self._different = 0
 
     @property
     def error(self) -> float:
         """The larger of both; not a number where only the converted program gives that."""
         share = self._different / self._count if self._count else 0.0
-        off = relative(self._off, self._square)
-        return off if math.isnan(off) else max(off, share)
+        error = relative(self._deviation, self._square)
+        return error if math.isnan(error) else max(error, share)
 
     def add(self, wanted: Any, got: Any) -> None:
         """Take in another batch: arrays, or the sequences, maps and scalars that onnxruntime gives beside them."""
@@ -148,7 +148,7 @@ class Difference:
             one, other = wanted.astype(np.float64), got.astype(np.float64)
             same = (one == other) | (np.isnan(one) & np.isnan(other))
             with np.errstate(invalid="ignore"):
-                self._off += _square((other - one)[~same])
+                self._deviation += _square((other - one)[~same])
             self._square += _square(one[np.isfinite(one)])
         else:
             self._add_share(wanted.size, int((wanted != got).sum()))
@@ -158,11 +158,11 @@ class Difference:
         self._different += different
 
 
-def relative(off: float, square: float) -> float:
+def relative(error: float, square: float) -> float:
     """Root of a ratio of sums of squares. Where all should be zero, an error counts as 1, and none as 0."""
-    if square > 0 or not math.isfinite(off):
-        return math.sqrt(off / square) if square > 0 else off
-    return float(off > 0)
+    if square > 0 or not math.isfinite(error):
+        return math.sqrt(error / square) if square > 0 else error
+    return float(error > 0)
 
 
 def _square(values: np.ndarray) -> float:

@@ -66,9 +66,9 @@ def _carry_variables(old: Graph, new: Graph) -> None:
         if variable.grad_of is not None and new.has_var(variable.grad_of.name):
             made.grad_of = new.var(variable.grad_of.name)
     new.updates = _named(old.updates, new)
-    if old.window is not None:
-        counter, updates = new.var(old.window.counter.name), _named(old.window.updates, new)
-        new.window = replace(old.window, counter=counter, updates=updates)
+    if old.accumulation is not None:
+        counter, updates = new.var(old.accumulation.counter.name), _named(old.accumulation.updates, new)
+        new.accumulation = replace(old.accumulation, counter=counter, updates=updates)
 
 
 def _named(updates: dict[Variable, Variable], graph: Graph) -> dict[Variable, Variable]:

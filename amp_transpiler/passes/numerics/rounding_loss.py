@@ -111,8 +111,8 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
     for start in range(0, flat.size, CHUNK):
         chunk = flat[start : start + CHUNK]
         exact = chunk[np.isfinite(chunk)]
-        off = exact.astype(numpy_dtype(dtype)).astype(np.float64) - exact
-        error += float((off**2).sum())
+        deviation = exact.astype(numpy_dtype(dtype)).astype(np.float64) - exact
+        error += float((deviation**2).sum())
         total += float((exact.astype(np.float64) ** 2).sum())
     return math.sqrt(error / total) if total else 0.0
 
@@ -193,14 +193,14 @@ class _RoundingLoss:
     def _underflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
         entire = found.vanishing > 0 and found.largest <= LIMITS[self.dtype].vanish
         roles = self._roles(variable)
-        off = 0.0
+        error = 0.0
         if FACTOR in roles and error_bound(found, self.dtype) > TOLERANCE:
-            off = relative_error(array, self.dtype)
+            error = relative_error(array, self.dtype)
         action = ""
         if entire and roles != {BIAS}:
             action = self._keep(variable, VANISHING, Kind.CONSTANT_VANISHES, f"{found.smallest:g}")
-        elif off > TOLERANCE:
-            action = self._keep(variable, VANISHING, Kind.CONSTANT_OFF, f"{off:.2g}")
+        elif error > TOLERANCE:
+            action = self._keep(variable, VANISHING, Kind.CONSTANT_OFF, f"{error:.2g}")
         elif found.vanishing:
             some = "its smallest elements become 0, the tensor as a whole keeps its values"
             action = "becomes 0 beside a sum" if entire else some

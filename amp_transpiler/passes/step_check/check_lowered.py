@@ -17,7 +17,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.view.training_step import kept_on_bad_step, training_step
 
-#: What computes between a gate's condition and the sums that the verdict looks at.
+#: What computes between a gate's condition and the sums that found_inf looks at.
 _VERDICT = frozenset({"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"})
 _SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
 _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
@@ -28,7 +28,7 @@ def check_lowered(program: Graph, lowered: Lowered) -> None:
 
     StepError lists every state that is not carried from step to step, that is written without a gate, through one with
     its branches swapped, through one whose condition goes through Not (which the runtime fuses by swapping branches);
-    every verdict that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
+    every found_inf that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
     16-bit gradient that is looked at before it is rounded.
     """
     gates = _Gates(lowered)
@@ -37,7 +37,7 @@ def check_lowered(program: Graph, lowered: Lowered) -> None:
         kept = kept_on_bad_step(new)
         if kept is not None and new.producer is not None and new.producer.input(0) is not None:
             gates.check(state.name, kept.name)
-    gates.verdicts_agree()
+    gates.found_infs_agree()
     for check in training_step(program).checks:
         for raw, unscaled in check.gradients:
             if raw is not None and unscaled is not None:
@@ -59,7 +59,7 @@ class _Gates:
         self.outputs = {info.name for info in lowered.model.graph.output}
         self.found: list[str] = []
         #: What each condition follows: the tests for NaN, and the tensors whose sums they look at.
-        self._verdicts: dict[str, frozenset[str]] = {}
+        self._found_infs: dict[str, frozenset[str]] = {}
         self._sums: set[str] = set()
 
     def carried(self, state: str) -> None:
@@ -96,23 +96,21 @@ class _Gates:
         return tensor
 
     def _condition(self, state: str, tensor: str) -> None:
-        if tensor in self._verdicts:
+        if tensor in self._found_infs:
             return
         tests = set()
         for node in self._ancestors(tensor):
             if node.op_type == "Not":
                 self.found.append(f"the gate of state '{state}' goes through Not, {_said(node)}")
             elif node.op_type in _DROPS_NAN:
-                self.found.append(
-                    f"the verdict looks for NaN with {node.op_type}, {_said(node)}, which drops NaN on CPU"
-                )
+                self.found.append(f"found_inf looks for NaN with {node.op_type}, {_said(node)}, which drops NaN on CPU")
             elif node.op_type in ("IsNaN", "IsInf"):
                 tests.add(node.output[0])
             elif node.op_type in _SUMS:
                 self._sums |= {node.input[0], self._behind(node.input[0])}
         if not tests:
             self.found.append(f"the gate of state '{state}' follows no test for NaN")
-        self._verdicts[tensor] = frozenset(tests)
+        self._found_infs[tensor] = frozenset(tests)
 
     def _ancestors(self, tensor: str) -> Iterator[onnx.NodeProto]:
         """Nodes behind a condition, down to the reductions."""
@@ -128,12 +126,12 @@ class _Gates:
             if node.op_type in _VERDICT or node.op_type == "Not" or _hands_on(node):
                 stack.extend(node.input)
 
-    def verdicts_agree(self) -> None:
+    def found_infs_agree(self) -> None:
         """Record gates that follow different tests."""
-        verdicts = {tests for tests in self._verdicts.values() if tests}
-        if len(verdicts) > 1:
-            listed = "; ".join(sorted(" and ".join(sorted(tests)) for tests in verdicts))
-            self.found.append(f"gates follow {len(verdicts)} verdicts: {listed}")
+        found_infs = {tests for tests in self._found_infs.values() if tests}
+        if len(found_infs) > 1:
+            listed = "; ".join(sorted(" and ".join(sorted(tests)) for tests in found_infs))
+            self.found.append(f"gates follow {len(found_infs)} different found_inf: {listed}")
 
     def looked_at(self, check: str, unscaled: str) -> None:
         """Record an unscaled gradient that no test looks at. An optimised model may not have its tensor any more."""
@@ -141,7 +139,7 @@ class _Gates:
         if value is None or value.name not in self.producers or not self._sums:
             return
         if value.name not in self._sums and self._behind(value.name) not in self._sums:
-            self.found.append(f"the verdict of '{check}' does not look at gradient '{unscaled}'")
+            self.found.append(f"found_inf of '{check}' does not look at gradient '{unscaled}'")
 
     def rounded(self, check: str, raw: Variable) -> None:
         """Record, on CPU, a 16-bit gradient whose fp32 tensor is not what was rounded to 16 bit."""

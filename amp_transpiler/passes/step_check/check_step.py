@@ -2,16 +2,16 @@
 
 What must hold (numbers as in the messages):
 
-1. One verdict: the gradient of every updated parameter, dense or sparse, goes through a finite check; the ``found_inf``
-   of every check, joined with Or where there are several and cleared by nothing, reaches every update.
+1. One found_inf: the gradient of every updated parameter, dense or sparse, goes through a finite check; found_inf of
+   every check, joined with Or where there are several and cleared by nothing, reaches every update.
 2. A bad step changes the loss scale, its counters and the randomness counter, nothing else: every other
-   state is written by an operator that is gated by the verdict and that read this very state.
+   state is written by an operator that is gated by found_inf and that read this very state.
 3. Gradients are those of a loss that is multiplied by the scale. They are unscaled once, in fp32, by that scale, before
    they are clipped.
 4. The scale and its counters are moved by one ``UpdateLossScaling`` alone, with ratios and thresholds in range.
 5. Masters: an updated 16-bit parameter and its fp32 master weight are written by one operator.
 6. In the lowered model every state is carried from step to step, a gate is ``Where(ok, new, old)`` with ``ok`` free of
-   Not, the verdict looks at every unscaled gradient, not with ReduceMax or ReduceMin, which drop NaN on CPU, and a
+   Not, found_inf looks at every unscaled gradient, not with ReduceMax or ReduceMin, which drop NaN on CPU, and a
    16-bit gradient is rounded before it is looked at.
 """
 
@@ -84,7 +84,7 @@ class _Step:
         if not step.updates:
             self._add(1, "no operator updates a parameter")
         for part in (*step.gated, *self.scaling):
-            self._gated_by_the_verdict(part)
+            self._gated_by_found_inf(part)
         for check in step.checks:
             self._unscaled(check)
         self._scaled_losses()
@@ -104,20 +104,20 @@ class _Step:
         self.found.append(f"{point}: {text}")
 
     # -- 1 -------------------------------------------------------------------------------------------
-    def _gated_by_the_verdict(self, part: StepOperator) -> None:
+    def _gated_by_found_inf(self, part: StepOperator) -> None:
         op, given = part.operator, part.found_inf
         if given is None:
-            self._add(1, f"{_said(op)} is gated by nothing, not by the verdict of '{self.first}'")
+            self._add(1, f"{_said(op)} is gated by nothing, not by found_inf of '{self.first}'")
             return
         joined, others = _joined(given, [v for check in self.step.checks if (v := check.found_inf) is not None])
         missing = [check.operator.label for check in self.step.checks if check.found_inf not in joined]
         if len(missing) == len(self.step.checks):
             made = f", made by {_said(given.producer)}" if given.producer else ""
-            self._add(1, f"{_said(op)} is gated by {given.name}{made}, not by the verdict of '{missing[0]}'")
+            self._add(1, f"{_said(op)} is gated by {given.name}{made}, not by found_inf of '{missing[0]}'")
         elif missing:
-            self._add(1, f"{_said(op)} is gated by {given.name}, which leaves out the verdict of '{missing[0]}'")
+            self._add(1, f"{_said(op)} is gated by {given.name}, which leaves out found_inf of '{missing[0]}'")
         elif others and part in self.scaling:
-            self._add(1, f"{_said(op)} takes '{others[0].name}' for a bad step; the scale follows the verdict alone")
+            self._add(1, f"{_said(op)} takes '{others[0].name}' for a bad step; the scale follows found_inf alone")
 
     # -- 3 -------------------------------------------------------------------------------------------
     def _unscaled(self, check: FiniteCheck) -> None:
@@ -208,7 +208,7 @@ class _Step:
                 self._add(4, f"{_said(op)} has thresholds {steps[0]} and {steps[1]}")
         for counter in self.step.counters:
             self._stored(counter)
-        window = self.step.window
+        window = self.step.accumulation
         for state in self.program.variables:
             counts = state.persistable and not state.trainable and state.dtype == "int32" and state.producer is None
             moved = state in self.program.updates or (window is not None and state is window.counter)
@@ -233,7 +233,7 @@ class _Step:
             gated = kept_on_bad_step(new)
             if gated is None:
                 self._add(
-                    2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no verdict gates"
+                    2, f"state '{state.name}' takes '{new.name}' from {_said(new.producer)}, which no found_inf gates"
                 )
             elif gated is not state and not self._stands_for(gated, state, new):
                 self._add(
@@ -245,7 +245,7 @@ class _Step:
 
     def _sum_of_window(self, state: Variable) -> bool:
         """Whether this is a sum of gradients, which a window of micro-batches adds to and its end clears."""
-        window, cleared = self.step.window, self.program.updates.get(state)
+        window, cleared = self.step.accumulation, self.program.updates.get(state)
         added = None if window is None else window.updates.get(state)
         if added is None or cleared is None:
             return False
@@ -253,13 +253,13 @@ class _Step:
 
     def _stands_for(self, before: Variable, state: Variable, new: Variable) -> bool:
         """Whether ``before`` holds what ``state``, which micro-batches write, was when their window began."""
-        window = self.step.window
+        window = self.step.accumulation
         inside = {} if window is None else window.updates
         return state in inside and before not in inside and self.program.updates.get(before) is new
 
     def _window(self) -> None:
         """What micro-batches write before their window ends must be taken back if it ends badly."""
-        window = self.step.window
+        window = self.step.accumulation
         for state, new in {} if window is None else window.updates.items():
             if self._sum_of_window(state):
                 if state.dtype in HALF:
@@ -275,11 +275,11 @@ class _Step:
                 )
 
 
-def _joined(verdict: Variable, checked: Collection[Variable]) -> tuple[set[Variable | None], list[Variable]]:
-    """The verdicts of ``checked`` that ``verdict`` is true for, and the other variables that it is true for."""
+def _joined(found_inf: Variable, checked: Collection[Variable]) -> tuple[set[Variable | None], list[Variable]]:
+    """Each found_inf of ``checked`` that ``found_inf`` is true for, and the other variables that it is true for."""
     found: set[Variable | None] = set()
     others: list[Variable] = []
-    stack, seen = [verdict], {verdict.key}
+    stack, seen = [found_inf], {found_inf.key}
     while stack:
         variable = stack.pop()
         op = variable.producer

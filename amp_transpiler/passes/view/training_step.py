@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import SCALING, Operator, Variable, Window
+from amp_transpiler.ir.nodes import SCALING, AccumulationWindow, Operator, Variable
 from amp_transpiler.ir.opdef import Slots, slots_of
 from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.clip import CLIPS
@@ -49,11 +49,11 @@ class StepOperator:
 
 @dataclass(frozen=True)
 class FiniteCheck(StepOperator):
-    """``CheckFiniteAndUnscale``: divides gradients by the scale, and makes the verdict over all of them."""
+    """``CheckFiniteAndUnscale``: divides gradients by the scale, and makes ``found_inf`` over all of them."""
 
     @property
     def found_inf(self) -> Variable | None:
-        """The verdict."""
+        """Whether a gradient is not finite, bool [1]."""
         return self.made("found_inf")
 
     @property
@@ -155,7 +155,7 @@ class TrainingStep:
     updates: tuple[Update, ...] = ()
     averages: tuple[StepOperator, ...] = ()
     gated: tuple[StepOperator, ...] = ()
-    window: Window | None = None
+    accumulation: AccumulationWindow | None = None
     rng_seed: Variable | None = None
     rng_step: Variable | None = None
 
@@ -185,7 +185,7 @@ class TrainingStep:
 
     @property
     def found_inf(self) -> Variable | None:
-        """The verdict that gates the updates; without updates, that of the first check."""
+        """The variable that gates the updates; without updates, that of the first check."""
         parts = self.updates or self.checks
         return parts[0].found_inf if parts else None
 
@@ -195,7 +195,7 @@ class TrainingStep:
         return next((scale for check in self.checks if (scale := check.scale) is not None), None)
 
     @property
-    def verdicts(self) -> list[Variable]:
+    def tested(self) -> list[Variable]:
         """What tells whether the step is bad: all that the checks make, or gradients, and losses; else outputs."""
         checked = [v for check in self.checks for v in check.operator.outputs if v is not None]
         gradients = [] if checked else [gradient for _, gradient in self.gradients]
@@ -205,13 +205,13 @@ class TrainingStep:
     @property
     def sums(self) -> dict[Variable, Variable]:
         """The sums of gradients over micro-batches, each with its parameter."""
-        spread = {} if self.window is None else self.window.updates
+        spread = {} if self.accumulation is None else self.accumulation.updates
         return {state: new.grad_of for state, new in spread.items() if new.grad_of is not None}
 
     @property
     def before_window(self) -> dict[Variable, Variable]:
         """State that holds what another, which micro-batches write, was before their window; each with that one."""
-        written = () if self.window is None else self.window.updates
+        written = () if self.accumulation is None else self.accumulation.updates
         news = ((state, self.program.updates.get(state)) for state in written)
         olds = ((state, replaced(new, GATE)) for state, new in news if new is not None)
         return {old: state for state, old in olds if old is not None and old is not state}
@@ -251,7 +251,7 @@ def training_step(program: Graph) -> TrainingStep:
         updates=tuple(Update(part.operator, part.slots) for part in found if part.slots.updates),
         averages=parts(AVERAGE),
         gated=tuple(part for part in found if part.slots.gated),
-        window=program.window,
+        accumulation=program.accumulation,
         rng_seed=program.var(SEED) if program.has_var(SEED) else None,
         rng_step=program.var(STEP) if program.has_var(STEP) else None,
     )

@@ -97,12 +97,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
         outer, _, inner = field.partition(".")
         _verify(folder, meta[outer] if inner else meta, inner or outer, field, _FIELDS[field])
     for name, said in meta["tensors"].items():
-        told = f"tensors.{name!r:.200}"
+        where = f"tensors.{name!r:.200}"
         if not isinstance(said, dict):
-            raise CheckpointError(f"{damaged(folder)}: {META}: {told} is {said!r:.80}; expected an object")
+            raise CheckpointError(f"{damaged(folder)}: {META}: {where} is {said!r:.80}; expected an object")
         for key, rule in _TENSOR.items():
             if key in said or key not in _OPTIONAL:
-                _verify(folder, said, key, f"{told}.{key}", rule)
+                _verify(folder, said, key, f"{where}.{key}", rule)
     return meta
 
 
@@ -123,13 +123,13 @@ def _parsed(folder: Path) -> Any:
         raise CheckpointError(f"{damaged(folder)}: {META} is cut short or changed ({error})") from None
 
 
-def _verify(folder: Path, held: Mapping[str, Any], key: str, told: str, rule: Rule) -> None:
+def _verify(folder: Path, held: Mapping[str, Any], key: str, where: str, rule: Rule) -> None:
     holds, expected = rule
     value = held.get(key, _ANYTHING)
     if value is _ANYTHING:
-        raise CheckpointError(f"{damaged(folder)}: {META} lacks '{told}' ({expected})")
+        raise CheckpointError(f"{damaged(folder)}: {META} lacks '{where}' ({expected})")
     if not holds(value):
-        raise CheckpointError(f"{damaged(folder)}: {META}: '{told}' is {value!r:.80}; expected {expected}")
+        raise CheckpointError(f"{damaged(folder)}: {META}: '{where}' is {value!r:.80}; expected {expected}")
 
 
 def damaged(folder: Path) -> str:
@@ -180,7 +180,7 @@ class TensorFile:
         except SafetensorError as error:
             raise CheckpointError(f"{damaged(folder)}: {path.name}: {error}") from None
 
-    def _verify(self, name: str, told: str, file: str) -> None:
+    def _verify(self, name: str, where: str, file: str) -> None:
         said, piece = self._said[name], self._file.get_slice(name)
         dtype, shape = said["dtype"], said["shape"]
         stored = dtype
@@ -189,7 +189,7 @@ class TensorFile:
             shape = [*shape[:-1], shape[-1] * size] if shape else shape
         found = SAFETENSORS_TYPES.get(piece.get_dtype(), piece.get_dtype()), list(piece.get_shape())
         if found != (stored, shape):
-            raise CheckpointError(f"{told} is {found[0]}{found[1]} in {file}, but {META} says {dtype}{said['shape']}")
+            raise CheckpointError(f"{where} is {found[0]}{found[1]} in {file}, but {META} says {dtype}{said['shape']}")
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, as the element type that its variable had."""

@@ -16,13 +16,13 @@ from amp_transpiler.program import Program
 PARAMETER, MASTER, STATISTICS, BUFFER, STATE = "parameter", "master", "statistics", "buffer", "state"
 RANDOM, SCALING, RATE, RATE_STEP, UNUSED = "random", "loss_scaling", "learning_rate", "lr_step", "unused"
 AVERAGED, AVERAGE_STEP = "ema", "ema_step"
-SUM, BEFORE, TURN = "accumulated", "before_window", "micro_step"
+SUM, BEFORE, MICRO_STEP = "accumulated", "before_window", "micro_step"
 #: Roles of what a program has under a name of its own, whatever precision it trains in.
 NAMED = frozenset({PARAMETER, STATISTICS, BUFFER, STATE, RANDOM})
 #: Roles of what a program that only infers has.
 INFERENCE = frozenset({PARAMETER, STATISTICS, BUFFER})
 #: Roles of what a window of accumulation has.
-OF_A_WINDOW = frozenset({SUM, BEFORE, TURN})
+OF_A_WINDOW = frozenset({SUM, BEFORE, MICRO_STEP})
 #: Roles of what one precision, or one way to step, has and another has not.
 OF_A_MODE = frozenset({MASTER, SCALING, UNUSED}) | OF_A_WINDOW
 
@@ -74,8 +74,8 @@ def _training_state(step: TrainingStep) -> Iterator[tuple[Variable | None, Slot]
         yield check.scale, Slot(SCALING, str(number))
     for number, alarm in enumerate(step.counters):
         yield from ((state, Slot(SCALING, str(number), i)) for i, (state, _) in enumerate(alarm.states, 3))
-    if step.window is not None:
-        yield step.window.counter, Slot(TURN)
+    if step.accumulation is not None:
+        yield step.accumulation.counter, Slot(MICRO_STEP)
     yield from ((total, Slot(SUM, parameter.name)) for total, parameter in step.sums.items())
     yield from ((before, Slot(BEFORE, state.name)) for before, state in step.before_window.items())
 
@@ -144,10 +144,10 @@ def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
             yield proto.SerializeToString(deterministic=True)
         for nested in op.attrs.programs:
             yield from _lines(nested, numbers)
-    spread = program.window.updates if program.window is not None else {}
+    spread = program.accumulation.updates if program.accumulation is not None else {}
     for updates in (program.updates, spread):
         yield repr([(numbers[state], numbers.get(new, "?")) for state, new in updates.items()]).encode()
-    yield repr(program.window and program.window.steps).encode()
+    yield repr(program.accumulation and program.accumulation.steps).encode()
 
 
 def _constant(data: Any) -> str:
