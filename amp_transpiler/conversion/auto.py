@@ -24,7 +24,6 @@ from amp_transpiler.conversion.report.record import RangeRecord
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, assigned, check_names, constraints_of, remarks
 from amp_transpiler.conversion.verdict import CALIBRATION, Verdict, beyond
 from amp_transpiler.errors import ArgumentTypeError
-from amp_transpiler.ir.clone import exchange
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -307,7 +306,7 @@ class Search(Pass):
         with within(calibration_budget(graph, batches, options.time_budget, options.memory_budget)):
             outcome = search(graph, batches, options, context.get(ORIGINAL) or graph)
         outcome.batches = batches
-        exchange(graph, outcome.program)
+        graph.exchange(outcome.program)
         context[SEARCHED], context[CONSTRAINTS] = outcome, outcome.constraints
         context[ASSIGNMENT] = outcome.assignment
         context.notes += remarks(graph, options)

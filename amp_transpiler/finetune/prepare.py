@@ -158,7 +158,7 @@ def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, 
         program.inputs = [v for v in program.inputs if v is not variable]
         variable.is_input, variable.data, variable.shape = False, array, array.shape
         notes.append(f"input '{name}' is {value} for good")
-    program._touch()
+    program.touch()
     return notes
 
 
@@ -184,7 +184,7 @@ def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[
     for variable in program.parameters:
         if (chosen is not None and variable not in chosen) or variable in frozen:
             variable.trainable = False
-    program._touch()
+    program.touch()
     if not program.parameters:
         raise ArgumentError(
             f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="

@@ -13,11 +13,7 @@ from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.proto_residue import set_source, source_of
 
-__all__ = ["clone", "clone_graph", "exchange", "insert_graph"]
-
-#: What of a graph is its content: all but what it is called, its startup program and how it is treated.
-_CONTENT = ("graph", "info", "inputs", "outputs", "updates", "window", "_variables", "_operators", "_next_key")
-
+__all__ = ["clone", "clone_graph", "insert_graph"]
 
 G = TypeVar("G", bound=Graph)
 
@@ -69,20 +65,6 @@ def insert_graph(
     return [copies[variable] for variable in nested.outputs]
 
 
-def exchange(one: Graph, other: Graph) -> None:
-    """Let each graph hold what the other held."""
-    for name in _CONTENT:
-        mine, its = getattr(one, name), getattr(other, name)
-        setattr(one, name, its)
-        setattr(other, name, mine)
-    for graph in (one, other):
-        for variable in graph.variables:
-            variable.program = graph
-        for op in graph._operators.values():
-            op.program = graph
-        graph._touch()
-
-
 class _Cloner:
     def __init__(self, for_test: bool) -> None:
         self.for_test = for_test
@@ -96,7 +78,7 @@ class _Cloner:
         for variable, copy in copies.items():
             if variable.grad_of is not None:
                 copy.grad_of = copies[variable.grad_of]
-        for op in old._operators.values():
+        for op in old.added:
             if not self.for_test or op.role == FORWARD:
                 self.operator(op, new, copies)
         new.inputs = [copies[v] for v in old.inputs]

@@ -9,8 +9,8 @@ Every change goes through the methods of this module, which keep edges and order
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from itertools import count, takewhile
 from typing import Any, Self
 
 import networkx as nx
@@ -27,6 +27,8 @@ from amp_transpiler.ir.types import element_type
 __all__ = ["Graph", "other_program"]
 
 _numbers = count()
+#: What of a graph is its content: all but what it is called, its startup program and how it is treated.
+_CONTENT = ("graph", "info", "inputs", "outputs", "updates", "window", "_variables", "_operators", "_next_key")
 
 
 def other_program(program: Graph, current: Graph) -> str:
@@ -117,7 +119,7 @@ class Graph:
     @seed.setter
     def seed(self, seed: int) -> None:
         self._seed = seed
-        self._touch()  # a startup program that ran with another seed is compiled anew
+        self.touch()  # a startup program that ran with another seed is compiled anew
 
     @property
     def version(self) -> int:
@@ -153,6 +155,20 @@ class Graph:
         return list(self._ordered()[1])
 
     @property
+    def added(self) -> ValuesView[Operator]:
+        """Operators as they were added, not sorted, so that a cycle does no harm."""
+        return self._operators.values()
+
+    @property
+    def next_key(self) -> int:
+        """The key of the next variable or operator that is added."""
+        return self._next_key
+
+    def added_since(self, key: int) -> list[Operator]:
+        """The operators from this key on, as they were added."""
+        return list(takewhile(lambda op: op.key >= key, reversed(self._operators.values())))[::-1]
+
+    @property
     def nesting(self) -> list[Operator]:
         """The operators that hold nested programs, in order."""
         return self._ordered()[2]
@@ -174,12 +190,14 @@ class Graph:
                 yield from nested.walk()
 
     # -- changing ------------------------------------------------------------------------------
-    def _touch(self) -> None:
+    def touch(self) -> None:
+        """Say that the structure has changed, here and so in the graphs around."""
         self._version += 1
         if self.parent is not None:
-            self.parent.program._touch()
+            self.parent.program.touch()
 
-    def _own(self, variable: Variable) -> None:
+    def must_own(self, variable: Variable) -> None:
+        """GraphError where the variable is another program's."""
         if variable.program is not self:
             raise GraphError(
                 f"variable '{variable.name}' belongs to {other_program(variable.program, self)}, not to '{self.name}'; "
@@ -219,7 +237,7 @@ class Graph:
         variable.persistable, variable.trainable, variable.data = persistable, trainable, data
         self._variables[name] = variable
         self.graph.add_node(key, item=variable)
-        self._touch()
+        self.touch()
         return variable
 
     def add_input(self, name: str, dtype: Any, shape: Iterable[Any] | None) -> Variable:
@@ -260,7 +278,7 @@ class Graph:
         self.graph.add_node(key, item=op)
         for slot, variable in enumerate(inputs):
             if variable is not None:
-                self._own(variable)
+                self.must_own(variable)
                 self.graph.add_edge(variable.key, key, key=slot)
             op._inputs.append(variable)
         for slot, variable in enumerate(outputs):
@@ -269,7 +287,7 @@ class Graph:
                 op.set_output(slot, variable)
         for nested in op.attrs.programs:
             nested.parent = op
-        self._touch()
+        self.touch()
         return op
 
     def remove_operator(self, op: Operator) -> None:
@@ -279,27 +297,27 @@ class Graph:
                 variable.producer, variable.producer_slot = None, -1
         del self._operators[op.key]
         self.graph.remove_node(op.key)
-        self._touch()
+        self.touch()
 
     def remove_variable(self, variable: Variable) -> None:
         """Take out a variable that nothing reads or writes."""
-        self._own(variable)
+        self.must_own(variable)
         if self.graph.degree(variable.key):
             raise GraphError(f"variable '{variable.name}' is still in use and cannot be removed")
         del self._variables[variable.name]
         self.graph.remove_node(variable.key)
         self.inputs = [v for v in self.inputs if v is not variable]
         self.updates.pop(variable, None)
-        self._touch()
+        self.touch()
 
     def rename_variable(self, variable: Variable, name: str) -> None:
         """Give a variable another, unused, name; its place in the order of variables stays."""
-        self._own(variable)
+        self.must_own(variable)
         if name in self._variables:
             raise GraphError(f"program '{self.name}' already has a variable '{name}'")
         self._variables = {(name if v is variable else old): v for old, v in self._variables.items()}
         variable.name = name
-        self._touch()
+        self.touch()
 
     def replace_uses(self, old: Variable, new: Variable, where: Callable[[Operator], bool] | None = None) -> None:
         """Let every reader of ``old`` (for which ``where`` holds) read ``new`` instead, nested graphs included."""
@@ -317,12 +335,24 @@ class Graph:
             else:
                 op.set_input(int(slot), new)
 
+    def exchange(self, other: Graph) -> None:
+        """Let each graph hold what the other held, and keep its name, its startup program and how it is treated."""
+        mine, its = vars(self), vars(other)
+        for name in _CONTENT:
+            mine[name], its[name] = its[name], mine[name]
+        for graph in (self, other):
+            for variable in graph.variables:
+                variable.program = graph
+            for op in graph.added:
+                op.program = graph
+            graph.touch()
+
     def set_update(self, state: Variable, new: Variable) -> None:
         """Let persistable ``state`` take the value of ``new`` when a step ends (a later call wins)."""
         if not state.persistable:
             raise GraphError(f"variable '{state.name}' is not persistable and cannot be updated")
         self.updates[state] = new
-        self._touch()
+        self.touch()
 
     def mark_fp16(self, *patterns: str) -> int:
         """Mark operators whose name or scope matches a glob pattern (or, after ``re:``, a regular expression), as
@@ -336,7 +366,7 @@ class Graph:
         marked = matching(self.walk(), patterns, "mark_fp16")
         for op in marked:
             op.guard = True
-        self._touch()
+        self.touch()
         return len(marked)
 
     def new_variable(self, prefix: str, dtype: Any = None, shape: Iterable[Any] | None = None) -> Variable:

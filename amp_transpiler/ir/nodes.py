@@ -321,11 +321,11 @@ class Operator:
             graph.remove_edge(old.key, self.key, key=slot)
         self._inputs[slot] = variable
         if variable is not None:
-            self.program._own(variable)
+            self.program.must_own(variable)
             graph.add_edge(variable.key, self.key, key=slot)
         else:
             _trim(self._inputs)
-        self.program._touch()
+        self.program.touch()
 
     def set_output(self, slot: int, variable: Variable | None) -> None:
         """Make this operator the producer of ``variable``, in output ``slot``."""
@@ -338,7 +338,7 @@ class Operator:
             old.producer, old.producer_slot = None, -1
         self._outputs[slot] = variable
         if variable is not None:
-            self.program._own(variable)
+            self.program.must_own(variable)
             if variable.producer is not None:
                 raise GraphError(
                     f"variable '{variable.name}' would have two producers: '{variable.producer.label}' and "
@@ -348,19 +348,19 @@ class Operator:
             graph.add_edge(self.key, variable.key, key=slot)
         else:
             _trim(self._outputs)
-        self.program._touch()
+        self.program.touch()
 
     def add_capture(self, variable: Variable) -> None:
         """Record that a nested graph of this operator reads ``variable``."""
-        self.program._own(variable)
+        self.program.must_own(variable)
         if not self.program.graph.has_edge(variable.key, self.key, key=CAPTURE):
             self.program.graph.add_edge(variable.key, self.key, key=CAPTURE)
-            self.program._touch()
+            self.program.touch()
 
     def remove_capture(self, variable: Variable) -> None:
         """Record that no nested graph of this operator reads ``variable`` any more."""
         self.program.graph.remove_edge(variable.key, self.key, key=CAPTURE)
-        self.program._touch()
+        self.program.touch()
 
     def __repr__(self) -> str:
         ins = ", ".join("" if v is None else v.name for v in self._inputs)

@@ -56,8 +56,7 @@ class _Snapshot:
         self.fields["info"] = _info(program.info)
         self.variables = [(variable, _slots(variable)) for variable in program.variables]
         self.operators = [
-            (op, _slots(op), _slots(op.attrs), op.captures if op.attrs.graphs else [])
-            for op in program._operators.values()
+            (op, _slots(op), _slots(op.attrs), op.captures if op.attrs.graphs else []) for op in program.added
         ]
         self.nested = [_Snapshot(inner) for op, *_ in self.operators for inner in op.attrs.programs]
 
@@ -79,12 +78,12 @@ class _Snapshot:
         for item in sorted(items, key=lambda item: item.key):
             graph.add_node(item.key, item=item)
         for op, _, _, captures in self.operators:
-            for slot, variable in enumerate(op._inputs):
+            for slot, variable in enumerate(op.inputs):
                 if variable is not None:
                     graph.add_edge(variable.key, op.key, key=slot)
             for variable in captures:
                 graph.add_edge(variable.key, op.key, key=CAPTURE)
-            for slot, variable in enumerate(op._outputs):
+            for slot, variable in enumerate(op.outputs):
                 if variable is not None:
                     graph.add_edge(op.key, variable.key, key=slot)
 

@@ -40,14 +40,14 @@ def untyped(program: Graph) -> list[str]:
 def programs_of(program: Graph) -> Iterator[Graph]:
     """The program and every program nested in it, without sorting them (so that a cycle does no harm)."""
     yield program
-    for op in program._operators.values():
+    for op in program.added:
         for nested in op.attrs.programs:
             yield from programs_of(nested)
 
 
 def _findings(program: Graph) -> Iterator[str]:
     for one in programs_of(program):
-        for op in one._operators.values():
+        for op in one.added:
             yield from _edges(one, op)
         for name, variable in one._variables.items():
             yield from _variable(one, name, variable)
@@ -116,7 +116,7 @@ def _ports(program: Graph) -> Iterator[str]:
 
 def _captures(program: Graph) -> Iterator[str]:
     """Nested programs reach outwards through one capture edge per level, and shadow nothing that they capture."""
-    for op in program._operators.values():
+    for op in program.added:
         inner = [v for nested in op.attrs.programs for v in nested.variables if v.outer is not None]
         drawn = {key for key, slots in program.graph._pred[op.key].items() if CAPTURE in slots}
         captured: set[int] = set()

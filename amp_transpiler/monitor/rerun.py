@@ -73,7 +73,7 @@ class Rerun:
         return device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
 
     def _compute(self, program: Graph, names: Sequence[str], keep_fp32: Collection[str]) -> list[Any]:
-        key = (program.name, id(program), program._version, tuple(names), frozenset(keep_fp32))
+        key = (program.name, id(program), program.version, tuple(names), frozenset(keep_fp32))
         if key not in self._steps:
             self._steps[key] = (program, *self._compile(program, names, keep_fp32))
         _, feeds, step = self._steps[key]

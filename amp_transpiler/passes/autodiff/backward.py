@@ -165,7 +165,7 @@ def _variables(program: Graph, items: Iterable[Variable | str], what: str) -> li
         if not isinstance(item, (str, Variable)):
             raise ArgumentTypeError(f"{what} holds {item!r}; expected variables or names")
         variable = program.var(item) if isinstance(item, str) else item
-        program._own(variable)
+        program.must_own(variable)
         found.append(variable)
     return found
 

@@ -98,7 +98,7 @@ def _names(program: Graph, segments: Sequence[Variable | str]) -> tuple[str, ...
         if not isinstance(item, (str, Variable)):
             raise ArgumentTypeError(f"recompute: segments holds {item!r}; expected variables, names or patterns")
         if isinstance(item, Variable):
-            program._own(item)
+            program.must_own(item)
         names.append(item.name if isinstance(item, Variable) else item)
     if not names:
         raise ArgumentError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -37,22 +36,16 @@ def expand_control_flow(program: Graph, feed_shapes: Mapping[str, tuple[int, ...
     pending = list(program.nesting)
     changed = False
     for op in pending:
-        first = program._next_key
+        first = program.next_key
         if not _expand(op, env):
             continue
         changed = True
-        made = _added_since(program, first)
+        made = program.added_since(first)  # each after those that make what it reads
         env.left -= len(made)
         for new in made:
             infer_operator(new, env.shapes)
         pending += [new for new in made if new.attrs.programs]
     return changed
-
-
-def _added_since(program: Graph, key: int) -> list[Operator]:
-    """The operators from this key on, as they were added: each after those that make what it reads."""
-    added = list(takewhile(lambda op: op.key >= key, reversed(program._operators.values())))
-    return added[::-1]
 
 
 def why_not_known(op: Operator) -> str:

@@ -65,7 +65,7 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
         for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
             op.metadata[FULL] = str(Reason(Kind.STATISTICS))
         count += 1
-    program._touch()
+    program.touch()
     return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
 
 

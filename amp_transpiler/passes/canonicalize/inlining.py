@@ -8,7 +8,6 @@ import onnx
 import onnx.inliner
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.clone import exchange
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.model_file import ModelFile
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -45,7 +44,7 @@ def inline_functions(program: Graph) -> bool:
         )
     _carry_variables(program, new)
     _carry_marks(program, new, _calls(program))
-    exchange(program, new)
+    program.exchange(new)
     return True
 
 

@@ -46,7 +46,7 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     for op in missing:  # what they are made of has the target's form
         decompose_operator(op)
     program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
-    program._touch()
+    program.touch()
     return True
 
 
@@ -255,7 +255,6 @@ def _batch_norm(op: Operator) -> None:
             )
     for slot in range(len(op.outputs) - 1, 0, -1):
         op.set_output(slot, None)
-    del op._outputs[1:]
 
 
 def _uses(variable: Variable | None) -> Iterator[Operator]:

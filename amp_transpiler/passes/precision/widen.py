@@ -57,7 +57,7 @@ def widen(program: Graph) -> list[str]:
     for op in program.walk():
         if not inserted(op):
             op.precision = op.reason = ""
-    program._touch()
+    program.touch()
     what = f"its {' and '.join(held)} weights are fp32 now" if held else "its operators are fp32 now"
     rest = f"; {len(kept)} operators that take no fp32 stay as they are" if kept else ""
     return [f"the model was in 16 bit: {what}, and {casts} casts are taken out{rest}"]
