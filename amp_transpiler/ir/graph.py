@@ -27,8 +27,6 @@ from amp_transpiler.ir.types import element_type
 __all__ = ["Graph", "other_program"]
 
 _numbers = count()
-#: What of a graph is its content: all but what it is called, its startup program and how it is treated.
-_CONTENT = ("graph", "info", "inputs", "outputs", "updates", "window", "_variables", "_operators", "_next_key")
 
 
 def other_program(program: Graph, current: Graph) -> str:
@@ -337,9 +335,15 @@ class Graph:
 
     def exchange(self, other: Graph) -> None:
         """Let each graph hold what the other held, and keep its name, its startup program and how it is treated."""
-        mine, its = vars(self), vars(other)
-        for name in _CONTENT:
-            mine[name], its[name] = its[name], mine[name]
+        self.graph, other.graph = other.graph, self.graph
+        self.info, other.info = other.info, self.info
+        self.inputs, other.inputs = other.inputs, self.inputs
+        self.outputs, other.outputs = other.outputs, self.outputs
+        self.updates, other.updates = other.updates, self.updates
+        self.accumulation, other.accumulation = other.accumulation, self.accumulation
+        self._variables, other._variables = other._variables, self._variables
+        self._operators, other._operators = other._operators, self._operators
+        self._next_key, other._next_key = other._next_key, self._next_key
         for graph in (self, other):
             for variable in graph.variables:
                 variable.program = graph
