@@ -104,7 +104,14 @@ class ScopeError(AmpError, LookupError):
 
 
 class PlaceError(AmpError, RuntimeError):
-    """The device that was asked for is not there, or cannot run the program."""
+    """The device that was asked for is not there, or cannot run the program.
+
+    ``found``: the message without its last part, ``way``, which says what a caller of ``Executor`` can do about it.
+    """
+
+    def __init__(self, found: str, way: str = "") -> None:
+        super().__init__(f"{found}. {way}" if way else found)
+        self.found, self.way = found, way
 
 
 class StepError(AmpError, ValueError):

@@ -27,17 +27,15 @@ _LARGE = 1 << 30
 
 
 def chosen_place(place: Place | str, options: FitOptions) -> Place:
-    """The place of a name, which is there. ArgumentError: another name; PlaceError: no such device."""
+    """The place, which is there. ArgumentError: a name that is none; PlaceError: no such device."""
     if isinstance(place, str):
         if place not in ("cpu", "cuda"):
             raise ArgumentError(f"{options.called('place')} is {place!r}; expected 'cpu' or 'cuda'")
-        if place == "cpu":
-            return CPUPlace()
-        missing = cuda_missing(0)
-        if missing is not None:
-            spelled = f"{options.called('place')}{' ' if options.flags else '='}"
-            raise PlaceError(f"{spelled}cuda: {missing}. Train on the processor instead: {spelled}cpu")
-        return CUDAPlace(0)
+        place = CPUPlace() if place == "cpu" else CUDAPlace(0)
+    missing = cuda_missing(place.device_id) if isinstance(place, CUDAPlace) else None
+    if missing is not None:
+        cuda, cpu = options.said("place", "cuda"), options.said("place", "cpu")
+        raise PlaceError(f"{cuda}: {missing}. Train on the processor instead: {cpu}")
     return place
 
 

@@ -57,10 +57,9 @@ def training_fault(
 
 
 def _way_out(options: FitOptions) -> str:
-    spaced = " " if options.flags else "="
-    ways = [f"{options.called('mode')}{spaced}fp32", f"{options.called('black_list')} for what overflows"]
+    ways = [options.said("mode", "fp32"), f"{options.called('black_list')} for what overflows"]
     if options.dtype == "float16":
-        ways.insert(0, f"{options.called('dtype')}{spaced}bfloat16")
+        ways.insert(0, options.said("dtype", "bfloat16"))
     return ", ".join(ways[:-1]) + f" or {ways[-1]}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.conversion.converting import convert
-from amp_transpiler.errors import ArgumentError, FeedError
+from amp_transpiler.errors import ArgumentError, FeedError, PlaceError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.batch import fixed_batch, freed
 from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place
@@ -95,11 +96,17 @@ def fit(
     check_files(model, output, data, test, log, chosen)
     program = Program.from_onnx(model)
     run = _Run(program, chosen, chosen_place(place, chosen), data, test, tell)
-    start = found.epochs if found is not None else 0
-    if log is None:
-        return run.train(Path(output), checkpoint, found, None, progress)
-    with Log(log, chosen.measured, start, found.steps if found is not None else 0, tell) as book:
-        return run.train(Path(output), checkpoint, found, book, progress)
+    epochs, steps = (found.epochs, found.steps) if found is not None else (0, 0)
+    try:
+        with nullcontext() if log is None else Log(log, chosen.measured, epochs, steps, tell) as book:
+            return run.train(Path(output), checkpoint, found, book, progress)
+    except PlaceError as error:
+        if not error.way:
+            raise
+        way = (
+            f"keep the operator in fp32 ({chosen.called('black_list')}); else train with {chosen.said('place', 'cpu')}"
+        )
+        raise PlaceError(error.found, f"Where only the 16-bit kernel is missing, {way}") from None
 
 
 class _Told:
@@ -152,11 +159,11 @@ class _Run:
     def _check_kind(self, arrays: Mapping[str, np.ndarray], what: str) -> None:
         options = self.options
         if options.loss == "cross_entropy":
-            spelled = f"{options.called('loss')}{' ' if options.flags else '='}"
             check_classes(
                 arrays[options.label],
                 f"{what}: label array '{options.label}'",
-                f"For numbers to predict choose {spelled}mse, for probabilities from 0 to 1 {spelled}bce_with_logits",
+                f"For numbers to predict choose {options.said('loss', 'mse')}, for probabilities from 0 to 1 "
+                f"{options.said('loss', 'bce_with_logits')}",
             )
 
     def _with_batch(
@@ -169,7 +176,7 @@ class _Run:
             return program, wanted or _BATCH, False
         exported = f"the model was exported with a fixed batch of {fixed}"
         if wanted is None:
-            larger = f"{options.called('batch_size')}{' ' if options.flags else '='}{_BATCH}"
+            larger = options.said("batch_size", _BATCH)
             self.tell(
                 f"{exported}, and is trained in batches of {fixed}; {larger}, say, frees it where its operators let it"
             )

@@ -127,9 +127,9 @@ class FitOptions:
         """An option as the caller spells it."""
         return _FLAGS.get(name, flag(name)) if self.flags else name
 
-    def said(self, name: str) -> str:
-        """An option with its value, for messages: ``lr=0.1`` or ``--lr 0.1``."""
-        return f"{self.called(name)}{' ' if self.flags else '='}{getattr(self, name)}"
+    def said(self, name: str, value: Any = None) -> str:
+        """An option with a value, its own where None, for messages: ``lr=0.1`` or ``--lr 0.1``."""
+        return f"{self.called(name)}{' ' if self.flags else '='}{getattr(self, name) if value is None else value}"
 
     @property
     def saved(self) -> str:

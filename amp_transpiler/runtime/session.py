@@ -184,8 +184,9 @@ def _creation_error(error: Exception, data: bytes, place: Place, settings: Setti
         some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         return PlaceError(
             f"program '{name}' does not run on {place!r} alone: onnxruntime has no CUDA kernel for "
-            f"{some or 'some operators'}. Where only the 16-bit kernel is missing, keep the operator in fp32 "
-            "(custom_black_list); else let it run on the CPU with Executor(place, allow_cpu_fallback=True)"
+            f"{some or 'some operators'}",
+            "Where only the 16-bit kernel is missing, keep the operator in fp32 (custom_black_list); else let it run "
+            "on the CPU with Executor(place, allow_cpu_fallback=True)",
         )
     if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text or "Provider type for" in text:
         return PlaceError(f"an operator of program '{name}' has no kernel on {place!r}: {text}")
@@ -226,8 +227,8 @@ def require_cuda(place: CUDAPlace) -> None:
     missing = cuda_missing(place.device_id)
     if missing is not None:
         raise PlaceError(
-            f"{place!r} cannot be used: {missing}. Run on CPUPlace(), or allow that with "
-            f"Executor({place!r}, allow_cpu_fallback=True)"
+            f"{place!r} cannot be used: {missing}",
+            f"Run on CPUPlace(), or allow that with Executor({place!r}, allow_cpu_fallback=True)",
         )
 
 

@@ -264,3 +264,22 @@ def test_one_file_serves_calibration_and_training(tmp_path: Path) -> None:
         assert main(["convert", str(out), str(tmp_path / "half.onnx"), "--calibration", str(path), "--quiet"]) == 0
         files.append(out.read_bytes())
     assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize(
+    "flags, way",
+    [(True, "(--black-list); else train with --place cpu"), (False, "(black_list); else train with place=cpu")],
+)
+def test_an_operator_without_a_kernel_leads_to_what_the_caller_can_write(
+    flags: bool, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: object, **more: object) -> None:
+        raise amp.errors.PlaceError(
+            "no CUDA kernel for Det 'y'", "Run it with Executor(place, allow_cpu_fallback=True)"
+        )
+
+    monkeypatch.setattr(amp.Executor, "run", refused)
+    with pytest.raises(amp.errors.PlaceError, match="no CUDA kernel for Det") as found:
+        amp.fit(linear(), tmp_path / "out.onnx", data=features(40), log=tmp_path / "log", flags=flags)
+    assert str(found.value).endswith(way) and "Executor" not in str(found.value)
+    assert not list(tmp_path.iterdir())

@@ -23,6 +23,9 @@ def test_pyproject_lists_every_package():
     ):
         for init in (ROOT / folder).rglob("__init__.py"):
             found.add(".".join([name, *init.parent.relative_to(ROOT / folder).parts]))
+    for name, folder in setuptools["package-dir"].items():
+        assert (ROOT / folder / "__init__.py").is_file()
+        found = found - {folder.replace("/", ".")} | {name}
     assert found == set(setuptools["packages"]), "add the package to [tool.setuptools] packages in pyproject.toml"
 
 
@@ -76,6 +79,20 @@ def test_a_damaged_onnxruntime_is_named(tmp_path):
 def test_the_installed_package_stands_alone(tmp_path):
     files = imported_from(tmp_path)
     assert not any(file.is_relative_to(ROOT / part) for file in files for part in ("amp_transpiler", "ops", "lists"))
+
+
+def test_ctrl_c_while_the_command_is_imported_is_quiet(tmp_path):
+    """An onnxruntime whose import is interrupted, and the script that pip makes of the entry point."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, function = scripts["amp-transpile"].split(":")
+    (tmp_path / "onnxruntime.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / module).symlink_to(ROOT / "amp_transpiler" / "command")  # as a wheel lays it out
+    script = f"import sys; from {module} import {function}; sys.exit({function}())"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, "info", "m.onnx"], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "amp-transpile: interrupted; nothing was written\n")
 
 
 def test_a_checkout_is_complete_beside_an_installed_package():
