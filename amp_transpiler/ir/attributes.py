@@ -34,7 +34,7 @@ def _decode(proto: onnx.AttributeProto) -> Any:
 
 
 class Attributes(MutableMapping[str, Any]):
-    """A mapping name -> value, in order. Graph attributes are :class:`Program` objects (or lists of them).
+    """A mapping name -> value, in order. Graph attributes are :class:`Graph` objects (or lists of them).
 
     What came from a file is kept as its AttributeProto and decoded when read, so that it leaves
     byte for byte as it came (types of empty lists, references of a function's attributes, doc strings).

@@ -1,4 +1,4 @@
-"""What only a Program knows, in a model file: the marks of an operator in the node's metadata_props (role, guard,
+"""What only a Graph knows, in a model file: the marks of an operator in the node's metadata_props (role, guard,
 scope, precision, reason), the state of a training program in those of the graph (persistables, updates, gradients)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ONNX in: a model file or ModelProto becomes a Program that loses nothing of it.
+"""ONNX in: a model file or ModelProto becomes a Graph that loses nothing of it.
 
 First every variable of a graph is made, then its operators, so that the order of the nodes in the file does
 not matter; nested graphs are read when their operator is. Element types are found at the end (``annotate``).
@@ -31,7 +31,7 @@ __all__ = ["load", "program_of", "tensor_array"]
 
 G = TypeVar("G", bound=Graph)
 
-#: Fields of GraphProto that have a place of their own in a Program.
+#: Fields of GraphProto that have a place of their own in a Graph.
 _GRAPH_LISTS = ("node", "initializer", "sparse_initializer", "input", "output", "value_info")
 
 

@@ -1,1 +1,1 @@
-"""Passes: one a file, Program to Program (or, in the lowering, Program to ONNX)."""
+"""Passes: one a file, Graph to Graph (or, in the lowering, Graph to ONNX)."""

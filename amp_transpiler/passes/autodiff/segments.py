@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir.graph import Graph
@@ -13,6 +12,7 @@ from amp_transpiler.ir.patterns import matching, pattern_of
 from amp_transpiler.passes.autodiff.memory_budget import within_budget
 from amp_transpiler.passes.autodiff.recompute import Made, Segment, insert
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def recompute(
     *,
     memory_budget: int | None = None,
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
-    place: Any = None,
+    place: Place | None = None,
 ) -> None:
     """Let the backward pass compute activations again instead of keeping them (activation checkpointing).
 
@@ -79,10 +79,10 @@ def recompute(
     program.recompute = Request(names)
 
 
-def _budget(program: Graph, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Any) -> Request:
-    kind = "cpu" if place is None else getattr(place, "kind", None)
-    if kind not in ("cpu", "cuda"):
-        raise ArgumentTypeError(f"recompute: place is CPUPlace() or CUDAPlace(0), got {place!r}")
+def _budget(
+    program: Graph, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Place | None
+) -> Request:
+    kind = CPUPlace().kind if place is None else check_place(place, "recompute").kind
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise ArgumentTypeError(f"recompute: memory_budget is a number of bytes, got {budget!r}")
     if budget < 1:

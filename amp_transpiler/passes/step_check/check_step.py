@@ -18,7 +18,6 @@ What must hold (numbers as in the messages):
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from amp_transpiler.errors import StepError
 from amp_transpiler.ir.graph import Graph
@@ -28,6 +27,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
 from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow
 from amp_transpiler.passes.view.training_step import (
@@ -44,7 +44,9 @@ from amp_transpiler.passes.view.training_step import (
 _LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "ReduceSum", "ReduceMean", "Neg"})
 
 
-def check_step(program: Graph, place: Any = None, feed_shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+def check_step(
+    program: Graph, place: Place | None = None, feed_shapes: dict[str, tuple[int, ...]] | None = None
+) -> None:
     """Check a program with loss scaling, as ``minimize`` of a decorated optimizer leaves it.
 
     Points 1 to 5 are proved on the program. With ``place`` (CPUPlace() or CUDAPlace(0), neither needs a GPU) the
