@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 
 
@@ -12,8 +12,8 @@ class AmpWarning(UserWarning):
 
 def warn_user(message: str) -> None:
     """An AmpWarning at the innermost line outside this package."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("amp_transpiler"):
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("amp_transpiler"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, AmpWarning, stacklevel=level)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import onnx
 
+from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
@@ -176,7 +177,7 @@ def _remove_dead(program: Graph, targets: list[Variable]) -> None:
     stack = list(targets)
     while stack:
         variable = stack.pop()
-        if variable in kept or program.graph._succ[variable.key]:
+        if variable in kept or successors(program.graph)[variable.key]:
             continue
         unread.add(variable)
         op = variable.producer

@@ -95,7 +95,7 @@ class Parts:
         written = [self.program.add_variable(self._name(type_)) for _ in range(1 if outputs is None else outputs)]
         op = self.program.add_operator(type_, read, written, attrs={k: v for k, v in attrs.items() if v is not None})
         self.made[op] = None
-        self._mark(op)
+        self.mark(op)
         env = Declared()
         infer_operator(op, env)
         for variable in written:
@@ -165,7 +165,8 @@ class Parts:
             return self.const(np.array(value, np.int64))
         return self.const(value, kind)
 
-    def _mark(self, new: Operator) -> None:
+    def mark(self, new: Operator) -> None:
+        """Give a new operator the marks of the one that is decomposed."""
         op = self.op
         new.scope, new.guard, new.role, new.precision, new.why = op.scope, op.guard, op.role, op.precision, op.why
         new.metadata.update(op.metadata)
@@ -198,7 +199,7 @@ def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
     """Let the producer of ``value`` write ``target`` instead."""
     producer, slot = value.producer, value.producer_slot
     if producer is None or value not in parts.made:
-        parts._mark(parts.program.add_operator("Identity", [value], [target]))
+        parts.mark(parts.program.add_operator("Identity", [value], [target]))
         return
     if target.shape is None:
         target.shape = value.shape

@@ -9,7 +9,7 @@ Every change goes through the methods of this module, which keep edges and order
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence, ValuesView
 from itertools import count, takewhile
 from typing import Any, Self
 
@@ -130,6 +130,11 @@ class Graph:
         return self._variables.values()
 
     @property
+    def names(self) -> KeysView[str]:
+        """The names of the variables, in the order in which these were added."""
+        return self._variables.keys()
+
+    @property
     def parameters(self) -> list[Variable]:
         """Trainable persistable variables."""
         return [v for v in self._variables.values() if v.is_parameter]
@@ -204,15 +209,16 @@ class Graph:
 
     def unique(self, name: str) -> str:
         """``name``, or ``name_1``, ``name_2``, … where it is taken in this program or in one around it."""
-        if not self._takes(name):
+        if not self.takes(name):
             return name
         number = 1
-        while self._takes(f"{name}_{number}"):
+        while self.takes(f"{name}_{number}"):
             number += 1
         return f"{name}_{number}"
 
-    def _takes(self, name: str) -> bool:
-        return name in self._variables or (self.parent is not None and self.parent.program._takes(name))
+    def takes(self, name: str) -> bool:
+        """Whether a variable of this program or of one around it is called so."""
+        return name in self._variables or (self.parent is not None and self.parent.program.takes(name))
 
     def add_variable(
         self,
@@ -274,15 +280,7 @@ class Graph:
         op.scope = context.scope_name()
         self._operators[key] = op
         self.graph.add_node(key, item=op)
-        for slot, variable in enumerate(inputs):
-            if variable is not None:
-                self.must_own(variable)
-                self.graph.add_edge(variable.key, key, key=slot)
-            op._inputs.append(variable)
-        for slot, variable in enumerate(outputs):
-            op._outputs.append(None)
-            if variable is not None:
-                op.set_output(slot, variable)
+        op.connect(inputs, outputs)
         for nested in op.attrs.programs:
             nested.parent = op
         self.touch()
@@ -290,7 +288,7 @@ class Graph:
 
     def remove_operator(self, op: Operator) -> None:
         """Take the operator out; its outputs stay, without a producer."""
-        for variable in op._outputs:
+        for variable in op.outputs:
             if variable is not None:
                 variable.producer, variable.producer_slot = None, -1
         del self._operators[op.key]

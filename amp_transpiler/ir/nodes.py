@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
+from amp_transpiler.ir.adjacency import predecessors, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -121,8 +122,8 @@ class Variable:
     @property
     def readers(self) -> list[tuple[Operator, int | str]]:
         """(operator, slot) for each use, in the order in which the operators were added."""
-        graph = self.program.graph
-        found = [(graph.nodes[key]["item"], slot) for key, slots in graph._succ[self.key].items() for slot in slots]
+        nodes, reads = self.program.graph.nodes, successors(self.program.graph)[self.key]
+        found = [(nodes[key]["item"], slot) for key, slots in reads.items() for slot in slots]
         found.sort(key=lambda use: (use[0].key, str(use[1])))
         return found
 
@@ -290,7 +291,7 @@ class Operator:
     def captures(self) -> list[Variable]:
         """Variables of this program that nested graphs of the operator read."""
         graph = self.program.graph
-        return [graph.nodes[key]["item"] for key, slots in graph._pred[self.key].items() if CAPTURE in slots]
+        return [graph.nodes[key]["item"] for key, slots in predecessors(graph)[self.key].items() if CAPTURE in slots]
 
     @property
     def full_type(self) -> str:
@@ -310,6 +311,18 @@ class Operator:
     def output(self, slot: int) -> Variable | None:
         """The output in ``slot``, None where it is absent."""
         return self._outputs[slot] if slot < len(self._outputs) else None
+
+    def connect(self, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None]) -> None:
+        """Give a new operator what it reads and writes."""
+        for slot, variable in enumerate(inputs):
+            if variable is not None:
+                self.program.must_own(variable)
+                self.program.graph.add_edge(variable.key, self.key, key=slot)
+            self._inputs.append(variable)
+        for slot, variable in enumerate(outputs):
+            self._outputs.append(None)
+            if variable is not None:
+                self.set_output(slot, variable)
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 import networkx as nx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.adjacency import contents, predecessors
 from amp_transpiler.ir.nodes import Operator
 
 
 def topological_order(graph: nx.MultiDiGraph, operators: Mapping[int, Operator], name: str) -> list[Operator]:
     """The operators of program ``name`` in stable order: as added, each after its producers. GraphError on a cycle."""
     added = [operators[key] for key in sorted(operators)]
-    pred, nodes = graph._pred, graph._node
+    pred, nodes = predecessors(graph), contents(graph)
     if all(p is None or p.key < op.key for op in added for v in pred[op.key] for p in (nodes[v]["item"].producer,)):
         return added  # as a file is written, and a program is built
     done: set[int] = set()

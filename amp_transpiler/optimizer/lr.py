@@ -8,6 +8,7 @@ and formulas are those of ``paddle.optimizer.lr``, evaluated once for every step
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -55,7 +56,7 @@ class LinearWarmup(LRScheduler):
     def __init__(self, learning_rate: float | LRScheduler, warmup_steps: int, start_lr: float, end_lr: float) -> None:
         after = learning_rate if isinstance(learning_rate, LRScheduler) else Constant(learning_rate)
         super().__init__(
-            learning_rate=after._description,
+            learning_rate=json.loads(after.description),
             warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
             start_lr=rate(self, "start_lr", start_lr),
             end_lr=rate(self, "end_lr", end_lr),

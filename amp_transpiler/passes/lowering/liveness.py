@@ -240,7 +240,8 @@ class _Planner:
         self.types[f"{name}/blocked"] = self.types[name]
         return f"{name}/blocked"
 
-    def _bytes(self, name: str) -> int:
+    def bytes_of(self, name: str) -> int:
+        """Bytes of a tensor; 0 for one that is left out or of no known type."""
         return tensor_bytes(self.tensor(name)) if name and name in self.types else 0
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -352,7 +353,7 @@ class _Buffers:
         if name in self.planner.outputs:
             self.owner[name] = name
             if name not in self.planner.bound:
-                self.buffers[name] = Buffer(self.planner._bytes(name), [name], step, step)
+                self.buffers[name] = Buffer(self.planner.bytes_of(name), [name], step, step)
             return
         reused = self._reused_input(node, slot, name) or self._dead(name)
         if reused is None:
