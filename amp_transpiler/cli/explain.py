@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 
+from amp_transpiler.cli import pass_tables
 from amp_transpiler.cli.terminal import printable, typed
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.converting import convert_with
@@ -20,7 +21,11 @@ _EXAMPLES = 3
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the reasons of all operators in groups, or all that is known of some."""
+    """Print the reasons of all operators in groups, or all that is known of some; or what passes do."""
+    if options.passes is not None:
+        return pass_tables.run(options)
+    if options.model is None:
+        raise ArgumentError("explain takes a model, or --passes")
     head, program = "", Program.from_onnx(options.model)
     if not any(op.reason for op in program.walk()):
         asked = ConversionOptions(mode=options.mode, dtype=options.dtype, flags=True)

@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   amp-transpile convert model.onnx bf16.onnx --dtype bfloat16 --check
   amp-transpile train model.onnx tuned.onnx --data train.npz --test test.npz --epochs 3 --freeze 'encoder/*'
   amp-transpile explain model_fp16.onnx Softmax_3
+  amp-transpile explain --passes
   amp-transpile diff model.onnx model_fp16.onnx
   amp-transpile info model_fp16.onnx
 
@@ -46,10 +47,18 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     train.add_options(commands.add_parser("train", help="train or fine-tune a model on arrays"))
-    reasons = commands.add_parser("explain", help="why each operator, or one, has its precision")
-    reasons.add_argument("model", metavar="MODEL.onnx")
+    reasons = commands.add_parser("explain", help="why each operator, or one, has its precision; what passes do")
+    reasons.add_argument("model", metavar="MODEL.onnx", nargs="?")
     reasons.add_argument("nodes", metavar="NODE", nargs="*", help="operator or tensor names, globs, or re:EXPRESSION")
     _precision_options(reasons)
+    reasons.add_argument(
+        "--passes",
+        metavar="PASSES",
+        nargs="?",
+        const="",
+        help="which passes of a list such as 'inline-functions,opset' change the model (without a list, of a "
+        "conversion's); without a model, every pass with what it does, and those of convert, decorate and lower",
+    )
     changes = commands.add_parser("diff", help="what changed between two models")
     changes.add_argument("before", metavar="A.onnx")
     changes.add_argument("after", metavar="B.onnx")

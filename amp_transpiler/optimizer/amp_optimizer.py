@@ -6,41 +6,45 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingNameError, OrderError
-from amp_transpiler.ir import context
-from amp_transpiler.ir.decompose import has_decomposition
-from amp_transpiler.ir.nodes import SCALING, Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.groups import thawed
-from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
 from amp_transpiler.optimizer.pairs import (
     GivenGrads,
     Names,
     ParamsGrads,
     checked_pairs,
-    latest_first,
     warn_untrained,
     without_none,
 )
-from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
-from amp_transpiler.optimizer.state import appending, gated_value
-from amp_transpiler.optimizer.step_pieces import checked_losses, listed, made_of, shares, wide_loss
-from amp_transpiler.optimizer.step_state import Ready, Stage, Step
+from amp_transpiler.optimizer.state import appending
+from amp_transpiler.optimizer.step_passes import (
+    GRADIENT_PASSES,
+    STARTUP,
+    STEP,
+    TRAINING,
+    UPDATES,
+    ScaleLoss,
+    Training,
+    precision_passes,
+    unscaled,
+    update_passes,
+)
+from amp_transpiler.optimizer.step_pieces import checked_losses, listed
+from amp_transpiler.optimizer.step_state import Ready, Step
 from amp_transpiler.optimizer.update_rule import UpdateRule
-from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, standardize, wanted_gradients
+from amp_transpiler.passes.autodiff.backward import Wanted, check_loss, wanted_gradients
+from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, WANTED
 from amp_transpiler.passes.lowering.place import Place, check_place
-from amp_transpiler.passes.numerics.known import keep_losses
-from amp_transpiler.passes.precision.pure import cast_model_to_fp16
-from amp_transpiler.passes.precision.rewrite import rewrite_program
-from amp_transpiler.passes.step_check.check_step import check_step
-from amp_transpiler.program import Program, program_guard, program_of
+from amp_transpiler.passes.pipeline import Context, Pass, Value, apply
+from amp_transpiler.passes.precision.modes import LIKE, NARROWED, Precision
+from amp_transpiler.passes.view.given import LISTS, LOSS
+from amp_transpiler.program import Program, program_of
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.scope import Scope
 
@@ -97,6 +101,11 @@ class OptimizerWithMixedPrecision:
         else:
             setattr(self.optimizers[0], name, value)
 
+    @property
+    def training(self) -> Training:
+        """What the training step is made of, as its passes take it."""
+        return Training(self.optimizers, self._scaler, self._accumulation, self._checks)
+
     # -- minimize and its parts ----------------------------------------------------------------------
     @paddle_arguments("optimizer.minimize")
     def minimize(
@@ -146,7 +155,7 @@ class OptimizerWithMixedPrecision:
             return self._step.built("get_scaled_loss").scaled_loss
         losses = checked_losses(loss)
         with self._appending(program_of(losses[0]), startup_program) as startup:
-            return self._scaled(losses, startup)
+            return self._scaled(losses, startup)[SCALED_LOSS]
 
     def get_unscaled_gradients(self, grads: Sequence[Variable | None]) -> list[Variable | None]:
         """Gradients of the scaled loss divided by the scale, in fp32 (fp64 for fp64), None where None is given.
@@ -171,7 +180,7 @@ class OptimizerWithMixedPrecision:
                 "get_unscaled_gradients: every gradient is None; the loss depends on none of these parameters"
             )
         with self._appending(step.program, step.startup):
-            self._step = step = _unscaled(step, given)
+            self._step = step = unscaled(step, given)
         return [None if grad is None else step.unscaled[grad] for grad in grads]
 
     def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:
@@ -216,7 +225,8 @@ class OptimizerWithMixedPrecision:
             )
         with unchanged_on_error(test_program):
             if test_program is not None and (self._use_pure_fp16 or use_fp16_test):
-                self._rewrite(test_program, like=step.program)
+                context = Context({LISTS: self._amp_lists, LIKE: step.program})
+                apply(precision_passes(self._precision(step.program), trained=False), test_program, context)
             if self._use_pure_fp16:
                 cast_parameters_to_fp16(place, step.program, scope, step.narrowed)
 
@@ -277,121 +287,46 @@ class OptimizerWithMixedPrecision:
         for each in losses:
             check_loss(each)
         wanted = wanted_gradients(program, thawed(items) if isinstance(items, list) else items, no_grad_set)
-        scaled = self._scaled(losses, startup)
-        standardize(program)
-        pairs = append_gradients(scaled, wanted, losses)
+        pairs = self._scaled(losses, startup, GRADIENT_PASSES, wanted)[GRADIENTS]
         warn_untrained(thawed(wanted.parameters), pairs, no_grad_set)
         return pairs
 
-    def _scaled(self, losses: Sequence[Variable], startup: Program) -> Variable:
-        """The sum of the losses times the scale, in a program that is brought into this optimizer's precision once."""
+    def _scaled(
+        self, losses: Sequence[Variable], startup: Program, then: Sequence[Pass] = (), wanted: Wanted | None = None
+    ) -> Context:
+        """What comes of the passes that scale the sum of the losses, in a program that is brought into this optimizer's
+        precision once, and of those that follow."""
         program = program_of(losses[0])
         step = self._step.of(program)
-        narrowed = self._rewrite(program, losses) if step is None else step.narrowed
-        scale = ScaleState.create(program, startup, self._scaler) if step is None else step.scale
-        with program_guard(program, startup), context.operator_role(SCALING):
-            wide = tuple(wide_loss(loss) for loss in losses)
-            scaled = self._times_scale(f"{losses[0].name}@SCALED", wide, scale.scale)
-        new = Step(program, startup, scale, narrowed, wide, scaled)
-        self._step = new if step is None else step.scaled(wide, scaled)
-        return scaled
+        values: dict[Value[Any], Any] = {LOSS: losses, TRAINING: self.training, STARTUP: startup, WANTED: wanted}
+        first: tuple[Pass, ...] = ()
+        if step is None:
+            first, values = precision_passes(self._precision(program)), {**values, LISTS: self._amp_lists}
+        else:
+            values = {**values, STEP: step, NARROWED: step.narrowed}
+        context = Context(values)
+        apply((*first, ScaleLoss(), *then), program, context)
+        self._step = context[STEP]
+        return context
 
-    def _rewrite(self, program: Program, losses: Sequence[Variable] = (), like: Program | None = None) -> set[str]:
-        """Bring a program into this optimizer's precision; the names that enter the 16-bit part of a pure one.
-
-        ``losses``: those of a training program. ``like``: the training program, where this is one for evaluation.
-        """
-        trained = program if like is None else like
-        guarded = trained.numeric_guards if self._numeric_guards is None else self._numeric_guards
-        if any(has_decomposition(op) for op in program.walk()):
-            standardize(program)  # the lists do not know these operators
-        if losses and guarded:
-            keep_losses(losses, self._amp_lists)
-        known = like is None
-        if self._use_pure_fp16:
-            return cast_model_to_fp16(
-                program,
-                self._amp_lists,
-                self._use_fp16_guard,
-                names_must_exist=known,
-                numeric_guards=guarded,
-                like=like,
-            )
-        rewrite_program(program, self._amp_lists, names_must_exist=known, numeric_guards=guarded, like=like)
-        return set()
-
-    def _times_scale(self, name: str, losses: Sequence[Variable], scale: Variable) -> Variable:
-        """The sum of fp32 losses times the scale; its share of a window where gradients accumulate."""
-        program, total = losses[0].program, losses[0]
-        if len(losses) > 1:
-            total = program.add_variable(program.unique("total_loss"), "float32", losses[0].shape)
-            program.add_operator("Sum", losses, [total])
-        if self._accumulation is not None:
-            share = program.add_variable(program.unique(f"{total.name}@SHARE"), "float32", total.shape)
-            count = program.add_constant("accumulate_steps", np.array(self._accumulation.steps, np.float32))
-            program.add_operator("Div", [total, count], [share])
-            total = share
-        if not self._checks:
-            return total
-        scaled = program.add_variable(program.unique(name), "float32", total.shape or (1,))
-        program.add_operator("Mul", [total, scale], [scaled])
-        return scaled
+    def _precision(self, trained: Program) -> Precision:
+        """The precision of a training program."""
+        pure, guards = self._use_pure_fp16, self._numeric_guards
+        return Precision(
+            "pure" if pure else "mixed",
+            self._amp_lists.dtype,
+            guard=pure and self._use_fp16_guard,
+            numeric_guards=trained.numeric_guards if guards is None else guards,
+        )
 
     def _apply(self, params_grads: ParamsGrads) -> list[Operator]:
         """Finite check and scale update, and an update that a bad step skips; without a check, the update alone."""
-        step, accumulation = self._step.built("apply_gradients"), self._accumulation
-        program, startup = step.program, step.startup
+        step = self._step.built("apply_gradients")
+        program = step.program
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
         step.check_applying()
-        forward_states = dict(program.updates)
-        pairs, window = latest_first(params_grads), dict[Variable, Variable]()
-        with program_guard(program, startup):
-            if accumulation is not None:
-                pairs, window = accumulation.add_up(program, startup, pairs)
-            if self._checks:
-                step, pairs = _all_unscaled(step, pairs)
-            found_inf = step.found_inf
-            with context.operator_role(SCALING):
-                for state, new in forward_states.items():
-                    if accumulation is not None:
-                        accumulation.gate(program, startup, found_inf, state)
-                    elif found_inf is not None and state.name != STEP:
-                        program.set_update(state, gated_value(state, state, new, found_inf))
-            if found_inf is not None:
-                step.scale.append(self._scaler, found_inf, step.losses)
-            updates = [
-                update
-                for optimizer, share in shares(self.optimizers, program, pairs)
-                for update in optimizer.append_updates(share, startup, found_inf)
-            ]
-        if accumulation is not None:
-            accumulation.close(program, startup, {**window, **forward_states})
-        if self._checks:
-            check_step(program)
-        self._step = step.applied()
-        return updates
-
-
-def _all_unscaled(step: Step, params_grads: ParamsGrads) -> tuple[Step, ParamsGrads]:
-    """The step with a finite check, and the pairs with unscaled gradients; those of code of the user's stay."""
-    if step.stage is Stage.SCALED:
-        step = _unscaled(step, [grad for _, grad in params_grads])
-        return step, [(parameter, step.unscaled[grad]) for parameter, grad in params_grads]
-    made = made_of(step.unscaled.values())
-    for parameter, grad in params_grads:
-        if grad not in made:
-            raise ArgumentError(
-                f"apply_gradients: gradient '{grad.name}' of '{parameter.name}' is still scaled, but others went "
-                "through get_unscaled_gradients; pass it through that as well"
-            )
-    return step, params_grads
-
-
-def _unscaled(step: Step, grads: list[Variable]) -> Step:
-    """The step once a finite check is appended, or the one that there is reads these gradients too."""
-    if step.found_inf is None:
-        unscaled, found_inf = check_finite_and_unscale(grads, step.scale.scale)
-        return step.with_unscaled(grads, unscaled, found_inf)
-    assert step.found_inf.producer is not None
-    return step.with_unscaled(grads, extend_check(step.found_inf.producer, grads), step.found_inf)
+        context = Context({TRAINING: self.training, STEP: step, GRADIENTS: params_grads})
+        apply(update_passes(window=self._accumulation is not None, checks=self._checks), program, context)
+        self._step = context[STEP]
+        return context[UPDATES]

@@ -21,7 +21,8 @@ from amp_transpiler.optimizer.pairs import (
 from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
 from amp_transpiler.optimizer.state import appending
 from amp_transpiler.optimizer.update_rule import UpdateRule
-from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, standardize, wanted_gradients
+from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, wanted_gradients
+from amp_transpiler.passes.canonicalize.standard_form import standardize
 from amp_transpiler.program import Program, program_of
 
 

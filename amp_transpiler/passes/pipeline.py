@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import BACKWARD, UPDATE
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.verify import untyped
 from amp_transpiler.lists import TARGET_OPSET
@@ -35,7 +36,10 @@ class Property(Enum):
     INLINED = "functions inlined"
     CONSTANTS = "weights are constants"
     TARGET_OPSET = "target opset"
+    FORWARD = "no gradients"
     PRECISION = "precision decided"
+    GRADIENTS = "gradients"
+    UPDATES = "updates"
 
     def __str__(self) -> str:
         return self.value
@@ -50,6 +54,9 @@ _HOLDS: dict[Property, Callable[[Graph], bool]] = {
     Property.INLINED: lambda graph: not graph.info.functions,
     Property.CONSTANTS: lambda graph: not any(v.persistable and v.data is not None for v in graph.variables),
     Property.TARGET_OPSET: lambda graph: graph.opset() == TARGET_OPSET,
+    Property.FORWARD: lambda graph: not any(op.role == BACKWARD for op in graph.operators),
+    Property.GRADIENTS: lambda graph: any(op.role == BACKWARD for op in graph.operators),
+    Property.UPDATES: lambda graph: any(op.role == UPDATE for op in graph.operators),
     Property.PRECISION: lambda graph: all(op.why is not None for op in graph.walk()),
 }
 
@@ -105,7 +112,8 @@ class Pass(ABC):
     """A change of a graph, or a question to it, with its options as fields; the docstring of a pass is its sentence.
 
     ``name`` is that of its text. ``needs`` and ``guarantees`` are properties of the graph, or values; ``takes`` are
-    values that it can do without. ``invalidates`` are properties that end. A pass that ``reads`` changes no graph.
+    values that it can do without. ``invalidates`` are properties that end. A pass that ``reads`` changes no graph;
+    one that ``initialises`` adds state, which the startup program sets.
     """
 
     name: ClassVar[str]
@@ -114,6 +122,7 @@ class Pass(ABC):
     takes: ClassVar[tuple[Value[Any], ...]] = ()
     invalidates: ClassVar[tuple[Property, ...]] = ()
     reads: ClassVar[bool] = False
+    initialises: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         assert PASSES.setdefault(cls.name, cls).__qualname__ == cls.__qualname__, f"two passes are called {cls.name}"
@@ -183,7 +192,8 @@ class Pipeline:
                 raise ArgumentError(f"pipeline '{self}': no pass takes {name!r}{_near(name, known)}")
         context = Context({known[name]: value for name, value in values.items()})
         _check(self, program, context)
-        with unchanged_on_error(program):
+        startup = program.startup if any(each.initialises for each in self) else None
+        with unchanged_on_error(program, startup):
             changes = apply(self, program, context)
         made = {name: context[value] for name, value in known.items() if value in context}
         return Ran(changes, made, tuple(context.notes))

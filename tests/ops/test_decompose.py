@@ -13,7 +13,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.autodiff.backward import standardize
+from amp_transpiler.passes.canonicalize.standard_form import standardize
 from tests.corpora.fused_operators import KEPT, MS, ONE, PACKED, PLAIN, B, H, N, S, X, normal, of_one
 from tests.helpers.cuda_kernels import without_cuda_kernel
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.decompose import decompose, decompose_operator, has_decomposition
+from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
@@ -24,7 +24,7 @@ from amp_transpiler.ops.training.random import rng_state
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
 from amp_transpiler.passes.autodiff.segments import recompute_activations
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow, why_not_known
-from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.canonicalize.standard_form import standardize
 
 
 @paddle_arguments("append_backward")
@@ -51,16 +51,6 @@ def append_backward(
     with unchanged_on_error(program):
         standardize(program)
         return append_gradients(loss, wanted, [loss])
-
-
-def standardize(program: Graph) -> None:
-    """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
-
-    That is the target opset; later operators, and those that onnxruntime's optimisers write, are decomposed.
-    GraphError names an operator that cannot be.
-    """
-    convert_opset(program)
-    decompose(program)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ LOWERED: Value[Lowered] = Value("lowered")
 
 @dataclass(frozen=True)
 class RuntimeOpset(Pass):
-    """Operators of ai.onnx are at the target opset where a lowering rule is for it or the place lacks later kernels."""
+    """Operators are at the target opset where lowering rules ask for it, or where the place lacks later kernels."""
 
     name = "runtime-opset"
 

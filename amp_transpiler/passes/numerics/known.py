@@ -9,6 +9,7 @@ stay what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL, inserted
@@ -21,7 +22,9 @@ from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
+from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.flow import Flow
+from amp_transpiler.passes.view.given import LISTS, LOSS, losses_of
 from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
 
@@ -91,3 +94,15 @@ def _as_in(other: Graph, program: Graph, constraints: Constraints) -> Constraint
 def _names(op: Operator) -> list[str]:
     """What the operator makes, by the names that the program was written with."""
     return [written_name(v) for v in op.outputs if v is not None]
+
+
+@dataclass(frozen=True)
+class KeepLosses(Pass):
+    """What makes the losses runs in fp32, back to the program's outputs or to operators of the white list."""
+
+    name = "keep-losses"
+    needs = (LOSS,)
+    takes = (LISTS,)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        keep_losses(losses_of(graph, context), context.get(LISTS) or AutoMixedPrecisionLists())

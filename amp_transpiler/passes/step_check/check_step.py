@@ -18,6 +18,7 @@ What must hold (numbers as in the messages):
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from amp_transpiler.errors import StepError
 from amp_transpiler.ir.graph import Graph
@@ -28,6 +29,7 @@ from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
 from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
 from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow
 from amp_transpiler.passes.view.training_step import (
@@ -316,4 +318,17 @@ def _name(variable: Variable | None) -> str:
     return "nothing" if variable is None else variable.name
 
 
-__all__ = ["check_step"]
+@dataclass(frozen=True)
+class CheckStep(Pass):
+    """The training step is proved to keep its protocol: one verdict, gradients unscaled once, state gated."""
+
+    name = "check-step"
+    needs = (Property.UPDATES,)
+    reads = True
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        check_step(graph)
+        return False
+
+
+__all__ = ["CheckStep", "check_step"]

@@ -1,0 +1,46 @@
+"""The operators that gradient rules and precision lists are written for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_transpiler.ir.decompose import decompose, has_decomposition
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.pipeline import Context, Pass, Property
+
+
+def standardize(program: Graph) -> None:
+    """Bring ``program`` to the operators that gradient rules and precision lists are written for, in place.
+
+    That is the target opset; later operators, and those that onnxruntime's optimisers write, are decomposed.
+    GraphError names an operator that cannot be.
+    """
+    convert_opset(program)
+    decompose(program)
+
+
+@dataclass(frozen=True)
+class Canonicalize(Pass):
+    """Operators are at the target opset, and those without a gradient rule are decomposed where there is a way."""
+
+    name = "canonicalize"
+    needs = (Property.TYPED,)
+    guarantees = (Property.TARGET_OPSET,)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        standardize(graph)
+
+
+@dataclass(frozen=True)
+class CanonicalizeUnlisted(Pass):
+    """The same, where an operator that the lists do not know can be decomposed."""
+
+    name = "canonicalize-unlisted"
+    needs = (Property.TYPED,)
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return any(has_decomposition(op) for op in graph.walk())
+
+    def run(self, graph: Graph, context: Context) -> None:
+        standardize(graph)
