@@ -1,8 +1,9 @@
-"""Fixtures of the runtime's tests."""
+"""Options and fixtures of all tests."""
 
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exports", metavar="FOLDER", help="exported models to convert: NAME.onnx beside NAME.npz")
+    parser.addoption("--exports", metavar="FOLDER", help="exported models: NAME.onnx beside NAME.npz")
     parser.addoption("--torch-python", metavar="PYTHON", help="interpreter of another environment that has torch")
     parser.addoption("--examples", type=int, default=200, metavar="N", help="random models to convert (default: 200)")
     parser.addoption(
@@ -24,6 +25,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="chains of train and convert from both exporters in "
         "every combination of modes (default: from one in each)",
     )
+
+
+NO_EXPORTS = "no exported models: python -m tests.tools.export_models FOLDER, then pytest --exports FOLDER"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument ``export`` runs on the path of each exported model."""
+    if "export" in metafunc.fixturenames:
+        folder = metafunc.config.getoption("--exports")
+        none = pytest.param(None, marks=pytest.mark.skip(reason=NO_EXPORTS), id="none")
+        paths = [pytest.param(path, id=path.stem) for path in sorted(Path(folder).glob("*.onnx"))] if folder else [none]
+        assert paths, f"{folder} has no exported model"
+        metafunc.parametrize("export", paths)
+
+
+@pytest.fixture
+def exports(pytestconfig: pytest.Config) -> Path:
+    """The folder of exported models."""
+    folder = pytestconfig.getoption("--exports")
+    if folder is None:
+        pytest.skip(NO_EXPORTS)
+    return Path(folder)
+
+
+@pytest.fixture
+def torch_python(pytestconfig: pytest.Config) -> str:
+    """The interpreter of another environment, which has torch."""
+    python = pytestconfig.getoption("--torch-python")
+    if python is None:
+        pytest.skip("no interpreter with torch: pytest --torch-python PYTHON")
+    return str(python)
 
 
 @pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)

@@ -270,18 +270,12 @@ def test_functions_that_cannot_be_inlined_stay_and_are_noted() -> None:
 
 
 # -- exports -----------------------------------------------------------------------------------------------------
-def test_exports(request: pytest.FixtureRequest, subtests: Any) -> None:
-    folder = request.config.getoption("--exports")
-    if folder is None:
-        pytest.skip("no folder of exported models: pytest --exports FOLDER, with NAME.onnx beside NAME.npz")
-    paths = sorted(Path(folder).glob("*.onnx"))
-    assert paths
-    for path in paths:
-        full = session(str(path))
-        data = np.load(path.with_suffix(".npz"))
-        feed = {i.name: data[i.name] for i in full.get_inputs()}
-        wanted = full.run(None, feed)
-        for mode, dtype in MODES:
-            with subtests.test(model=path.stem, mode=mode, dtype=dtype):
-                program = converts(str(path), mode, dtype)
-                assert worst(faithful(program, feed), wanted) <= TOLERANCE[dtype]
+def test_exports(export: Path, subtests: Any) -> None:
+    full = session(str(export))
+    data = np.load(export.with_suffix(".npz"))
+    feed = {i.name: data[i.name] for i in full.get_inputs()}
+    wanted = full.run(None, feed)
+    for mode, dtype in MODES:
+        with subtests.test(mode=mode, dtype=dtype):
+            program = converts(str(export), mode, dtype)
+            assert worst(faithful(program, feed), wanted) <= TOLERANCE[dtype]

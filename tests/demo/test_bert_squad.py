@@ -14,8 +14,8 @@ import pytest
 import squad
 
 import amp_transpiler as amp
+from tests.helpers.placement import needs_placement_tool, place
 from tests.helpers.where import DATA, NO_DATA
-from tests.passes import test_placement
 
 
 def question(text: str, context: str, answers: list[str], start: int = -1) -> squad.Question:
@@ -149,15 +149,13 @@ def test_every_mode_trains_and_says_what_stayed_fp32(monkeypatch, capsys) -> Non
 
 
 @pytest.mark.parametrize("mode", ["recipe", "pure"])
-@pytest.mark.skipif(
-    any(mark.args[0] for mark in test_placement.pytestmark), reason="needs what test_placement.py needs"
-)
+@needs_placement_tool
 def test_the_step_is_on_cuda_entirely(mode: str, tmp_path) -> None:
     arguments = bert_squad.arguments().parse_args([*SMALL, "--layers", "1", "--dropout", "0.1"])
     prepared = bert_squad.prepare(mode, bert_squad.checked(arguments), squad.synthetic(1, 0)[1])
     shapes = {name: (8, 40) for name in ("ids", "segments", "mask", "inside")} | {"start": (8,), "end": (8,)}
     lowered = prepared.model.main.lower(amp.CUDAPlace(0), feed_shapes=shapes)
-    done = test_placement.place(lowered.model, tmp_path / "step.onnx")
+    done = place(lowered.model, tmp_path / "step.onnx")
     assert done.returncode == 0 and " 0 on CPU, 0 copies" in done.stdout, done.stdout + done.stderr
 
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import amp_transpiler as amp
+from tests.helpers.placement import needs_placement_tool, place
 from tests.helpers.where import DATA, NO_DATA
-from tests.passes import test_placement
 
 FSDD = DATA / "fsdd"
 
@@ -204,13 +204,11 @@ def test_pure_fp16_learns_tones_and_onnxruntime_hears_what_it_hears(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mode", training.MODES)
-@pytest.mark.skipif(
-    any(mark.args[0] for mark in test_placement.pytestmark), reason="needs what test_placement.py needs"
-)
+@needs_placement_tool
 def test_the_step_is_on_cuda_entirely(mode: str, tmp_path: Path) -> None:
     main = speech_ctc.prepare(mode, options()).main
     shapes = {"features": (4, 1, 64, spoken.BANDS), "labels": (4, 2), "steps": (4,), "symbols": (4,)}
-    done = test_placement.place(main.lower(amp.CUDAPlace(0), feed_shapes=shapes).model, tmp_path / "step.onnx")
+    done = place(main.lower(amp.CUDAPlace(0), feed_shapes=shapes).model, tmp_path / "step.onnx")
     assert done.returncode == 0 and " 0 on CPU, 0 copies" in done.stdout, done.stdout + done.stderr
 
 

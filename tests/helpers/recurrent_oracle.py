@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 
 Array = np.ndarray[Any, Any]
 Function = Callable[[Array], Array]
@@ -144,3 +145,16 @@ def _rnn(
     hole: Array,
 ) -> list[Array]:
     return [functions[0](_clipped(attrs, w @ x + r @ states[0] + bias.sum(0))), states[1]]
+
+
+def uneven(model: onnx.ModelProto) -> list[str]:
+    """Splits and Concats of more than 32 tensors, or of tensors of different sizes."""
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    sizes = {
+        i.name: [d.dim_value for d in i.type.tensor_type.shape.dim]
+        for i in (*graph.value_info, *graph.input, *graph.output)
+    }
+    sizes |= {t.name: list(t.dims) for t in graph.initializer}
+    many = {"Split": lambda node: node.output, "Concat": lambda node: node.input}
+    parts = [(node.name, many[node.op_type](node)) for node in graph.node if node.op_type in many]
+    return [name for name, each in parts if len(each) > 32 or any(sizes[t] != sizes[each[0]] for t in each)]

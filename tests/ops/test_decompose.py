@@ -276,15 +276,12 @@ def test_operators_newer_than_the_training_opset_train(mode: str) -> None:
     assert np.isfinite(losses).all() and losses[-1] < 0.8 * losses[0], losses
 
 
-def test_an_export_of_bert_optimised(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    folder = request.config.getoption("--exports")
-    if not folder or not (Path(folder) / "bert_l2_leg.onnx").exists():
-        pytest.skip("no folder with bert_l2_leg.onnx: pytest --exports FOLDER")
-    model = onnx.load(Path(folder) / "bert_l2_leg.onnx")
+def test_an_export_of_bert_optimised(exports: Path, tmp_path: Path) -> None:
+    model = onnx.load(exports / "bert_l2_leg.onnx")
     fused = optimised(model, tmp_path)
     kinds = {node.op_type for node in fused.graph.node if node.domain == MS}
     assert kinds == {"SkipLayerNormalization", "FusedMatMul", "Gelu"}
-    saved = np.load(Path(folder) / "bert_l2_leg.npz")
+    saved = np.load(exports / "bert_l2_leg.npz")
     feeds = {i.name: saved[i.name] for i in model.graph.input}
     want = session(fused).run(None, feeds)[0]
     found = session(taken_apart(fused).to_onnx()).run(None, feeds)[0]

@@ -10,10 +10,9 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from tests.helpers.placement import needs_placement_tool, place
 from tests.helpers.programs import feeds_of, resnet_layers
-from tests.passes.test_memory import measured
-from tests.passes.test_placement import place
-from tests.passes.test_placement import pytestmark as needs_placement_tool
+from tests.tools.memory_run import measured
 
 Ask = Callable[[amp.Program], None]
 
@@ -173,15 +172,12 @@ def test_a_request_survives_a_clone() -> None:
     assert any(op.reason.startswith("recomputed") for op in copy.operators)
 
 
+@needs_placement_tool
 @pytest.mark.parametrize("mode", ["fp32", "pure-fp16"])
 def test_a_recomputing_step_is_on_cuda_entirely(mode: str, tmp_path: Path) -> None:
     training = Training("transformer", mode, ASKS["scopes"][1])
     done = place(training.main.lower(amp.CUDAPlace(0), None, [training.loss]).model, tmp_path / "step.onnx")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-for mark in needs_placement_tool:
-    test_a_recomputing_step_is_on_cuda_entirely = mark(test_a_recomputing_step_is_on_cuda_entirely)
 
 
 # -- a byte budget ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.rnn import recurrence
 from amp_transpiler.program import Program
+from tests.helpers.recurrent_oracle import uneven
 from tests.helpers.rules import as_model, run_cpu, tensor_info
 
 STATE = (3, 5)
@@ -73,19 +74,6 @@ def test_both_forms_give_equal_bits(steps: int, reverse: bool) -> None:
     for one, other, expected in zip(found, unrolled, truth(given, reverse), strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-5)
-
-
-def uneven(model: onnx.ModelProto) -> list[str]:
-    """Splits and Concats of more than 32 tensors, or of tensors of different sizes."""
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
-    sizes = {
-        i.name: [d.dim_value for d in i.type.tensor_type.shape.dim]
-        for i in (*graph.value_info, *graph.input, *graph.output)
-    }
-    sizes |= {t.name: list(t.dims) for t in graph.initializer}
-    many = {"Split": lambda node: node.output, "Concat": lambda node: node.input}
-    parts = [(node.name, many[node.op_type](node)) for node in graph.node if node.op_type in many]
-    return [name for name, each in parts if len(each) > 32 or any(sizes[t] != sizes[each[0]] for t in each)]
 
 
 @pytest.mark.parametrize("steps", [33, 700, 1100])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import recurrent_oracle
 from tests.helpers.gradcheck import Case, Gradient, check_forward, check_gradient
-from tests.ops.test_recurrence import uneven
+from tests.helpers.recurrent_oracle import uneven
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 TYPES = sorted(GATES)

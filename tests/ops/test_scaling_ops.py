@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,10 @@ from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.optimizer import check_finite_and_unscale, update_loss_scaling
 from amp_transpiler.program import Program
 from tests.helpers.steps import Steps, feed, state
-from tests.helpers.where import PADDLE
+from tests.helpers.where import oracle
 
 LEVELS = ("OFF", "BASIC", "ALL")
 assert ops
-
-
-def oracle(name: str) -> Any:
-    """One of Paddle's recorded files, or a skip where they are not there."""
-    return json.loads((PADDLE / name).read_text())
 
 
 def bits(array: Any) -> bytes:

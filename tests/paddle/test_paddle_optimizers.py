@@ -14,7 +14,7 @@ from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError, ScopeError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.regularizer import L1Decay, L2Decay
-from tests.optimizer.test_optimizers import Training
+from tests.helpers.optimizing import Training
 
 P0 = np.array([0.5, -0.25, 2.0, 0.0], np.float32)
 GRADS = [np.array(g, np.float64) for g in ([1.0, -2.0, 0.5, 0.25], [-0.5, 0.5, 1.0, 0.0], [0.125, 0.0, -1.0, 2.0])]

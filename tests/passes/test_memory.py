@@ -17,6 +17,7 @@ from amp_transpiler.passes.lowering.liveness import Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from tests.helpers.programs import build
 from tests.helpers.where import ROOT
+from tests.tools.memory_run import measured
 
 
 def planned(body: str, inputs: str = "float[256] x", outputs: str = "float[1] y", place: str = "cpu") -> Liveness:
@@ -175,19 +176,6 @@ def test_cuda_is_forecast_without_a_gpu() -> None:
 def test_wrong_shapes_are_named(shapes: object, message: str) -> None:
     with pytest.raises(amp.AmpError, match=message):
         build("mlp").main.memory_estimate(shapes)
-
-
-def measured(*arguments: str) -> tuple[float, float]:
-    """(forecast, measured) MiB of tests.tools.memory_run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.memory_run", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    forecast, found = map(float, done.stdout.split())
-    return forecast, found
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")

@@ -110,13 +110,10 @@ def test_the_first_ten_minutes(
 
 
 def test_the_recorded_export_is_that_of_the_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_python: str
 ) -> None:
     """With ``--torch-python``: the example as it stands writes the model that the other tests use."""
-    python = pytestconfig.getoption("--torch-python")
-    if not python:
-        pytest.skip("no interpreter with torch: pytest --torch-python PYTHON")
-    subprocess.run([str(Path(python)), "-c", block("torch.onnx.export")], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run([torch_python, "-c", block("torch.onnx.export")], cwd=tmp_path, check=True, capture_output=True)
     fresh, recorded = (onnx.load(folder / "digits.onnx") for folder in (tmp_path, EXPORT))
     assert [n.op_type for n in fresh.graph.node] == [n.op_type for n in recorded.graph.node]
     assert fresh.graph.input == recorded.graph.input and fresh.graph.output == recorded.graph.output

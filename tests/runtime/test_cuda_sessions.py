@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.helpers.where import PLACEMENT, ROOT
+from tests.helpers.placement import needs_placement_tool
+from tests.helpers.where import ROOT
+from tests.tools import cuda_placement
 
-HEADERS = any(Path(p, "driver_types.h").exists() for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include"))
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which("gcc") is None or not HEADERS, reason="needs gcc and the CUDA 13 headers"),
-]
+pytestmark = needs_placement_tool
 
 SCRIPT = """
 import warnings
@@ -61,11 +56,7 @@ print("in place |", refusals(graph, [("s", "n")]))
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the script prints, by label."""
     folder = tmp_path_factory.mktemp("stubs")
-    spec = importlib.util.spec_from_file_location("cuda_placement", PLACEMENT)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    tool.build_stubs(folder)
+    cuda_placement.build_stubs(folder)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

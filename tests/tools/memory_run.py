@@ -7,6 +7,7 @@ Prints forecast and measurement in MiB, state and feeds not counted. The argumen
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ import numpy as np
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.runtime.session import release_memory
+from tests.helpers.where import ROOT
 
 Feeds = dict[str, np.ndarray]
 
@@ -191,6 +193,19 @@ def shapes() -> None:
         found.append(status("VmRSS") - before)
     executor.close()
     print(found[0], found[-1], status("VmRSS") - before)
+
+
+def measured(*arguments: str) -> tuple[float, float]:
+    """(forecast, measured) MiB, by this module in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.memory_run", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    forecast, found = map(float, done.stdout.split())
+    return forecast, found
 
 
 if __name__ == "__main__":
