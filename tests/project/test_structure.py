@@ -1,22 +1,29 @@
-"""Rooms import in one direction, without circles, and no module is too long."""
+"""Rooms import in one direction, without circles; no module is too long; nothing is attached where it is not defined."""
 
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
+import amp_transpiler as amp
 from tests.helpers.where import ROOT
 from tests.tools.structure import Structure, order_in
 
 ORDER = order_in((ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
 
 
-def test_the_checkout_has_no_circle_and_no_arrow_up() -> None:
-    assert [fault for fault in Structure(ROOT, ORDER).faults() if "lines, more than" not in fault] == []
+@pytest.fixture(scope="module")
+def measured() -> Structure:
+    return Structure(ROOT, ORDER)
 
 
-def test_types_alone_are_imported_where_the_data_type_is_recursive() -> None:
+def test_the_checkout_has_no_circle_and_no_arrow_up(measured: Structure) -> None:
+    assert [fault for fault in measured.faults() if "lines, more than" not in fault] == []
+
+
+def test_types_alone_are_imported_where_the_data_type_is_recursive(measured: Structure) -> None:
     """A graph holds operators, and these attributes, which hold graphs; nothing else needs such an import."""
-    found = {(each.importer, each.imported) for each in Structure(ROOT, ORDER).imports if each.types}
+    found = {(each.importer, each.imported) for each in measured.imports if each.types}
     assert found == {
         ("amp_transpiler.ir.nodes", "amp_transpiler.ir.graph"),
         ("amp_transpiler.ir.attributes", "amp_transpiler.ir.graph"),
@@ -51,3 +58,16 @@ def test_each_fault_is_found(tmp_path: Path, files: dict[str, str], fault: str) 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert Structure(tmp_path, ORDER).faults() == [fault]
+
+
+@pytest.mark.parametrize("cls", [amp.Program, amp.Variable])
+def test_type_checkers_see_what_every_method_gives(cls: type) -> None:
+    """Nothing is attached from outside, where they do not look, and nothing they see is untyped."""
+    own = [base for base in cls.__mro__ if base is not object]
+    methods = {name: value for base in own[::-1] for name, value in vars(base).items() if name != "__getattr__"}
+    called = {n: v.fget if isinstance(v, property) else getattr(v, "__func__", v) for n, v in methods.items()}
+    functions = {name: value for name, value in called.items() if isinstance(value, FunctionType)}
+    assert {"lower", "memory_estimate"} <= set(functions) or {"__matmul__", "__getitem__", "astype"} <= set(functions)
+    for name, function in functions.items():
+        assert function.__module__ in {base.__module__ for base in own}, f"{name} is attached from outside"
+        assert function.__annotations__.get("return", "Any") != "Any", f"{name} gives what no type checker knows"
