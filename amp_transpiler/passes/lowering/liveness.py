@@ -13,18 +13,16 @@ Identity vanishes, equal subexpressions are one. Then, as in onnxruntime:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.emitter import Value
-from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ir.types import BYTES, NAMES
+from amp_transpiler.ir.types import BYTES
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
+from amp_transpiler.passes.lowering.tensor_types import tensor_types
 from amp_transpiler.passes.lowering.workspace import tensor_bytes, workspace
 
 #: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
@@ -106,7 +104,7 @@ class _Planner:
         model = lowered.model
         self.graph, self.cpu = model.graph, lowered.place == "cpu"
         self.bound = {port.tensor for port in lowered.updates}
-        self.types = _types(model, lowered.tensors.values())
+        self.types = tensor_types(model, lowered.tensors.values())
         self.outputs = {info.name for info in model.graph.output}
         self.constants = {tensor.name for tensor in model.graph.initializer}
         self.inputs = {info.name for info in model.graph.input} - self.constants
@@ -250,45 +248,6 @@ class _Planner:
 
 def _axes(node: Node) -> list[int] | None:
     return next((list(a.ints) for a in node.proto.attribute if a.name == "perm"), None)
-
-
-def _types(model: onnx.ModelProto, known: Iterable[Value]) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """Element type and fixed shape (None where it is not) of each tensor, by ONNX's inference without weights."""
-    light = onnx.ModelProto()
-    light.CopyFrom(model)
-    del light.graph.initializer[:]
-    listed = {info.name for info in light.graph.input}
-    for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= 64:
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in listed:
-            info = light.graph.input.add(name=tensor.name)
-            info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
-    made = {name for node in model.graph.node for name in node.output} - {info.name for info in model.graph.output}
-    light.graph.value_info.extend(_unpooled(model))
-    for value in known:
-        if value.name in made and value.shape is not None and value.dtype:
-            light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
-    graph = onnx.shape_inference.infer_shapes(light).graph
-    found: dict[str, tuple[str, tuple[int, ...] | None]] = {}
-    for info in [*graph.value_info, *graph.input, *graph.output]:
-        if info.type.WhichOneof("value") == "tensor_type":
-            tensor_type = info.type.tensor_type
-            dims = [d.dim_value if d.HasField("dim_value") else None for d in tensor_type.shape.dim]
-            fixed = tensor_type.HasField("shape") and None not in dims
-            found[info.name] = (NAMES.get(tensor_type.elem_type, ""), tuple(dims) if fixed else None)  # type: ignore[arg-type]
-    for tensor in model.graph.initializer:
-        found[tensor.name] = (NAMES[tensor.data_type], tuple(tensor.dims))
-    return found
-
-
-def _unpooled(model: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
-    """The results of MaxUnpool that are told their shape, which ONNX's inference does not look at."""
-    content = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        if node.op_type == "MaxUnpool" and len(node.input) > 2 and node.input[2] in content:
-            shape = onnx.numpy_helper.to_array(content[node.input[2]]).tolist()
-            yield onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, shape)
 
 
 def _order(nodes: Sequence[Node]) -> list[Node]:
