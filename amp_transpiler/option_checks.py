@@ -5,10 +5,28 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from typing import Any, TypeGuard
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.spelling import read_as
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number of Python or numpy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> TypeGuard[float]:
+    """Whether it is a real number of Python or numpy, infinite or NaN too; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Whether it is a real number that a float can be: neither infinite nor NaN nor an int beyond all floats."""
+    try:
+        return is_real(value) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def flag(name: str) -> str:
@@ -27,24 +45,17 @@ def choice(called: str, value: Any, choices: Iterable[str], spellings: Mapping[s
 def number(called: str, value: Any, least: float = 0.0, *, taken: bool = False) -> None:
     """ArgumentTypeError for what is no number, ArgumentError unless it is finite and above ``least``; ``taken``: or
     ``least`` itself."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not is_real(value):
         raise ArgumentTypeError(f"{called} is {value!r}; expected a number")
-    if not _finite(value) or value < least or (value == least and not taken):
+    if not is_finite(value) or value < least or (value == least and not taken):
         raise ArgumentError(
             f"{called} is {value}; expected a number {'from' if taken else 'above'} {least:g}{' on' if taken else ''}"
         )
 
 
-def _finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
-        return False
-
-
 def whole(called: str, value: Any, least: int) -> None:
     """ArgumentTypeError for what is no whole number, ArgumentError below ``least``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not is_whole(value):
         raise ArgumentTypeError(f"{called} is {value!r}; expected a whole number")
     if value < least:
         raise ArgumentError(f"{called} is {value}; expected a whole number, at least {least}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.option_checks import is_finite
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ Decay = float | L1Decay
 
 
 def _coefficient(owner: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0:
+    if not is_finite(value) or value < 0:
         raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number >= 0")
     return float(value)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
-from amp_transpiler.option_checks import choice, flag, number, strings, whole
+from amp_transpiler.option_checks import choice, flag, is_real, number, strings, whole
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
 
@@ -162,7 +162,7 @@ class FitOptions:
             raise ArgumentTypeError(f"{called} is {value!r}; expected a mapping from names to numbers")
         if name == "dropout":
             for pattern, rate in value.items():
-                if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < 1:
+                if not is_real(rate) or not 0 <= rate < 1:
                     raise ArgumentError(
                         f"{called}: the rate of {pattern!r} is {rate!r}; expected a number from 0 to below 1"
                     )

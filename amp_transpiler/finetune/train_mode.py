@@ -10,6 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ops.training.random import MASK_ID, rng_state
+from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
 
 
@@ -48,7 +49,7 @@ def insert_dropout(program: Program, rates: Mapping[str, float]) -> list[str]:
             f"dropout is {rates!r}; expected {{pattern: rate}}, as in {{'*/attention/*Softmax': 0.1}}"
         )
     for pattern, rate in rates.items():
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        if not is_real(rate) or not 0 <= rate < 1:
             raise ArgumentError(f"dropout: the rate of pattern {pattern!r} is {rate!r}; expected a number in [0, 1)")
     notes = []
     forward = program.operators

@@ -11,6 +11,7 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import FORWARD, OWN, UPDATE, Variable
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.report import ReportRequest
@@ -50,7 +51,7 @@ class StepReports(ReportRequest):
         parts = training_step(program)
         if not parts.learning_rates:
             raise OrderError(f"StepReports: program '{program.name}' updates no parameter; minimize a loss first")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if not is_whole(step) or step < 0:
             raise ArgumentError(f"StepReports: step is {step!r}; expected a whole number, at least 0")
         losses = parts.losses if loss is None else _losses(program, loss)
         names = [parameter.name for parameter, _ in parts.gradients]
@@ -62,7 +63,7 @@ class StepReports(ReportRequest):
             groups=[_scope_group(p) for p, _ in parts.gradients] if groups is None else _groups(groups, names),
             losses=[v.name for v in losses],
             runs=1 if program.accumulation is None else program.accumulation.steps,
-            step=step,
+            step=int(step),
         )
 
 

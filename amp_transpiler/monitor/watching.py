@@ -15,6 +15,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, NonFiniteErr
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.monitor.culprit import Culprit, find_culprit
 from amp_transpiler.monitor.rerun import is_bad
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
@@ -56,7 +57,7 @@ class Watch:
             raise ArgumentTypeError(f"watch takes an amp.Executor, got {executor!r}")
         if on_bad not in ("warn", "raise") and not callable(on_bad):
             raise ArgumentError(f"watch: on_bad is {on_bad!r}; expected 'warn', 'raise' or a function")
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        if limit is not None and (not is_whole(limit) or limit < 0):
             raise ArgumentError(f"watch: limit is {limit!r}; expected a number of steps, or None")
         self.executor, self.on_bad, self.cures, self.limit = executor, on_bad, cures, limit
         self.bad_steps = 0

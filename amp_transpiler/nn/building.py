@@ -19,6 +19,7 @@ from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program, default_main_program
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
@@ -194,7 +195,7 @@ def fixed(call: str, argument: str, value: Variable, axis: int) -> int:
 
 def whole(call: str, argument: str, value: Any, minimum: int = 1) -> int:
     """``value`` as an int of at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not is_whole(value):
         raise ArgumentTypeError(f"{call}: {argument} must be an integer, not {value!r}")
     if value < minimum:
         raise ArgumentError(f"{call}: {argument} must be at least {minimum}, not {value}")
@@ -245,7 +246,7 @@ def constant(like: Variable, value: Any) -> np.ndarray:
 def axis_of(call: str, axis: Any, x: Variable, argument: str = "axis") -> int:
     """An axis of ``x``, counted from 0."""
     rank = len(variable(call, "x", x, min_rank=1).shape or ())
-    if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
+    if not is_whole(axis):
         raise ArgumentTypeError(f"{call}: {argument} must be an integer, not {axis!r}")
     if not -rank <= int(axis) < rank:
         raise ArgumentError(f"{call}: {argument} {axis} is outside {describe(x)}")

@@ -24,6 +24,7 @@ from amp_transpiler.nn.building import (
 )
 from amp_transpiler.nn.calls import function, simple
 from amp_transpiler.ops.training.random import MASK_ID, rng_state
+from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import default_startup_program
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
@@ -254,7 +255,7 @@ def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "ups
     """
     call = "dropout"
     variable(call, "x", x, dtypes=FLOATING)
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
+    if not is_real(p):
         raise ArgumentTypeError(f"{call}: p must be a number, not {p!r}")
     if not 0 <= p < 1:
         raise ArgumentError(f"{call}: p must be in [0, 1), not {p}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import INTEGER, append, axis_of, describe, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.manipulation import LONGEST
+from amp_transpiler.option_checks import is_whole
 
 
 @function()
@@ -131,7 +131,7 @@ def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
         if isinstance(key, slice):
             if key != slice(None):
                 bounds.append((axis, *_bounds(call, key)))
-        elif isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        elif is_whole(key):
             start = _place(call, x, axis, int(key))
             bounds.append((axis, start, start + 1 if start != -1 else LONGEST, 1))
             dropped.append(axis)
@@ -163,7 +163,7 @@ def _bounds(call: str, key: slice) -> tuple[int, int, int]:
 
 
 def _whole(call: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not is_whole(value):
         raise ArgumentTypeError(f"{call}: the bounds and the step of a slice are integers, not {value!r}")
     return int(value)
 

@@ -7,7 +7,6 @@ the program holds, and in whatever order it was built.
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import NAMES, element_type, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.ops.training.random import set_default_seed, startup_seed
+from amp_transpiler.option_checks import is_whole
 
 
 def set_seed(seed: int) -> None:
@@ -25,7 +25,7 @@ def set_seed(seed: int) -> None:
 
     A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: runs repeat.
     """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+    if not is_whole(seed):
         raise ArgumentTypeError(f"seed must be an integer, not {seed!r}")
     if not 0 <= seed < 1 << 32:
         raise ArgumentError(f"seed must be in 0 … 2**32 - 1, not {seed}")

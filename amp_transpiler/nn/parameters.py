@@ -21,6 +21,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import check_program, describe, flag, real
 from amp_transpiler.nn.getter import got
 from amp_transpiler.nn.initializer import Assign, Constant, Initializer, XavierUniform
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program, default_main_program, default_startup_program
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
@@ -91,7 +92,7 @@ def data(name: str, shape: Iterable[int | str | None], dtype: Any = "float32") -
 def _size(name: str, value: Any) -> int | str | None:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
+    if not is_whole(value) or value < -1:
         raise ArgumentError(f"data: {value!r} in the shape of '{name}' is no size")
     return None if value == -1 else int(value)
 
@@ -180,7 +181,7 @@ def required(call: str, argument: str, attr: Attr) -> None:
 def _sizes(call: str, name: str, shape: Any) -> tuple[int, ...]:
     sizes = _listed(call, name, shape)
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+        if not is_whole(size) or size < 1:
             raise ArgumentError(f"{call}: {size!r} in the shape {sizes} of parameter '{name}' is no fixed size above 0")
     return tuple(int(size) for size in sizes)
 

@@ -16,6 +16,7 @@ from amp_transpiler.optimizer.levels import with_levels
 from amp_transpiler.optimizer.loss_scaling import scaling_attributes
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.update_rule import UpdateRule
+from amp_transpiler.option_checks import is_whole
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
@@ -103,7 +104,7 @@ def decorate(
             backoff_factor=decr_ratio,
             backoff_after=decr_every_n_nan_or_inf,
         )
-    if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+    if not is_whole(accumulate_steps) or accumulate_steps < 1:
         raise ArgumentError(f"decorate: accumulate_steps is {accumulate_steps!r}; expected an int from 1 on")
     decorated = OptimizerWithMixedPrecision(
         optimizers,
@@ -111,7 +112,7 @@ def decorate(
         scaler,
         use_pure_fp16,
         use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
-        Accumulation(accumulate_steps) if accumulate_steps > 1 else None,
+        Accumulation(int(accumulate_steps)) if accumulate_steps > 1 else None,
         numeric_guards,
     )
     for each in optimizers:

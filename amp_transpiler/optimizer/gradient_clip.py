@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
 from amp_transpiler.ops.training.scaling import master_type
+from amp_transpiler.option_checks import is_finite
 
 
 class GradientClip:
@@ -33,7 +32,7 @@ class GradientClip:
 
 
 def _limit(owner: GradientClip, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
+    if not is_finite(value) or value <= 0:
         raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a positive number")
     return float(value)
 

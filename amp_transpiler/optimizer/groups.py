@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.patterns import matching_names, names_of_parameter
 from amp_transpiler.ir.settings import UpdateSettings, settings_of
 from amp_transpiler.optimizer.gradient_clip import GradientClip
+from amp_transpiler.option_checks import is_finite
 from amp_transpiler.passes.autodiff.backward import listed_parameters
 from amp_transpiler.program import Program
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
@@ -26,7 +26,7 @@ Items = Sequence[Variable | str]
 
 def number(owner: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
     """``value`` as a float in ``[low, high)``; ArgumentError that names the owner and the argument otherwise."""
-    bad = isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)
+    bad = not is_finite(value)
     if bad or not low <= value < high or (open_low and value == low):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g})"
         raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number in {bounds}")

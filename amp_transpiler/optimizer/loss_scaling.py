@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE, master_type
 from amp_transpiler.optimizer.state import owned_name
+from amp_transpiler.option_checks import is_finite, is_whole
 from amp_transpiler.program import Program
 
 
@@ -137,10 +136,10 @@ def scaling_attributes(
         ("incr_every_n_steps", incr_every_n_steps),
         ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
     ):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
+        if not is_whole(value) or not 1 <= int(value) < 2**31:
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a whole number of steps, at least 1")
     for name, value in (("incr_ratio", incr_ratio), ("decr_ratio", decr_ratio)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number")
     if incr_ratio < 1:
         raise ArgumentError(f"{owner}: incr_ratio is {incr_ratio!r}; a scale grows by a factor of at least 1")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -13,6 +11,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ops.training.schedule import has_rule, rate_at
+from amp_transpiler.option_checks import is_finite, is_whole
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -173,7 +172,7 @@ class LRScheduler:
 
 # -- arguments -----------------------------------------------------------------------------------------------
 def real(owner: Any, name: str, value: Any, wanted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not is_finite(value):
         raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected {wanted}")
     return float(value)
 
@@ -197,7 +196,7 @@ def positive(owner: Any, name: str, value: Any) -> float:
 
 
 def count(owner: Any, name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < 2**31:
+    if not is_whole(value) or not low <= int(value) < 2**31:
         raise ArgumentError(
             f"{type(owner).__name__}: {name} is {value!r}; expected a whole number of steps, at least {low}"
         )

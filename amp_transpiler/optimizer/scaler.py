@@ -14,8 +14,6 @@ between 2**-149 and 2**127, which it is with their factors and a power of two to
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.training.scaling import RULE
 from amp_transpiler.optimizer.alarm import raise_alarm
+from amp_transpiler.option_checks import is_finite, is_whole
 
 _LARGEST = 2.0**128
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")
@@ -112,7 +111,7 @@ class LossScaler:
         value = getattr(self, name)
         if value is None and name in ("floor", "ceiling"):
             return
-        good = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+        good = is_finite(value)
         if not good or value < low or value == 0 or value > high or value == _LARGEST:
             bounds = f"[1, {high:g})" if low else f"(0, {high:g}{']' if high == 1 else ')'}"
             raise ArgumentError(f"LossScaler: {name} is {value!r}; expected a number in {bounds}")
@@ -122,7 +121,7 @@ class LossScaler:
         value = getattr(self, name)
         if value is None and name == "max_bad_in_a_row":
             return
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < 2**31:
+        if not is_whole(value) or not low <= int(value) < 2**31:
             raise ArgumentError(f"LossScaler: {name} is {value!r}; expected a whole number of steps, at least {low}")
         object.__setattr__(self, name, int(value))
 

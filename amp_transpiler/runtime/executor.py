@@ -25,6 +25,7 @@ from amp_transpiler.ir.nodes import AccumulationWindow, Variable
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place, check_place
 from amp_transpiler.program import Program, default_main_program
@@ -92,7 +93,7 @@ class Executor:
     ) -> None:
         self.place: Place = CPUPlace() if place is None else check_place(place, "Executor")
         self.settings = Settings(optimization_level, threads, tf32, allow_cpu_fallback)
-        if isinstance(max_sessions, bool) or not isinstance(max_sessions, int) or max_sessions < 1:
+        if not is_whole(max_sessions) or max_sessions < 1:
             raise ArgumentError(f"max_sessions is a number, at least 1; got {max_sessions!r}")
         self.max_sessions = max_sessions
         self._programs: weakref.WeakKeyDictionary[Program, Plans] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
 from amp_transpiler.ir.patterns import matching, pattern_of
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.autodiff.memory_budget import within_budget
 from amp_transpiler.passes.autodiff.recompute import Made, Segment, insert
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
@@ -83,7 +84,7 @@ def _budget(
     program: Graph, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Place | None
 ) -> Request:
     kind = CPUPlace().kind if place is None else check_place(place, "recompute").kind
-    if isinstance(budget, bool) or not isinstance(budget, int):
+    if not is_whole(budget):
         raise ArgumentTypeError(f"recompute: memory_budget is a number of bytes, got {budget!r}")
     if budget < 1:
         raise ArgumentError(f"recompute: memory_budget is a number of bytes, at least 1; got {budget}")

@@ -32,6 +32,7 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import fits, type_message
@@ -332,7 +333,7 @@ def _check_numbers(step: Any, keep_last: Any) -> None:
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        if not is_whole(value):
             raise ArgumentTypeError(f"save_checkpoint: {name} is {value!r}; expected an integer")
         if value < least:
             raise ArgumentError(f"save_checkpoint: {name} is {value}; expected at least {least}")
