@@ -10,9 +10,11 @@ from amp_transpiler.cli.terminal import printable, typed
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.converting import conversion
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.optimizer.step_passes import training
 from amp_transpiler.passes.lowering.lowering import lowering
 from amp_transpiler.passes.pipeline import PASSES, Pass, Pipeline
 from amp_transpiler.passes.pipeline_text import key_of, values_of
+from amp_transpiler.passes.precision.modes import Precision
 from amp_transpiler.program import Program
 
 #: What :func:`cells` gives of a pass.
@@ -22,7 +24,7 @@ _WIDTH = 110
 
 def pipelines() -> dict[str, Pipeline]:
     """What each call runs, by default."""
-    return {"convert": conversion(ConversionOptions()), "lower": lowering("cuda")}
+    return {"convert": conversion(ConversionOptions()), "decorate": training(Precision()), "lower": lowering("cuda")}
 
 
 def cells(each: type[Pass]) -> tuple[str, ...]:

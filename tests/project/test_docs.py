@@ -29,6 +29,7 @@ def load(path: Path) -> ModuleType:
 
 
 api = load(DOCS / "make_api.py")
+passes = load(DOCS / "make_passes.py")
 
 
 def test_every_public_name_has_a_docstring() -> None:
@@ -54,6 +55,13 @@ def test_public_names_and_arguments_are_those_of_the_reference() -> None:
     names = {f"{module}.{name}" for module, name, _, _ in api.entries()}
     assert {line.partition(":")[0] for line in there} == names, "the page leaves out what the script lists"
     assert len(names) > 400, "the script has lost most of the package"
+
+
+def test_the_tables_of_passes_are_current_and_leave_none_out() -> None:
+    recorded = (DOCS / "passes.md").read_text(encoding="utf-8")
+    assert passes.page(recorded) == recorded, "run python docs/make_passes.py"
+    assert {passes.room(each) for each in passes.PASSES.values()} == passes.rooms(recorded)
+    assert all(f"| `{name}` |" in recorded for name in passes.PASSES)
 
 
 @pytest.mark.parametrize("name", [name for name in api.MODULES if name != "amp"])

@@ -34,7 +34,7 @@ class Canonicalize(Pass):
 
 @dataclass(frozen=True)
 class CanonicalizeUnlisted(Pass):
-    """The same, where an operator that the lists do not know can be decomposed."""
+    """Operators that the lists do not know are decomposed at the target opset; a program without any stays as it is."""
 
     name = "canonicalize-unlisted"
     needs = (Property.TYPED,)
