@@ -1,14 +1,24 @@
 """The ``amp-transpile`` command from its first import on; a wheel has it as a package of its own, ``amp_transpile``.
 
-Importing ``amp_transpiler`` takes a second, and nothing inside of it could catch a Ctrl-C that comes meanwhile.
+Importing ``amp_transpiler`` takes a second, and nothing inside of it could end quietly on a Ctrl-C that comes then. Nor
+would it do to catch KeyboardInterrupt here: numpy and others make an ImportError of it.
 """
 
-import sys
+import os
+import signal
 
-try:
-    from amp_transpiler.cli import main
-except KeyboardInterrupt:
-    print("amp-transpile: interrupted; nothing was written", file=sys.stderr)
-    sys.exit(130)
+
+def _quit(number: int, frame: object) -> None:
+    os.write(2, b"amp-transpile: interrupted; nothing was written\n")
+    os._exit(130)
+
+
+_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller has it ignored
+if _usual:
+    signal.signal(signal.SIGINT, _quit)
+from amp_transpiler.cli import main
+
+if _usual:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = ["main"]
