@@ -24,7 +24,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.file_targets import check_space, same_file
 from amp_transpiler.files import Group, check_outputs, put
 from amp_transpiler.ir.external import check_unnamed
-from amp_transpiler.ir.locations import model_files, model_size
+from amp_transpiler.ir.locations import model_files, model_size, total_size
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.onnx_out import save
 from amp_transpiler.program import Program
@@ -36,8 +36,10 @@ _LARGE = 100_000_000
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, write, report; 3 where the tolerance or the check was not met."""
-    _check_paths(arguments)
-    bar = _Bar(arguments)
+    read = model_files(arguments.input)
+    size = total_size(read)
+    _check_paths(arguments, read, size)
+    bar = _Bar(arguments, size)
     options = _options(arguments, bar.stage)
     with Group() as group:
         try:
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
                 program = convert_with(options, arguments.input)
                 bar.stage("writing")
                 save(program, arguments.output, external_data=arguments.external_data, group=group)
-            return _finished(program, arguments, options, group)
+            return _finished(program, arguments, options, size, group)
         except KeyboardInterrupt:
             if not group.written:
                 raise
@@ -53,11 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
             return 130
 
 
-def _finished(program: Program, arguments: argparse.Namespace, options: ConversionOptions, group: Group) -> int:
+def _finished(
+    program: Program, arguments: argparse.Namespace, options: ConversionOptions, size: int, group: Group
+) -> int:
     """All files, the reports too, appear together at the end, after the check."""
     waiting = group.staged(arguments.output)
     if not arguments.quiet:
-        print(_summary(program, arguments, model_size(waiting)))
+        print(_summary(program, arguments, size, model_size(waiting)))
     failures = check(str(waiting), program, options) if options.check else []
     for failure in failures:
         shown = failure.replace(str(waiting), os.path.basename(waiting))  # it lies where it waits for its name
@@ -113,10 +117,9 @@ def _listed(paths: Sequence[Path]) -> str:
     return ", ".join(f"'{path}'" for path in paths)
 
 
-def _check_paths(arguments: argparse.Namespace) -> None:
+def _check_paths(arguments: argparse.Namespace, read: Sequence[Path], size: int) -> None:
     """Refuse before the work what could not be written after it."""
     output, data = Path(arguments.output), arguments.external_data
-    read = model_files(arguments.input)
     beside = output.parent / (data if isinstance(data, str) else f"{output.name}.data")
     external = data is not None or len(read) > 1  # else it is large models alone that get a data file
     outputs = {
@@ -128,7 +131,7 @@ def _check_paths(arguments: argparse.Namespace) -> None:
     check_outputs(outputs, {"IN.onnx": read, "--calibration": arguments.calibration or []})
     if external and not isinstance(data, str):
         check_unnamed(output, beside)
-    check_space(arguments.output, model_size(arguments.input) // 2)
+    check_space(arguments.output, size // 2)
 
 
 def _ranges(texts: list[str]) -> dict[str, tuple[float, float]]:
@@ -145,14 +148,14 @@ def _ranges(texts: list[str]) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def _summary(program: Program, arguments: argparse.Namespace, size: int) -> str:
+def _summary(program: Program, arguments: argparse.Namespace, before: int, after: int) -> str:
     own = [op for op in program.walk() if not inserted(op)]
     casts = sum(inserted(op) for op in program.walk())
     done = program.conversion
     halves = sum(op.precision == done.dtype for op in own)
     lines = [
         f"{arguments.output}: {halves} of {len(own)} operators in {done.dtype}, {casts} casts inserted, "
-        f"{model_size(arguments.input):,} -> {size:,} bytes"
+        f"{before:,} -> {after:,} bytes"
     ]
     actions: dict[str, list[str]] = {}
     for note in done.constants:
@@ -179,8 +182,8 @@ def _add_reports(program: Program, arguments: argparse.Namespace, group: Group, 
 class _Bar:
     """A progress bar for large models, on a terminal."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        large = model_size(arguments.input) >= _LARGE or bool(arguments.calibration)
+    def __init__(self, arguments: argparse.Namespace, size: int) -> None:
+        large = size >= _LARGE or bool(arguments.calibration)
         shown = large and not arguments.quiet and sys.stderr.isatty()
         self.runs = bool(arguments.calibration)  # which the bar counts then: what lies between them does not take long
         total, unit = (None, "run") if self.runs else (5 + arguments.check, "stage")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -107,7 +107,12 @@ def location_of(tensor: onnx.TensorProto) -> str:
 
 def model_size(path: str | os.PathLike[str]) -> int:
     """Bytes of the files of a model, as far as they are there."""
-    return sum(file.stat().st_size for file in model_files(path) if os.path.isfile(file))
+    return total_size(model_files(path))
+
+
+def total_size(files: Iterable[Path]) -> int:
+    """Bytes of files, as far as they are there."""
+    return sum(file.stat().st_size for file in files if os.path.isfile(file))
 
 
 def model_files(path: str | os.PathLike[str]) -> list[Path]:
