@@ -1,11 +1,12 @@
 """Which operator runs in which precision, and for which element types onnxruntime has a kernel.
 
-All of it is data beside this module: ``default.toml`` (white, black and gray operators), ``slots.toml`` (slots that
-stay fp32), ``aliases.toml`` (Paddle's operator names) and ``kernels.json`` (onnxruntime's kernel registry). An operator
-of ai.onnx is named by its type (``MatMul``), another one by domain and type (``com.microsoft::FusedMatMul``).
+It is data beside this module: ``default.toml`` (white, black and gray operators), ``aliases.toml`` (Paddle's operator
+names) and ``kernels.json`` (onnxruntime's kernel registry); the slots that stay fp32 are declared beside the operators,
+in ``ops/``. An operator of ai.onnx is named by its type (``MatMul``), another one by domain and type
+(``com.microsoft::FusedMatMul``).
 """
 
-from amp_transpiler.lists._data import OpLists, default_lists, kept_fp32, resolve
+from amp_transpiler.lists._data import OpLists, default_lists, keep_fp32, kept_fp32, resolve
 from amp_transpiler.lists._kernels import (
     NO_KERNEL,
     TARGET_IR_VERSION,
@@ -25,6 +26,7 @@ __all__ = [
     "OpLists",
     "default_lists",
     "has_kernel",
+    "keep_fp32",
     "kept_fp32",
     "kernel_types",
     "resolve",

@@ -1,7 +1,7 @@
 """Reads the list files beside this module and checks every entry against the operator schemas of onnx."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -9,6 +9,9 @@ from types import MappingProxyType
 from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._kernels import contrib_operators
 from amp_transpiler.lists._schemas import near_matches, read_text, schemas, split_name
+
+#: Inputs and outputs that stay fp32, by operator; ``ops/`` fills it.
+_KEPT_FP32: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
 
 
 @dataclass(frozen=True)
@@ -51,29 +54,6 @@ def parse_lists(text: str, file: str) -> OpLists:
     return OpLists(white, black, gray, MappingProxyType(reasons))
 
 
-def parse_slots(text: str, file: str) -> Mapping[str, tuple[frozenset[int], frozenset[int]]]:
-    """Kept-fp32 input and output indices by operator, from a TOML text.
-
-    Raises:
-        ListError: an operator without an onnx schema (com.microsoft has none and is not checked), or a slot that
-            the operator does not have.
-    """
-    table: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
-    for name, entry in tomllib.loads(text).items():
-        check_operator(name, file)
-        schema = schemas().get(split_name(name))
-        for kind in ("inputs", "outputs"):
-            slots = entry[kind]
-            last = len(getattr(schema, kind)) - 1 if schema else max(slots, default=0)
-            for slot in slots:
-                if not 1 <= slot <= last:
-                    raise ListError(
-                        f"{file}: '{name}' cannot keep slot {slot} of its {kind} fp32; expected 1 to {last}."
-                    )
-        table[name] = frozenset(entry["inputs"]), frozenset(entry["outputs"])
-    return MappingProxyType(table)
-
-
 def parse_aliases(text: str, file: str) -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]]:
     """The alias table, and the names without an ONNX counterpart with the reason, from a TOML text.
 
@@ -109,11 +89,6 @@ def default_lists() -> OpLists:
 
 
 @cache
-def _slots() -> Mapping[str, tuple[frozenset[int], frozenset[int]]]:
-    return parse_slots(read_text("slots.toml"), "slots.toml")
-
-
-@cache
 def _aliases() -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]]:
     return parse_aliases(read_text("aliases.toml"), "aliases.toml")
 
@@ -123,14 +98,24 @@ def known_aliases() -> Mapping[str, tuple[str, ...]]:
     return _aliases()[0]
 
 
+def keep_fp32(*names: str, inputs: Iterable[int], outputs: Iterable[int] = ()) -> None:
+    """Declare which inputs and outputs of operators stay fp32 when the operator itself runs in 16 bit.
+
+    Scale, bias and statistics of normalisations do; the first input and the first output carry the data and are never
+    among them. Slots whose type the schema pins to float (roi and scales of Resize) need no declaration.
+    """
+    for name in names:
+        _KEPT_FP32[name] = frozenset(inputs), frozenset(outputs)
+
+
 def kept_fp32(op_type: str, domain: str = "") -> tuple[frozenset[int], frozenset[int]]:
-    """Indices of the inputs and of the outputs that stay fp32 when the operator runs in 16 bit (``slots.toml``).
+    """Indices of the inputs and of the outputs that stay fp32 when the operator runs in 16 bit.
 
     They hold the scale, bias and statistics of a normalisation. Whether the operator's schema lets such a slot differ
     in type from the data is not said here: where it does not, the lowering casts the fp32 value at the slot.
     """
     name = op_type if domain in ("", "ai.onnx") else f"{domain}::{op_type}"
-    return _slots().get(name, (frozenset(), frozenset()))
+    return _KEPT_FP32.get(name, (frozenset(), frozenset()))
 
 
 def resolve(name: str) -> tuple[str, ...]:

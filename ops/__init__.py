@@ -7,8 +7,9 @@ from amp_transpiler.ops import (
     conv,
     ctc,
     elementwise,
-    evaluation,
     forward_only,
+    functions,
+    gather,
     grid,
     loss,
     matmul,
@@ -17,6 +18,7 @@ from amp_transpiler.ops import (
     pool,
     reduce,
     resize,
+    unit_norm,
 )
 from amp_transpiler.ops.rnn import recurrent_backward, recurrent_forward
 from amp_transpiler.ops.training import (
@@ -41,8 +43,9 @@ __all__ = [
     "conv",
     "ctc",
     "elementwise",
-    "evaluation",
     "forward_only",
+    "functions",
+    "gather",
     "grid",
     "initializers",
     "loss",
@@ -59,6 +62,7 @@ __all__ = [
     "resize",
     "scaling",
     "schedule",
+    "unit_norm",
     "update",
     "clip",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, own, traits
+from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing, product
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, summed
 
 
@@ -145,22 +147,75 @@ def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [e.Sub(dy, e.Mul(e.Exp(y), total))]
 
 
-traits("Relu", "ThresholdedRelu", own("ReluGrad"), own("ThresholdedReluGrad"), exact=True)
-traits(
-    "Celu",
-    "Elu",
-    "Gelu",
-    "HardSigmoid",
-    "HardSwish",
-    "LeakyRelu",
-    "LogSoftmax",
-    "Mish",
-    "PRelu",
-    "Selu",
-    "Shrink",
-    "Sigmoid",
-    "Softmax",
-    "Softplus",
-    "Softsign",
-    "Tanh",
+@decomposition("Swish")
+def swish(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    alpha = d.number("alpha", 1.0)
+    return [d.Mul(x, d.Sigmoid(x if alpha == 1 else d.Mul(x, alpha)))]
+
+
+@decomposition("SwiGLU")
+def swi_glu(d: Parts, op: Operator, gate: Variable, value: Variable) -> list[Variable]:
+    return [d.Mul(swish(d, op, gate)[0], value)]
+
+
+_AS_LARGE = (
+    "Celu Elu Gelu HardSwish LeakyRelu Mish PRelu Relu Selu Shrink Softplus Swish ThresholdedRelu".split()  # noqa: SIM905
 )
+traits(*_AS_LARGE, elementwise=True, carries_large=True)
+traits("HardSigmoid", "Sigmoid", elementwise=True, bounded=(0.0, 1.0))
+traits("Softsign", "Tanh", elementwise=True, bounded=(-1.0, 1.0))
+traits("Softmax", "Hardmax", over="axis", bounded=(0.0, 1.0), ignores="low")
+traits("LogSoftmax", over="axis", bounded=(-INF, 0.0), ignores="low")
+traits("Sigmoid", "Softplus", ignores="low")
+traits("Relu", "ThresholdedRelu", own("ReluGrad"), own("ThresholdedReluGrad"), exact=True)
+traits("PRelu", weights=(1,))
+traits("SwiGLU", elementwise=True)
+no_gradient("Hardmax")
+
+range_rule("Relu")(increasing(lambda x: max(x, 0.0), 0.0))
+range_rule("Softplus")(increasing(lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))), 0.0))
+
+
+def _between(op: Operator, ranges: Ranges, below: float = 1.0, above: float = 1.0) -> Interval:
+    """Between multiples of the argument (or -2) where it is negative and where it is positive."""
+    found = ranges.bound(op.input(0))
+    if found is None:
+        return -2.0 * max(below, 1.0), INF
+    return min(found[0] * max(below, 1.0), -2.0 * below, 0.0), max(found[1], 0.0) * above
+
+
+range_rule("Gelu", "HardSwish", "Mish")(_between)
+
+
+@range_rule("Swish")
+def _swish_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return _between(op, ranges) if float(op.attrs.get("alpha", 1.0)) == 1.0 else None
+
+
+@range_rule("Selu")
+def _selu_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return None if {"alpha", "gamma"} & set(op.attrs) else _between(op, ranges, 2.0, 1.06)
+
+
+@range_rule("Elu")
+def _elu_range(op: Operator, ranges: Ranges) -> Interval | None:
+    alpha = float(op.attrs.get("alpha", 1.0))
+    return _between(op, ranges, alpha) if alpha >= 0 else None
+
+
+@range_rule("LeakyRelu")
+def _leaky_relu_range(op: Operator, ranges: Ranges) -> Interval | None:
+    alpha = float(op.attrs.get("alpha", 0.01))
+    return _between(op, ranges, alpha) if alpha >= 0 and ranges.bound(op.input(0)) else None
+
+
+@range_rule("ThresholdedRelu")
+def _thresholded_relu_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found = ranges.bound(op.input(0)) or (float(op.attrs.get("alpha", 1.0)), INF)
+    return hull([found, (0.0, 0.0)])
+
+
+@range_rule("PRelu")
+def _prelu_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found, slope = ranges.bound(op.input(0)), ranges.bound(op.input(1))
+    return hull([product(found, slope), found, (0.0, 0.0)]) if found and slope else None

@@ -1,6 +1,6 @@
 """Attention and what belongs to it, decomposed: scaled products, masks, Softmax, grouped heads, rotary positions.
 
-Definitions: https://onnx.ai/onnx/operators/ (Attention, RotaryEmbedding, RMSNormalization, Swish); the forms of
+Definitions: https://onnx.ai/onnx/operators/ (Attention, RotaryEmbedding); the forms of
 onnxruntime's own operators are brought to these in ``ops/contrib.py``.
 """
 
@@ -12,50 +12,13 @@ import numpy as np
 
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits
 from amp_transpiler.ir.reasons import Kind
 
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
 
 Maybe = Variable | None
-
-
-@decomposition("RMSNormalization")
-def rms_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
-    """Y = x / sqrt(mean(x²) + epsilon) * scale, the quotient in the type ``stash_type`` (fp32)."""
-    axis = d.whole("axis", -1)
-    axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
-    normal = rms(d, x, axes, d.number("epsilon", 1e-5))[0]
-    return [d.Mul(d.cast(normal, x.dtype), d.cast(scale, x.dtype))]
-
-
-def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variable, Variable]:
-    """x over the root of its mean square, and the inverse of that root, in fp32."""
-    with d.fp32(Kind.STATISTICS):
-        wide = d.cast(x, "float32") if x.dtype != "float64" else x
-        square = d.Add(d.ReduceMean(d.Mul(wide, wide), axes), epsilon)
-        inverse = d.Reciprocal(d.Sqrt(square))
-        return d.Mul(wide, inverse), inverse
-
-
-@decomposition("Swish")
-def swish(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    alpha = d.number("alpha", 1.0)
-    return [d.Mul(x, d.Sigmoid(x if alpha == 1 else d.Mul(x, alpha)))]
-
-
-@decomposition("SwiGLU")
-def swi_glu(d: Parts, op: Operator, gate: Variable, value: Variable) -> list[Variable]:
-    return [d.Mul(swish(d, op, gate)[0], value)]
-
-
-@decomposition("MeanVarianceNormalization")
-def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    """(x - mean) / (standard deviation + 1e-9); the variance as the mean of squared deviations, which cannot cancel."""
-    axes = [int(axis) for axis in op.attrs.get("axes", [0, 2, 3])]
-    deviation = d.Sub(x, d.ReduceMean(x, axes))
-    root = d.Sqrt(d.ReduceMean(d.Mul(deviation, deviation), axes))
-    return [d.Div(deviation, d.Add(root, 1e-9))]
 
 
 # -- rotary positions ----------------------------------------------------------------------------------
@@ -251,3 +214,7 @@ def positions_of(d: Parts, x: Variable, axis: int) -> Variable:
         return d.const(np.arange(size))
     end = d.Squeeze(d.Shape(x, start=axis, end=axis + 1), [0])
     return d.Range(d.const(0, "int64"), end, d.const(1, "int64"))
+
+
+traits("Attention")
+traits("RotaryEmbedding", settings=(1, 2, 3))

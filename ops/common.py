@@ -31,6 +31,31 @@ def size_of(value: Value) -> tuple[int, ...]:
     return value.shape
 
 
+def sliced(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
+    """The part of ``value`` from ``start`` to ``stop`` along an axis."""
+    shape = list(size_of(value))
+    if start == 0 and stop == shape[axis]:
+        return value
+    shape[axis] = stop - start
+    return e.Slice(value, e.ints(start), e.ints(stop), e.ints(axis), shape=shape)
+
+
+def padded(e: Emitter, value: Value, before: Sequence[int], after: Sequence[int]) -> Value:
+    """Zeros around ``value``; CUDA pads no bfloat16."""
+    if not any(before) and not any(after):
+        return value
+    value = e.f32(value) if value.dtype == "bfloat16" else value
+    shape = [p + d + q for p, d, q in zip(before, size_of(value), after, strict=True)]
+    return e.Pad(value, e.ints(*before, *after), shape=shape)
+
+
+def padded_axis(e: Emitter, value: Value, axis: int, before: int, after: int) -> Value:
+    """Zeros before and after ``value`` along an axis."""
+    rank = len(size_of(value))
+    at = [int(i == axis) for i in range(rank)]
+    return padded(e, value, [before * i for i in at], [after * i for i in at])
+
+
 def integers(e: Emitter, op: Operator, slot: int, what: str) -> list[int] | None:
     """The integers in input ``slot`` of a gradient operator, None where it is left out.
 

@@ -12,9 +12,12 @@ from typing import Any
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
-from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, rms, rotate, weigh
+from amp_transpiler.lists import keep_fp32
+from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, rotate, weigh
+from amp_transpiler.ops.unit_norm import rms
 
 _MS = f"{DOMAIN}::"
 Maybe = Variable | None
@@ -282,3 +285,11 @@ def rotary_embedding(
     angles = [d.Unsqueeze(d.Gather(table, positions), [1]) for table in (cos, sin)]
     turned = rotate(d, x, *angles)
     return [heads_together(d, turned) if flat else turned]
+
+
+traits(_MS + "DequantizeLinear", _MS + "QuantizeLinear", settings=(1,))
+traits(_MS + "Pad", settings=(2,))
+traits(_MS + "Range", settings=(0, 1, 2))
+traits(_MS + "RotaryEmbedding", settings=(1, 2, 3))
+keep_fp32(_MS + "SkipLayerNormalization", inputs=(2, 3), outputs=(1, 2))
+keep_fp32(_MS + "SkipSimplifiedLayerNormalization", inputs=(2,), outputs=(1, 2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import Interval, Ranges, biased, same_or_zero, weighted
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, traits
+from amp_transpiler.ir.opdef import gradient, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.window import Window, window_of
 
@@ -195,4 +197,24 @@ def _spatial(value: Value) -> tuple[int, ...]:
     return value.shape[2:]
 
 
-traits("Conv", "ConvTranspose", biases=(2,))
+def _axes_but(kept: int, rank: int) -> tuple[int, ...]:
+    return tuple(axis for axis in range(rank) if axis != kept)
+
+
+traits("Conv", "ConvTranspose", product=True, weights=(1, 2), biases=(2,))
+traits("Conv", weight_axes=lambda op, rank: _axes_but(0, rank))
+traits("ConvTranspose", weight_axes=lambda op, rank: _axes_but(1, rank))
+
+
+@range_rule("Conv")
+def _conv_range(op: Operator, ranges: Ranges) -> Interval | None:
+    padded = same_or_zero(op, ranges)
+    return biased(weighted(padded, ranges, op.input(1), partial(_axes_but, 0)), op, ranges)
+
+
+@range_rule("ConvTranspose")
+def _conv_transpose_range(op: Operator, ranges: Ranges) -> Interval | None:
+    if int(op.attrs.get("group", 1)) != 1:
+        return None
+    padded = same_or_zero(op, ranges)
+    return biased(weighted(padded, ranges, op.input(1), partial(_axes_but, 1)), op, ranges)

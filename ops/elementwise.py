@@ -7,12 +7,27 @@ Gradients of inputs that were broadcast are summed back, in fp32. Formulas: the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import (
+    ANY,
+    INF,
+    Interval,
+    RangeRule,
+    Ranges,
+    any_of,
+    magnitude,
+    negative,
+    product,
+    same,
+    squared,
+    total,
+)
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, shape_of, summed
 
 
@@ -89,95 +104,6 @@ def abs_(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Mul(dy, e.Sign(x))]
 
 
-@gradient("Sqrt", reads="y0 dy0")
-def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Div(e.Mul(dy, e.like(0.5, dy)), y)]
-
-
-@gradient("Exp", reads="y0 dy0", native=True)
-def exp(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, y)]
-
-
-@gradient("Log", reads="x0 dy0", native=True)
-def log(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, x)]
-
-
-@gradient("Reciprocal", reads="y0 dy0")
-def reciprocal(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Mul(dy, e.Mul(y, y)))]
-
-
-@gradient("Sin", reads="x0 dy0")
-def sin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Cos(x))]
-
-
-@gradient("Cos", reads="x0 dy0")
-def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Mul(dy, e.Sin(x)))]
-
-
-@gradient("Tan", reads="y0 dy0")
-def tan(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Add(e.Mul(y, y), e.like(1, y)))]
-
-
-def _arc(e: Emitter, x: Value) -> Value:
-    """The square root of 1 - x²."""
-    one = e.like(1, x)
-    return e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
-
-
-@gradient("Asin", reads="x0 dy0")
-def asin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, _arc(e, x))]
-
-
-@gradient("Acos", reads="x0 dy0")
-def acos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Div(dy, _arc(e, x)))]
-
-
-@gradient("Atan", reads="x0 dy0")
-def atan(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, e.Add(e.Mul(x, x), e.like(1, x)))]
-
-
-def _cosh(e: Emitter, x: Value) -> Value:
-    """CUDA has no kernel of Cosh."""
-    return e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), e.like(0.5, x))
-
-
-@gradient("Sinh", reads="x0 dy0")
-def sinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, _cosh(e, x))]
-
-
-@gradient("Cosh", reads="x0 dy0")
-def cosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    # sinh as tanh * cosh: the difference of two exponentials cancels near 0.
-    return [e.Mul(dy, e.Mul(e.Tanh(x), _cosh(e, x)))]
-
-
-@gradient("Asinh", reads="x0 dy0")
-def asinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, e.Sqrt(e.Add(e.Mul(x, x), e.like(1, x))))]
-
-
-@gradient("Acosh", reads="x0 dy0")
-def acosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    one = e.like(1, x)
-    return [e.Div(dy, e.Sqrt(e.Mul(e.Sub(x, one), e.Add(x, one))))]
-
-
-@gradient("Atanh", reads="x0 dy0")
-def atanh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    one = e.like(1, x)
-    return [e.Div(dy, e.Mul(e.Sub(one, x), e.Add(one, x)))]
-
-
 @gradient("Mod", reads="x0 x1 y0 dy0")
 def mod(e: Emitter, op: Operator, x0: Value, x1: Value, y: Value, dy: Value) -> Grads:
     """y = x0 - q x1 with an integer q, which has no slope. Read from y: x0 / x1 itself may round up to it."""
@@ -187,11 +113,6 @@ def mod(e: Emitter, op: Operator, x0: Value, x1: Value, y: Value, dy: Value) -> 
         q = e.Round(e.Div(e.Sub(x0, y), x1), shape=dy.shape)
         dx1 = summed(e, e.Neg(e.Mul(dy, q)), dy, 1)
     return [dx0, dx1]
-
-
-@gradient("Erf", reads="x0 dy0")
-def erf(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Mul(e.Exp(e.Neg(e.Mul(x, x))), e.like(2 / math.sqrt(math.pi), x)))]
 
 
 def _select(e: Emitter, op: Operator, xs: list[Value], y: Value, dy: Value) -> Grads:
@@ -273,67 +194,98 @@ def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
     return [e.Mul(e.Sum(*values), e.like(1 / len(values), values[0]))]
 
 
-traits("Identity", moves=(0,), view=True, exact=True)
+_ADD = ("Add", "Sub", "Sum", "Mean", "Max", "Min")
+_SIGNS = ("Neg", "Abs")
+_LOGIC = ("And", "Or", "Xor", "Not", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "BitShift")
+_COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+_SORTS = ("IsNaN", "IsInf")
+traits(*_ADD, *_SIGNS, *_LOGIC, *_COMPARE, *_SORTS, "Mul", "Div", "Pow", "Mod", elementwise=True)
+traits("Where", "Identity", "Clip", elementwise=True)
+traits(*_ADD, *_COMPARE, adds=True)
+traits(*_COMPARE, *_SORTS, compares=True)
+traits(*_ADD, *_SIGNS, "Mul", carries_large=True)
+traits("Max", "Min", *_SIGNS, own("NegGrad"), own("AbsGrad"), exact=True)
+traits("Identity", own("IdentityGrad"), exact=True)
+traits("Identity", moves=(0,), view=True)
 traits("Where", moves=(1, 2), exact=True)
-traits("Neg", "Abs", "Max", "Min", own("NegGrad"), own("AbsGrad"), own("IdentityGrad"), exact=True)
-traits(
-    "Acos",
-    "Acosh",
-    "Add",
-    "Asin",
-    "Asinh",
-    "Atan",
-    "Atanh",
-    "Ceil",
-    "Clip",
-    "Cos",
-    "Cosh",
-    "Div",
-    "Equal",
-    "Erf",
-    "Exp",
-    "Floor",
-    "Greater",
-    "GreaterOrEqual",
-    "IsInf",
-    "IsNaN",
-    "Less",
-    "LessOrEqual",
-    "Log",
-    "Mean",
-    "Mod",
-    "Mul",
-    "Pow",
-    "Reciprocal",
-    "Round",
-    "Sign",
-    "Sin",
-    "Sinh",
-    "Sqrt",
-    "Sub",
-    "Sum",
-    "Tan",
-)
+traits("Clip", settings=(1, 2))
+no_gradient(*_LOGIC, *_COMPARE, *_SORTS)
 
-no_gradient(
-    "Floor",
-    "Ceil",
-    "Round",
-    "Sign",
-    "Equal",
-    "Greater",
-    "GreaterOrEqual",
-    "Less",
-    "LessOrEqual",
-    "Not",
-    "And",
-    "Or",
-    "Xor",
-    "IsNaN",
-    "IsInf",
-    "BitwiseAnd",
-    "BitwiseOr",
-    "BitwiseXor",
-    "BitwiseNot",
-    "BitShift",
-)
+range_rule("Identity")(same)
+range_rule("Mean", "Where")(any_of)
+
+
+@range_rule("Add", "Sum")
+def _sum_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return total(*(ranges.bound(v) for v in op.inputs if v is not None))
+
+
+@range_rule("Sub")
+def _sub_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return total(ranges.bound(op.input(0)), negative(ranges.bound(op.input(1))))
+
+
+@range_rule("Mul")
+def _mul_range(op: Operator, ranges: Ranges) -> Interval | None:
+    one, other = ranges.bound(op.input(0)), ranges.bound(op.input(1))
+    if ranges.source(op.input(0)) is ranges.source(op.input(1)):
+        return squared(one)
+    return product(one, other) if one and other else None
+
+
+@range_rule("Div")
+def _div_range(op: Operator, ranges: Ranges) -> Interval | None:
+    one, other = ranges.bound(op.input(0)), ranges.bound(op.input(1))
+    if one is None or other is None or other[0] <= 0 <= other[1]:
+        return None
+    return product(one, (1 / other[1], 1 / other[0]))
+
+
+@range_rule("Pow")
+def _pow_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found, exponent = ranges.bound(op.input(0)), ranges.bound(op.input(1))
+    if exponent is None or exponent[0] != exponent[1]:
+        return None
+    power = exponent[0]
+    if power == 2:
+        return squared(found)
+    if found is None or power <= 0 or (found[0] < 0 and power != int(power)):
+        return None
+    try:
+        ends = [math.copysign(1.0, x) ** int(power) * abs(x) ** power if x < 0 else x**power for x in found]
+    except OverflowError:
+        return None
+    return min(*ends, 0.0) if found[0] < 0 < found[1] else min(ends), max(ends)
+
+
+@range_rule("Neg")
+def _neg_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return negative(ranges.bound(op.input(0)))
+
+
+@range_rule("Abs")
+def _abs_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return magnitude(ranges.bound(op.input(0)))
+
+
+def _selected(pick: Callable[[Iterable[float]], float]) -> RangeRule:
+    def rule(op: Operator, ranges: Ranges) -> Interval | None:
+        ends = [ranges.bound(v) or ANY for v in op.inputs if v is not None]
+        return pick(i[0] for i in ends), pick(i[1] for i in ends)
+
+    return rule
+
+
+range_rule("Max")(_selected(max))
+range_rule("Min")(_selected(min))
+
+
+@range_rule("Clip")
+def _clip_range(op: Operator, ranges: Ranges) -> Interval | None:
+    low, high = ranges.bound(op.input(0)) or ANY
+    if op.program.opset() < 11:
+        least, largest = float(op.attrs.get("min", -INF)), float(op.attrs.get("max", INF))
+    else:
+        bounds = [ranges.bound(op.input(slot)) for slot in (1, 2)]
+        least, largest = (bounds[0] or ANY)[0], (bounds[1] or ANY)[1]
+    return min(max(low, least), largest), min(max(high, least), largest)

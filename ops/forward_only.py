@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.opdef import traits
+from amp_transpiler.ir.reasons import Kind
 
 # Signals, vision and pools.
 traits(
     "AffineGrid",
     "BlackmanWindow",
-    "Col2Im",
     "DeformConv",
-    "Det",
     "DFT",
-    "GlobalLpPool",
     "HammingWindow",
     "HannWindow",
-    "LpPool",
-    "MaxRoiPool",
-    "MelWeightMatrix",
-    "NonMaxSuppression",
-    "RoiAlign",
-    "STFT",
     "TfIdfVectorizer",
-    "Upsample",
 )
+traits("Col2Im", "MaxRoiPool", "RoiAlign", carries_large=True)
+traits("Det", overflows=Kind.MULTIPLIES)
+traits("STFT", settings=(2,))
+traits("MelWeightMatrix", settings=(3, 4))
+traits("NonMaxSuppression", settings=(0, 1, 3, 4))
 # Control flow, sequences and optionals: what is inside moves, the operators of nested graphs compute.
 traits(
     "ConcatFromSequence",
@@ -43,16 +39,11 @@ traits(
     "SplitToSequence",
 )
 # Quantised numbers and bit patterns.
-traits("BitCast", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear")
-# Layers that are decomposed before they are differentiated, and products.
+traits("BitCast", "QLinearConv", "QLinearMatMul")
+traits("DequantizeLinear", "QuantizeLinear", settings=(1,))
+traits("DynamicQuantizeLinear", settings=(0,))
+# Layers of state-space and linear-attention models.
 traits(
-    "Attention",
     "CausalConvWithState",
-    "CumProd",
     "LinearAttention",
-    "MeanVarianceNormalization",
-    "RMSNormalization",
-    "RotaryEmbedding",
-    "SwiGLU",
-    "Swish",
 )

@@ -207,4 +207,4 @@ def _inside(e: Emitter, at: Value, size: int) -> Value:
     return e.cast(there, at.dtype)
 
 
-traits("GridSample")
+traits("GridSample", carries_large=True)

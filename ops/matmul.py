@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, traits
+from amp_transpiler.ir.intervals import Interval, Ranges, product, total, weighted
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
 
 
@@ -175,5 +177,41 @@ def _equation(op: Operator, ranks: list[int]) -> tuple[list[str], str]:
     return terms, "".join([*dots, *sorted(label for label in set(letters) if letters.count(label) == 1)])
 
 
-traits("Gemm", biases=(2,))
-traits("Einsum", "MatMul")
+def _gemm_axes(op: Operator, rank: int) -> tuple[int, ...]:
+    return (1,) if op.attrs.get("transB", 0) else (0,)
+
+
+def _matmul_axes(op: Operator, rank: int) -> tuple[int, ...]:
+    return (max(rank - 2, 0),)
+
+
+traits("Gemm", "MatMul", "Einsum", product=True)
+traits("Gemm", weights=(1, 2), biases=(2,), weight_axes=_gemm_axes)
+traits("MatMul", weights=(1,), weight_axes=_matmul_axes)
+
+
+@range_rule("Gemm")
+def _gemm_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found = weighted(ranges.bound(op.input(0)), ranges, op.input(1), partial(_gemm_axes, op))
+    alpha, beta, bias = float(op.attrs.get("alpha", 1.0)), float(op.attrs.get("beta", 1.0)), ranges.bound(op.input(2))
+    found = found and product(found, (alpha, alpha))
+    return found if op.input(2) is None else total(found, bias and product(bias, (beta, beta)))
+
+
+@range_rule("MatMul")
+def _matmul_range(op: Operator, ranges: Ranges) -> Interval | None:
+    left, right = op.inputs
+    if _is_softmax(ranges.source(left)):  # weights that add up to 1: between the least and the largest row
+        return ranges.bound(right)
+    if ranges.content(left) is not None:
+        return weighted(ranges.bound(right), ranges, left, lambda rank: (rank - 1,))
+    return weighted(ranges.bound(left), ranges, right, partial(_matmul_axes, op))
+
+
+def _is_softmax(variable: Variable | None) -> bool:
+    op = variable.producer if variable is not None else None
+    if op is None or op.full_type != "Softmax":
+        return False
+    axis = int(op.attrs.get("axis", -1 if op.program.opset() >= 13 else 1))
+    shape = op.outputs[0].shape if op.outputs[0] is not None else None
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)

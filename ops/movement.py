@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import Interval, Ranges, any_of, hull, same, same_or_zero
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, no_gradient, own, traits
-from amp_transpiler.ops.common import Grads, integers, shape_of, size_of, summed
+from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ops.common import Grads, integers, padded, padded_axis, shape_of, size_of, sliced, summed
+
+#: Integers whose range is small enough to say something.
+_INTEGERS = {"bool": (0.0, 1.0)} | {
+    name: (float(np.iinfo(name).min), float(np.iinfo(name).max)) for name in ("uint8", "int8", "uint16", "int16")
+}
 
 
 def _reshaped(e: Emitter, op: Operator, dy: Value) -> Grads:
@@ -40,29 +47,6 @@ def cast_like(e: Emitter, op: Operator, dy: Value) -> Grads:
 
 
 # -- pieces -------------------------------------------------------------------------------------------
-def _slice(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
-    shape = list(size_of(value))
-    if start == 0 and stop == shape[axis]:
-        return value
-    shape[axis] = stop - start
-    return e.Slice(value, e.ints(start), e.ints(stop), e.ints(axis), shape=shape)
-
-
-def _pad(e: Emitter, value: Value, before: Sequence[int], after: Sequence[int]) -> Value:
-    """Zeros around ``value``; CUDA pads no bfloat16."""
-    if not any(before) and not any(after):
-        return value
-    value = e.f32(value) if value.dtype == "bfloat16" else value
-    shape = [p + d + q for p, d, q in zip(before, size_of(value), after, strict=True)]
-    return e.Pad(value, e.ints(*before, *after), shape=shape)
-
-
-def _pad_axis(e: Emitter, value: Value, axis: int, before: int, after: int) -> Value:
-    rank = len(size_of(value))
-    at = [int(i == axis) for i in range(rank)]
-    return _pad(e, value, [before * i for i in at], [after * i for i in at])
-
-
 @gradient("Concat", reads="x* dy0", native=True)
 def concat(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
     axis = int(op.attrs["axis"]) % len(size_of(dy))
@@ -71,7 +55,7 @@ def concat(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
     if len(xs) > 1 and len(wanted) == len(xs):
         return list(e.Split(dy, e.ints(*sizes), axis=axis, outputs=len(xs)))
     starts = np.cumsum([0, *sizes])
-    return [_slice(e, dy, axis, int(starts[i]), int(starts[i + 1])) if e.wants(i) else None for i in range(len(xs))]
+    return [sliced(e, dy, axis, int(starts[i]), int(starts[i + 1])) if e.wants(i) else None for i in range(len(xs))]
 
 
 @gradient("Split", reads="x1 dy*", native=True)
@@ -109,7 +93,7 @@ def slice_(
             taken = taken[::-1]
         dy = _spread_out(e, dy, axis, abs(step))
         before[axis], after[axis] = taken[0], shape[axis] - 1 - taken[-1]
-    return [_pad(e, dy, before, after)]
+    return [padded(e, dy, before, after)]
 
 
 def _reversed(e: Emitter, value: Value, axis: int) -> Value:
@@ -124,9 +108,9 @@ def _spread_out(e: Emitter, value: Value, axis: int, step: int) -> Value:
     if step == 1 or count == 1:
         return value
     apart = e.reshape(value, [*shape[: axis + 1], 1, *shape[axis + 1 :]])
-    filled = _pad_axis(e, apart, axis + 1, 0, step - 1)
+    filled = padded_axis(e, apart, axis + 1, 0, step - 1)
     joined = e.reshape(filled, [*shape[:axis], count * step, *shape[axis + 1 :]])
-    return _slice(e, joined, axis, 0, count * step - step + 1)
+    return sliced(e, joined, axis, 0, count * step - step + 1)
 
 
 @gradient("Pad", reads="x1 x3 dy0", inputs=[0], native=True)
@@ -141,11 +125,11 @@ def pad(e: Emitter, op: Operator, pads: Value, axes: Value | None, dy: Value) ->
         axis %= len(shape)
         before[axis], after[axis] = max(-low, 0), max(-high, 0)
         if mode == "constant":
-            dy = _slice(e, dy, axis, max(low, 0), size_of(dy)[axis] - max(high, 0))
+            dy = sliced(e, dy, axis, max(low, 0), size_of(dy)[axis] - max(high, 0))
         elif low > 0 or high > 0:
             kept = shape[axis] - before[axis] - after[axis]
             dy = _copies_added(e, dy, axis, _copied(mode, kept, max(low, 0), max(high, 0)), kept)
-    return [_pad(e, dy, before, after)]
+    return [padded(e, dy, before, after)]
 
 
 def _copied(mode: str, size: int, low: int, high: int) -> list[int]:
@@ -168,14 +152,14 @@ def _copies_added(e: Emitter, dy: Value, axis: int, copied: list[int], size: int
     dy = e.f32(dy)
     parts = []
     for start, stop, step in _runs(copied, size):
-        piece = _slice(e, dy, axis, start, stop)
+        piece = sliced(e, dy, axis, start, stop)
         first, last = copied[start], copied[stop - 1]
         if step == 0:
             shape = [1 if i == axis else d for i, d in enumerate(size_of(piece))]
             piece = e.reshape(e.reduce_sum(piece, [axis], keepdims=True), shape)
         elif step < 0:
             piece, first, last = _reversed(e, piece, axis), last, first
-        parts.append(_pad_axis(e, piece, axis, first, size - 1 - last))
+        parts.append(padded_axis(e, piece, axis, first, size - 1 - last))
     return e.Sum(*parts) if len(parts) > 1 else parts[0]
 
 
@@ -211,102 +195,6 @@ def tile(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [e.reshape(e.reduce_sum(e.reshape(dy, apart), axes), shape)]
 
 
-# -- indices ------------------------------------------------------------------------------------------
-def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value) -> Value:
-    """Zeros of ``shape`` with ``rows`` added, in fp32, at ``indices`` [.., k] of the first k dimensions."""
-    rows = e.f32(rows)
-    zeros = e.zeros(shape, rows.dtype)
-    return e.ScatterND(zeros, e.cast(indices, "int64"), rows, reduction="add", shape=shape)
-
-
-@gradient("Gather", reads="x1 dy0", native=True)
-def gather(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    shape = shape_of(e, 0)
-    axis = int(op.attrs.get("axis", 0)) % len(shape)
-    known = e.known(op.inputs[0])
-    if known is not None and known.size == 1:  # one position, such as the first token: zeros around it
-        at = int(known.reshape(())) % shape[axis]
-        kept = e.reshape(dy, [*shape[:axis], 1, *shape[axis + 1 :]])
-        return [_pad_axis(e, kept, axis, at, shape[axis] - 1 - at)]
-    count, rank = math.prod(size_of(indices)), len(shape)
-    flat = e.reshape(indices, [count, 1])
-    rows = e.reshape(dy, [*shape[:axis], count, *shape[axis + 1 :]])
-    rows = e.transpose(rows, [axis, *(i for i in range(rank) if i != axis)])
-    rest = [d for i, d in enumerate(shape) if i != axis]
-    table = _scatter_rows(e, [shape[axis], *rest], flat, rows)
-    return [e.transpose(table, [*range(1, axis + 1), 0, *range(axis + 1, rank)])]
-
-
-@gradient("GatherElements", reads="x1 dy0", native=True)
-def gather_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    wide = e.f32(dy)
-    zeros = e.zeros(shape_of(e, 0), wide.dtype)
-    return [e.ScatterElements(zeros, indices, wide, axis=op.attrs.get("axis", 0), reduction="add")]
-
-
-@gradient("GatherND", reads="x1 dy0", native=True)
-def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    batch = int(op.attrs.get("batch_dims", 0))
-    if batch:
-        # ScatterND has no batch dimensions: their coordinates become part of the index.
-        shape = size_of(indices)
-        grid = np.indices(shape[:batch]).transpose([*range(1, batch + 1), 0])
-        grid = grid.reshape([*shape[:batch], *[1] * (len(shape) - batch - 1), batch])
-        coordinates = np.broadcast_to(grid, [*shape[:-1], batch]).astype(np.int64)
-        indices = e.Concat(e.const(coordinates), e.cast(indices, "int64"), axis=-1)
-    return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
-
-
-def _adds(op: Operator) -> bool:
-    return bool(op.attrs.get("reduction", "none") == "add")
-
-
-def _other_reduction(op: Operator) -> str:
-    reduction = op.attrs.get("reduction", "none")
-    if reduction in ("none", "add"):
-        return ""
-    return (
-        f"its gradient exists for reduction 'none' and 'add', not for '{reduction}'. Gather the elements, combine "
-        "them with Mul, Max or Min, and scatter the result with 'none'"
-    )
-
-
-@gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
-def scatter_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    """Added, the updates and the data share dy; written, dy goes to the one that the result holds."""
-    axis, adds = op.attrs.get("axis", 0), _adds(op)
-    d_data = d_updates = None
-    if e.wants(0):
-        zeros = e.zeros(size_of(indices), dy.dtype)
-        d_data = dy if adds else e.ScatterElements(dy, indices, zeros, axis=axis, shape=dy.shape)
-    if e.wants(2):
-        for i, size in enumerate(size_of(indices)):
-            if i != axis % len(size_of(dy)):
-                dy = _slice(e, dy, i, 0, size)
-        d_updates = e.GatherElements(dy, indices, axis=axis, shape=indices.shape)
-    return [d_data, None, d_updates]
-
-
-@gradient("ScatterND", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
-def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    """As for ScatterElements; each index names a slice."""
-    adds, shape = _adds(op), size_of(dy)
-    at = e.cast(indices, "int64")
-    rows = [*size_of(indices)[:-1], *shape[size_of(indices)[-1] :]]
-    d_data = d_updates = None
-    if e.wants(0):
-        d_data = dy if adds else e.ScatterND(dy, at, e.zeros(rows, dy.dtype), shape=shape)
-    if e.wants(2):
-        d_updates = e.GatherND(dy, at, shape=rows)
-    return [d_data, None, d_updates]
-
-
-@gradient("TopK", reads="y1 dy0", inputs=[0], native=True)
-def top_k(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    zeros = e.zeros(shape_of(e, 0), dy.dtype)
-    return [e.ScatterElements(zeros, indices, dy, axis=op.attrs.get("axis", -1))]
-
-
 @gradient("ReverseSequence", reads="x1 dy0", inputs=[0])
 def reverse_sequence(e: Emitter, op: Operator, lengths: Value, dy: Value) -> Grads:
     axes = {name: op.attrs[name] for name in ("batch_axis", "time_axis") if name in op.attrs}
@@ -338,23 +226,50 @@ def space_to_depth(e: Emitter, op: Operator, dy: Value) -> Grads:
 
 
 _VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-_MOVES = ("Transpose", "Split", "Slice", "Trilu", "DepthToSpace", "SpaceToDepth")
-traits(*_VIEWS, moves=(0,), view=True, exact=True)
-traits(*_MOVES, "Expand", "Tile", "ReverseSequence", "Compress", moves=(0,), exact=True)
-traits("Gather", "GatherElements", "GatherND", moves=(0,), lookup=True, exact=True)
+_MOVES = ("Transpose", "Split", "Slice", "DepthToSpace", "SpaceToDepth")
+_REPEATS = ("Expand", "Tile", "ReverseSequence", "Compress")
+traits(*_VIEWS, *_MOVES, *_REPEATS, "Trilu", moves=(0,), exact=True)
+traits(*_VIEWS, view=True)
+traits("Slice", part=True)
 traits("Concat", moves=None, exact=True)
-traits("Pad", moves=(0, 2), exact=True)
+traits("Pad", moves=(0, 2), exact=True, settings=(2,))
 traits("CenterCropPad", "Cast", "CastLike", moves=(0,))
-# Not exact: with reduction="add" they add.
-traits("Scatter", "ScatterElements", "ScatterND", moves=(0, 2))
-traits("TensorScatter", moves=(0, 1))
-traits("TopK", "Unique", exact=True)
-traits(
-    *(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Concat", "TopK", "ScatterElements", "ScatterND")), exact=True
-)
+traits("Cast", elementwise=True)
+traits("Unique", exact=True, carries_large=True)
+traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Trilu", "Concat")), exact=True)
 
 _MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant")
 _DRAWS = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 traits(*_MAKES)
+traits("Shape", "Size", shape_only=True)
+traits("ConstantOfShape", settings=(0,))
+traits("OneHot", settings=(2,))
+traits("Range", settings=(0, 1, 2))
 traits(*_DRAWS, random=True)
 no_gradient(*_MAKES, *_DRAWS)
+
+range_rule(*_VIEWS, *_MOVES, *_REPEATS)(same)
+range_rule("Trilu", "CenterCropPad")(same_or_zero)
+range_rule("Concat")(any_of)
+
+
+@range_rule("Pad")
+def _pad_range(op: Operator, ranges: Ranges) -> Interval | None:
+    if op.input(2) is not None:
+        return any_of(op, ranges)
+    value = float(op.attrs.get("value", 0.0))
+    return hull([ranges.bound(op.input(0)), (value, value)])
+
+
+@range_rule("Cast", "CastLike")
+def _cast_range(op: Operator, ranges: Ranges) -> Interval | None:
+    read = op.input(0)
+    if read is None or read.dtype in FLOATS:
+        return ranges.bound(read)
+    return _INTEGERS.get(str(read.dtype))
+
+
+@range_rule("ConstantOfShape")
+def _fill_range(op: Operator, ranges: Ranges) -> Interval | None:
+    value = float(as_array(op.attrs["value"]).reshape(-1)[0]) if "value" in op.attrs else 0.0
+    return (value, value) if math.isfinite(value) else None

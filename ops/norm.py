@@ -1,4 +1,4 @@
-"""Batch-, Layer-, Instance-, Group- and LpNormalization and LRN: gradients, and lowering rules where a place needs one.
+"""Batch-, Layer-, Instance- and GroupNormalization: gradients, and lowering rules where a place needs one.
 
 Statistics are computed in fp32 from the input; gradients recompute them. Variances are means of squared
 deviations (never mean of squares minus squared mean, which cancels).
@@ -6,6 +6,7 @@ deviations (never mean of squares minus squared mean, which cancels).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import Interval, Ranges, biased, product
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
+from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rule, traits
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.lists import keep_fp32
 
 _EPSILON = 1e-5
 
@@ -141,6 +145,19 @@ def batch_normalization_gradient(
 
 
 # -- LayerNormalization ------------------------------------------------------------------------------
+@for_test("BatchNormalization")
+def batch_normalization_for_test(op: Operator) -> None:
+    """Use the running statistics, and leave them as they are."""
+    if not op.attrs.get("training_mode", 0):
+        return
+    op.attrs["training_mode"] = 0
+    for slot, state in ((2, op.input(4)), (1, op.input(3))):
+        new = op.output(slot)
+        if new is not None and state is not None:
+            op.program.replace_uses(new, state)
+            op.set_output(slot, None)
+
+
 def _like_data(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     """Y is like X. ONNX's own inference refuses fp32 scales beside 16-bit data, which programs have here."""
     data = op.inputs[0]
@@ -258,49 +275,52 @@ def _channels_of_groups(e: Emitter, value: Value, split: Value) -> Value:
 
 
 # -- LpNormalization and LRN -----------------------------------------------------------------------------
-@gradient("LpNormalization", "x0 y0 dy0")
-def lp_normalization_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
-    """y = x / |x| along an axis. For p = 2, dX = (dy - y * sum(dy * y)) / |x|; for p = 1 the sign of x in place of the
-    last y. Where |x| is 0, y is 0 by definition, and so is dX."""
-    axis = [int(op.attrs.get("axis", -1)) % _rank(x)]
-    dot = e.reduce_sum(e.Mul(dy, y), axis, keepdims=True)
-    if int(op.attrs.get("p", 2)) == 1:
-        size, direction = e.reduce_sum(e.Abs(x), axis, keepdims=True), e.Sign(x)
-    else:
-        size, direction = e.Sqrt(e.reduce_sum(e.Mul(x, x), axis, keepdims=True)), y
-    zero = e.like(0, x)
-    nothing = e.Equal(size, zero)
-    dx = e.Div(e.Sub(dy, e.Mul(direction, dot)), e.Where(nothing, e.like(1, x), size))
-    return [e.Where(nothing, zero, dx)]
+_AFFINE = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
+traits("BatchNormalization", weights=(1, 2, 3, 4), statistics=(3, 4), biases=(2, 3, 4))
+traits(*_AFFINE, weights=(1, 2), biases=(2,))
 
 
-@gradient("LRN", "x0 dy0")
-def lrn_gradient(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[Any]:
-    """y = x * s**-beta with s = bias + alpha / size * (sum of x² over ``size`` neighbouring channels).
+# Scale, bias and statistics, as PaddlePaddle keeps them (fp16_utils.py).
+keep_fp32("BatchNormalization", inputs=(1, 2, 3, 4), outputs=(1, 2))
+keep_fp32("LayerNormalization", inputs=(1, 2), outputs=(1, 2))
+keep_fp32("InstanceNormalization", "GroupNormalization", inputs=(1, 2))
 
-    dX = dy * s**-beta - 2 alpha beta / size * x * t, with t the sum of dy * x * s**(-beta - 1) over the channels whose
-    neighbour this one is.
+
+@range_rule("LayerNormalization")
+def _layer_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return normalised_range(op, ranges, int(op.attrs.get("axis", -1)))
+
+
+@range_rule("InstanceNormalization", "GroupNormalization")
+def _channel_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return normalised_range(op, ranges, 1)
+
+
+def normalised_range(op: Operator, ranges: Ranges, axis: int) -> Interval | None:
+    """The interval after a norm over the axes from ``axis`` on, with scale and bias.
+
+    No element of n numbers with mean square 1 is larger than the root of n.
     """
-    assert x.shape is not None
-    size, alpha = int(op.attrs["size"]), float(op.attrs.get("alpha", 1e-4))
-    beta, bias = float(op.attrs.get("beta", 0.75)), float(op.attrs.get("bias", 1.0))
-    neighbours = _band(x.shape[1], (size - 1) // 2, size // 2)
-    flat = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-    x3, dy3 = e.reshape(x, flat), e.reshape(dy, flat)
-    squares = e.MatMul(e.const(neighbours, x.dtype), e.Mul(x3, x3))
-    s = e.Add(e.Mul(squares, e.like(alpha / size, x)), e.like(bias, x))
-    scaled = e.Mul(dy3, e.Pow(s, e.like(-beta, x)))
-    around = e.MatMul(e.const(neighbours.T, x.dtype), e.Div(e.Mul(scaled, x3), s))
-    dx = e.Sub(scaled, e.Mul(e.Mul(x3, around), e.like(2 * alpha * beta / size, x)))
-    return [e.reshape(dx, x.shape)]
+    read = op.input(0)
+    if read is None or read.shape is None:
+        return None
+    sizes = read.shape[axis if axis >= 0 else len(read.shape) + axis :]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    largest = math.sqrt(prod(int(size or 0) for size in sizes))
+    scale = ranges.bound(op.input(1))
+    return biased(scale and product((-largest, largest), scale), op, ranges)
 
 
-def _band(size: int, before: int, after: int) -> np.ndarray[Any, Any]:
-    """[size, size]: 1 where the column is at most ``before`` below the row or ``after`` above it."""
-    distance = np.arange(size)[None, :] - np.arange(size)[:, None]
-    return ((distance >= -before) & (distance <= after)).astype(np.float64)
-
-
-traits("BatchNormalization", biases=(2, 3, 4))
-traits("GroupNormalization", "InstanceNormalization", "LayerNormalization", biases=(2,))
-traits("LpNormalization", "LRN")
+@range_rule("BatchNormalization")
+def _batch_range(op: Operator, ranges: Ranges) -> Interval | None:
+    data = ranges.bound(op.input(0))
+    contents = [ranges.content(v) for v in op.inputs[1:5]]
+    if data is None or not all(map(math.isfinite, data)) or op.attrs.get("training_mode", 0):
+        return None
+    if len(contents) < 4 or any(content is None for content in contents):
+        return None
+    scale, bias, mean, variance = (as_array(content).astype(np.float64) for content in contents)
+    factor = scale / np.sqrt(variance + float(op.attrs.get("epsilon", _EPSILON)))
+    ends = np.stack([(data[0] - mean) * factor + bias, (data[1] - mean) * factor + bias])
+    return (float(ends.min()), float(ends.max())) if np.isfinite(ends).all() and ends.size else None

@@ -10,12 +10,20 @@ import numpy as np
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import INF, Interval, Ranges, magnitude, same, same_or_zero, terms
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, lowering_rule, own, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.window import Window, window_of
 
+traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
+traits("AveragePool", "GlobalAveragePool", over="spatial", reduces="mean", carries_large=True)
+traits("LpPool", "GlobalLpPool", over="spatial", reduces="powers", carries_large=True)
+traits("LpPool", "GlobalLpPool", overflows_inside=Kind.POWERS_INSIDE)
 traits("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"), exact=True)
-traits("AveragePool", "GlobalAveragePool")
+traits("MaxUnpool", carries_large=True)
+range_rule("MaxPool", "GlobalMaxPool", "GlobalAveragePool")(same)
+range_rule("AveragePool")(same_or_zero)
 
 #: Tiles of more elements than this have their maximum found by MaxPool itself.
 _LARGEST_TILE = 9
@@ -187,3 +195,32 @@ def max_unpool_gradient(e: Emitter, op: Operator, indices: Value, dy: Value) -> 
     count = [prod(shape)]
     taken = e.GatherElements(e.reshape(dy, [prod(dy.shape)]), e.reshape(indices, count), shape=count)
     return [e.reshape(taken, shape)]
+
+
+@lowering_rule("GlobalLpPool")
+def global_lp_pool(e: Emitter, op: Operator, x: Value) -> Sequence[Any]:
+    """y = (sum of |x|^p)^(1/p) over each channel; CUDA has no kernel of it."""
+    power = float(op.attrs.get("p", 2))
+    if e.place == "cpu":
+        return [e.GlobalLpPool(x, p=int(power))]
+    assert x.shape is not None
+    total = e.reduce_sum(e.Pow(e.Abs(x), e.like(power, x)), range(2, len(x.shape)), keepdims=True)
+    return [e.Pow(total, e.like(1 / power, x))]
+
+
+@gradient("GlobalLpPool", "x0 y0 dy0")
+def global_lp_pool_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
+    """The slope is sign(x) (|x| / y)^(p-1), and 0 where all of a channel is 0."""
+    zero = e.like(0, y)
+    nothing = e.Equal(y, zero)
+    share = e.Div(e.Abs(x), e.Where(nothing, e.like(1, y), y))
+    slope = e.Mul(e.Sign(x), e.Pow(share, e.like(float(op.attrs.get("p", 2)) - 1, x)))
+    return [e.Mul(e.Where(nothing, zero, dy), slope)]
+
+
+@range_rule("GlobalLpPool")
+def _global_lp_pool_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found, many = ranges.bound(op.input(0)), terms(op)
+    return (
+        (0.0, INF) if found is None or many is None else (0.0, magnitude(found)[1] * many ** (1 / op.attrs.get("p", 2)))
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import INF, Interval, RangeRule, Ranges, magnitude, same, same_or_zero, terms
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import Grads, integers, shape_of
 
 
@@ -111,21 +114,57 @@ def _in_fp32(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
 for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd"):
     lowering_rule(_type)(_in_fp32)
 
+for _how, _types in {
+    "sum": ("ReduceSum", "ReduceL1"),
+    "mean": ("ReduceMean",),
+    "max": ("ReduceMax",),
+    "min": ("ReduceMin",),
+    "squares": ("ReduceSumSquare",),
+    "norm": ("ReduceL2",),
+    "product": ("ReduceProd",),
+    "log-sum": ("ReduceLogSum", "ReduceLogSumExp"),
+}.items():
+    traits(*_types, over="axes", reduces=_how)
+traits("CumSum", over="axis", reduces="sum")
+traits("CumProd", over="axis", reduces="product")
+traits("ArgMax", over="axis", reduces="index", ignores="low")
+traits("ArgMin", over="axis", reduces="index", ignores="high")
+traits("ReduceMax", "ReduceLogSumExp", ignores="low")
+traits("ReduceMin", ignores="high")
+traits("ReduceSum", "ReduceL1", "ReduceMean", "ReduceMax", "ReduceMin", "CumSum", carries_large=True)
+traits("ReduceSumSquare", "ReduceL2", "ReduceProd", "CumProd", "ReduceLogSumExp", carries_large=True)
+traits("ReduceProd", "CumProd", overflows=Kind.MULTIPLIES)
+traits("ReduceL2", overflows_inside=Kind.SQUARES_INSIDE)
 traits("ReduceMax", "ReduceMin", own("ReduceSumGrad"), exact=True)
-traits(
-    "ArgMax",
-    "ArgMin",
-    "CumSum",
-    "Hardmax",
-    "NonZero",
-    "ReduceL1",
-    "ReduceL2",
-    "ReduceLogSum",
-    "ReduceLogSumExp",
-    "ReduceMean",
-    "ReduceProd",
-    "ReduceSum",
-    "ReduceSumSquare",
-)
+traits("NonZero")
+no_gradient("ArgMax", "ArgMin", "NonZero")
 
-no_gradient("ArgMax", "ArgMin", "NonZero", "Hardmax")
+range_rule("ReduceMax", "ReduceMin", "ReduceMean")(same)
+
+
+@range_rule("ReduceSum")
+def _sum_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found, many = ranges.bound(op.input(0)), terms(op)
+    return None if found is None or many is None else (found[0] * many, found[1] * many)
+
+
+@range_rule("CumSum")
+def _cum_sum_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found, x = same_or_zero(op, ranges), op.input(0)
+    if found is None or x is None or x.shape is None or not all(isinstance(size, int) for size in x.shape):
+        return None
+    longest = max((int(size or 0) for size in x.shape), default=1)
+    return found[0] * longest, found[1] * longest
+
+
+def _size_range(size: Callable[[float, int], float]) -> RangeRule:
+    def rule(op: Operator, ranges: Ranges) -> Interval | None:
+        found, many = ranges.bound(op.input(0)), terms(op)
+        return (0.0, INF) if found is None or many is None else (0.0, size(magnitude(found)[1], many))
+
+    return rule
+
+
+range_rule("ReduceL1")(_size_range(lambda largest, many: largest * many))
+range_rule("ReduceL2")(_size_range(lambda largest, many: largest * math.sqrt(many)))
+range_rule("ReduceSumSquare")(_size_range(lambda largest, many: largest**2 * many))

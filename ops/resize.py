@@ -201,4 +201,5 @@ def _cubic(distance: Array, a: float) -> Array:
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
 
 
-traits("Resize")
+traits("Resize", settings=(1, 2), carries_large=True)
+traits("Upsample", settings=(1,), carries_large=True)

@@ -18,17 +18,11 @@ import onnx
 
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.signature import signature
+from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
-
-_BOOL = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
-_INT64 = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
-#: Operators whose result has the broadcast shape of their inputs.
-_BROADCAST = frozenset(
-    """Add Sub Mul Div Pow Max Min Sum Where Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Neg Abs Exp Log
-    Sqrt Reciprocal Tanh Sigmoid Erf Sign Not IsNaN IsInf Relu Cast Softmax LogSoftmax Sin Cos Floor""".split()  # noqa: SIM905
-)
-
 
 #: Elements from which on it matters how a kernel walks over them.
 _MANY = 64
@@ -133,7 +127,8 @@ class Emitter:
         **attrs: Any,
     ) -> Value | tuple[Value, ...]:
         """Emit one node; its value, or a tuple of as many as ``outputs`` says. ``dtype`` overrides the usual rule."""
-        if type_ in _BROADCAST and len(inputs) > 1:
+        traits = traits_of(type_, domain)
+        if traits.elementwise and not traits.settings and len(inputs) > 1:
             inputs = tuple(self._levelled(inputs))
         names = [self.name(type_) for _ in range(1 if outputs is None else outputs)]
         self.nodes.append(
@@ -146,9 +141,9 @@ class Emitter:
                 **{k: v for k, v in attrs.items() if v is not None},
             )
         )
-        kind = dtype or self._result(type_, inputs, attrs)
+        kind = dtype or self._result(type_, domain, inputs)
         if shape is None:
-            shape = _shape(type_, [v.shape for v in inputs if v is not None])
+            shape = _shape(type_, traits, [v.shape for v in inputs if v is not None])
         values = tuple(Value(n, kind, None if shape is None else tuple(shape)) for n in names)
         return values[0] if outputs is None else values
 
@@ -174,12 +169,14 @@ class Emitter:
             self.shared[key] = (self.reshape(value, [1] * rank),)
         return self.shared[key][0]
 
-    def _result(self, type_: str, inputs: Sequence[Value | None], attrs: dict[str, Any]) -> str:
-        if type_ in _BOOL:
-            return "bool"
-        if type_ in _INT64:
-            return "int64"
-        position = {"Where": 1, "OneHot": 2}.get(type_, 0)
+    def _result(self, type_: str, domain: str, inputs: Sequence[Value | None]) -> str:
+        """The element type of the first output, as the schema says: one for all, or that of an input."""
+        schema, position = signature(type_, self.opset, domain), 0
+        if schema is not None:
+            made = schema.output(0)
+            if len(schema.admits[made]) == 1:
+                return next(iter(schema.admits[made]))
+            position = schema.inputs.index(made) if made in schema.inputs else len(inputs)
         found = inputs[position] if position < len(inputs) else None
         if found is None:
             raise TypeError(f"cannot tell the element type of {type_}; pass dtype=")
@@ -307,12 +304,12 @@ class Emitter:
         return self.reshape(self.reduce_sum(value, axes, keepdims=True), shape)
 
 
-def _shape(type_: str, shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+def _shape(type_: str, traits: Traits, shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
     """The shape of a simple operator's result, None where it takes more than this to tell."""
     known = [s for s in shapes if s is not None]
     if not known or len(known) < len(shapes):
         return None
-    if type_ in _BROADCAST:
+    if traits.elementwise or (traits.over and not traits.reduces):
         return tuple(int(d) for d in np.broadcast_shapes(*known))
     if type_ == "MatMul" and min(len(s) for s in known) >= 2:
         a, b = known

@@ -17,11 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from amp_transpiler.errors import AmpError, ArgumentError, GraphError
+from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
+from amp_transpiler.ir.traits import Traits
 
 T = TypeVar("T")
 Rule = Callable[..., Sequence[Any]]
@@ -39,27 +41,6 @@ class Gradient:
     inputs: frozenset[int] | None
     zero: bool = False
     refuse: Callable[[Operator], str] | None = None
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What an operator does with the elements of its operands, as passes ask it.
-
-    ``moves``: the slots of the inputs whose elements the outputs hold, moved, repeated or left out, beside zeros; None
-    for every slot, () where it computes. A cast moves too, though it rounds.
-    ``view``: the output is the first input in another shape, element by element: a runtime moves nothing.
-    ``lookup``: it takes entries of its first input, a table, that its second input names.
-    ``biases``: slots that are added to a sum of products, or to the variance of a norm.
-    ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
-    ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
-    """
-
-    moves: tuple[int, ...] | None = ()
-    view: bool = False
-    lookup: bool = False
-    biases: tuple[int, ...] = ()
-    random: bool = False
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +105,7 @@ class OpDef:
     ``native``: on CUDA the rule takes 16-bit values as they are stored (GEMMs, convolutions, single
     elementwise operators); otherwise it gets them widened to fp32 and its results are rounded once.
     ``traits``: None where nobody has declared them. ``slots``: of operators of the training step.
+    ``range_rule``: gives the interval of what it makes; None where ``traits.bounded`` is all that is known.
     ``when``: the rule is used only where this holds of the operator (BatchNormalization in training mode).
     ``for_test``: turns a cloned operator into its form for evaluation.
     """
@@ -136,6 +118,7 @@ class OpDef:
     native: bool = False
     traits: Traits | None = None
     slots: Slots | None = None
+    range_rule: RangeRule | None = None
     gradient: Gradient | None = None
     for_test: Callable[[Operator], None] | None = None
 
@@ -300,23 +283,33 @@ def no_gradient(*full_types: str) -> None:
         entry(full_type).gradient = Gradient((), frozenset(), zero=True)
 
 
-def traits(
-    *full_types: str,
-    moves: tuple[int, ...] | None = (),
-    view: bool = False,
-    lookup: bool = False,
-    biases: tuple[int, ...] = (),
-    random: bool = False,
-    exact: bool = False,
-) -> None:
-    """Declare the :class:`Traits` of operators; with no keyword, that they have none of them."""
-    found = Traits(moves, view, lookup, biases, random, exact)
+def traits(*full_types: str, **facts: Any) -> None:
+    """Declare :class:`Traits` of operators, beside those that were declared before; a keyword is a field of it.
+
+    With no keyword it says that they have none. TypeError for what is no trait.
+    """
     for full_type in full_types:
-        entry(full_type).traits = found
+        found = entry(full_type)
+        found.traits = replace(found.traits or _NO_TRAITS, **facts)
 
 
-def traits_of(type_: str, domain: str = "") -> Traits:
-    """The traits of an operator type; none of them where they are not declared."""
+def range_rule(*full_types: str) -> Callable[[RangeRule], RangeRule]:
+    """Register the decorated function as the range rule of operators (see :mod:`~amp_transpiler.ir.intervals`).
+
+    It bounds the first output, and every output of an operator that moves elements.
+    """
+
+    def register(function: RangeRule) -> RangeRule:
+        for full_type in full_types:
+            entry(full_type).range_rule = function
+        return function
+
+    return register
+
+
+def traits_of(op: Operator | str, domain: str = "") -> Traits:
+    """The traits of an operator, or of an operator type; none of them where they are not declared."""
+    type_, domain = (op, domain) if isinstance(op, str) else (op.type, op.domain)
     found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
     return _NO_TRAITS if found is None or found.traits is None else found.traits
 
@@ -329,7 +322,7 @@ def slots_of(type_: str, domain: str = OWN) -> Slots | None:
 
 def moves(op: Operator, slot: int | None = None) -> bool:
     """Whether the outputs hold the elements of this input as they are; without ``slot``, of any input."""
-    slots = traits_of(op.type, op.domain).moves
+    slots = traits_of(op).moves
     return slots is None or (bool(slots) if slot is None else slot in slots)
 
 

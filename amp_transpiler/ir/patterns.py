@@ -102,7 +102,7 @@ def names_of_parameter(variable: Variable) -> list[str]:
     for op in list(readers):
         out = op.output(0)
         # What hands the whole parameter on; what takes parts of it, or joins it to others, is an operator of the layer.
-        if out is not None and (op.type in ("Transpose", "Cast") or traits_of(op.type, op.domain).view):
+        if out is not None and (op.type in ("Transpose", "Cast") or traits_of(op).view):
             readers += _forward_readers(out)
     return [variable.name, *(name for op in readers for name in (op.name, op.scope) if name)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.tensors import as_array
 
 #: Samples of a window from which on a Fourier transform is looked for.
@@ -21,7 +21,8 @@ _ZEROS = 0.75
 #: Elements up to which contents are looked through.
 _LARGE = 1 << 24
 _HOPS = 4
-_PRODUCTS = {"MatMul": 2, "Gemm": 2}
+#: What Fourier transforms and filter banks are written with, beside convolutions.
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
 #: What powers and magnitudes are made with, once there are squares.
 _MAGNITUDES = frozenset({"Add", "Sum", "Sqrt", "ReduceSum", "Pow"})
 
@@ -111,7 +112,7 @@ def _is_filter_bank(variable: Variable) -> bool:
 def _is_squared(variable: Variable | None, hops: int) -> bool:
     """Whether the tensor, moved about or not, is multiplied by itself or summed up in squares."""
     for op, slot in variable.readers if variable is not None else ():
-        if op.type in ("ReduceSumSquare", "ReduceL2") or _squares(op):
+        if _squares(op):
             return True
         if isinstance(slot, int) and moves(op, slot) and hops and any(_is_squared(v, hops - 1) for v in op.outputs):
             return True
@@ -124,7 +125,7 @@ def _is_power(variable: Variable | None) -> bool:
         op = variable.producer if variable is not None else None
         if op is None:
             return False
-        if op.type in ("Abs", "ReduceSumSquare", "ReduceL2") or _squares(op):
+        if op.type == "Abs" or _squares(op):
             return True
         if not moves(op, 0) and op.type not in _MAGNITUDES:
             return False
@@ -133,6 +134,8 @@ def _is_power(variable: Variable | None) -> bool:
 
 
 def _squares(op: Operator) -> bool:
+    if traits_of(op).reduces in ("squares", "norm"):
+        return True
     if op.type == "Mul":
         return op.input(0) is op.input(1)
     exponent = op.input(1) if op.type == "Pow" else None

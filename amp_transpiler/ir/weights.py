@@ -20,39 +20,6 @@ from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"
-#: Slots that hold no weights, by operator: statistics, bounds, sizes, fill values.
-_NUMBERS: dict[str, tuple[int, ...]] = {
-    "BatchNormalization": (3, 4),
-    "Clip": (1, 2),
-    "Dropout": (1,),
-    "OneHot": (2,),
-    "Pad": (2,),
-    "Range": (0, 1, 2),
-    "Resize": (1, 2),
-    "Upsample": (1,),
-    "ConstantOfShape": (0,),
-    "QuantizeLinear": (1,),
-    "DequantizeLinear": (1,),
-    "DynamicQuantizeLinear": (0,),
-    "STFT": (2,),
-    "MelWeightMatrix": (3, 4),
-    "NonMaxSuppression": (0, 1, 3, 4),
-    "RotaryEmbedding": (1, 2, 3),  # of com.microsoft too, which has the positions first
-}
-#: Slots that hold the weights of a layer, by operator.
-_LAYERS: dict[str, tuple[int, ...]] = {
-    "Gemm": (1, 2),
-    "Conv": (1, 2),
-    "ConvTranspose": (1, 2),
-    "MatMul": (1,),
-    "PRelu": (1,),
-    "BatchNormalization": (1, 2, 3, 4),
-    "InstanceNormalization": (1, 2),
-    "GroupNormalization": (1, 2),
-    "LayerNormalization": (1, 2),
-}
-_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"})
-_ANGLES = frozenset({"Sin", "Cos"})
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
@@ -73,9 +40,11 @@ def not_a_weight(variable: Variable) -> str:
     uses = _uses(variable, _HOPS)
     if math.prod(shape) <= 1 and not (shape and uses and all(_is_layer(op, slot) for op, slot in uses)):
         return "one number"
-    if uses and all(slot in _NUMBERS.get(op.type, ()) for op, slot in uses):
-        return STATISTICS if uses[0][0].type == "BatchNormalization" else f"a number of {uses[0][0].type}"
-    if uses and all(op.type in _COMPARES for op, _ in uses):
+    if uses and all(_is_number(op, slot) for op, slot in uses):
+        reader, slot = uses[0]
+        statistics = slot in traits_of(reader).statistics
+        return STATISTICS if statistics else f"a number of {reader.type}"
+    if uses and all(traits_of(op).compares for op, _ in uses):
         return "only compared with"
     if _feeds_angles(uses):
         return "the frequencies of an angle"
@@ -87,10 +56,16 @@ def not_a_weight(variable: Variable) -> str:
 
 def _is_layer(op: Operator, slot: int) -> bool:
     """Whether an operator reads its weight or bias in this slot, however small: that of a layer with one output."""
-    if slot in _LAYERS.get(op.type, ()):
+    if slot in traits_of(op).weights:
         return True
     other = op.inputs[1 - slot] if op.type == "Add" and slot < 2 else None
     return other is not None and other.producer is not None and other.producer.type == "MatMul"
+
+
+def _is_number(op: Operator, slot: int) -> bool:
+    """Whether the operator reads no weight in this slot, but a statistic, a bound, a size, a fill value."""
+    traits = traits_of(op)
+    return slot in traits.settings or slot in traits.statistics
 
 
 def become_constants(program: Graph) -> bool:
@@ -123,19 +98,19 @@ def _uses(variable: Variable, hops: int) -> list[tuple[Operator, int]]:
 def _passes_on(op: Operator, slot: int) -> bool:
     """Whether it only moves the tensor. A lookup in a table is what a layer does with its weights, and Where what
     attention does with a mask."""
-    if slot in _NUMBERS.get(op.type, ()) or op.type in _MASKED:
+    if _is_number(op, slot) or op.type in _MASKED:
         return False
-    return moves(op, slot) and not traits_of(op.type, op.domain).lookup
+    return moves(op, slot) and not traits_of(op).lookup
 
 
 def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
     """Whether all that is made of the tensor is sines and cosines, of itself or of its product with something."""
-    if uses and all(op.type in _ANGLES for op, _ in uses):
+    if uses and all(traits_of(op).periodic for op, _ in uses):
         return True
     if not uses or any(op.type not in ("Mul", "MatMul", "Einsum", "Gemm", "Div") for op, _ in uses):
         return False
     made = [use for op, _ in uses for out in op.outputs[:1] if out is not None for use in _uses(out, _HOPS)]
-    return bool(made) and all(op.type in _ANGLES for op, _ in made)
+    return bool(made) and all(traits_of(op).periodic for op, _ in made)
 
 
 def _is_mask(variable: Variable, shape: tuple[int, ...], combined: bool) -> bool:

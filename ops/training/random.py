@@ -26,7 +26,8 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
+from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
+from amp_transpiler.lists import keep_fp32
 
 SEED, STEP = "@rng_seed", "@rng_step"
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
@@ -217,13 +218,25 @@ def masked(e: Emitter, op: Operator, x: Value, ratio: Value | None, step: Value)
 
 
 # As it is evaluated; in training it scales the elements that it keeps, too.
-traits("Dropout", moves=(0,))
+traits("Dropout", moves=(0,), settings=(1,))
+keep_fp32("Dropout", inputs=(1,))
 
 
 @lowering_rule("Dropout", when=_training)
 def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
     """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
     return masked(e, op, x, ratio, e.scalar("step"))
+
+
+@for_test("Dropout")
+def dropout_for_test(op: Operator) -> None:
+    """Pass the data through."""
+    op.metadata.pop(MASK_ID, None)
+    if op.input(2) is not None:
+        op.set_input(2, None)
+    mask = op.output(1)
+    if mask is not None and not mask.readers:
+        op.set_output(1, None)
 
 
 @gradient("Dropout", reads="x1 x2 y1 dy0", inputs=[0])

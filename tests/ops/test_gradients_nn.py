@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -222,12 +223,18 @@ def test_average_pool_with_padding_that_the_runtime_defines_differently_is_an_er
         gradient_model("AveragePool", [np.zeros((1, 1, 9))], "float32", "cpu", **attrs)
 
 
+def norms(x: np.ndarray, p: int) -> list[np.ndarray]:
+    return [(np.abs(x) ** p).sum(tuple(range(2, x.ndim)), keepdims=True) ** (1 / p)]
+
+
 @few
 @given(spatial=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=seeds)
 def test_global_pools(spatial: list[int], seed: int) -> None:
     shape = (2, 3, *spatial)
     check_gradient("GlobalAveragePool", normal(seed, shape), half=FP16)
     check_gradient("GlobalMaxPool", [distinct(seed, shape)], half=FP16)
+    for p in (1, 2, 3):
+        check_gradient("GlobalLpPool", normal(seed, shape), attrs={"p": p}, forward=partial(norms, p=p))
 
 
 @pytest.mark.parametrize("type_", ["MaxPool", "AveragePool"])

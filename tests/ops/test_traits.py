@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,16 @@ import onnx
 import pytest
 from onnx.backend.test.case.node import collect_testcases
 
+from amp_transpiler import ops
+from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import entry, moves, traits_of
 from amp_transpiler.ir.patterns import names_of_parameter
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.program import Program
 
 LISTS = AutoMixedPrecisionLists()
+LISTED = LISTS.white_list | LISTS.black_list | LISTS.gray_list
+OPS = Path(ops.__file__).parent
 #: What moves elements, and rounds them: its numbers are not only those of its inputs.
 BESIDES = {"Cast", "CastLike"}
 #: What the node tests show with numbers that happen to be among the inputs, and why it is declared as computing.
@@ -59,9 +65,58 @@ def adds(node: onnx.NodeProto) -> bool:
     return any(a.name == "reduction" and a.s not in (b"", b"none") for a in node.attribute)
 
 
-@pytest.mark.parametrize("name", sorted(LISTS.white_list | LISTS.black_list | LISTS.gray_list))
+@pytest.mark.parametrize("name", sorted(LISTED))
 def test_every_operator_of_the_lists_says_what_it_does(name: str) -> None:
     assert entry(name).traits is not None, f"traits({name!r}, ...) belongs in the file of ops/ that has its family"
+
+
+#: Operators that two files name.
+TWICE = dict.fromkeys(("GRU", "LSTM", "RNN"), "the way there and the way back fill a file each")
+TWICE |= dict.fromkeys(("Sigmoid", "Tanh"), "recurrent layers compute with them unless they say otherwise")
+
+
+def declarations(path: Path) -> set[str]:
+    """The operator types of ai.onnx that the top level of a file of ops/ declares something of, by the strings in it."""
+    found: set[str] = set()
+    pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and LISTED.issuperset(node.value.split()):
+            found.update(node.value.split())
+        elif isinstance(node, ast.FunctionDef):
+            pending += node.decorator_list
+        elif isinstance(node, ast.Dict):
+            pending += node.values
+        elif not isinstance(node, ast.BinOp):  # which makes a name of another domain
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def test_all_that_is_known_of_an_operator_stands_in_one_file() -> None:
+    places: dict[str, set[str]] = {}
+    for path in OPS.rglob("*.py"):
+        for name in declarations(path):
+            places.setdefault(name, set()).add(path.name)
+    assert {name for name, files in places.items() if len(files) > 1} == set(TWICE)
+    assert len(places) >= 185
+
+
+@pytest.mark.parametrize(
+    ("type_", "dtype", "shape"),
+    [
+        ("BitShift", "uint32", (4, 3)),
+        ("Greater", "bool", (4, 3)),
+        ("Softmax", "float32", (4, 1)),
+        ("Where", "float32", (4, 3)),
+    ],
+)
+def test_emitted_values_know_their_type_and_shape(type_: str, dtype: str, shape: tuple[int, ...]) -> None:
+    e = Emitter()
+    read = {"BitShift": "uint32"}.get(type_, "float32")
+    x, row = Value("x", read, (4, 1)), Value("row", read, (3,))
+    inputs = {"Softmax": [x], "Where": [Value("c", "bool", (3,)), x, row]}.get(type_, [x, row])
+    made = e.op(type_, *inputs)
+    assert (made.dtype, made.shape) == (dtype, shape)
 
 
 def test_what_moves_elements_makes_none() -> None:

@@ -56,7 +56,7 @@ def insert(program: Graph, loss: Variable, segments: Sequence[Segment], made: Ma
 
 
 def _repeatable(op: Operator) -> bool:
-    return op.role == FORWARD and not traits_of(op.type, op.domain).random and not op.attrs.graphs
+    return op.role == FORWARD and not traits_of(op).random and not op.attrs.graphs
 
 
 class _Copier:

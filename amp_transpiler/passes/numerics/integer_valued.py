@@ -12,7 +12,7 @@ import math
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Constraints
@@ -24,14 +24,13 @@ from amp_transpiler.passes.view.typing import is_float, operator_name
 _COUNTS = frozenset({"int16", "uint16", "int32", "uint32", "int64", "uint64"})
 #: What a float may become: an index, a size, or a number that is quantised by hand.
 _TARGETS = _COUNTS | {"int8", "uint8"}
+#: In what words exporters compute positions and sizes.
 _ARITHMETIC = frozenset(
     """
     Abs Add Ceil Clip Div Exp Floor Log Max Min Mod Mul Neg Pow Range Reciprocal Round Sign Sqrt Sub Sum CumSum
     ReduceMax ReduceMin ReduceSum
     """.split()  # noqa: SIM905
 )
-#: What turns such a float into a number that 16 bit holds: it stays fp32 itself, and ends the chain.
-_ENDS = frozenset({"Sin", "Cos"})
 #: What computes between a float and the integer that it becomes.
 _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
 #: Elements of a constant that may still count: beyond, it is a weight.
@@ -57,15 +56,21 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
             if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
                 counted[made] = read.name
             continue
-        if not (name in _ARITHMETIC or name in _ENDS or moves(op) or _outer_product(op, name)):
+        if not (name in _ARITHMETIC or _ends(op) or moves(op) or _outer_product(op, name)):
             continue
         read_floats = [source(v) for v in _operands(op)]
         origin = next((counted[v] for v in read_floats if v in counted), None)
         if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
             continue
         constraints.keep(op, Reason(Kind.COUNTS, origin))
-        if name not in _ENDS:
+        if not _ends(op):
             counted.update((v, origin) for v in op.outputs if v is not None and is_float(v))
+
+
+def _ends(op: Operator) -> bool:
+    """Whether it turns a position into a number that 16 bit holds: it stays fp32 itself, and ends the chain."""
+    traits = traits_of(op)
+    return traits.periodic and traits.bounded is not None
 
 
 def _operands(op: Operator) -> list[Variable]:

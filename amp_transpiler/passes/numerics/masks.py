@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
@@ -20,26 +20,8 @@ from amp_transpiler.passes.view.typing import is_float, operator_name
 #: The tensor holds the format's smallest number at masked places; its largest; both as bits.
 LOW, HIGH = 1, 2
 
-#: In these very low numbers count for nothing, in those very high ones.
-_IGNORES = {
-    LOW: frozenset(
-        {
-            "Softmax",
-            "LogSoftmax",
-            "Hardmax",
-            "ReduceMax",
-            "ArgMax",
-            "GlobalMaxPool",
-            "MaxPool",
-            "Exp",
-            "Sigmoid",
-            "Softplus",
-            "ReduceLogSumExp",
-        }
-    ),
-    HIGH: frozenset({"ReduceMin", "ArgMin"}),
-}
-_INSPECTS = frozenset({"Shape", "Size", "IsNaN", "IsInf"})
+_IGNORES = {"low": LOW, "high": HIGH}
+_INSPECTS = frozenset({"IsNaN", "IsInf"})
 _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
 #: A mask times 0.001 still masks.
 _SCALES = (1e-3, 1.0)
@@ -111,7 +93,8 @@ def _ends(op: Operator, name: str, slot: int) -> int | None:
     """The masks that end in this operand without a trace; None where the output has to be looked at."""
     if name in _PASSES:
         return None
-    if name in _INSPECTS:
+    traits = traits_of(op)
+    if traits.shape_only or name in _INSPECTS:
         return LOW | HIGH
     if name == "TopK":
         return LOW if op.attrs.get("largest", 1) else HIGH
@@ -120,9 +103,8 @@ def _ends(op: Operator, name: str, slot: int) -> int | None:
     if name == "Cast":
         made = op.outputs[0]
         return LOW | HIGH if made is not None and made.dtype == "bool" else None
-    for bit, names in _IGNORES.items():
-        if name in names:
-            return bit if slot == 0 else 0
+    if traits.ignores:
+        return _IGNORES[traits.ignores] if slot == 0 else 0
     return None
 
 

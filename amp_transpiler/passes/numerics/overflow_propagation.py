@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
-from amp_transpiler.passes.view.typing import operator_name
 
 MAY_OVERFLOW, SQUARE, MAY_UNDERFLOW, INVERSE = 4, 8, 16, 32
 #: A constant whose digits vanish in 16 bit; one that holds numbers beyond it.
@@ -31,55 +30,12 @@ _KEPT = MAY_OVERFLOW | SQUARE | MAY_UNDERFLOW | INVERSE | VANISHING | BEYOND
 
 Cause = tuple[Operator | None, Reason]
 
-PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
-#: Sums over axes.
-SUMS = frozenset({"ReduceSum", "ReduceL1", "CumSum"})
-_REDUCTIONS = frozenset(
-    {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "AveragePool", "GlobalAveragePool", "Sum", "Mean", "CumSum"}
+#: What statistics do with sums of squares before the root, in the words in which exporters write them.
+_STATISTICS = frozenset(
+    """
+    Abs Add AveragePool CumSum GlobalAveragePool Max Mean Min Mul ReduceMax ReduceMean ReduceMin ReduceSum Relu Sub Sum
+    """.split()  # noqa: SIM905
 )
-#: What may overflow makes a result that may.
-_HANDS_ON = _REDUCTIONS | {
-    "Add",
-    "Sub",
-    "Mul",
-    "Neg",
-    "Abs",
-    "Max",
-    "Min",
-    "Floor",
-    "Ceil",
-    "Round",
-    "Relu",
-    "LeakyRelu",
-    "PRelu",
-    "Elu",
-    "Selu",
-    "Celu",
-    "ThresholdedRelu",
-    "Shrink",
-    "Gelu",
-    "Swish",
-    "HardSwish",
-    "Mish",
-    "Softplus",
-    "MaxPool",
-    "GlobalMaxPool",
-    "ReduceL1",
-    "ReduceL2",
-    "ReduceSumSquare",
-    "ReduceProd",
-    "CumProd",
-    "TopK",
-    "LpPool",
-    "GlobalLpPool",
-    "Exp",
-    "Cosh",
-    "Sinh",
-    "Resize",
-    "Upsample",
-}
-#: What statistics do with sums of squares before the root.
-_STATISTICS = _REDUCTIONS | {"Add", "Sub", "Mul", "Max", "Min", "Abs", "Relu"}
 #: What they do with the root before the division.
 _DIVISORS = frozenset({"Add", "Sum", "Mul", "Max", "Min", "Abs", "Sqrt"})
 
@@ -199,9 +155,10 @@ class OverflowPropagation:
                 if known[1 - slot] & INVERSE or self._means(op, self.flow.number(self.flow.inputs[op][1 - slot]))
                 else MAY_OVERFLOW
             )
-        if name in _HANDS_ON:
+        traits = traits_of(op)
+        if traits.carries_large:
             return MAY_OVERFLOW
-        if name in PRODUCTS:
+        if traits.product:
             return MAY_OVERFLOW if known[slot] & BEYOND else 0
         if name == "Div" and slot == 0:
             divisor = self.flow.number(self.flow.inputs[op][1])
@@ -241,8 +198,8 @@ class OverflowPropagation:
     def _square(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name in _STATISTICS or (name in ("Div", "Clip") and slot == 0):
             return SQUARE
-        if name in PRODUCTS and any(v is not None and v in self.divides for v in op.outputs):  # bands of a spectrum
-            return SQUARE
+        if traits_of(op).product and any(v in self.divides for v in op.outputs if v is not None):
+            return SQUARE  # bands of a spectrum
         if name == "Pow" and slot == 0:
             return self._power(op, SQUARE)
         bits = self._root(op, name)
@@ -254,7 +211,7 @@ class OverflowPropagation:
             return INVERSE
         if name == "Div" and slot == 1:
             return MAY_OVERFLOW if bits & VANISHING else INVERSE if self.flow.number(numerator) is not None else 0
-        if bits & VANISHING and (name in PRODUCTS or name in ("Mul", "Div")):
+        if bits & VANISHING and (name in ("Mul", "Div") or traits_of(op).product):
             return MAY_UNDERFLOW
         carries = name in _DIVISORS or name == "Clip" or (name in ("Div", "Pow") and slot == 0)
         made = op.output(0)
@@ -285,9 +242,9 @@ def _before_division(flow: Flow) -> frozenset[Variable]:
 
 
 def summed_terms(op: Operator, flow: Flow) -> int | None:
-    """How many elements a ReduceSum or its like adds into each of its results; None where that is not known."""
+    """How many elements a sum over axes adds into each of its results; None where that is not known."""
     x = op.input(0)
-    if operator_name(op) not in SUMS or x is None or x.shape is None:
+    if traits_of(op).reduces != "sum" or x is None or x.shape is None:
         return None
     shape = x.shape
     axes = op.attrs.get("axes")

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Constraints
@@ -29,13 +29,11 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
     MAY_OVERFLOW,
     MAY_UNDERFLOW,
-    PRODUCTS,
     SQUARE,
-    SUMS,
     OverflowPropagation,
     summed_terms,
 )
-from amp_transpiler.passes.numerics.weight_norms import LARGE, weight_norm, weights
+from amp_transpiler.passes.numerics.weight_norms import LARGE, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
@@ -45,19 +43,10 @@ from amp_transpiler.passes.view.typing import operator_name
 FEW = 4
 #: How far the maximum is followed back through operators that move it.
 _HOPS = 4
-_GROWS = {
-    "ReduceProd": Kind.MULTIPLIES,
-    "CumProd": Kind.MULTIPLIES,
-    "Det": Kind.MULTIPLIES,
-    "Cosh": Kind.HYPERBOLIC,
-    "Sinh": Kind.HYPERBOLIC,
-}
-_SUMMING = SUMS | {"ReduceMean", "GlobalAveragePool", "AveragePool", "Sqrt"}
-
-#: What may lie between a sum and the square of the mean, beside what moves elements.
-_MEANS = _SUMMING | {"Mul", "Div", "Pow"}
-#: What may lie between a signal and its spectrum, beside what moves elements.
-_LINEAR = PRODUCTS | {"Add", "Sub", "Mul", "Div", "Neg"}
+#: What may lie between a sum and the square of the mean, beside sums, means and what moves elements.
+_MEANS = frozenset({"Sqrt", "Mul", "Div", "Pow"})
+#: What may lie between a signal and its spectrum, beside products and what moves elements.
+_LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg"})
 
 
 class Bounds(Protocol):
@@ -99,14 +88,14 @@ class _OverflowRules:
     def __init__(self, propagation: OverflowPropagation, ranges: Bounds) -> None:
         self.flow, self.propagation, self.ranges, self.limit = propagation.flow, propagation, ranges, propagation.limit
         self.short, self.float16 = SHORT[propagation.dtype], propagation.dtype == "float16"
-        self.weight_norms: dict[tuple[Variable, tuple[int, ...] | int], float] = {}
+        self.weight_norms: dict[tuple[Variable, tuple[int, ...]], float] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
         for op, name, read in self.flow.steps:
             squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
-        self.summed = self._before(lambda op, name: name in _SUMMING or (name == "Pow" and self._exponent(op) == 0.5))
+        self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
         self.logged = self._before(lambda op, name: name == "Log")
         self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
 
@@ -115,7 +104,7 @@ class _OverflowRules:
         made = op.output(0)
         if made is None:
             return None
-        found = self._squares(op, name, made)
+        found = self._squares(op, made)
         if found is None and self.float16:
             why = self._grows(op, name)
             if why and not self.ranges.within(made, self.limit):
@@ -131,9 +120,9 @@ class _OverflowRules:
             for squared in read:
                 maker = squared.producer if squared is not None and squared in self.squares else None
                 why = Reason(Kind.SUBTRACTED_SQUARE, label(op))
-                while maker is not None and (moves(maker) or operator_name(maker) in _MEANS):
+                while maker is not None and (moves(maker) or _sums(maker) or operator_name(maker) in _MEANS):
                     constraints.keep(maker, why)
-                    if operator_name(maker) in _SUMMING:
+                    if _sums(maker):
                         break
                     operands = (v for v in self.flow.inputs[maker] if v is not None and not constants.is_constant(v))
                     maker = next((v.producer for v in operands), None)
@@ -143,9 +132,10 @@ class _OverflowRules:
         small numbers between the large ones are most of a logarithm, and rounding before the sum drowns them."""
         seen: set[tuple[Variable, bool]] = set()
         found = dict(self.squares)
-        for op, name, read in self.flow.steps:
-            if name in ("ReduceSumSquare", "ReduceL2") and op.outputs[0] is not None and read[0] is not None:
-                found[op.outputs[0]] = read[0]
+        for op, _, read in self.flow.steps:
+            made = op.output(0)
+            if traits_of(op).reduces in ("squares", "norm") and made is not None and read[0] is not None:
+                found[made] = read[0]
         for made, squared in found.items() if self.float16 else ():
             if made not in self.logged:
                 continue
@@ -158,10 +148,12 @@ class _OverflowRules:
                 seen.add((variable, summed))
                 constraints.keep_tensor(variable, why)
                 maker = variable.producer
-                name = operator_name(maker) if maker is not None else ""
-                if maker is None or not (moves(maker) or name in _LINEAR) or (name in PRODUCTS and summed):
+                if maker is None:
                     continue
-                pending += [(v, summed or name in PRODUCTS) for v in self.flow.inputs[maker] if v is not None]
+                product = traits_of(maker).product
+                if (product and summed) or not (product or moves(maker) or operator_name(maker) in _LINEAR):
+                    continue
+                pending += [(v, summed or product) for v in self.flow.inputs[maker] if v is not None]
 
     def beyond(self, variable: Variable) -> Reason | None:
         """Which sound interval puts the tensor wholly beyond the format; None where none does."""
@@ -185,17 +177,17 @@ class _OverflowRules:
             return read[0]
         return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
 
-    def _squares(self, op: Operator, name: str, made: Variable) -> tuple[int, Reason] | None:
+    def _squares(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
         square = Reason(Kind.SQUARE_RANGE if self.float16 else Kind.SQUARE_DIGITS)
-        if (made in self.squares and made in self.summed) or name == "ReduceSumSquare":
+        traits = traits_of(op)
+        if (made in self.squares and made in self.summed) or traits.reduces == "squares":
             return SQUARE, Reason(Kind.SUMS_SQUARES, cause=square)
         if made in self.squares and made in self.logged and self.float16:
             return SQUARE, Reason(Kind.SQUARE_BEFORE_LOG, cause=square)
-        if name == "ReduceL2":
-            return MAY_UNDERFLOW if made in self.propagation.divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
-        if name == "LpNormalization" and op.attrs.get("p", 2) == 2:
-            return 0, Reason(Kind.SQUARES_INSIDE, cause=square)
-        if name in ("LpPool", "GlobalLpPool"):
+        if traits.overflows_inside is Kind.SQUARES_INSIDE and op.attrs.get("p", 2) == 2:
+            divides = traits.reduces == "norm" and made in self.propagation.divides
+            return MAY_UNDERFLOW if divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
+        if traits.overflows_inside is Kind.POWERS_INSIDE:
             power = Reason(Kind.POWER_RANGE if self.float16 else Kind.POWER_DIGITS)
             return 0, Reason(Kind.POWERS_INSIDE, cause=power)
         return None
@@ -215,7 +207,7 @@ class _OverflowRules:
                     name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
                     or moves(op, slot)
                     or (name in ("Div", "Clip") and not slot)
-                    or (name in PRODUCTS and made in self.propagation.divides)
+                    or (made in self.propagation.divides and traits_of(op).product)
                 )
                 if yes:
                     found.add(variable)
@@ -224,7 +216,8 @@ class _OverflowRules:
     # -- range -------------------------------------------------------------------------------------------
     def _grows(self, op: Operator, name: str) -> Reason | None:
         """Why the result may leave float16."""
-        if name in SUMS:
+        traits = traits_of(op)
+        if traits.reduces == "sum":
             terms = summed_terms(op, self.flow)
             if terms is not None and terms <= self.limit and self._shifted(self._maker(op)):
                 return None  # each term is 1 at most
@@ -241,20 +234,20 @@ class _OverflowRules:
             return Reason(Kind.POWER, detail=(f"{exponent:g}",)) if exponent > 2 else None
         if name == "Mul" and self._cubes(self.flow.inputs[op]):
             return Reason(Kind.TIMES_SQUARE)
-        if name in PRODUCTS:
-            return self._weight_norms(op, name)
+        if traits.product:
+            return self._weight_norms(op)
         if name == "Exp":
             return None if self._shifted(op) else Reason(Kind.EXPONENTIAL)
-        return Reason(_GROWS[name]) if name in _GROWS else None
+        return Reason(traits.overflows) if traits.overflows is not None else None
 
-    def _weight_norms(self, op: Operator, name: str) -> Reason | None:
-        found = weights(op, name)
-        variable = self.flow.inputs[op][found[0]] if found else None
-        if found is None or variable is None:
+    def _weight_norms(self, op: Operator) -> Reason | None:
+        axes = summed_axes(op)
+        variable = self.flow.inputs[op][1] if axes else None
+        if axes is None or variable is None:
             return None
-        if (variable, found[1]) not in self.weight_norms:
-            self.weight_norms[variable, found[1]] = weight_norm(variable, found[1])
-        norm = self.weight_norms[variable, found[1]]
+        if (variable, axes) not in self.weight_norms:
+            self.weight_norms[variable, axes] = weight_norm(variable, axes)
+        norm = self.weight_norms[variable, axes]
         if norm < LARGE:
             return None
         return Reason(Kind.GAIN, detail=(f"{norm:.3g}", f"{self.limit / norm:.2g}"))
@@ -289,3 +282,8 @@ class _OverflowRules:
             top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
         reduce = top.producer if top is not None else None
         return reduce is not None and operator_name(reduce) == "ReduceMax" and self.flow.inputs[reduce][0] is data
+
+
+def _sums(op: Operator) -> bool:
+    """Whether it adds up or averages elements, or takes the root of such a sum."""
+    return operator_name(op) == "Sqrt" or traits_of(op).reduces in ("sum", "mean")

@@ -16,14 +16,14 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.intervals import Axes, Interval, RangeRule
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.tensors import CHUNK, as_array, release
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import lookup, moves, traits_of
+from amp_transpiler.ir.tensors import CHUNK, as_array, release, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS
-from amp_transpiler.passes.numerics.bounds import RULES, Interval
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import operator_name
 
 _INF = math.inf
 
@@ -45,14 +45,14 @@ class Ranges:
     ) -> None:
         self.program, self.trained = program, trained
         self._bounds: dict[Variable, Interval | None] = {}
-        self._weights: dict[tuple[Variable, str], tuple[np.ndarray, np.ndarray] | None] = {}
+        self._weights: dict[tuple[Variable, tuple[int, ...]], tuple[np.ndarray, np.ndarray] | None] = {}
         for name, (low, high) in (input_ranges or {}).items():
             self._bounds[_input(program, name)] = float(low), float(high)
         for op in program.walk():
             if inserted(op):
                 continue
-            rule = RULES.get(operator_name(op))
-            for variable in op.outputs if operator_name(op) == "Split" else op.outputs[:1]:
+            rule = _rule(op)
+            for variable in op.outputs if moves(op) else op.outputs[:1]:
                 if rule is not None and variable is not None and variable.dtype in FLOATS:
                     found = rule(op, self)
                     self._bounds[variable] = found if found is not None and _says_something(found) else None
@@ -73,6 +73,10 @@ class Ranges:
             return None
         return constants.content(variable)
 
+    def source(self, variable: Variable | None) -> Variable | None:
+        """The variable of the program as it was written."""
+        return None if variable is None else source(variable)
+
     def within(self, variable: Variable, limit: float) -> bool:
         """Whether every element is proved to lie in ``[-limit, limit]``."""
         found = self.bound(variable)
@@ -89,18 +93,27 @@ class Ranges:
         ]
         return sum(self.within(v, LIMITS[dtype].largest) for v in made), len(made)
 
-    def row_sums(self, weight: Variable | None, axis: str) -> tuple[np.ndarray, np.ndarray] | None:
+    def row_sums(self, weight: Variable | None, axes: Axes) -> tuple[np.ndarray, np.ndarray] | None:
         """Sums of the positive and of the negative parts of a constant, over all that one output adds up.
 
-        ``axis``: "last" or "second last" of a matrix is summed, or all but the "first" (a convolution's filters), or
-        all but the "second" (a transposed one's). None where the content is not known.
+        ``axes``: those that are summed, of a tensor of this rank. None where the content is not known, or no matrix.
         """
-        if weight is None:
+        data = self.content(weight)
+        rank = 0 if data is None else len(tensor_type(data)[1])
+        if weight is None or rank < 2:
             return None
-        key = (source(weight), axis)
+        key = (source(weight), axes(rank))
         if key not in self._weights:
-            self._weights[key] = _row_sums(self.content(weight), axis)
+            self._weights[key] = _row_sums(data, key[1])
         return self._weights[key]
+
+
+def _rule(op: Operator) -> RangeRule | None:
+    """What the definition of an operator says of the interval of its results."""
+    known, bounded = lookup(op), traits_of(op).bounded
+    if known is not None and known.range_rule is not None:
+        return known.range_rule
+    return None if bounded is None else lambda op, ranges: bounded
 
 
 def _input(program: Graph, name: str) -> Variable:
@@ -128,17 +141,8 @@ def _bounds(data: Any, variable: Variable) -> Interval | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def _row_sums(data: Any, axis: str) -> tuple[np.ndarray, np.ndarray] | None:
-    if data is None:
-        return None
+def _row_sums(data: Any, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
     array = as_array(data)
-    if array.ndim < 2:
-        return None
-    if axis in ("last", "second last"):
-        axes: tuple[int, ...] = (-1,) if axis == "last" else (-2,)
-    else:
-        kept = 0 if axis == "first" else 1
-        axes = tuple(i for i in range(array.ndim) if i != kept)
     totals, sizes = [], []
     rows = max(CHUNK * array.shape[0] // max(array.size, 1), 1)
     for start in range(0, array.shape[0], rows):
@@ -146,6 +150,6 @@ def _row_sums(data: Any, axis: str) -> tuple[np.ndarray, np.ndarray] | None:
         totals.append(block.sum(axes, dtype=np.float64))
         sizes.append(np.abs(block).sum(axes, dtype=np.float64))
     release(data)
-    join = sum if any(axis % array.ndim == 0 for axis in axes) else np.concatenate
+    join = sum if 0 in axes else np.concatenate
     total, size = (np.asarray(join(parts)).reshape(-1) for parts in (totals, sizes))
     return ((size + total) / 2, (size - total) / 2) if np.isfinite(size).all() else None

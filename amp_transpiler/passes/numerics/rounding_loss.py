@@ -36,9 +36,6 @@ CHUNK = 1 << 17
 #: As what a constant is read. A bias is added to a sum of products (or a variance to the eps of its
 #: norm), beside which what vanishes is nothing.
 ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
-_ADDING = frozenset(
-    {"Add", "Sub", "Sum", "Mean", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
-)
 
 
 def check_constants(program: Graph, dtype: str, constraints: Constraints, flow: Flow | None = None) -> None:
@@ -233,10 +230,10 @@ class _RoundingLoss:
 
 
 def _role(op: Operator, slot: int) -> str:
-    name = operator_name(op)
-    if name in _ADDING or (name == "Clip" and slot):
+    traits = traits_of(op)
+    if traits.adds or (traits.elementwise and slot in traits.settings):
         return ADDEND
-    return BIAS if slot in traits_of(op.type, op.domain).biases else FACTOR
+    return BIAS if slot in traits.biases else FACTOR
 
 
 def _content(variable: Variable) -> np.ndarray | None:

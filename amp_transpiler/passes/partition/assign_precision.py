@@ -330,7 +330,7 @@ def count(shape: tuple[int | str | None, ...] | None) -> int:
 
 def _moved(op: Operator, decision: Decision) -> int:
     """Bytes of floating-point tensors that the operator reads and writes."""
-    traits = traits_of(op.type, op.domain)
+    traits = traits_of(op)
     if traits.view:
         return 0
     total = largest = 0
@@ -338,9 +338,8 @@ def _moved(op: Operator, decision: Decision) -> int:
         if variable is not None and dtype in _WIDTH:
             size = count(variable.shape) * _WIDTH[dtype]
             largest, total = max(largest, size), total + size
-    selects = traits.lookup or op.type == "Slice"  # it reads of its first input no more than it writes
     for slot, (variable, dtype) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
         if variable is not None and dtype in _WIDTH:
             size = count(variable.shape) * _WIDTH[dtype]
-            total += min(size, largest) if slot == 0 and selects else size
+            total += min(size, largest) if slot == 0 and traits.part else size
     return total

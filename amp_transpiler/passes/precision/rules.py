@@ -10,7 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL, inserted
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
-from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.patterns import is_pattern, matching
 from amp_transpiler.ir.reasons import UNTOUCHED, Kind, Reason, parse
 from amp_transpiler.ir.types import FLOATS, HALF, SHORT
@@ -31,8 +31,6 @@ from amp_transpiler.passes.view.typing import (
 )
 
 WHITE, BLACK = "white", "black"
-#: Operators that read of a tensor only its shape: they take any precision as it comes.
-_SHAPE_ONLY = frozenset({"Shape", "Size"})
 
 
 @dataclass
@@ -129,7 +127,7 @@ class Rules:
             decision = self.as_it_is(op, Reason(Kind.CONSTANT))
             decision.why = constant_reason(decision.precision)
             return decision
-        if name in _SHAPE_ONLY:
+        if traits_of(op).shape_only:  # it takes any precision as it comes
             decision = self.as_it_is(op, Reason(Kind.SHAPE_ONLY))
             decision.slots.inputs, decision.precision = [None] * len(op.inputs), "float32"
             return decision

@@ -96,7 +96,7 @@ class Flow:
                 dtype, shape = tensor_type(data)
                 return float(as_array(data).reshape(-1)[0]) if math.prod(shape) == 1 and dtype != "string" else None
             op = variable.producer
-            if op is None or traits_of(op.type, op.domain).moves != (0,) or op.inputs[0] is None:
+            if op is None or traits_of(op).moves != (0,) or op.inputs[0] is None:
                 return None
             variable = source(op.inputs[0])
         return None

@@ -7,9 +7,9 @@ its scale in 16 bit because it shares ``T`` with the data, BatchNormalization ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import onnx
 import onnx.shape_inference
@@ -20,32 +20,12 @@ from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES
 from amp_transpiler.lists import kept_fp32
 
-#: Attributes that set the element type of an output.
-_TYPE_ATTRIBUTES = frozenset({"dtype", "to", "output_dtype", "output_datatype"})
 #: The type variable of every slot of an operator without a schema.
 _ANY = "T"
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Type variable (or pinned type) of each formal slot, and the element types that each admits."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    optional_outputs: frozenset[int]
-    admits: Mapping[str, frozenset[str]]
-    typed_by_attribute: bool
-
-    def input(self, slot: int) -> str:
-        """The type variable of an input; slots beyond the last belong to the variadic one."""
-        return self.inputs[min(slot, len(self.inputs) - 1)]
-
-    def output(self, slot: int) -> str:
-        """The type variable of an output."""
-        return self.outputs[min(slot, len(self.outputs) - 1)]
 
 
 @dataclass
@@ -67,31 +47,6 @@ class Obstacle:
 def operator_name(op: Operator) -> str:
     """The operator as operator lists name it."""
     return op.type if op.domain in ("", "ai.onnx") else op.full_type
-
-
-@cache
-def signature(type_: str, opset: int, domain: str) -> Signature | None:
-    """The signature of an operator at an opset version, None where onnx knows no schema."""
-    try:
-        schema = onnx.defs.get_schema(type_, opset, domain)
-    except onnx.defs.SchemaError:
-        return None
-    admits = {c.type_param_str: _elements(c.allowed_type_strs) for c in schema.type_constraints}
-    for slot in (*schema.inputs, *schema.outputs):
-        admits.setdefault(slot.type_str, _elements([slot.type_str]))
-    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
-    return Signature(
-        tuple(slot.type_str for slot in schema.inputs),
-        tuple(slot.type_str for slot in schema.outputs),
-        frozenset(i for i, slot in enumerate(schema.outputs) if slot.option == optional),
-        admits,
-        bool(_TYPE_ATTRIBUTES & set(schema.attributes)),
-    )
-
-
-def _elements(type_strs: Sequence[str]) -> frozenset[str]:
-    inner = (text[len("tensor(") : -1].upper() for text in type_strs if text.startswith("tensor("))
-    return frozenset(NAMES[onnx.TensorProto.DataType.Value(name)] for name in inner)
 
 
 def signature_of(op: Operator) -> Signature | None:

@@ -1,0 +1,144 @@
+"""Functions of one number: roots, exponentials, angles, rounding. Formulas: the operators' specifications
+(https://onnx.ai/onnx/operators/)."""
+
+from __future__ import annotations
+
+import math
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import INF, Interval, Ranges, increasing
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
+from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ops.common import Grads
+
+
+@gradient("Sqrt", reads="y0 dy0")
+def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Div(e.Mul(dy, e.like(0.5, dy)), y)]
+
+
+@gradient("Exp", reads="y0 dy0", native=True)
+def exp(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, y)]
+
+
+@gradient("Log", reads="x0 dy0", native=True)
+def log(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, x)]
+
+
+@gradient("Reciprocal", reads="y0 dy0")
+def reciprocal(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Neg(e.Mul(dy, e.Mul(y, y)))]
+
+
+@gradient("Sin", reads="x0 dy0")
+def sin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Cos(x))]
+
+
+@gradient("Cos", reads="x0 dy0")
+def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Neg(e.Mul(dy, e.Sin(x)))]
+
+
+@gradient("Tan", reads="y0 dy0")
+def tan(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Add(e.Mul(y, y), e.like(1, y)))]
+
+
+def _arc(e: Emitter, x: Value) -> Value:
+    """The square root of 1 - x²."""
+    one = e.like(1, x)
+    return e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
+
+
+@gradient("Asin", reads="x0 dy0")
+def asin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, _arc(e, x))]
+
+
+@gradient("Acos", reads="x0 dy0")
+def acos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Neg(e.Div(dy, _arc(e, x)))]
+
+
+@gradient("Atan", reads="x0 dy0")
+def atan(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, e.Add(e.Mul(x, x), e.like(1, x)))]
+
+
+def _cosh(e: Emitter, x: Value) -> Value:
+    """CUDA has no kernel of Cosh."""
+    return e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), e.like(0.5, x))
+
+
+@gradient("Sinh", reads="x0 dy0")
+def sinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, _cosh(e, x))]
+
+
+@gradient("Cosh", reads="x0 dy0")
+def cosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    # sinh as tanh * cosh: the difference of two exponentials cancels near 0.
+    return [e.Mul(dy, e.Mul(e.Tanh(x), _cosh(e, x)))]
+
+
+@gradient("Asinh", reads="x0 dy0")
+def asinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Div(dy, e.Sqrt(e.Add(e.Mul(x, x), e.like(1, x))))]
+
+
+@gradient("Acosh", reads="x0 dy0")
+def acosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    one = e.like(1, x)
+    return [e.Div(dy, e.Sqrt(e.Mul(e.Sub(x, one), e.Add(x, one))))]
+
+
+@gradient("Atanh", reads="x0 dy0")
+def atanh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    one = e.like(1, x)
+    return [e.Div(dy, e.Mul(e.Sub(one, x), e.Add(one, x)))]
+
+
+@gradient("Erf", reads="x0 dy0")
+def erf(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    return [e.Mul(dy, e.Mul(e.Exp(e.Neg(e.Mul(x, x))), e.like(2 / math.sqrt(math.pi), x)))]
+
+
+_ROUNDS = ("Floor", "Ceil", "Round")
+_ANGLES = ("Sin", "Cos", "Tan")
+_ARCS = ("Asin", "Acos", "Atan", "Asinh", "Acosh", "Atanh")
+traits(*_ROUNDS, *_ANGLES, *_ARCS, "Sqrt", "Exp", "Log", "Reciprocal", "Sinh", "Cosh", "Erf", "Sign", elementwise=True)
+traits(*_ROUNDS, "Exp", "Sinh", "Cosh", carries_large=True)
+traits(*_ANGLES, periodic=True)
+traits("Sin", "Cos", "Erf", "Sign", bounded=(-1.0, 1.0))
+traits("Asin", "Atan", bounded=(-math.pi / 2, math.pi / 2))
+traits("Acos", bounded=(0.0, math.pi))
+traits("Exp", ignores="low")
+traits("Sinh", "Cosh", overflows=Kind.HYPERBOLIC)
+no_gradient(*_ROUNDS, "Sign")
+
+range_rule("Exp")(increasing(lambda x: math.exp(x) if x < 700 else INF, 0.0))
+range_rule("Sqrt")(increasing(lambda x: math.sqrt(max(x, 0.0)), 0.0))
+
+
+@range_rule(*_ROUNDS)
+def _rounded_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found = ranges.bound(op.input(0))
+    return found and (found[0] - 1.0, found[1] + 1.0)
+
+
+@range_rule("Reciprocal")
+def _reciprocal_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found = ranges.bound(op.input(0))
+    return None if found is None or found[0] <= 0 <= found[1] else (1 / found[1], 1 / found[0])
+
+
+@range_rule("Log")
+def _log_range(op: Operator, ranges: Ranges) -> Interval | None:
+    found = ranges.bound(op.input(0))
+    if found is None or found[1] <= 0:
+        return None
+    return (math.log(found[0]) if found[0] > 0 else -INF), (math.log(found[1]) if found[1] < INF else INF)

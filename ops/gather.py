@@ -1,0 +1,125 @@
+"""Elements by their indices: lookups, scatters, the largest ones. Their gradients scatter and look up, in fp32 sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
+from amp_transpiler.ops.common import Grads, padded_axis, shape_of, size_of, sliced
+
+
+def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value) -> Value:
+    """Zeros of ``shape`` with ``rows`` added, in fp32, at ``indices`` [.., k] of the first k dimensions."""
+    rows = e.f32(rows)
+    zeros = e.zeros(shape, rows.dtype)
+    return e.ScatterND(zeros, e.cast(indices, "int64"), rows, reduction="add", shape=shape)
+
+
+@gradient("Gather", reads="x1 dy0", native=True)
+def gather(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    shape = shape_of(e, 0)
+    axis = int(op.attrs.get("axis", 0)) % len(shape)
+    known = e.known(op.inputs[0])
+    if known is not None and known.size == 1:  # one position, such as the first token: zeros around it
+        at = int(known.reshape(())) % shape[axis]
+        kept = e.reshape(dy, [*shape[:axis], 1, *shape[axis + 1 :]])
+        return [padded_axis(e, kept, axis, at, shape[axis] - 1 - at)]
+    count, rank = math.prod(size_of(indices)), len(shape)
+    flat = e.reshape(indices, [count, 1])
+    rows = e.reshape(dy, [*shape[:axis], count, *shape[axis + 1 :]])
+    rows = e.transpose(rows, [axis, *(i for i in range(rank) if i != axis)])
+    rest = [d for i, d in enumerate(shape) if i != axis]
+    table = _scatter_rows(e, [shape[axis], *rest], flat, rows)
+    return [e.transpose(table, [*range(1, axis + 1), 0, *range(axis + 1, rank)])]
+
+
+@gradient("GatherElements", reads="x1 dy0", native=True)
+def gather_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    wide = e.f32(dy)
+    zeros = e.zeros(shape_of(e, 0), wide.dtype)
+    return [e.ScatterElements(zeros, indices, wide, axis=op.attrs.get("axis", 0), reduction="add")]
+
+
+@gradient("GatherND", reads="x1 dy0", native=True)
+def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    batch = int(op.attrs.get("batch_dims", 0))
+    if batch:
+        # ScatterND has no batch dimensions: their coordinates become part of the index.
+        shape = size_of(indices)
+        grid = np.indices(shape[:batch]).transpose([*range(1, batch + 1), 0])
+        grid = grid.reshape([*shape[:batch], *[1] * (len(shape) - batch - 1), batch])
+        coordinates = np.broadcast_to(grid, [*shape[:-1], batch]).astype(np.int64)
+        indices = e.Concat(e.const(coordinates), e.cast(indices, "int64"), axis=-1)
+    return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
+
+
+def _adds(op: Operator) -> bool:
+    return bool(op.attrs.get("reduction", "none") == "add")
+
+
+def _other_reduction(op: Operator) -> str:
+    reduction = op.attrs.get("reduction", "none")
+    if reduction in ("none", "add"):
+        return ""
+    return (
+        f"its gradient exists for reduction 'none' and 'add', not for '{reduction}'. Gather the elements, combine "
+        "them with Mul, Max or Min, and scatter the result with 'none'"
+    )
+
+
+@gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
+def scatter_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    """Added, the updates and the data share dy; written, dy goes to the one that the result holds."""
+    axis, adds = op.attrs.get("axis", 0), _adds(op)
+    d_data = d_updates = None
+    if e.wants(0):
+        zeros = e.zeros(size_of(indices), dy.dtype)
+        d_data = dy if adds else e.ScatterElements(dy, indices, zeros, axis=axis, shape=dy.shape)
+    if e.wants(2):
+        for i, size in enumerate(size_of(indices)):
+            if i != axis % len(size_of(dy)):
+                dy = sliced(e, dy, i, 0, size)
+        d_updates = e.GatherElements(dy, indices, axis=axis, shape=indices.shape)
+    return [d_data, None, d_updates]
+
+
+@gradient("ScatterND", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
+def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    """As for ScatterElements; each index names a slice."""
+    adds, shape = _adds(op), size_of(dy)
+    at = e.cast(indices, "int64")
+    rows = [*size_of(indices)[:-1], *shape[size_of(indices)[-1] :]]
+    d_data = d_updates = None
+    if e.wants(0):
+        d_data = dy if adds else e.ScatterND(dy, at, e.zeros(rows, dy.dtype), shape=shape)
+    if e.wants(2):
+        d_updates = e.GatherND(dy, at, shape=rows)
+    return [d_data, None, d_updates]
+
+
+@gradient("TopK", reads="y1 dy0", inputs=[0], native=True)
+def top_k(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+    zeros = e.zeros(shape_of(e, 0), dy.dtype)
+    return [e.ScatterElements(zeros, indices, dy, axis=op.attrs.get("axis", -1))]
+
+
+_LOOKUPS = ("Gather", "GatherElements", "GatherND")
+_SCATTERS = ("Scatter", "ScatterElements", "ScatterND")
+traits(*_LOOKUPS, moves=(0,), exact=True, lookup=True, part=True)
+# Not exact: with reduction="add" they add.
+traits(*_SCATTERS, moves=(0, 2))
+traits("TensorScatter", moves=(0, 1))
+traits("TopK", exact=True, carries_large=True)
+traits(own("TopKGrad"), own("ScatterElementsGrad"), own("ScatterNDGrad"), exact=True)
+range_rule(*_LOOKUPS)(same)
+
+
+@range_rule(*_SCATTERS)
+def _scatter_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return any_of(op, ranges) if op.attrs.get("reduction", "none") in ("none", b"none") else None
