@@ -18,8 +18,8 @@ from amp_transpiler.ops.window import Window, window_of
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
 traits("AveragePool", "GlobalAveragePool", over="spatial", reduces="mean", carries_large=True)
-traits("LpPool", "GlobalLpPool", over="spatial", reduces="powers", carries_large=True)
-traits("LpPool", "GlobalLpPool", overflows_inside=Kind.POWERS_INSIDE)
+_POWERS = ("LpPool", "GlobalLpPool")
+traits(*_POWERS, over="spatial", reduces="powers", carries_large=True, overflows_inside=Kind.POWERS_INSIDE)
 traits("MaxPool", "GlobalMaxPool", "MaxUnpool", own("MaxUnpoolGrad"), exact=True)
 traits("MaxUnpool", carries_large=True)
 range_rule("MaxPool", "GlobalMaxPool", "GlobalAveragePool")(same)
@@ -221,6 +221,5 @@ def global_lp_pool_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Va
 @range_rule("GlobalLpPool")
 def _global_lp_pool_range(op: Operator, ranges: Ranges) -> Interval | None:
     found, many = ranges.bound(op.input(0)), terms(op)
-    return (
-        (0.0, INF) if found is None or many is None else (0.0, magnitude(found)[1] * many ** (1 / op.attrs.get("p", 2)))
-    )
+    largest = magnitude(found)[1]
+    return 0.0, INF if many is None else largest * many ** (1 / op.attrs.get("p", 2))

@@ -158,6 +158,10 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
             (-2, 4),
         ),
         ("m (float[2,4] x) => (float[2,1] y) <int64[1] a = {-1}> { p = Sigmoid(x) y = ReduceSum(p, a) }", (0, 4)),
+        ("m (float[1,1,9] x) => (float[1,1,1] y) { p = Tanh(x) y = GlobalLpPool(p) }", (0, 3)),
+        ("m (float[2,4] x) => (float[2,4] y) { p = Tanh(x) y = LeakyRelu<alpha = -3.0>(p) }", None),
+        ("m (float[2,4] x) => (float[2,4] y) { p = Tanh(x) y = Elu<alpha = -3.0>(p) }", None),
+        ("m (float[2,4] x) => (float[2,4] y) { y = ThresholdedRelu<alpha = -5.0>(x) }", (-5, math.inf)),
     ],
 )
 def test_known_intervals(text: str, expected: tuple[float, float] | None) -> None:
