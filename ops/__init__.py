@@ -8,7 +8,6 @@ from amp_transpiler.ops import (
     ctc,
     elementwise,
     forward_only,
-    functions,
     gather,
     grid,
     loss,
@@ -18,6 +17,7 @@ from amp_transpiler.ops import (
     pool,
     reduce,
     resize,
+    scalar_functions,
     unit_norm,
 )
 from amp_transpiler.ops.rnn import recurrent_backward, recurrent_forward
@@ -44,7 +44,7 @@ __all__ = [
     "ctc",
     "elementwise",
     "forward_only",
-    "functions",
+    "scalar_functions",
     "gather",
     "grid",
     "initializers",
