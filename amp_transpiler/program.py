@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import onnx
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
-from amp_transpiler.ir import clone, onnx_in, onnx_out, verify
+from amp_transpiler.ir import clone, context, onnx_in, onnx_out, verify
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.lists import TARGET_OPSET
@@ -251,12 +251,8 @@ def program_guard(main: Program, startup: Program | None = None) -> Iterator[Non
         startup = main.ensure_startup()
     elif main.startup is None and main is not startup:
         main.startup = startup
-    before = _programs.get()
-    _programs.set((main, startup))
-    try:
+    with context.inside(_programs, (main, startup)):
         yield
-    finally:
-        _programs.set(before)
 
 
 __all__ = ["Program", "default_main_program", "default_startup_program", "program_guard", "program_of"]

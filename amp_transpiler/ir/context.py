@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TypeVar
 
 from amp_transpiler.errors import ArgumentTypeError
+
+Value = TypeVar("Value")
 
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
 _guards: ContextVar[int] = ContextVar("guards", default=0)
@@ -15,13 +17,17 @@ _role: ContextVar[str] = ContextVar("role", default="forward")
 
 
 @contextmanager
-def _inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def inside(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Let a context variable have this value inside, and the one of before afterwards, also after Ctrl-C."""
     before = variable.get()
-    variable.set(value)
     try:
+        variable.set(value)
         yield
     finally:
-        variable.set(before)
+        try:
+            variable.set(before)
+        finally:
+            variable.set(before)  # where Ctrl-C came just before the first
 
 
 @contextmanager
@@ -29,21 +35,21 @@ def name_scope(prefix: str) -> Iterator[None]:
     """Operators built inside carry the scope ``prefix``, a string (nested scopes join with ``/``)."""
     if not isinstance(prefix, str) or not prefix:
         raise ArgumentTypeError(f"name_scope: the prefix is {prefix!r}; expected a string such as 'encoder'")
-    with _inside(_scopes, (*_scopes.get(), prefix)):
+    with inside(_scopes, (*_scopes.get(), prefix)):
         yield
 
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
     """Operators built inside are marked for 16 bit in pure mode; what lies outside stays fp32."""
-    with _inside(_guards, _guards.get() + 1):
+    with inside(_guards, _guards.get() + 1):
         yield
 
 
 @contextmanager
 def operator_role(role: str) -> Iterator[None]:
     """Operators added inside have this role."""
-    with _inside(_role, role):
+    with inside(_role, role):
         yield
 
 
@@ -65,6 +71,7 @@ def role() -> str:
 __all__ = [
     "fp16_guard",
     "in_fp16_guard",
+    "inside",
     "name_scope",
     "operator_role",
     "role",

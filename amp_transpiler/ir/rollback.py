@@ -7,7 +7,7 @@ their identity, so that what the caller holds stays valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,18 +20,30 @@ from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable
 
 
 @contextmanager
-def unchanged_on_error(*programs: Graph | None) -> Iterator[None]:
-    """Take back what the block does to ``programs`` (nested ones included) where it raises, Ctrl-C included."""
+def unchanged_on_error(*programs: Graph | None, objects: Iterable[object] = ()) -> Iterator[None]:
+    """Take back what the block does to ``programs`` (nested ones included) where it raises, Ctrl-C included.
+
+    The attributes of ``objects`` are put back as well; of their values, lists and dictionaries alone are copied.
+    """
     snapshots = [_Snapshot(program) for program in dict.fromkeys(programs) if program is not None]
-    counters = unique_name.counters()
-    before = dict(counters)
+    tables: list[dict[str, Any]] = [unique_name.counters(), *(vars(each) for each in objects)]
+    before = [{name: _copied(value) for name, value in table.items()} for table in tables]
+
+    def restore() -> None:
+        for snapshot in snapshots:
+            snapshot.restore()
+        for table, values in zip(tables, before, strict=True):
+            table.clear()
+            table.update(values)
+
     try:
         yield
     except BaseException:
-        for snapshot in snapshots:
-            snapshot.restore()
-        counters.clear()
-        counters.update(before)
+        try:
+            restore()
+        except BaseException:
+            restore()  # where Ctrl-C came in the middle of the first
+            raise
         raise
 
 

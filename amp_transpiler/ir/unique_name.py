@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from amp_transpiler.ir.context import inside
+
 _Counters = defaultdict[str, int]
 
 #: The counters of the process, and those of the innermost guard of the running thread or task.
@@ -37,9 +39,5 @@ def guard() -> Iterator[None]:
 
     A guard is its thread's (or asyncio task's) own; threads that build without one share their names.
     """
-    before = _guarded.get()
-    _guarded.set(defaultdict(int))
-    try:
+    with inside(_guarded, defaultdict(int)):
         yield
-    finally:
-        _guarded.set(before)

@@ -42,27 +42,16 @@ def startup_of(program: Program, startup: Program | None = None) -> Program:
 
 
 @contextmanager
-def appending(program: Program, startup_program: Program | None, *owners: Any) -> Iterator[Program]:
+def appending(program: Program, startup_program: Program | None, *owners: object) -> Iterator[Program]:
     """The startup program, while a part of the training step is appended.
 
     Where that fails, both programs and the attributes of ``owners`` (optimizers) are as before. Errors: see
     :func:`startup_of`.
     """
     startup = startup_of(program, startup_program)
-    before = [(owner, {name: _kept(value) for name, value in vars(owner).items()}) for owner in owners]
-    try:
-        with unchanged_on_error(program, startup):
-            program.startup = program.startup or startup
-            yield startup
-    except BaseException:
-        for owner, attributes in before:
-            vars(owner).clear()
-            vars(owner).update(attributes)
-        raise
-
-
-def _kept(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict)) else value
+    with unchanged_on_error(program, startup, objects=owners):
+        program.startup = program.startup or startup
+        yield startup
 
 
 def shared_name(program: Program, prefix: str) -> str:

@@ -1,0 +1,148 @@
+"""``minimize`` and its parts: all or nothing, wherever they stop."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError, GraphError, OrderError
+from amp_transpiler.ir import context, unique_name
+from amp_transpiler.warn import AmpWarning
+from tests.helpers.refusals import MODES, Net, mixed, pure, refused, snapshot
+
+PACKAGE = str(Path(amp.__file__).parent)
+
+
+def scheduled(**options: Any) -> Any:
+    """An optimizer with everything that building a step changes: a schedule, clipping, masters."""
+    rate = amp.optimizer.lr.StepDecay(0.1, 30)
+    clip = amp.optimizer.ClipGradByGlobalNorm(1.0)
+    return amp.optimizer.AdamW(rate, grad_clip=clip, multi_precision=True, **options)
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt at the ``at``-th line of the package that is run."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def during(self, action: Callable[[], Any]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            action()
+        finally:
+            sys.settrace(before)
+
+
+def attributes(optimizer: Any) -> list[dict[str, Any]]:
+    """Those of a decorated or plain optimizer, of what it wraps, and of the schedules."""
+    inner = getattr(optimizer, "optimizers", (optimizer,))
+    objects = dict.fromkeys([optimizer, *inner, *(each.learning_rate for each in inner)])
+    return [{name: list(v) if isinstance(v, list) else v for name, v in vars(each).items()} for each in objects]
+
+
+@MODES
+def test_ctrl_c_at_any_line_leaves_everything_as_it_was(mode: Callable[..., Any]) -> None:
+    def attempt(at: int) -> tuple[Interrupt, tuple[Any, ...], tuple[Any, ...]]:
+        net, optimizer, interrupt = Net(), mode(scheduled()), Interrupt(at)
+
+        def state() -> tuple[Any, ...]:
+            names = dict(unique_name.counters())
+            return snapshot(net.main), snapshot(net.startup), attributes(optimizer), names, context.role()
+
+        before = state()
+        with amp.program_guard(net.main, net.startup):
+            if at:
+                with pytest.raises(KeyboardInterrupt):
+                    interrupt.during(lambda: optimizer.minimize(net.loss))
+            else:
+                interrupt.during(lambda: optimizer.minimize(net.loss))
+        return interrupt, before, state()
+
+    with amp.unique_name.guard():
+        attempt(0)  # fills what the process keeps
+        lines = attempt(0)[0].lines
+    for at in np.linspace(1, lines - 20, 15, dtype=int):
+        with amp.unique_name.guard():
+            _, before, after = attempt(int(at))
+        assert after == before, f"line {at} of {lines}"
+
+
+def test_ctrl_c_while_a_failed_step_is_taken_back() -> None:
+    interrupt = Interrupt(400)
+
+    def choose(name: str) -> bool:
+        sys.settrace(interrupt)
+        raise ArgumentError("of the user's")
+
+    net, optimizer = Net(), pure(scheduled(apply_decay_param_fun=choose))
+    before = attributes(optimizer)
+    with refused(KeyboardInterrupt, programs=(net.main, net.startup)):
+        try:
+            optimizer.minimize(net.loss)
+        finally:
+            sys.settrace(None)
+    assert interrupt.lines == interrupt.at and attributes(optimizer) == before
+
+
+def test_a_schedule_of_a_step_that_failed_follows_nothing() -> None:
+    net, rate = Net(), amp.optimizer.lr.StepDecay(0.1, 30)
+    optimizer = amp.optimizer.SGD(rate)
+    with refused(GraphError, "does not initialise"):
+        optimizer.minimize(net.loss, amp.Program("other"))
+    with pytest.raises(ZeroDivisionError):
+        mixed(amp.optimizer.AdamW(rate, apply_decay_param_fun=lambda name: 1 / 0)).minimize(net.loss)
+    assert rate.by_user().stepped_by_user  # OrderError where a program advances it
+
+
+@MODES
+def test_a_warning_that_is_an_error_takes_the_gradients_back(mode: Callable[..., Any]) -> None:
+    net, optimizer = Net(), mode(scheduled())
+    before = attributes(optimizer)
+    with warnings.catch_warnings(), refused(AmpWarning, "get no gradient", programs=(net.main, net.startup)):
+        warnings.simplefilter("error")
+        optimizer.backward(net.loss, no_grad_set=["fc_0.tmp_2"])
+    assert attributes(optimizer) == before
+    optimizer.minimize(net.loss)
+
+
+def test_a_global_policy_leaves_no_trace_where_minimize_fails() -> None:
+    net, optimizer = Net(), amp.optimizer.SGD()
+    with amp.policy_scope("mixed_float16"):
+        with refused(GraphError, "has no variable", programs=(net.main, net.startup)):
+            optimizer.minimize(net.loss, parameter_list=["nothing"])
+        assert optimizer.mixed_precision is None
+        optimizer.minimize(net.loss)
+    assert optimizer.mixed_precision is not None and optimizer.mixed_precision.get_found_inf() is not None
+
+
+def test_pairs_of_one_program_and_the_loss_of_another() -> None:
+    """What is taken back is the program that the update goes into."""
+    net, other = Net(), Net(name="other")
+
+    def choose(name: str) -> bool:
+        raise OrderError("of the user's")
+
+    optimizer = amp.optimizer.AdamW(apply_decay_param_fun=choose)
+    pairs = optimizer.backward(net.loss)
+    with refused(OrderError, "of the user's", programs=(net.main, net.startup, other.main, other.startup)):
+        optimizer.apply_optimize(other.loss, None, pairs)
