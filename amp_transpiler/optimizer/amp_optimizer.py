@@ -24,7 +24,6 @@ from amp_transpiler.optimizer.pairs import (
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.optimizer.state import appending
 from amp_transpiler.optimizer.step_passes import (
-    GRADIENT_PASSES,
     STARTUP,
     STEP,
     TRAINING,
@@ -39,7 +38,8 @@ from amp_transpiler.optimizer.step_pieces import checked_losses, listed
 from amp_transpiler.optimizer.step_state import Ready, Step
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import Wanted, check_loss, wanted_gradients
-from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, WANTED
+from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, WANTED, Autodiff
+from amp_transpiler.passes.canonicalize.standard_form import Canonicalize
 from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.pipeline import Context, Pass, Value, apply
 from amp_transpiler.passes.precision.modes import LIKE, NARROWED, Precision
@@ -287,7 +287,7 @@ class OptimizerWithMixedPrecision:
         for each in losses:
             check_loss(each)
         wanted = wanted_gradients(program, thawed(items) if isinstance(items, list) else items, no_grad_set)
-        pairs = self._scaled(losses, startup, GRADIENT_PASSES, wanted)[GRADIENTS]
+        pairs = self._scaled(losses, startup, [Autodiff()], wanted)[GRADIENTS]
         warn_untrained(thawed(wanted.parameters), pairs, no_grad_set)
         return pairs
 
@@ -299,7 +299,7 @@ class OptimizerWithMixedPrecision:
         program = program_of(losses[0])
         step = self._step.of(program)
         values: dict[Value[Any], Any] = {LOSS: losses, TRAINING: self.training, STARTUP: startup, WANTED: wanted}
-        first: tuple[Pass, ...] = ()
+        first: tuple[Pass, ...] = (Canonicalize(),)
         if step is None:
             first, values = precision_passes(self._precision(program)), {**values, LISTS: self._amp_lists}
         else:

@@ -22,7 +22,7 @@ from amp_transpiler.optimizer.step_pieces import made_of, shares, wide_loss
 from amp_transpiler.optimizer.step_state import Stage, Step
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, Autodiff
-from amp_transpiler.passes.canonicalize.standard_form import Canonicalize, CanonicalizeUnlisted
+from amp_transpiler.passes.canonicalize.standard_form import Canonicalize
 from amp_transpiler.passes.numerics.known import KeepLosses
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value
 from amp_transpiler.passes.precision.modes import NARROWED, Precision
@@ -180,14 +180,10 @@ class CloseWindow(Pass):
         _accumulation(context).close(step.program, step.startup, context[WINDOW])
 
 
-#: What appends the gradients of a loss that is scaled.
-GRADIENT_PASSES = (Canonicalize(), Autodiff())
-
-
 def precision_passes(precision: Precision, *, trained: bool = True) -> tuple[Pass, ...]:
     """What brings a program into a precision, one for evaluation where it is not ``trained``."""
     kept = (KeepLosses(),) if trained and precision.numeric_guards else ()
-    return (CanonicalizeUnlisted(), *kept, precision)
+    return (Canonicalize(), *kept, precision)
 
 
 def update_passes(*, window: bool, checks: bool) -> tuple[Pass, ...]:
@@ -206,7 +202,7 @@ def update_passes(*, window: bool, checks: bool) -> tuple[Pass, ...]:
 
 def training(precision: Precision, *, window: bool = False, checks: bool = True) -> Pipeline:
     """All that ``minimize`` of a decorated optimizer runs."""
-    gradients = (*precision_passes(precision), ScaleLoss(), *GRADIENT_PASSES)
+    gradients = (*precision_passes(precision), ScaleLoss(), Autodiff())
     return Pipeline((*gradients, *update_passes(window=window, checks=checks)))
 
 

@@ -1,4 +1,4 @@
-"""``minimize`` and its parts: all or nothing, wherever they stop."""
+"""``minimize`` and its parts: all or nothing wherever they stop, and the same step from any opset."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -146,3 +147,42 @@ def test_pairs_of_one_program_and_the_loss_of_another() -> None:
     pairs = optimizer.backward(net.loss)
     with refused(OrderError, "of the user's", programs=(net.main, net.startup, other.main, other.startup)):
         optimizer.apply_optimize(other.loss, None, pairs)
+
+
+# -- one canonical form --------------------------------------------------------------------------------------------
+#: In opset 9 scale and statistics of a normalisation have the type of its input; from 14 on they have their own.
+NORMED = """<ir_version: 8, opset_import: ["" : OPSET]>
+g (float[2,3,4,4] x) => (float loss, float[2,3,2,2] y)
+    <float[3,3,3,3] w = {W}, float[3] scale = {1,2,3}, float[3] bias = {0.5,1,0}, float[3] mean = {1,0,0.25},
+     float[3] var = {1,2,1.5}> {
+    h = Conv(x, w)
+    n = BatchNormalization(h, scale, bias, mean, var)
+    y = Relu(n)
+    s = Mul(y, y)
+    loss = ReduceMean <keepdims = 0> (s)
+}"""
+
+
+@pytest.mark.parametrize("opset", [9, 13])
+@pytest.mark.parametrize("mode", [mixed, lambda o: amp.decorate(o, use_pure_fp16=True, use_fp16_guard=False)])
+def test_a_step_is_decided_in_the_same_form_whatever_the_opset(mode: Callable[..., Any], opset: int) -> None:
+    def built(opset: int) -> tuple[list[Any], list[Any], list[Any]]:
+        weights = ", ".join(f"{v:.3f}" for v in np.random.default_rng(0).standard_normal(81))
+        text = NORMED.replace("OPSET", str(opset)).replace("{W}", "{" + weights + "}")
+        program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+        test, scope, executor = program.clone(for_test=True), amp.Scope(), amp.Executor(threads=1)
+        optimizer = mode(amp.optimizer.SGD(0.1, multi_precision=True))
+        optimizer.minimize(program.var("loss"))
+        executor.run(program.startup, scope=scope)
+        optimizer.amp_init(amp.CPUPlace(), scope, test, use_fp16_test=True)
+        feed = {"x": np.random.default_rng(1).standard_normal((2, 3, 4, 4)).astype(np.float32)}
+        executor.run(program, feed, [program.var("loss")], scope)
+        values = executor.run(test, feed, [test.var("y")], scope)
+        operators = [(op.type, op.precision, op.reason) for each in (program, test) for op in each.operators]
+        return operators, [(v.name, v.dtype) for v in program.variables if v.persistable], [v.tolist() for v in values]
+
+    with amp.unique_name.guard():
+        now = built(21)
+    with amp.unique_name.guard():
+        assert built(opset) == now
+    assert dict(now[1])["scale"] == dict(now[1])["var"] == "float32"

@@ -18,15 +18,13 @@ from amp_transpiler.passes.view.given import LISTS, LOSS
 from tests.helpers.programs import LAYERS, feeds_of
 
 TEXTS = {
-    "mixed": "canonicalize-unlisted,precision,scale-loss,canonicalize,autodiff,"
+    "mixed": "canonicalize,precision,scale-loss,autodiff,unscale,gate-state,update-scale,update,check-step",
+    "pure": "canonicalize,precision{mode=pure},scale-loss,autodiff,unscale,gate-state,update-scale,update,check-step",
+    "bfloat16": "canonicalize,precision{dtype=bfloat16},scale-loss,autodiff,"
     "unscale,gate-state,update-scale,update,check-step",
-    "pure": "canonicalize-unlisted,precision{mode=pure},scale-loss,canonicalize,autodiff,"
-    "unscale,gate-state,update-scale,update,check-step",
-    "bfloat16": "canonicalize-unlisted,precision{dtype=bfloat16},scale-loss,canonicalize,autodiff,"
-    "unscale,gate-state,update-scale,update,check-step",
-    "window": "canonicalize-unlisted,precision,scale-loss,canonicalize,autodiff,"
+    "window": "canonicalize,precision,scale-loss,autodiff,"
     "accumulate,unscale,gate-state,update-scale,update,close-window,check-step",
-    "guards": "canonicalize-unlisted,keep-losses,precision{numeric-guards=true},scale-loss,canonicalize,autodiff,"
+    "guards": "canonicalize,keep-losses,precision{numeric-guards=true},scale-loss,autodiff,"
     "unscale,gate-state,update-scale,update,check-step",
 }
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amp_transpiler.ir.decompose import decompose, has_decomposition
+from amp_transpiler.ir.decompose import decompose
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -27,20 +27,6 @@ class Canonicalize(Pass):
     name = "canonicalize"
     needs = (Property.TYPED,)
     guarantees = (Property.TARGET_OPSET,)
-
-    def run(self, graph: Graph, context: Context) -> None:
-        standardize(graph)
-
-
-@dataclass(frozen=True)
-class CanonicalizeUnlisted(Pass):
-    """Operators that the lists do not know are decomposed at the target opset; a program without any stays as it is."""
-
-    name = "canonicalize-unlisted"
-    needs = (Property.TYPED,)
-
-    def applies(self, graph: Graph, context: Context) -> bool:
-        return any(has_decomposition(op) for op in graph.walk())
 
     def run(self, graph: Graph, context: Context) -> None:
         standardize(graph)
