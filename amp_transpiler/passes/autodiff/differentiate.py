@@ -13,7 +13,7 @@ from amp_transpiler.passes.view.given import LOSS, losses_of
 
 #: What gradients start from, where that is not the loss itself.
 SCALED_LOSS: Value[Variable] = Value("scaled_loss")
-#: What gradients are for, where options do not say it.
+#: What gradients are for, of losses that are checked, where options do not say it.
 WANTED: Value[Wanted] = Value("wanted_gradients")
 #: Parameters with their gradients.
 GRADIENTS: Value[list[tuple[Variable, Variable]]] = Value("gradients")
@@ -38,11 +38,12 @@ class Autodiff(Pass):
             context[LOSS] = self.loss
         if LOSS not in context:
             raise ArgumentError(f"{self.name} differentiates a loss: pass loss= to run, or {self.name}{{loss=NAME}}")
-        losses = losses_of(graph, context)
-        for loss in losses:
-            check_loss(loss)
+        losses, wanted = losses_of(graph, context), context.get(WANTED)
+        if wanted is None:
+            for loss in losses:
+                check_loss(loss)
+            wanted = wanted_gradients(graph, self.parameters or None, self.no_grad)
         start = context.get(SCALED_LOSS)
         if start is None and len(losses) > 1:
             raise ArgumentError(f"{self.name} differentiates one loss; put scale-loss before it, which adds them up")
-        wanted = context.get(WANTED) or wanted_gradients(graph, self.parameters or None, self.no_grad)
         context[GRADIENTS] = append_gradients(start or losses[0], wanted, losses)
