@@ -70,8 +70,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _precision_options(parser: argparse.ArgumentParser) -> None:
     modes, types = "{" + ",".join(MODES) + "}", "{" + ",".join(TOLERANCE) + "}"
-    parser.add_argument("--mode", metavar=modes, default=ConversionOptions.mode, help="default: %(default)s")
-    parser.add_argument("--dtype", metavar=types, default=ConversionOptions.dtype, help="default: %(default)s")
+    parser.add_argument(
+        "--mode",
+        metavar=modes,
+        default=ConversionOptions.mode,
+        help="pure: 16 bit wherever it is profitable; mixed: matrix products, convolutions and what lies between them; "
+        "auto: as much as calibration data allow (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", metavar=types, default=ConversionOptions.dtype, help="the 16-bit type (default: %(default)s)"
+    )
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +94,22 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     many(where, "--white-list", "OP", "operators to run in 16 bit")
     many(where, "--black-list", "OP", "operators to keep in fp32")
     many(where, "--black-varnames", "NAME", "tensors whose operators stay fp32")
-    many(where, "--only", "PATTERN", "operators that alone may change: name or scope, glob, or re:EXPRESSION")
-    many(where, "--except", "PATTERN", "operators that stay as they are")
-    where.add_argument("--no-numeric-guards", action="store_true", help="take mode and lists literally")
+    many(
+        where,
+        "--only",
+        "PATTERN",
+        "change these operators alone: names or scopes, wildcards such as 'encoder/*', or re:EXPRESSION",
+    )
+    many(where, "--except", "PATTERN", "operators to leave unchanged")
+    where.add_argument(
+        "--no-numeric-guards",
+        action="store_true",
+        help="do not keep fp32 what is known to overflow or to lose its digits in 16 bit",
+    )
     kept = parser.add_argument_group("inputs and outputs").add_mutually_exclusive_group()
-    kept.add_argument("--keep-io", nargs="*", metavar="NAME", help="keep the types of all (default), or of these only")
+    kept.add_argument(
+        "--keep-io", nargs="*", metavar="NAME", help="keep the element types of all (default), or of these only"
+    )
     kept.add_argument("--no-keep-io", action="store_true", help="float32 inputs and outputs become 16 bit")
     data = parser.add_argument_group("calibration")
     many(data, "--calibration", "FILE", "samples of the inputs: npz files, or folders of npz or npy files")
@@ -98,9 +117,14 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=number,
         metavar="ERROR",
-        help="relative L2 error of an output to keep to (default: 0.01, bfloat16 0.05)",
+        help="largest relative L2 error allowed at an output (default: 0.01, bfloat16 0.05)",
     )
-    many(data, "--input-range", "NAME=LOW:HIGH", "what an input can hold, for the static range analysis")
+    many(
+        data,
+        "--input-range",
+        "NAME=LOW:HIGH",
+        "smallest and largest number in an input, from which those of other tensors are computed",
+    )
     written = parser.add_argument_group("what is written")
     written.add_argument(
         "--external-data",
@@ -108,10 +132,10 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=None,
         metavar="NAME",
-        help="weights in a file beside the model (default: as before)",
+        help="write weights into a file beside the model (default: where they were before)",
     )
     written.add_argument("--report", metavar="OUT.html", help="a page that shows what was done and why")
-    written.add_argument("--json", metavar="OUT.json", help="the same as data")
+    written.add_argument("--json", metavar="OUT.json", help="the report as JSON")
     written.add_argument(
         "--check", action="store_true", help="check and load the file, and compare its outputs with the original's"
     )

@@ -114,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what lies there; options given win over those it was made with",
     )
     parser.add_argument("--log", metavar="FOLDER", help="steps.csv, epochs.csv and TensorBoard")
-    parser.add_argument("--place", metavar="{cpu,cuda}", default="cpu", help="default: %(default)s")
+    parser.add_argument("--place", metavar="{cpu,cuda}", default="cpu", help="where to train (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no report")
 
     def option(flag: str, text: str, **more: Any) -> None:
@@ -131,32 +131,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     option("--label", "the label's array", metavar="NAME")
     one_of("--loss", "what is minimised", LOSSES)
-    option("--output", "what the loss reads: the first float output where not given", dest="target", metavar="NAME")
-    one_of("--metric", "what is reported beside the loss: by the loss where not given", METRICS)
-    one_of("--mode", "precision to train in", MODES)
+    option("--output", "what the loss reads (default: the first float output)", dest="target", metavar="NAME")
+    one_of("--metric", "what is reported beside the loss (default: what suits the loss)", METRICS)
+    one_of("--mode", "precision to train in; pure stores parameters in 16 bit too", MODES)
     one_of("--dtype", "the 16-bit type", ["float16", "bfloat16"])
-    one_of("--save", "precision of OUT.onnx: as trained where not given", MODES)
+    one_of("--save", "precision of OUT.onnx (default: as trained)", MODES)
     many("--black-list", "OP", "operators to keep in fp32")
-    option("--loss-scale", "loss scale to begin with: 32768 in float16 where not given", type=number, metavar="NUMBER")
+    option("--loss-scale", "loss scale to begin with (default: 32768 in float16)", type=number, metavar="NUMBER")
     one_of("--optimizer", "the update rule", OPTIMIZERS)
     option("--lr", "learning rate", type=number)
-    option("--weight-decay", "coefficient of the decay", type=number)
+    option("--weight-decay", "coefficient of weight decay", type=number)
     one_of("--schedule", "of the learning rate, down to 0 at the end", SCHEDULES)
     option("--warmup-steps", "updates while the rate rises from 0", type=number, metavar="N")
-    option("--clip-norm", "limit of the global norm of the gradients", type=number, metavar="NORM")
-    option("--accumulate", "batches to an update", type=number, metavar="N")
+    option("--clip-norm", "scale gradients down to this global norm", type=number, metavar="NORM")
+    option("--accumulate", "batches whose gradients are averaged for one update", type=number, metavar="N")
     option("--epochs", "passes over the data", type=number)
     option(
         "--batch-size",
-        "what the model has, else 32, where not given; another than the model's fixed one frees it, "
-        "where its operators let it",
+        "samples in a batch (default: as the model fixes it, else 32); a fixed batch dimension is made variable where "
+        "its operators allow it",
         type=number,
     )
-    many(
-        "--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them: all where not given"
-    )
-    many("--freeze", "PATTERN", "parameters to leave as they are")
-    many("--dropout", "PATTERN=RATE", "a dropout behind each operator that matches")
-    many("--value", "INPUT=NUMBER", "inputs that get one value for good", dest="values")
-    one_of("--batch-norm", "statistics of the batch, or the running ones", ["train", "frozen"])
-    option("--seed", "order of samples, dropout", type=number)
+    many("--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them (default: all)")
+    many("--freeze", "PATTERN", "parameters to leave unchanged")
+    many("--dropout", "PATTERN=RATE", "insert a Dropout behind each operator that matches")
+    many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
+    one_of("--batch-norm", "normalise by statistics of the batch, or by the running ones", ["train", "frozen"])
+    option("--seed", "for the order of samples and dropout", type=number)

@@ -194,7 +194,7 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
         if len(uses) < 2 or variable in keep or not _vector(variable) or not uniform(variable):
             continue
         if any(isinstance(slot, str) for _, slot in uses):
-            continue  # a nested graph reads it: one parameter for all its turns
+            continue  # a nested graph reads it: one parameter for all its iterations
         sources += 1
         for op, slot in uses[1:]:
             first = next(v.name for v in op.outputs if v is not None)

@@ -83,7 +83,7 @@ def prepare_training(
         batch_norm: "train" (batch statistics; running ones are updated) or "frozen" (running ones are used).
         dropout: {pattern: rate}: a Dropout behind each operator whose name or scope matches. Those that the model
             still has are switched on in any case.
-        values: {input: value}: inputs that get one value for good, such as a sampling rate or a number of turns.
+        values: {input: value}: inputs that get one value for good, such as a sampling rate or a trip count.
         feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
         keep_tied: patterns of vectors that stay one parameter for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.

@@ -1,6 +1,6 @@
 """Control flow whose course is known before the run becomes straight-line operators.
 
-An If on a constant becomes the branch that is taken. A Loop with a known number of turns, and a Scan over a known
+An If on a constant becomes the branch that is taken. A Loop with a known trip count, and a Scan over a known
 length, are unrolled, so that they have gradients and can be captured in a CUDA graph. Everything else stays.
 """
 
@@ -21,7 +21,7 @@ from amp_transpiler.passes.pipeline import Context, Pass, Value
 
 #: Shapes of feeds that the program does not declare itself.
 FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes")
-#: Operators that the unrolled turns of all loops of a program may have together: a loop in a loop multiplies.
+#: Operators that the unrolled iterations of all loops of a program may have together: a loop in a loop multiplies.
 UNROLL_LIMIT = 20_000
 
 
@@ -125,7 +125,7 @@ def _inline_if(op: Operator, env: _Known) -> bool:
 
 
 def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]:
-    """Constants of a loop body, put into the program once, for all turns."""
+    """Constants of a loop body, put into the program once, for all iterations."""
     shared = {}
     for variable in body.variables:
         if variable.outer is None and variable.producer is None and variable.data is not None:
@@ -136,8 +136,8 @@ def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]
     return shared
 
 
-def _fits(body: Graph, turns: int, env: _Known) -> bool:
-    return turns * sum(1 for _ in body.walk()) <= env.left
+def _fits(body: Graph, trips: int, env: _Known) -> bool:
+    return trips * sum(1 for _ in body.walk()) <= env.left
 
 
 def _goes_on(body: Graph) -> bool:
@@ -153,21 +153,21 @@ def _goes_on(body: Graph) -> bool:
 
 def _unroll_loop(op: Operator, env: _Known) -> bool:
     body: Graph = op.attrs["body"]
-    turns, start = env.number(op.input(0)), env.number(op.input(1))
-    if turns is None or not _goes_on(body) or (op.input(1) is not None and start is None):
+    trips, start = env.number(op.input(0)), env.number(op.input(1))
+    if trips is None or not _goes_on(body) or (op.input(1) is not None and start is None):
         return False
-    turns = max(int(turns), 0) if start is None or start else 0
+    trips = max(int(trips), 0) if start is None or start else 0
     states = [v for v in op.inputs[2:] if v is not None]
     scanned = len(op.outputs) - len(states)
-    if not _fits(body, turns, env) or (turns == 0 and any(v is not None for v in op.outputs[len(states) :])):
+    if not _fits(body, trips, env) or (trips == 0 and any(v is not None for v in op.outputs[len(states) :])):
         return False
     program, shared = op.program, _shared(body, op.program, op.label)
     going = program.add_constant(f"{op.label}/going_on", np.array(True))
     rows: list[list[Variable]] = [[] for _ in range(scanned)]
-    for turn in range(turns):
-        count = program.add_constant(f"{op.label}/{turn}/count", np.array(turn, np.int64))
+    for trip in range(trips):
+        count = program.add_constant(f"{op.label}/{trip}/count", np.array(trip, np.int64))
         given = shared | dict(zip(body.inputs, [count, going, *states], strict=True))
-        made = insert_graph(body, program, given, f"{op.label}/{turn}", env.names)[1:]
+        made = insert_graph(body, program, given, f"{op.label}/{trip}", env.names)[1:]
         states = made[: len(states)]
         for row, value in zip(rows, made[len(states) :], strict=True):
             row.append(value)
@@ -191,17 +191,17 @@ def _unroll_scan(op: Operator, env: _Known) -> bool:
     along = op.attrs.get("scan_input_axes", [0] * count)
     axes = [a % len(env.shape(v)) for a, v in zip(along, sequences, strict=True)]
     shape = env.shape(sequences[0])
-    turns = shape[axes[0]]
-    if not isinstance(turns, int) or turns == 0 or not _fits(body, turns, env):
+    trips = shape[axes[0]]
+    if not isinstance(trips, int) or trips == 0 or not _fits(body, trips, env):
         return False
-    pieces = [_pieces(op, v, axis, turns, env) for v, axis in zip(sequences, axes, strict=True)]
+    pieces = [_pieces(op, v, axis, trips, env) for v, axis in zip(sequences, axes, strict=True)]
     for i, backwards in enumerate(op.attrs.get("scan_input_directions", [])):
         pieces[i] = pieces[i][::-1] if backwards else pieces[i]
     shared = _shared(body, op.program, op.label)
     rows: list[list[Variable]] = [[] for _ in range(len(body.outputs) - len(states))]
-    for turn in range(turns):
-        given = shared | dict(zip(body.inputs, [*states, *(piece[turn] for piece in pieces)], strict=True))
-        made = insert_graph(body, op.program, given, f"{op.label}/{turn}", env.names)
+    for trip in range(trips):
+        given = shared | dict(zip(body.inputs, [*states, *(piece[trip] for piece in pieces)], strict=True))
+        made = insert_graph(body, op.program, given, f"{op.label}/{trip}", env.names)
         states = made[: len(states)]
         for row, value in zip(rows, made[len(states) :], strict=True):
             row.append(value)
@@ -212,15 +212,15 @@ def _unroll_scan(op: Operator, env: _Known) -> bool:
     return True
 
 
-def _pieces(op: Operator, sequence: Variable, axis: int, turns: int, env: _Known) -> list[Variable]:
+def _pieces(op: Operator, sequence: Variable, axis: int, trips: int, env: _Known) -> list[Variable]:
     """The elements of a sequence along ``axis``: one Split, whose gradient is one Concat."""
     program, shape = op.program, env.shape(sequence)
     thin = (*shape[:axis], 1, *shape[axis + 1 :])
     slices = [
         program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
-        for i in range(turns)
+        for i in range(trips)
     ]
-    sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(turns, np.int64))
+    sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(trips, np.int64))
     _add(op, "Split", [sequence, sizes], slices, axis=axis)
     where = program.add_constant(f"{op.label}/axis", np.array([axis], np.int64))
     found = []
@@ -241,7 +241,7 @@ def _squeeze(op: Operator, piece: Variable, where: Variable, axis: int, out: Var
 
 
 def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
-    """The values of all turns, along a new axis."""
+    """The values of all iterations, along a new axis."""
     program, first = op.program, row[0]
     shape = first.shape
     if shape is not None:

@@ -28,7 +28,7 @@ class Flow:
     ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``inputs``:
     operands by slot as they were written (None for what is no floating-point tensor). ``uses``: their readers.
     ``results``: what the result of a nested graph becomes outside; ``entries``: what an operand of a Loop or Scan
-    becomes inside; ``loops``: what a state becomes in the next turn. ``fetched``: outputs and state updates of the
+    becomes inside; ``loops``: what a state becomes in the next iteration. ``fetched``: outputs and state updates of the
     whole program.
     """
 
