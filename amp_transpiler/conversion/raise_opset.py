@@ -11,7 +11,7 @@ from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, has_kernel
 from amp_transpiler.passes.canonicalize.opset import convert_opset
-from amp_transpiler.passes.pipeline import Context, Pass
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
 
 _CUDA = "CUDAExecutionProvider"
@@ -83,6 +83,7 @@ class RaiseOpset(Pass):
 
     name = "raise-opset"
     needs = (OPTIONS,)
+    invalidates = (Property.TARGET_OPSET,)
 
     def run(self, graph: Graph, context: Context) -> None:
         note = raise_for(graph, context[OPTIONS].dtype)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import BACKWARD, UPDATE
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, UPDATE
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.verify import untyped
 from amp_transpiler.lists import TARGET_OPSET
@@ -34,7 +34,7 @@ class Property(Enum):
 
     TYPED = "typed"
     INLINED = "functions inlined"
-    CONSTANTS = "weights are constants"
+    CONSTANTS = "known weights are constants"
     TARGET_OPSET = "target opset"
     FORWARD = "no gradients"
     PRECISION = "precision decided"
@@ -57,7 +57,7 @@ _HOLDS: dict[Property, Callable[[Graph], bool]] = {
     Property.FORWARD: lambda graph: not any(op.role == BACKWARD for op in graph.operators),
     Property.GRADIENTS: lambda graph: any(op.role == BACKWARD for op in graph.operators),
     Property.UPDATES: lambda graph: any(op.role == UPDATE for op in graph.operators),
-    Property.PRECISION: lambda graph: all(op.why is not None for op in graph.walk()),
+    Property.PRECISION: lambda graph: all(op.why is not None for op in graph.walk() if op.role == FORWARD),
 }
 
 
@@ -182,9 +182,10 @@ class Pipeline:
     def run(self, program: Graph, **values: Any) -> Ran:
         """Run the passes on ``program``, in place and in order; where one raises, the program is as before.
 
-        ``values`` are those that passes take beside the program, such as ``loss`` of ``autodiff``. ArgumentError for
-        one that no pass takes. GraphError where a pass needs what neither the program has nor a pass before it
-        guarantees: then nothing has run.
+        ``values`` are those that passes take beside the program, such as ``loss`` of ``autodiff``. Returns what was
+        done: ``ran.changes``, each pass with whether it changed anything; ``ran["gradients"]``, the values that passes
+        made, by name; ``ran.notes``, what they have to say. ArgumentError for a value that no pass takes. GraphError
+        where a pass needs what neither the program has nor a pass before it guarantees: then nothing has run.
         """
         known = {value.name: value for each in self for value in _values(each)}
         for name in values:

@@ -49,7 +49,7 @@ def test_what_passes_change_in_a_model(model: str, capsys: pytest.CaptureFixture
     ("arguments", "status", "words"),
     [
         (["--passes", "opsett"], 2, "character 1: there is no pass 'opsett'; did you mean opset"),
-        (["--passes", "partition"], 1, "pass 1 of pipeline 'partition': partition needs weights are constants"),
+        (["--passes", "partition"], 1, "pass 1 of pipeline 'partition': partition needs known weights are constants"),
         (["node", "--passes", "opset"], 2, "nodes, or --passes"),
     ],
 )

@@ -16,6 +16,7 @@ from amp_transpiler.passes.canonicalize.control_flow import ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.lowering.lowering import Emit, lowering
 from amp_transpiler.passes.pipeline import PASSES, Pipeline, Property
+from tests.helpers.exported import exported
 
 IF = """<ir_version: 10, opset_import: ["" : 13]>
 g (float[2] x) => (float[2] y) <bool c = {1}> {
@@ -160,3 +161,17 @@ def test_lowering_as_text_gives_the_model_of_lower() -> None:
 def test_a_property_is_guaranteed_by_a_pass_or_holds_of_an_import(what: Property) -> None:
     made = [name for name, each in PASSES.items() if what in each.guarantees]
     assert made or what.holds(program(FUNCTION.replace("own.Twice (x)", "Neg (x)")))
+
+
+ALONE = [name for name, each in PASSES.items() if not any(isinstance(need, passes.Value) for need in each.needs)]
+
+
+@pytest.mark.parametrize("name", sorted(set(ALONE) - {"autodiff", "check-step"}))
+@pytest.mark.parametrize("model", ["cnn_dynamo", "encoder_torchscript"])
+def test_a_pass_changes_nothing_twice(model: str, name: str) -> None:
+    imported = amp.Program.from_onnx(exported(model))
+    before = imported.to_onnx()
+    ((_, changed),) = Pipeline(name).run(imported).changes
+    after = imported.to_onnx()
+    assert changed or after == before, "what changed a file says so"
+    assert Pipeline(name).run(imported).changes[0][1] is False and imported.to_onnx() == after
