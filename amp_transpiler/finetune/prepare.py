@@ -23,7 +23,8 @@ from amp_transpiler.finetune.import_weights import (
 from amp_transpiler.finetune.train_mode import insert_dropout, train_batch_norm, train_dropout
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
-from amp_transpiler.ir.patterns import matching_names, names_of_parameter
+from amp_transpiler.ir.parameter_names import names_of_parameter
+from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight

@@ -17,9 +17,10 @@ import networkx as nx
 
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
+from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
-from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, AccumulationWindow, Operator, Variable
+from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable
 from amp_transpiler.ir.order import topological_order
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.types import element_type

@@ -7,8 +7,9 @@ import ast
 import json
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, ROLES, AccumulationWindow, Operator
+from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator
 from amp_transpiler.ir.reasons import Kind, pack, unpack
 from amp_transpiler.ir.weights import not_a_weight
 

@@ -385,16 +385,3 @@ def _trim(slots: list[Variable | None]) -> None:
     """Trailing optional slots that are left out are not written."""
     while slots and slots[-1] is None:
         slots.pop()
-
-
-@dataclass(frozen=True)
-class AccumulationWindow:
-    """A step that is spread over ``steps`` runs of its program.
-
-    ``counter``, a persistable int32 scalar, counts the runs since the last whole step; the executor moves it. Every
-    run but the last writes ``updates`` in the place of the program's.
-    """
-
-    steps: int
-    counter: Variable
-    updates: dict[Variable, Variable]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, AccumulationWindow, Variable
+from amp_transpiler.ir.accumulation_window import AccumulationWindow
+from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
 from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.ops.training.scaling import master_type

@@ -10,7 +10,8 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.patterns import matching_names, names_of_parameter
+from amp_transpiler.ir.parameter_names import names_of_parameter
+from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.settings import UpdateSettings, settings_of
 from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.option_checks import is_finite

@@ -21,7 +21,8 @@ from amp_transpiler.errors import (
     PlaceError,
     ScopeError,
 )
-from amp_transpiler.ir.nodes import AccumulationWindow, Variable
+from amp_transpiler.ir.accumulation_window import AccumulationWindow
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes

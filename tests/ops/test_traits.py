@@ -16,7 +16,7 @@ from onnx.backend.test.case.node import collect_testcases
 from amp_transpiler import ops
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import entry, moves, traits_of
-from amp_transpiler.ir.patterns import names_of_parameter
+from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.program import Program
 

@@ -15,7 +15,8 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of
-from amp_transpiler.ir.patterns import is_pattern, matching_names, names_of_parameter
+from amp_transpiler.ir.parameter_names import names_of_parameter
+from amp_transpiler.ir.patterns import is_pattern, matching_names
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype

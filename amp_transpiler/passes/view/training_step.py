@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import SCALING, AccumulationWindow, Operator, Variable
+from amp_transpiler.ir.nodes import SCALING, Operator, Variable
 from amp_transpiler.ir.opdef import Slots, slots_of
 from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.clip import CLIPS

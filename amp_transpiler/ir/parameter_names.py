@@ -1,0 +1,21 @@
+"""What patterns find a parameter by."""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
+
+
+def names_of_parameter(variable: Variable) -> list[str]:
+    """What a parameter is found by: its name, and names and scopes of the forward operators that read it."""
+    readers = _forward_readers(variable)
+    for op in list(readers):
+        out = op.output(0)
+        # What hands the whole parameter on; what takes parts of it, or joins it to others, is an operator of the layer.
+        if out is not None and (op.type in ("Transpose", "Cast") or traits_of(op).view):
+            readers += _forward_readers(out)
+    return [variable.name, *(name for op in readers for name in (op.name, op.scope) if name)]
+
+
+def _forward_readers(variable: Variable) -> list[Operator]:
+    return [op for op, _ in variable.readers if op.role == FORWARD]
