@@ -39,7 +39,8 @@ traits(
     "SplitToSequence",
 )
 # Quantised numbers and bit patterns.
-traits("BitCast", "QLinearConv", "QLinearMatMul")
+traits("BitCast", bits=True)
+traits("QLinearConv", "QLinearMatMul")
 traits("DequantizeLinear", "QuantizeLinear", settings=(1,))
 traits("DynamicQuantizeLinear", settings=(0,))
 # Layers of state-space and linear-attention models.

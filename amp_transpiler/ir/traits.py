@@ -21,6 +21,7 @@ class Traits:
     ``view``: the output is the first input in another shape, element by element: a runtime moves nothing.
     ``lookup``: it takes entries of its first input, a table, that its second input names.
     ``part``: it reads of its first input no more than it writes.
+    ``bits``: it reads or makes the bits of its elements, not their values.
     ``shape_only``: it reads of its inputs the shape alone, neither elements nor their type.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
@@ -64,6 +65,7 @@ class Traits:
     view: bool = False
     lookup: bool = False
     part: bool = False
+    bits: bool = False
     shape_only: bool = False
     exact: bool = False
     random: bool = False

@@ -13,9 +13,9 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
 from amp_transpiler.nn.initializer import Uniform
 from amp_transpiler.nn.parameters import Attr, ParamAttr, parameter, required
+from amp_transpiler.ops.rnn.gates import GATES
 
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
-_GATES = {"LSTM": 4, "GRU": 3}
 
 
 @paddle_arguments("nn.input", "nn.weights")
@@ -178,7 +178,7 @@ def _weights(
     bias_attr: Attr,
     name: str,
 ) -> list[Variable | None]:
-    rows, width = _GATES[type_] * hidden, fixed(call, "x", x, 2)
+    rows, width = GATES[type_] * hidden, fixed(call, "x", x, 2)
     start = Uniform(-1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
     first = parameter(call, f"{name}.w_{2 * layer}", [directions, rows, width], x.dtype, param_attr, start)
     second = parameter(call, f"{name}.w_{2 * layer + 1}", [directions, rows, hidden], x.dtype, param_attr, start)

@@ -132,6 +132,8 @@ class Activation:
         return e.Max(e.Min(x, e.like(self.clip, x)), e.like(-self.clip, x)) if self.clip else x
 
 
+#: Rows of the weights for each unit of the state.
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 
 

@@ -21,7 +21,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
-from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of
+from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
@@ -252,7 +252,7 @@ class _Emission(EmulatedStorage):
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
         exact = found is not None and found.exact
-        real = self.cpu and (op.domain not in _CARRIED or op.type == "BitCast")
+        real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits)
         inputs = [None if v is None else self._read(op, v) for v in op.inputs]
         if real:
             inputs = [

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import onnx
 
 from amp_transpiler.ir.types import BYTES
+from amp_transpiler.ops.rnn.gates import GATES
 
 #: Kernels that take their workspace before their results.
 EARLY = frozenset({"Where"})
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 #: Element type and shape of a tensor.
 Kind = tuple[str, tuple[int, ...]]
@@ -30,7 +30,7 @@ def workspace(
     if type_ == "Where":  # both selections, before they are merged
         condition = tensor(inputs[0])[1]
         return tuple(_selected(condition, tensor(name)) for name in inputs[1:3])
-    if type_ in _GATES:
+    if type_ in GATES:
         return _recurrent(proto, *(tensor(name) for name in inputs[:3:2]))
     if type_ == "Sum" and len(inputs) > 2:
         return (tensor_bytes(tensor(outputs[0])),)
@@ -48,7 +48,7 @@ def _recurrent(proto: onnx.NodeProto, fed: Kind, weights: Kind) -> tuple[int, ..
     item = tensor_bytes((fed[0], (steps, batch)))
     direction = next((a.s for a in proto.attribute if a.name == "direction"), b"forward")
     turned = () if direction == b"forward" else (item * width, item * hidden)
-    return (*turned, *(item * hidden * _GATES[proto.op_type],) * directions)
+    return (*turned, *(item * hidden * GATES[proto.op_type],) * directions)
 
 
 def _selected(condition: tuple[int, ...], chosen: Kind) -> int:

@@ -22,6 +22,7 @@ LOW, HIGH = 1, 2
 
 _IGNORES = {"low": LOW, "high": HIGH}
 _INSPECTS = frozenset({"IsNaN", "IsInf"})
+#: Arithmetic that hands masks on, each in its own way (see :func:`through`).
 _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
 #: A mask times 0.001 still masks.
 _SCALES = (1e-3, 1.0)

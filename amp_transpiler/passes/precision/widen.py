@@ -16,6 +16,7 @@ import onnx
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -28,8 +29,6 @@ _TYPED = ("dtype", "output_dtype", "output_datatype", "stash_type", "softmax_pre
 #: Copies of a constant for 16-bit readers, as the precision passes call them.
 _COPY = re.compile(r"(.+)\.cast_(fp16|bf16)(?:_\d+)?")
 _HALF_OF = {SHORT[dtype]: dtype for dtype in HALF}
-#: What reads or sets the bits of its input.
-_BITS = frozenset({"BitCast"})
 
 
 def widen(program: Graph) -> list[str]:
@@ -70,7 +69,7 @@ def _takes_float32(op: Operator) -> bool:
     if op.domain == OWN:
         return True
     sig = signature_of(op)
-    if sig is None or operator_name(op) in _BITS or any(_untyped(v) for v in (*op.inputs, *op.outputs)):
+    if sig is None or traits_of(op).bits or any(_untyped(v) for v in (*op.inputs, *op.outputs)):
         return False
     slots = [(v, sig.input(slot)) for slot, v in enumerate(op.inputs)]
     slots += [(v, sig.output(slot)) for slot, v in enumerate(op.outputs)]

@@ -19,7 +19,9 @@ from amp_transpiler.passes.view.training_step import kept_on_bad_step, training_
 
 #: What computes between a gate's condition and the sums that found_inf looks at.
 _VERDICT = frozenset({"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"})
+#: The sums themselves, as rules of the step write them.
 _SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
+#: Kernels of the CPU provider that lose a NaN among other numbers.
 _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
 
 
