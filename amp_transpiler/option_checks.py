@@ -29,16 +29,29 @@ def is_finite(value: Any) -> TypeGuard[float]:
         return False
 
 
+#: Characters of a value in a message.
+_SHOWN = 200
+
+
 def flag(name: str) -> str:
     """An option as the command line spells it."""
     return "--" + name.replace("_", "-")
+
+
+def shown(value: Any) -> str:
+    """A value in one line, both ends of a long one."""
+    try:
+        text = " ".join((str(value) if is_real(value) else repr(value)).split())
+    except ValueError:  # Python writes no int of more than some thousand digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
 
 
 def choice(called: str, value: Any, choices: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:
     """``value`` as one of the choices, by any of its spellings; ArgumentError where it is none."""
     read, known = read_as(spellings, value) if spellings else value, tuple(choices)
     if not isinstance(read, str) or read not in known:
-        raise ArgumentError(f"{called} is {value!r}; expected one of {', '.join(known)}")
+        raise ArgumentError(f"{called} is {shown(value)}; expected one of {', '.join(known)}")
     return read
 
 
@@ -46,33 +59,37 @@ def number(called: str, value: Any, least: float = 0.0, *, taken: bool = False) 
     """ArgumentTypeError for what is no number, ArgumentError unless it is finite and above ``least``; ``taken``: or
     ``least`` itself."""
     if not is_real(value):
-        raise ArgumentTypeError(f"{called} is {value!r}; expected a number")
+        raise ArgumentTypeError(f"{called} is {shown(value)}; expected a number")
     if not is_finite(value) or value < least or (value == least and not taken):
-        raise ArgumentError(
-            f"{called} is {value}; expected a number {'from' if taken else 'above'} {least:g}{' on' if taken else ''}"
-        )
+        expected = f"from {least:g} on" if taken else f"above {least:g}"
+        raise ArgumentError(f"{called} is {shown(value)}; expected a number {expected}")
 
 
 def whole(called: str, value: Any, least: int) -> None:
     """ArgumentTypeError for what is no whole number, ArgumentError below ``least``."""
     if not is_whole(value):
-        raise ArgumentTypeError(f"{called} is {value!r}; expected a whole number")
+        raise ArgumentTypeError(f"{called} is {shown(value)}; expected a whole number")
     if value < least:
-        raise ArgumentError(f"{called} is {value}; expected a whole number, at least {least}")
+        raise ArgumentError(f"{called} is {shown(value)}; expected a whole number, at least {least}")
 
 
 def switch(called: str, value: Any) -> None:
     """ArgumentTypeError for what is neither True nor False."""
     if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{called} is {value!r}; expected True or False")
+        raise ArgumentTypeError(f"{called} is {shown(value)}; expected True or False")
 
 
 def strings(called: str, value: Any, expected: str = "a list of names or patterns") -> tuple[str, ...]:
     """The strings of a list; ArgumentTypeError, with what is ``expected``, for a single one and for what is no list."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ArgumentTypeError(f"{called} is {value!r}; expected {expected}")
-    listed = tuple(sorted(value, key=str) if isinstance(value, Set) else value)  # the same in every process
+    try:
+        listed = None if isinstance(value, str | bytes | Mapping) else tuple(value)
+    except TypeError:  # an array without dimensions among it, which has the methods of what can be gone through
+        listed = None
+    if listed is None:
+        raise ArgumentTypeError(f"{called} is {shown(value)}; expected {expected}")
+    if isinstance(value, Set):  # the same in every process
+        listed = tuple(sorted(listed, key=str))
     wrong = next((item for item in listed if not isinstance(item, str) or not item), None)
     if wrong is not None:
-        raise ArgumentTypeError(f"{called} holds {wrong!r}; expected {expected}")
+        raise ArgumentTypeError(f"{called} holds {shown(wrong)}; expected {expected}")
     return listed

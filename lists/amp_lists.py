@@ -6,6 +6,7 @@ from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._data import default_lists, known_aliases, resolve
 from amp_transpiler.lists._kernels import unsupported_operators, unsupported_reason
 from amp_transpiler.lists._presets import Preset, find_preset
+from amp_transpiler.option_checks import shown
 from amp_transpiler.spelling import TYPES, read_as
 
 _NO_PRESET = Preset("", frozenset(), (), {})
@@ -83,7 +84,7 @@ class AutoMixedPrecisionLists:
     ) -> None:
         self.dtype: str = read_as(TYPES, dtype)
         if self.dtype not in _HALF:
-            raise ListError(f"{self._called('dtype')} is {dtype!r}; expected 'float16' or 'bfloat16'.")
+            raise ListError(f"{self._called('dtype')} is {shown(dtype)}; expected 'float16' or 'bfloat16'.")
         called_white, called_black = self._called("custom_white_list"), self._called("custom_black_list")
         white = _resolved(custom_white_list, called_white)
         black = _resolved(custom_black_list, called_black)
@@ -155,12 +156,13 @@ def _strings(names: Iterable[str] | None, argument: str) -> list[str]:
         return []
     if isinstance(names, str):
         raise ListTypeError(f"{argument} is the string {names!r}; expected a list, [{names!r}].")
-    if not isinstance(names, Iterable):
-        raise ListTypeError(f"{argument} is {names!r}; expected a list of strings.")
-    listed = list(names)
+    try:
+        listed = list(names)
+    except TypeError:
+        raise ListTypeError(f"{argument} is {shown(names)}; expected a list of strings.") from None
     for name in listed:
         if not isinstance(name, str):
-            raise ListTypeError(f"{argument} holds {name!r} ({type(name).__name__}); expected strings.")
+            raise ListTypeError(f"{argument} holds {shown(name)} ({type(name).__name__}); expected strings.")
     return listed
 
 

@@ -10,7 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.option_checks import choice, flag, number, strings, switch
+from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch
 from amp_transpiler.passes.pipeline import Context, Pass, Value, option
 from amp_transpiler.spelling import MODES as SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
@@ -68,7 +68,7 @@ class ConversionOptions:
         self._put("mode", choice(self.called("mode"), self.mode, MODES, SPELLINGS))
         dtype = read_as(TYPES, self.dtype)
         if not isinstance(dtype, str) or dtype not in HALF:
-            raise ListError(f"{self.called('dtype')} is {self.dtype!r}; expected 'float16' or 'bfloat16'")
+            raise ListError(f"{self.called('dtype')} is {shown(self.dtype)}; expected 'float16' or 'bfloat16'")
         self._put("dtype", dtype)
         for name in _SWITCHES:
             switch(self.called(name), getattr(self, name))
@@ -78,7 +78,9 @@ class ConversionOptions:
         if not isinstance(self.keep_io, bool):
             self._put("keep_io", strings(self.called("keep_io"), self.keep_io, "True, False or a list of names"))
         if self.progress is not None and not callable(self.progress):
-            raise ArgumentTypeError(f"{self.called('progress')} is {self.progress!r}; expected a function of a line")
+            raise ArgumentTypeError(
+                f"{self.called('progress')} is {shown(self.progress)}; expected a function of a line"
+            )
         self._check_ranges()
         for name in ("time_budget", "memory_budget"):
             if getattr(self, name) is not None:
@@ -114,14 +116,16 @@ class ConversionOptions:
         object.__setattr__(self, name, value)
 
     def _check_ranges(self) -> None:
-        called, ranges = self.called("input_ranges"), self.input_ranges or {}
-        if not isinstance(ranges, Mapping):
-            raise ArgumentTypeError(f"{called} is {ranges!r}; expected a mapping from inputs to pairs of numbers")
+        called, ranges = self.called("input_ranges"), {} if self.input_ranges is None else self.input_ranges
+        if not isinstance(ranges, Mapping) or not all(isinstance(name, str) for name in ranges):
+            raise ArgumentTypeError(f"{called} is {shown(ranges)}; expected a mapping from inputs to pairs of numbers")
         for name, pair in ranges.items():
             try:
                 low, high = map(float, pair)
-            except (TypeError, ValueError):
-                raise ArgumentTypeError(f"{called}: the range of {name!r} is {pair!r}; expected two numbers") from None
+            except (TypeError, ValueError, OverflowError):
+                raise ArgumentTypeError(
+                    f"{called}: the range of {name!r} is {shown(pair)}; expected two numbers"
+                ) from None
             if not low <= high:  # NaN as well
                 raise ArgumentError(f"{called}: the range of '{name}' is ({low}, {high}); give the least value first")
 

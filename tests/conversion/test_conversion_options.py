@@ -137,6 +137,12 @@ def test_python_and_the_command_line_refuse_in_the_same_words(
         ({"tolerance": True, **DATA}, ArgumentTypeError),
         ({"input_ranges": [("x", 0, 1)]}, ArgumentTypeError),
         ({"input_ranges": {"x": 1}}, ArgumentTypeError),
+        ({"input_ranges": {1: (0, 1)}}, ArgumentTypeError),
+        ({"input_ranges": {"x": (0, 10**400)}}, ArgumentTypeError),
+        ({"input_ranges": np.zeros(2)}, ArgumentTypeError),
+        ({"only": np.array(1.0)}, ArgumentTypeError),
+        ({"white_list": np.array(1.0)}, ListTypeError),
+        ({"tolerance": 10**6000, "check": True}, ArgumentError),
         ({"input_ranges": {"x": ("a", "b")}}, ArgumentTypeError),
         ({"numeric_guards": "no"}, ArgumentTypeError),
         ({"check": 1}, ArgumentTypeError),
@@ -149,6 +155,7 @@ def test_wrong_types(keywords: dict[str, Any], error: type[Exception], model: Pa
     with pytest.raises(error) as refused:
         amp.convert(model, **keywords)
     assert type(refused.value) is error and next(iter(keywords)) in str(refused.value)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize(

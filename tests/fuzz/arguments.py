@@ -54,8 +54,8 @@ _TARGETS = [path for path in _PATHS if path not in ("{d}/text.npz", "-", "~")]
 _RANGES = ["x=0:1", "x=1:0", "x=nan:1", "x=:", "=", "x", "x=0:inf", "=0:1", "x=0:1:2", "y=0:1", ""]
 #: Option -> values to choose from; None: it takes none.
 _CONVERT: dict[str, list[str] | None] = {
-    "--mode": ["pure-fp16", "mixed", "auto", "fp16", "", "\x1b"],
-    "--dtype": ["float16", "bfloat16", "int8", ""],
+    "--mode": ["pure", "pure-fp16", "mixed", "auto", "fp16", "", "\x1b"],
+    "--dtype": ["float16", "bfloat16", "bf16", "int8", ""],
     "--white-list": _NAMES,
     "--black-list": _NAMES,
     "--black-varnames": _NAMES,
