@@ -297,16 +297,16 @@ class _Run:
         """The record of the model before training."""
         assert self.test_data is not None
         loss, metric = loop.evaluate(self.test_data)
-        return self._told(EpochRecord(0, test_loss=loss, test_metric=metric), log)
+        return self._reported(EpochRecord(0, test_loss=loss, test_metric=metric), log)
 
     def _epoch(self, loop: Loop, number: int, log: Log | None) -> EpochRecord:
         record = loop.epoch(number, self.train_data)
         if self.test_data is not None:
             loss, metric = loop.evaluate(self.test_data)
             record = replace(record, test_loss=loss, test_metric=metric)
-        return self._told(record, log)
+        return self._reported(record, log)
 
-    def _told(self, record: EpochRecord, log: Log | None) -> EpochRecord:
+    def _reported(self, record: EpochRecord, log: Log | None) -> EpochRecord:
         self.tell(record.line(self.options.measured))
         if log is not None:
             log.epoch(record)
