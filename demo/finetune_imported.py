@@ -1,7 +1,7 @@
 """Fine-tune an exported CNN on MNIST with nothing but onnxruntime, in fp32, mixed and pure 16-bit precision.
 
     python demo/finetune_imported.py --data DIR                     # a small network that the demo exports itself
-    python demo/finetune_imported.py --data DIR --model cnn.onnx --freeze 'conv*' --mode pure-fp16
+    python demo/finetune_imported.py --data DIR --model cnn.onnx --freeze 'conv*' --mode pure
 
 Without ``--data`` scikit-learn's handwritten digits are used. The model takes images [batch, channels, height, width];
 digits are enlarged and repeated to fit. A model with another number of outputs than ten gets a new last layer.
