@@ -16,8 +16,9 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli.info import leaves_cuda
 from amp_transpiler.lists import has_kernel
-from tests.helpers.converting import faithful, off, session, well_formed
+from tests.helpers.converting import faithful, off, well_formed
 from tests.helpers.onnx_goldens import FUNCTIONS, text
+from tests.helpers.sessions import session
 from tests.helpers.where import DATA, NO_DATA, ROOT, TRAPS
 
 MODELS = DATA / "onnx_models"

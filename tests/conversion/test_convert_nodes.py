@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.converting import faithful, off, session
+from tests.helpers.converting import faithful, off
+from tests.helpers.sessions import session
 
 #: The largest error of 16-bit arithmetic in these small models.
 TOLERANCE = {"float16": 0.02, "bfloat16": 0.06}

@@ -15,7 +15,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import amp_transpiler as amp
-from tests.helpers.converting import faithful, off, session, well_formed
+from tests.helpers.converting import faithful, off, well_formed
+from tests.helpers.sessions import session
 
 SIZE = 6
 SHAPE = [SIZE, SIZE]

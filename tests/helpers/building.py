@@ -14,6 +14,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program, program_guard
+from tests.helpers.sessions import session
 
 Array = np.ndarray[Any, Any]
 
@@ -46,15 +47,12 @@ def run(program: Program, scope: dict[str, Array], feeds: dict[str, Array], fetc
     lowered = lower(program, "cpu", {name: array.shape for name, array in feeds.items()}, list(fetches))
     if not lowered.fetches and not lowered.updates:
         return []
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    session = ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    running = session(lowered.model)
     inputs = {port.tensor: _value(feeds[port.variable]) for port in lowered.feeds}
     inputs |= {port.tensor: _value(np.asarray(scope[port.variable])) for port in lowered.states}
     inputs |= {name: _value(np.zeros((), np.float32)) for name in lowered.scalars}
-    tensors = [output.name for output in session.get_outputs()]
-    found = dict(zip(tensors, session.run_with_ort_values(tensors, inputs), strict=True))
+    tensors = [output.name for output in running.get_outputs()]
+    found = dict(zip(tensors, running.run_with_ort_values(tensors, inputs), strict=True))
     results = [_array(found[port.tensor], port.dtype) for port in lowered.fetches]
     scope.update({port.variable: _array(found[port.tensor], port.dtype) for port in lowered.updates})
     return results

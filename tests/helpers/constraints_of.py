@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import onnxruntime
 
 import amp_transpiler as amp
 from amp_transpiler.ir.nodes import Variable
@@ -16,6 +15,7 @@ from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.partition.assign_precision import assign
 from amp_transpiler.program import Program
+from tests.helpers.sessions import session
 
 
 class Bounds:
@@ -70,9 +70,6 @@ def convert(p: Program, constraints: Constraints, dtype: str = "float16") -> Pro
 
 def run_faithful(p: Program, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs, with every 16-bit tensor rounded as it is stored."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    model = p.lower(amp.CPUPlace()).model
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    given = {name: value for name, value in feeds.items() if name in {i.name for i in session.get_inputs()}}
-    return session.run(None, given)
+    running = session(p.lower(amp.CPUPlace()).model)
+    given = {name: value for name, value in feeds.items() if name in {i.name for i in running.get_inputs()}}
+    return running.run(None, given)

@@ -7,20 +7,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 import amp_transpiler as amp
+from tests.helpers.sessions import session
 
 TYPES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT}
-
-
-def session(model: onnx.ModelProto | str) -> ort.InferenceSession:
-    """The model in onnxruntime on CPU."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    content = model if isinstance(model, str) else model.SerializeToString()
-    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def faithful(program: amp.Program, feed: dict[str, Any]) -> list[Any]:

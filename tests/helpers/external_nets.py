@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, numpy_helper
 
 from amp_transpiler.cli import main
+from tests.helpers.sessions import run
 
 X = np.random.default_rng(5).standard_normal((2, 64)).astype(np.float32)
 
@@ -44,9 +44,8 @@ def net(folder: Path, name: str = "net.onnx", data: str = "net.onnx.data", seed:
 
 
 def outputs(path: Path) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, {"x": X})
+    """What onnxruntime gives for ``X``."""
+    return run(path, {"x": X})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

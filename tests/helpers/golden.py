@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 
 from amp_transpiler.program import Program
+from tests.helpers import sessions
 
 
 def model(text: str, opset: int = 21, domains: str = "") -> onnx.ModelProto:
@@ -116,10 +116,7 @@ def shuffled(p: Program, seed: int) -> Program:
 
 def run(p: Program, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The program's outputs, by onnxruntime on the CPU."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(p.to_onnx().SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return sessions.run(p.to_onnx(), feeds)
 
 
 def backend_models() -> Iterator[tuple[str, onnx.ModelProto]]:

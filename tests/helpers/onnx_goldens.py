@@ -9,6 +9,8 @@ import onnx.parser
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.helpers import sessions
+
 ort.set_default_logger_severity(4)
 
 
@@ -29,16 +31,8 @@ def canonical(model):
     return model.SerializeToString(deterministic=True)
 
 
-def session(model):
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    content = model if isinstance(model, str) else model.SerializeToString()
-    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-
-
 def run(model, feeds):
-    return session(model).run(None, feeds)
+    return sessions.run(model, feeds, "DISABLE_ALL")
 
 
 def text(source):

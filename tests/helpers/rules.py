@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -16,6 +15,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import group_inputs
 from amp_transpiler.ir.types import HALF
 from tests.helpers.reference_ops import CORRECTED
+from tests.helpers.sessions import run
 
 Array = np.ndarray[Any, Any]
 OPSET = 21
@@ -91,14 +91,6 @@ def run_reference(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array
     return [np.asarray(y) for y in ReferenceEvaluator(model, new_ops=CORRECTED).run(None, feeds)]
 
 
-def cpu_session(model: onnx.ModelProto) -> ort.InferenceSession:
-    """A session on CPU with one thread."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
 def run_cpu(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
     """Every output, by onnxruntime on CPU with one thread."""
-    return cpu_session(model).run(None, feeds)
+    return run(model, feeds)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program
+from tests.helpers.sessions import session
 
 Array = np.ndarray[Any, Any]
 
@@ -32,19 +32,13 @@ class Steps:
         key = tuple(v.name for v in fetches)
         if key not in self._sessions:
             lowered = lower(self.program, "cpu", {n: a.shape for n, a in feeds.items()}, fetches)
-            options = ort.SessionOptions()
-            options.intra_op_num_threads = 1
-            options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_{self.level_name}")
-            session = ort.InferenceSession(
-                lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
-            self._sessions[key] = (lowered, session)
-        lowered, session = self._sessions[key]
+            self._sessions[key] = (lowered, session(lowered.model, self.level_name))
+        lowered, running = self._sessions[key]
         values = {p.tensor: feeds[p.variable] for p in lowered.feeds}
         values |= {p.tensor: self.state[p.variable].astype(numpy_dtype(p.dtype), copy=False) for p in lowered.states}
         values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
         names = [p.tensor for p in [*lowered.fetches, *lowered.updates]]
-        results = dict(zip(names, session.run(names, values), strict=True))
+        results = dict(zip(names, running.run(names, values), strict=True))
         self.state |= {p.variable: results[p.tensor] for p in lowered.updates}
         fetched = {p.variable: results[p.tensor] for p in lowered.fetches}
         return [fetched[v.name] for v in fetches]

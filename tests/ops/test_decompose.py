@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
@@ -16,14 +15,9 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.standard_form import standardize
 from tests.corpora.fused_operators import KEPT, MS, ONE, PACKED, PLAIN, B, H, N, S, X, normal, of_one
 from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers.sessions import run, session
 
 Array = np.ndarray[Any, Any]
-
-
-def session(model: onnx.ModelProto, level: Any = ort.GraphOptimizationLevel.ORT_DISABLE_ALL) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads, options.graph_optimization_level = 4, 1, level
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def taken_apart(model: onnx.ModelProto) -> amp.Program:
@@ -38,12 +32,12 @@ def taken_apart(model: onnx.ModelProto) -> amp.Program:
 def test_one_operator(type_: str, inputs: list[Any], attrs: dict[str, Any], outputs: str, dynamic: bool) -> None:
     model = of_one(type_, inputs, attrs, outputs, "" if type_ in {p[0] for p in PLAIN} else MS, dynamic)
     feeds = {f"x{i}": a for i, a in enumerate(inputs) if a is not None}
-    expected = session(model).run(None, feeds)
+    expected = run(model, feeds, "DISABLE_ALL")
     program = taken_apart(model)
     assert not [op for op in program.operators if op.type == type_ and op.type != "Gelu"], "it is still there"
     assert not [op for op in program.operators if op.domain]
     assert all(op.name.startswith("block/one/") for op in program.operators if op.type != "Identity")
-    for want, got in zip(expected, session(program.to_onnx()).run(None, feeds), strict=True):
+    for want, got in zip(expected, run(program.to_onnx(), feeds, "DISABLE_ALL"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
 
 
@@ -73,11 +67,7 @@ def test_a_form_that_is_not_known_stays_and_is_named_on_the_path_of_the_loss() -
 
 # -- what onnxruntime's optimiser writes ---------------------------------------------------------------------
 def optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath, options.log_severity_level = str(folder / "optimised.onnx"), 4
-    options.intra_op_num_threads = 1
-    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session(model, "ENABLE_EXTENDED", folder / "optimised.onnx")
     return onnx.load(folder / "optimised.onnx")
 
 
@@ -140,8 +130,8 @@ def test_an_optimised_block_trains_as_the_block_did(tmp_path: Path) -> None:
     assert kinds >= {"SkipLayerNormalization", "FusedMatMul"} and kinds & {"BiasGelu", "FastGelu", "Gelu"}
     feeds = {"x": normal(2, 5, 12), "mask": np.where(KEPT, 0, -10000).astype(np.float32).reshape(2, 1, 1, 5)}
     program = taken_apart(fused)
-    want = session(fused).run(None, feeds)[0]
-    np.testing.assert_allclose(session(program.to_onnx()).run(None, feeds)[0], want, rtol=1e-4, atol=1e-5)
+    want = run(fused, feeds, "DISABLE_ALL")[0]
+    np.testing.assert_allclose(run(program.to_onnx(), feeds, "DISABLE_ALL")[0], want, rtol=1e-4, atol=1e-5)
     weights = normal(*want.shape)
     expected, found = (gradients(m, feeds, list(SHAPES), weights) for m in (model, fused))
     assert set(expected) == set(found) == set(SHAPES)
@@ -179,7 +169,7 @@ def test_a_test_program_is_taken_apart_and_computes_the_same(tmp_path: Path) -> 
     program = amp.Program.from_onnx(optimised(block(), tmp_path))
     feeds = {"x": X, "mask": np.zeros((2, 1, 1, 5), np.float32)}
     feeds["x"] = normal(2, 5, 12)
-    want = session(program.to_onnx()).run(None, feeds)[0]
+    want = run(program.to_onnx(), feeds, "DISABLE_ALL")[0]
     test = program.clone(for_test=True)
     with amp.program_guard(program, program.startup):
         y = program.var("y")
@@ -215,7 +205,7 @@ def test_at_an_older_opset_too() -> None:
     model = onnx.parser.parse_model(text)
     feeds = {"x": X, "g": normal(12)}
     program = taken_apart(model)
-    (want,), (found,) = session(model).run(None, feeds), session(program.to_onnx()).run(None, feeds)
+    (want,), (found,) = run(model, feeds, "DISABLE_ALL"), run(program.to_onnx(), feeds, "DISABLE_ALL")
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
 
 
@@ -283,8 +273,8 @@ def test_an_export_of_bert_optimised(exports: Path, tmp_path: Path) -> None:
     assert kinds == {"SkipLayerNormalization", "FusedMatMul", "Gelu"}
     saved = np.load(exports / "bert_l2_leg.npz")
     feeds = {i.name: saved[i.name] for i in model.graph.input}
-    want = session(fused).run(None, feeds)[0]
-    found = session(taken_apart(fused).to_onnx()).run(None, feeds)[0]
+    want = run(fused, feeds, "DISABLE_ALL")[0]
+    found = run(taken_apart(fused).to_onnx(), feeds, "DISABLE_ALL")[0]
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=2e-5)
     names = [
         t.name

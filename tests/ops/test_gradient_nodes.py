@@ -23,7 +23,7 @@ from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.reference_ops import CORRECTED
-from tests.helpers.rules import cpu_session
+from tests.helpers.sessions import session
 
 Array = np.ndarray[Any, Any]
 
@@ -181,7 +181,7 @@ def gradients(node: Node, weights: list[Array | None]) -> dict[str, Array]:
     fed = {i.name: node.values.get(i.name, np.zeros(())) for i in model.graph.input}
     kinds = {i.name: onnx.helper.tensor_dtype_to_np_dtype(i.type.tensor_type.elem_type) for i in model.graph.input}
     fed = {n: a.astype(kinds[n]) for n, a in fed.items()}
-    results = cpu_session(model).run(None, fed)
+    results = session(model).run(None, fed)
     return {parameter.name: result for (parameter, _), result in zip(pairs, results, strict=True)}
 
 

@@ -13,7 +13,8 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
 from tests.helpers.gradcheck import Case, Gradient, check_forward, check_gradient, gradient_model, gradient_values
-from tests.helpers.rules import as_model, cpu_session, run_reference, tensor_info
+from tests.helpers.rules import as_model, run_reference, tensor_info
+from tests.helpers.sessions import session
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -228,7 +229,7 @@ def by_onnxruntime(type_: str, inputs: Sequence[Array | None], attrs: dict[str, 
     assert inputs[0] is not None
     infos = [tensor_info("x0", "float32", inputs[0].shape)]
     graph = onnx.helper.make_graph([node], "g", infos, [onnx.helper.make_empty_tensor_value_info("y")], rest)
-    run = cpu_session(as_model(graph)).run
+    run = session(as_model(graph)).run
     return lambda x, *_: [np.asarray(run(None, {"x0": x.astype(np.float32)})[0], np.float64)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
@@ -11,6 +10,7 @@ from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.programs import LAYERS, feeds_of
+from tests.helpers.sessions import session
 
 
 def types(program: amp.Program) -> list[str]:
@@ -89,20 +89,18 @@ def test_whole_programs_against_central_differences(name: str) -> None:
     amp.Executor().run(startup, scope=scope)
     feeds = feeds_of(name)
     lowered = lower(main, "cpu", {k: v.shape for k, v in feeds.items()}, [loss, *(g for _, g in pairs)], updates=False)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     values = {p.tensor: scope.find_var(p.variable) for p in lowered.states} | {
         p.tensor: feeds[p.variable] for p in lowered.feeds
     }
     values |= {s: np.zeros((), np.float32) for s in lowered.scalars}
-    _, *gradients = session.run([p.tensor for p in lowered.fetches], values)
+    running = session(lowered.model)
+    _, *gradients = running.run([p.tensor for p in lowered.fetches], values)
 
     def at(step: float, chosen: list[int]) -> float:
         moved = dict(values)
         for i in chosen:
             moved[pairs[i][0].name] = values[pairs[i][0].name] + np.float32(step) * gradients[i]
-        return float(session.run([lowered.fetches[0].tensor], moved)[0].astype(np.float64))
+        return float(running.run([lowered.fetches[0].tensor], moved)[0].astype(np.float64))
 
     squares = [float((g.astype(np.float64) ** 2).sum()) for g in gradients]
     everything = list(range(len(pairs)))

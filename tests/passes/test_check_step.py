@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
@@ -27,6 +26,7 @@ from tests.corpora.check_step_corpus import (
     ungated_statistics,
 )
 from tests.helpers.programs import build
+from tests.helpers.sessions import session
 
 
 @pytest.mark.parametrize("pure", [False, True])
@@ -123,9 +123,5 @@ def test_mutations_of_the_lowered_model_are_rejected(case: Case, place: str) -> 
 def test_gates_survive_the_runtimes_optimiser(pure: bool, tmp_path: Path) -> None:
     program = built(pure)
     lowered = lower(program, "cpu", FEEDS)
-    options = ort.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 3
-    ort.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    check_lowered(program, dataclasses.replace(lowered, model=onnx.load(options.optimized_model_filepath)))
+    session(lowered.model, written=tmp_path / "optimised.onnx")
+    check_lowered(program, dataclasses.replace(lowered, model=onnx.load(tmp_path / "optimised.onnx")))

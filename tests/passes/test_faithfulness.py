@@ -25,16 +25,9 @@ from amp_transpiler.passes.lowering.lowering import Lowered, lower
 from amp_transpiler.passes.view.typing import Slots, has_float, narrowed
 from amp_transpiler.program import Program
 from tests.helpers.programs import LAYERS, build
+from tests.helpers.sessions import session
 
 HALVES = ["float16", "bfloat16"]
-
-
-def session(model: onnx.ModelProto, level: str = "BASIC") -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def run_lowered(lowered: Lowered, feeds: dict[str, np.ndarray], level: str = "BASIC") -> list[np.ndarray]:
@@ -47,7 +40,7 @@ def run_lowered(lowered: Lowered, feeds: dict[str, np.ndarray], level: str = "BA
         values[port.tensor] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ascontiguousarray(raw), kind)
     values |= {name: ort.OrtValue.ortvalue_from_numpy(np.zeros((), np.float32)) for name in lowered.scalars}
     names = [port.tensor for port in lowered.fetches]
-    results = session(lowered.model, level).run_with_ort_values(names, values)
+    results = session(lowered.model, f"ENABLE_{level}").run_with_ort_values(names, values)
     return [_array(value, port.dtype) for value, port in zip(results, lowered.fetches, strict=True)]
 
 
@@ -130,7 +123,7 @@ def test_every_operator(dtype: str) -> None:
             feeds[name] = array.astype(numpy_dtype(dtype)) if program.var(name).dtype == dtype else array
             wide[name] = feeds[name].astype(array.dtype)
         try:
-            alone = session(model).run(None, wide)
+            alone = session(model, "ENABLE_BASIC").run(None, wide)
         except Exception:
             continue  # onnxruntime has no fp32 kernel for this operator
         lowered = lower(program, "cpu", {k: v.shape for k, v in feeds.items()}, program.outputs)
@@ -178,7 +171,7 @@ def reference(program: Program, feeds: dict[str, np.ndarray], dtype: str) -> dic
         )
         model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)])
         with np.errstate(all="ignore"):
-            known[op.outputs[0].name] = session(model).run(None, ins)[0].astype(numpy_dtype(dtype))
+            known[op.outputs[0].name] = session(model, "ENABLE_BASIC").run(None, ins)[0].astype(numpy_dtype(dtype))
     return known
 
 
@@ -289,7 +282,7 @@ def test_operators_without_rounding_are_bit_neutral() -> None:
             for name, array in given.items()
         }
         try:
-            outputs = session(model).run(None, feeds)
+            outputs = session(model, "ENABLE_BASIC").run(None, feeds)
         except Exception:
             continue  # onnxruntime has no kernel for this case
         for value in outputs:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.sessions import run
 from tests.helpers.where import DATA, NO_DATA
 
 IF = """<ir_version: 10, opset_import: ["" : 21]>
@@ -53,13 +53,6 @@ CASES = {
 }
 
 
-def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "ORT_ENABLE_ALL") -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feeds)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["pure-fp16", "mixed"])
 @pytest.mark.parametrize("name", CASES)
@@ -70,7 +63,7 @@ def test_imported_programs_run_in_16_bit(name: str, mode: str, dtype: str) -> No
     lowered = lower(program, "cpu", {k: v.shape for k, v in feeds.items()}, program.outputs)
     onnx.checker.check_model(lowered.model, full_check=True)
     want = run(model, feeds)
-    results = [run(lowered.model, feeds, level) for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL")]
+    results = [run(lowered.model, feeds, level) for level in ("DISABLE_ALL", "ENABLE_BASIC", "ENABLE_ALL")]
     for got in results:
         for a, b, c in zip(got, want, results[0], strict=True):
             np.testing.assert_allclose(a, b, rtol=0.04 if dtype == "bfloat16" else 4e-3, atol=2e-2)

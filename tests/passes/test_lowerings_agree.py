@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.programs import LAYERS, build
+from tests.helpers.sessions import session
 
 
 def node_by_node(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every tensor of a flat model, each node run in a session of its own."""
     known = dict(values) | {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     for node in model.graph.node:
         infos = [
             onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(known[n].dtype), known[n].shape)
@@ -31,8 +28,8 @@ def node_by_node(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> dict[
         outputs = [onnx.helper.make_empty_tensor_value_info(n) for n in node.output if n]
         graph = onnx.helper.make_graph([node], "one", infos, outputs)
         one = onnx.helper.make_model(graph, ir_version=10, opset_imports=model.opset_import)
-        session = ort.InferenceSession(one.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        results = session.run(None, {i.name: known[i.name] for i in infos})
+        running = session(one, "DISABLE_ALL")
+        results = running.run(None, {i.name: known[i.name] for i in infos})
         known |= dict(zip([n for n in node.output if n], results, strict=True))
     return known
 
@@ -58,13 +55,9 @@ def test_the_lowerings_agree(name: str, mode: str) -> None:
         if place == "cuda":
             known = node_by_node(lowered.model, values)
         else:
-            options = ort.SessionOptions()
-            options.log_severity_level = 4
-            session = ort.InferenceSession(
-                lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
-            names = [o.name for o in session.get_outputs()]
-            known = dict(zip(names, session.run(names, values), strict=True)) | values
+            running = session(lowered.model)
+            names = [o.name for o in running.get_outputs()]
+            known = dict(zip(names, running.run(names, values), strict=True)) | values
         results.append({p.variable: known[p.tensor] for p in [*lowered.fetches, *lowered.updates]})
     cpu, cuda = results
     assert cpu.keys() == cuda.keys()

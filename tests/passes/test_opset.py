@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.passes.canonicalize.opset import _ADAPTERS
+from tests.helpers.sessions import run
 from tests.helpers.where import DATA, NO_DATA
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
@@ -68,12 +68,6 @@ OLD = {
     ),
     "newer than the target": (22, "y = MaxPool <kernel_shape = [2, 2]> (x)", ""),
 }
-
-
-def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feeds)
 
 
 def same(before: onnx.ModelProto, after: onnx.ModelProto, feeds: dict[str, np.ndarray], **tolerance: float) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.passes.precision.widen import widen
+from tests.helpers.sessions import run
 
 HALF = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 
@@ -44,11 +44,6 @@ def types_in(model: onnx.ModelProto) -> set[int]:
     return found
 
 
-def run(model: onnx.ModelProto, **feeds: np.ndarray) -> list[Any]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return list(session.run(None, feeds))
-
-
 def test_weights_casts_and_constants_are_fp32() -> None:
     rng = np.random.default_rng(0)
     w, b = rng.normal(size=(4, 3)).astype(np.float16), rng.normal(size=3).astype(np.float16)
@@ -77,7 +72,7 @@ def test_weights_casts_and_constants_are_fp32() -> None:
     x = rng.normal(size=(5, 4)).astype(np.float32)
     logits = ((x @ w.astype(np.float32) + b.astype(np.float32)) * 0.5 - 1).astype(np.float64)
     expected = -np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    np.testing.assert_allclose(run(after, x=x)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(run(after, {"x": x})[0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
@@ -121,7 +116,7 @@ def test_nested_graphs_are_widened(flag: bool, factor: int) -> None:
     outputs = {a.g.output[0].type.tensor_type.elem_type for a in inner.attribute}
     assert outputs == {onnx.TensorProto.FLOAT}
     x = np.array([1.0001, -5.5], np.float32)  # float16 holds neither 1.0001 nor its products
-    np.testing.assert_array_equal(run(after, x=x, flag=np.array(flag))[0], x * np.float32(factor))
+    np.testing.assert_array_equal(run(after, {"x": x, "flag": np.array(flag)})[0], x * np.float32(factor))
 
 
 def test_a_copy_for_16_bit_readers_is_the_weight_again() -> None:
@@ -137,7 +132,7 @@ def test_a_copy_for_16_bit_readers_is_the_weight_again() -> None:
     after = widened(converted)
     assert [t.name for t in after.graph.initializer] == ["table"]
     ids = np.arange(8)
-    np.testing.assert_allclose(run(after, ids=ids)[0], run(model, ids=ids)[0], rtol=1e-6)
+    np.testing.assert_allclose(run(after, {"ids": ids})[0], run(model, {"ids": ids})[0], rtol=1e-6)
 
 
 def test_what_is_in_fp32_stays_as_it_is() -> None:

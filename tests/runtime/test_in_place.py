@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import parser
 
@@ -15,6 +14,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
 from amp_transpiler.runtime.binding import Step
 from amp_transpiler.runtime.session import Settings, create_session
+from tests.helpers.sessions import session
 
 SGD = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -163,15 +163,11 @@ def functional(
     source: onnx.ModelProto, states: dict[str, str], values: Values, feeds: Values, steps: int
 ) -> tuple[Values, list[list[np.ndarray]]]:
     """The same steps with every value in memory of its own."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(source.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    running = session(source, "DISABLE_ALL")
     fetched = []
     for _ in range(steps):
         names = [o.name for o in source.graph.output]
-        results = dict(zip(names, session.run(names, values | feeds), strict=True))
+        results = dict(zip(names, running.run(names, values | feeds), strict=True))
         fetched.append([results[n] for n in names if n not in states.values()])
         values = {state: results[new] for state, new in states.items()}
     return values, fetched
