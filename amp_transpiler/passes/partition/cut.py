@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+import scipy  # loads its parts where they are used: only a conversion needs them
 
 HALF, FULL = True, False
 
@@ -108,9 +107,9 @@ class _Network:
         infinite = sum(scaled) + 1
         values = np.array(scaled + [infinite] * len(self.binding), np.int64)
         ends = np.array([edge[:2] for edge in self.edges] + self.binding, np.int64).reshape(-1, 2)
-        graph = csr_array((values, (ends[:, 0], ends[:, 1])), shape=(self.nodes, self.nodes))
+        graph = scipy.sparse.csr_array((values, (ends[:, 0], ends[:, 1])), shape=(self.nodes, self.nodes))
         graph.data = np.minimum(graph.data, infinite)  # parallel edges were added up
-        self.graph = csr_array(
+        self.graph = scipy.sparse.csr_array(
             (graph.data.astype(np.int32), graph.indices.astype(np.int32), graph.indptr.astype(np.int32)),
             shape=graph.shape,
         )
@@ -147,12 +146,13 @@ class _Network:
 
     def cut(self) -> list[bool]:
         """Operators that cannot reach the sink in the residual network: the largest 16-bit side."""
-        flow = maximum_flow(self.graph, 0, 1, method="dinic").flow
+        flow = scipy.sparse.csgraph.maximum_flow(self.graph, 0, 1, method="dinic").flow
         residual = (self.graph - flow).tocsr()
         residual.eliminate_zeros()
         backwards = residual.T.tocsr()
         full = np.zeros(self.nodes, bool)
-        full[breadth_first_order(backwards, 1, directed=True, return_predecessors=False)] = True
+        reached = scipy.sparse.csgraph.breadth_first_order(backwards, 1, directed=True, return_predecessors=False)
+        full[reached] = True
         return [not bool(side) for side in full[2 : 2 + self.operators]]
 
 
