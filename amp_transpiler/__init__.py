@@ -57,6 +57,8 @@ from amp_transpiler.optimizer import (
 )
 from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.passes.autodiff.segments import recompute
+from amp_transpiler.passes.lowering.cost_comparison import CostComparison, compare_costs
+from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
 from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
@@ -85,6 +87,8 @@ __all__ = [
     "CPUPlace",
     "CUDAPlace",
     "Checkpoint",
+    "CostComparison",
+    "CostEstimate",
     "CsvWriter",
     "Culprit",
     "Executor",
@@ -111,6 +115,7 @@ __all__ = [
     "cast_parameters_to_fp16",
     "check_finite_and_unscale",
     "check_step",
+    "compare_costs",
     "convert",
     "create_parameter",
     "custom_getter",

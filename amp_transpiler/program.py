@@ -22,7 +22,8 @@ from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.passes.canonicalize import opset
-from amp_transpiler.passes.lowering import lowering, memory_estimate
+from amp_transpiler.passes.lowering import cost_estimate, lowering, memory_estimate
+from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
 from amp_transpiler.passes.lowering.place import Place
@@ -141,6 +142,21 @@ class Program(Graph):
         tensor whose shape depends on data.
         """
         return memory_estimate.memory_estimate(self, feed_shapes, place, fetch_list)
+
+    def cost_estimate(
+        self,
+        place: Place,
+        feed_shapes: Mapping[str, Sequence[int]] | None = None,
+        fetch_list: Sequence[Variable | str] = (),
+    ) -> CostEstimate:
+        """Count what a run costs on ``place``: kernels, bytes that they move, arithmetic, memory. Nothing runs.
+
+        ``feed_shapes`` and ``fetch_list`` as for :meth:`memory_estimate`, which raises the same errors. Every node of
+        the lowered model counts with what it reads and writes, as if nothing were fused or found in a cache.
+        The result's ``forecast("A100")`` says how long that takes on a device at least, and
+        ``amp.compare_costs`` whether 16 bit pays there.
+        """
+        return cost_estimate.cost_estimate(self, place, feed_shapes, fetch_list)
 
     # -- Paddle's names ------------------------------------------------------------------------
     def global_block(self) -> Program:

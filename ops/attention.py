@@ -7,12 +7,15 @@ onnxruntime's own operators are brought to these in ``ops/contrib.py``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import traits
+from amp_transpiler.ir.opdef import SlotShapes, flops, traits
 from amp_transpiler.ir.reasons import Kind
 
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
@@ -218,3 +221,15 @@ def positions_of(d: Parts, x: Variable, axis: int) -> Variable:
 
 traits("Attention")
 traits("RotaryEmbedding", settings=(1, 2, 3))
+
+
+@flops("Attention", f"{DOMAIN}::MultiHeadAttention")
+def attention_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """The scores, and the weighted sums of V: each element of Q and of the result meets every position of K."""
+    q, y = inputs[0], outputs[0]
+    k = inputs[1] if len(inputs) > 1 else None
+    past = inputs[4] if len(inputs) > 4 and not attrs.get("num_heads") else None
+    assert q is not None and y is not None
+    if k is None:  # Q, K and V packed: [batch, positions, heads, 3, size]
+        return 2 * q[1] * (math.prod(q) // 3 + math.prod(y))
+    return 2 * (k[-2] + (past[-2] if past is not None else 0)) * (math.prod(q) + math.prod(y))

@@ -7,12 +7,13 @@ the CPU kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import traits
+from amp_transpiler.ir.opdef import SlotShapes, flops, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.lists import keep_fp32
@@ -188,6 +189,14 @@ def attention(
     q, k, v = (heads_apart(d, part, heads) for part in d.Split(packed, sizes, axis=2, outputs=3))
     masks = [_additive(d, mask, k), _causal(d, q, k), attention_bias]
     return [heads_together(d, _attend(d, q, k, v, masks))]
+
+
+@flops(_MS + "Attention")
+def packed_attention_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """The product with the packed weights, the scores, and the weighted sums."""
+    x, weights, y = inputs[0], inputs[1], outputs[0]
+    assert x is not None and weights is not None and y is not None
+    return 2 * x[0] * x[1] * math.prod(weights) + 4 * x[1] * math.prod(y)
 
 
 @decomposition(_MS + "MultiHeadAttention")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, same_or_zero, weighted
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, range_rule, traits
+from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.window import Window, window_of
 
@@ -218,3 +219,19 @@ def _conv_transpose_range(op: Operator, ranges: Ranges) -> Interval | None:
         return None
     padded = same_or_zero(op, ranges)
     return biased(weighted(padded, ranges, op.input(1), partial(_axes_but, 1)), op, ranges)
+
+
+@flops("Conv", f"{DOMAIN}::FusedConv")
+def conv_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """For each element of the result a sum of products over the channels of its group and the kernel's positions."""
+    w, y = inputs[1], outputs[0]
+    assert w is not None and y is not None
+    return 2 * prod(y) * prod(w[1:])
+
+
+@flops("ConvTranspose")
+def conv_transpose_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """For each element of X one product for each channel of its group's results and each position of the kernel."""
+    x, w = inputs[0], inputs[1]
+    assert x is not None and w is not None
+    return 2 * prod(x) * prod(w[1:])

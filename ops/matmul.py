@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, product, total, weighted
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import gradient, range_rule, traits
+from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
 
 
@@ -215,3 +217,27 @@ def _is_softmax(variable: Variable | None) -> bool:
     axis = int(op.attrs.get("axis", -1 if op.program.opset() >= 13 else 1))
     shape = op.outputs[0].shape if op.outputs[0] is not None else None
     return axis == -1 or (shape is not None and axis == len(shape) - 1)
+
+
+@flops("MatMul", "Gemm", f"{DOMAIN}::FusedMatMul", f"{DOMAIN}::TransposeMatMul", f"{DOMAIN}::FusedGemm")
+def product_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """A multiplication and an addition for each element of the result and of the contracted dimension."""
+    a, y = inputs[0], outputs[0]
+    assert a is not None and y is not None
+    turned = attrs.get("transA") and len(a) > 1
+    return 2 * math.prod(y) * a[(0 if attrs.get("transBatchA") else -2) if turned else -1]
+
+
+@flops("Einsum")
+def einsum_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """An operation for each operand and each value of all letters together; dimensions of "..." count from the last."""
+    terms = str(attrs["equation"]).replace(" ", "").split("->")[0].split(",")
+    sizes: dict[str | int, int] = {}
+    for term, shape in zip(terms, inputs, strict=True):
+        assert shape is not None
+        before, dots, after = term.partition("...")
+        covered = len(shape) - len(before) - len(after) if dots else 0
+        keys = [*before, *range(-covered, 0), *after]
+        for key, size in zip(keys, shape, strict=True):
+            sizes[key] = max(size, sizes.get(key, 1))
+    return len(terms) * math.prod(sizes.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from amp_transpiler.cli import cost
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
@@ -20,7 +21,7 @@ _NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print operators by precision, casts, weights, inputs and outputs, and what has no CUDA kernel."""
+    """Print operators by precision, casts, weights, inputs and outputs, what has no CUDA kernel, and costs."""
     program = Program.from_onnx(options.model)
     print(_operators(program))
     casts = [op for op in program.walk() if op.type == "Cast"]
@@ -32,6 +33,8 @@ def run(options: argparse.Namespace) -> int:
             shape = "?" if v.shape is None else ",".join("?" if s is None else printable(str(s)) for s in v.shape)
             print(f"{kind}: {printable(v.name)} {v.dtype or 'no tensor'}[{shape}]")
     print(_placement(program))
+    if options.cost:
+        cost.show(program, options)
     return 0
 
 

@@ -71,6 +71,9 @@ class Emitter:
         self.narrow: dict[str, Value] = {}
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
+        #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
+        self.foreign: list[Value] = []
+        self.domains: set[str] = set()
         self._names: set[str] = set()
         self._serial = 0
 
@@ -145,6 +148,9 @@ class Emitter:
         if shape is None:
             shape = _shape(type_, traits, [v.shape for v in inputs if v is not None])
         values = tuple(Value(n, kind, None if shape is None else tuple(shape)) for n in names)
+        if domain:
+            self.foreign += values
+            self.domains.add(domain)
         return values[0] if outputs is None else values
 
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:

@@ -15,7 +15,7 @@ and returns one value per output; it is written once, for every element type and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -28,6 +28,9 @@ from amp_transpiler.ir.traits import Traits
 T = TypeVar("T")
 Rule = Callable[..., Sequence[Any]]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
+#: Fixed shapes by slot; None where a slot is left out.
+SlotShapes = Sequence[tuple[int, ...] | None]
+Flops = Callable[[Mapping[str, Any], SlotShapes, SlotShapes], int]
 
 
 @dataclass
@@ -108,6 +111,7 @@ class OpDef:
     ``range_rule``: gives the interval of what it makes; None where ``traits.bounded`` is all that is known.
     ``when``: the rule is used only where this holds of the operator (BatchNormalization in training mode).
     ``for_test``: turns a cloned operator into its form for evaluation.
+    ``flops``: the arithmetic of a sum of products, from attributes and the shapes of inputs and outputs.
     """
 
     type: str
@@ -121,6 +125,7 @@ class OpDef:
     range_rule: RangeRule | None = None
     gradient: Gradient | None = None
     for_test: Callable[[Operator], None] | None = None
+    flops: Flops | None = None
 
     @property
     def exact(self) -> bool:
@@ -324,6 +329,27 @@ def moves(op: Operator, slot: int | None = None) -> bool:
     """Whether the outputs hold the elements of this input as they are; without ``slot``, of any input."""
     slots = traits_of(op).moves
     return slots is None or (bool(slots) if slot is None else slot in slots)
+
+
+def flops(*full_types: str) -> Callable[[Flops], Flops]:
+    """Register how many additions and multiplications operators take: ``f(attributes, input shapes, output shapes)``.
+
+    For sums of products alone. What else there is computes a few times for each element that it moves, and takes as
+    long as that does.
+    """
+
+    def register(function: Flops) -> Flops:
+        for full_type in full_types:
+            entry(full_type).flops = function
+        return function
+
+    return register
+
+
+def flops_of(type_: str, domain: str = "") -> Flops | None:
+    """How many additions and multiplications an operator type takes; None where that is not worth counting."""
+    found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
+    return None if found is None else found.flops
 
 
 def for_test(full_type: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:

@@ -7,13 +7,15 @@ and the reversal of time, no CUDA graph captures. Formulas: https://onnx.ai/onnx
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import lowering_rule
+from amp_transpiler.ir.opdef import SlotShapes, flops, lowering_rule
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.directions import Direction, Layer, pick, product, rows, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, defaults
@@ -221,3 +223,11 @@ def _lstm(d: Direction, kinds: Sequence[Activation], p: Value | None) -> Cell:
         return [e.Mul(f.value(e, seen(o, new, 1)), h.value(e, new)), new]
 
     return cell
+
+
+@flops("LSTM", "GRU", "RNN")
+def recurrent_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """For each step and row the products with W and R of every direction."""
+    x, w, r = inputs[:3]
+    assert x is not None and w is not None and r is not None
+    return 2 * math.prod(x[:2]) * (math.prod(w) + math.prod(r))

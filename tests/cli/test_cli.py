@@ -92,6 +92,26 @@ def test_info(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "MatMul" in out and "opset 21, 3 operators" in out
 
 
+def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 64] x, float[64, 64] w) => (float[N, 64] y) '
+    path = str(tmp_path / "open.onnx")
+    onnx.save(onnx.parser.parse_model(text + "{ h = MatMul(x, w)  y = Relu(h) }"), path)
+    assert main(["info", path, "--cost"]) == 2
+    assert "input 'x' has the shape [N,64]; give its sizes, as in --shape x=8,64" in capsys.readouterr().err
+    assert main(["info", path, "--cost", "--shape", "x"]) == 2
+    assert "--shape takes NAME=SIZE,SIZE" in capsys.readouterr().err
+    assert main(["info", path, "--cost", "--shape", "x=32,64", "--device", "T4", "a100"]) == 0
+    out = capsys.readouterr().out
+    sizes = 4 * (3 * 32 * 64 + 64 * 64 + 32 * 64)
+    assert f"2 kernels move {sizes / 1024:.1f} KiB: fp32" in out and f"{'MatMul':<32} {1:>8}" in out
+    assert "pure: will not pay on T4, because launches bind it" in out and "A100" in out and "H100" not in out
+    assert main(["info", path, "--cost", "--shape", "x=32,64", "--place", "cpu"]) == 0
+    assert "T4" not in capsys.readouterr().out
+    amp.convert(path).to_onnx(tmp_path / "half.onnx")
+    assert main(["info", str(tmp_path / "half.onnx"), "--cost", "--shape", "x=32,64", "--device", "T4"]) == 0
+    assert "T4         0.0" in capsys.readouterr().out
+
+
 def test_wrong_usage_is_status_2() -> None:
     with pytest.raises(SystemExit) as done:
         main(["convert"])

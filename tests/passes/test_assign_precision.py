@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -13,7 +14,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.partition.assign_precision import Assignment, assign, count
+from amp_transpiler.passes.partition.assign_precision import Assignment, assign, nominal
 from amp_transpiler.passes.view.constants import is_constant
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -50,7 +51,7 @@ def moved(program: amp.Program) -> int:
         if op.type in VIEWS:
             continue
         tensors = [v for v in (*op.inputs, *op.outputs) if v is not None and v.dtype in FLOATS and not is_constant(v)]
-        total += sum(count(v.shape) * FLOATS[str(v.dtype)] for v in tensors)
+        total += sum(math.prod(nominal(v.shape)) * FLOATS[str(v.dtype)] for v in tensors)
     return total
 
 

@@ -11,6 +11,9 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import lowering_rule
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.sessions import run
 from tests.helpers.where import DATA, NO_DATA
@@ -152,3 +155,28 @@ def test_trained_models_in_fp16(name: str, mode: str) -> None:
     for a, b in zip(got, run(model, feeds), strict=True):
         error = np.linalg.norm(a.astype(np.float64) - b) / max(np.linalg.norm(b.astype(np.float64)), 1e-9)
         assert error < (3e-2 if name == "silero_vad" else 1e-2)  # its spectrum leaves few bits to a quiet frame
+
+
+def test_a_rule_may_write_operators_of_the_runtime() -> None:
+    """Their domain is imported, and their results carry the types that ONNX's inference does not find."""
+
+    @lowering_rule("docs.lowering::GatedSum", infer=lambda op: [(op.inputs[0].dtype, op.inputs[0].shape)])
+    def gated_sum(e: Emitter, op: Operator, x: Value, y: Value, gate: Value) -> list[Value]:
+        total = e.op("GatedAdd", x, y, gate, domain="com.microsoft", shape=x.shape)
+        return [e.Neg(e.Abs(total))]
+
+    program = amp.Program()
+    with amp.program_guard(program, amp.Program("startup")), amp.unique_name.guard():
+        x, y = (amp.data(name, [4, 8], "float32") for name in "xy")
+        gate = amp.data("gate", [4, 1], "float32")
+        out = program.add_variable("out", "float32", (4, 8))
+        program.add_operator("GatedSum", [x, y, gate], [out], domain="docs.lowering")
+    lowered = program.lower(amp.CPUPlace(), fetches=[out])
+    cost = program.cost_estimate(amp.CPUPlace(), fetch_list=[out])
+    assert (cost.kernels, cost.bytes) == (3, 4 * (3 * 32 + 4 + 2 * 32 + 2 * 32))
+    rng = np.random.default_rng(0)
+    feeds = {
+        name: rng.standard_normal((4, 8 if name != "gate" else 1)).astype(np.float32) for name in ("x", "y", "gate")
+    }
+    (found,) = run(lowered.model, feeds)
+    np.testing.assert_allclose(found, -abs(feeds["x"] + feeds["y"] * feeds["gate"]), rtol=1e-6)

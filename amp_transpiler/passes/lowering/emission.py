@@ -115,12 +115,16 @@ class _Emission(EmulatedStorage):
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
         graph.input.extend(self.inputs)
         graph.output.extend(outputs)
+        typed = {name for node in self.e.nodes if node.domain for name in node.output} - {info.name for info in outputs}
+        for value in self.e.foreign:
+            if value.name in typed and value.shape is not None:
+                graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
         model = self.result.model
         own = min(self.program.info.ir_version, TARGET_IR_VERSION)
         model.ir_version = max(8, own) if self.opset < TARGET_OPSET else TARGET_IR_VERSION
         model.producer_name = "amp_transpiler"
         model.graph.CopyFrom(graph)
-        for domain, version in sorted(self.domains.items()):
+        for domain, version in sorted((dict.fromkeys(self.e.domains, 1) | self.domains).items()):
             model.opset_import.append(onnx.helper.make_opsetid(domain, version))
         return self.result
 

@@ -23,7 +23,8 @@ def given_shapes(call: str, program: Graph, given: Mapping[str, Sequence[int]] |
     for feed in program.inputs:
         if feed.name in shapes or not feed.readers or feed.dtype is None:
             continue
-        known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in feed.shape or (None,))
+        declared = (None,) if feed.shape is None else feed.shape
+        known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in declared)
         if not all(isinstance(d, int) for d in known):
             shape_text = "an unknown shape" if feed.shape is None else f"shape {list(feed.shape)}"
             raise ArgumentError(

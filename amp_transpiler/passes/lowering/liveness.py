@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
-from amp_transpiler.passes.lowering.tensor_types import tensor_types
-from amp_transpiler.passes.lowering.workspace import tensor_bytes, workspace
+from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
+from amp_transpiler.passes.lowering.workspace import workspace
 
 #: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
 _OVER_FIRST = frozenset(
@@ -91,20 +92,21 @@ class Liveness:
         return sorted(found, key=lambda b: -b.size)
 
 
-def plan(lowered: Lowered) -> Liveness:
+def plan(lowered: Lowered, types: dict[str, Type] | None = None) -> Liveness:
     """The plan for what a place runs; updates of state take no memory of their own.
 
-    GraphError names a tensor whose shape is not known before the run.
+    ``types``: of the model's tensors, where the caller has them already. GraphError names a tensor whose shape is not
+    known before the run.
     """
-    return _Planner(lowered).run()
+    return _Planner(lowered, types_in(inferred(lowered)) if types is None else types).run()
 
 
 class _Planner:
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: Lowered, types: dict[str, Type]) -> None:
         model = lowered.model
         self.graph, self.cpu = model.graph, lowered.place == "cpu"
         self.bound = {port.tensor for port in lowered.updates}
-        self.types = tensor_types(model, lowered.tensors.values())
+        self.types = dict(types)
         self.outputs = {info.name for info in model.graph.output}
         self.constants = {tensor.name for tensor in model.graph.initializer}
         self.inputs = {info.name for info in model.graph.input} - self.constants

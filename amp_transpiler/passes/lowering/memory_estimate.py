@@ -9,6 +9,7 @@ from typing import Any
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
@@ -17,7 +18,6 @@ from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered, static
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
-from amp_transpiler.passes.lowering.workspace import tensor_bytes
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 
 _MIB = 2**20
@@ -111,12 +111,34 @@ def memory_estimate(
 ) -> MemoryEstimate:
     """A forecast of what running ``program`` takes on ``place``; see ``Program.memory_estimate``."""
     place = CPUPlace() if place is None else check_place(place, "memory_estimate")
-    shapes = given_shapes("memory_estimate", program, feed_shapes)
+    lowered, shapes = lower_sized("memory_estimate", program, place, feed_shapes, fetch_list)
+    return estimate_memory(program, lowered, place, shapes, plan(lowered))
+
+
+def lower_sized(
+    call: str,
+    program: Graph,
+    place: Place,
+    feed_shapes: Mapping[str, Sequence[int]] | None,
+    fetch_list: Sequence[Variable | str],
+) -> tuple[Lowered, dict[str, tuple[int, ...]]]:
+    """What a place runs for these feeds, with every shape that follows from theirs, and the shape of each feed.
+
+    ``call`` is the caller, for messages.
+    """
+    shapes = given_shapes(call, program, feed_shapes)
     lowered = lower(
         program, place.kind, shapes, [program.var(v) if isinstance(v, str) else v for v in fetch_list], declared=True
     )
     _complete(program, lowered, shapes)
-    return _Estimate(program, lowered, place, shapes).record()
+    return lowered, shapes
+
+
+def estimate_memory(
+    program: Graph, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]], live: Liveness
+) -> MemoryEstimate:
+    """The forecast for a program that is lowered and planned."""
+    return _Estimate(program, lowered, place, shapes, live).record()
 
 
 def _complete(program: Graph, lowered: Lowered, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -130,9 +152,11 @@ def _complete(program: Graph, lowered: Lowered, shapes: dict[str, tuple[int, ...
 
 
 class _Estimate:
-    def __init__(self, program: Graph, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, program: Graph, lowered: Lowered, place: Place, shapes: dict[str, tuple[int, ...]], live: Liveness
+    ) -> None:
         self.program, self.lowered, self.place, self.shapes = program, lowered, place, shapes
-        self.live: Liveness = plan(lowered)
+        self.live = live
         self.step: TrainingStep = training_step(program)
         self.tensors = {name: value.name for name, value in lowered.tensors.items()}
         self.steps = {node.index: step for step, node in enumerate(self.live.order)}

@@ -1,51 +1,62 @@
-"""Element types and shapes of the tensors of a lowered model."""
+"""Element types and shapes of a lowered model's tensors: what lowering knows, and ONNX's inference for the rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import onnx
 
-from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.types import NAMES
+from amp_transpiler.passes.lowering.lowered import Lowered
+
+#: Element type and shape of a tensor; None where the shape is not fixed.
+Type = tuple[str, tuple[int, ...] | None]
+
+_CONTENT = 64  # elements: more than any shape vector, whose content inference reads
 
 
-def tensor_types(model: onnx.ModelProto, known: Iterable[Value]) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """Element type and fixed shape (None where it is not) of each tensor, by ONNX's inference without weights."""
-    light = onnx.ModelProto()
-    light.CopyFrom(model)
-    del light.graph.initializer[:]
-    listed = {info.name for info in light.graph.input}
-    for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= 64:
+def inferred(lowered: Lowered) -> onnx.GraphProto:
+    """The graph of a lowered model without the content of its weights, with inferred types, in nested graphs too."""
+    graph = lowered.model.graph
+    light = onnx.ModelProto(ir_version=lowered.model.ir_version)
+    light.opset_import.extend(lowered.model.opset_import)
+    for field in ("node", "input", "output", "value_info"):
+        getattr(light.graph, field).extend(getattr(graph, field))
+    listed = {info.name for info in graph.input}
+    for tensor in graph.initializer:
+        if math.prod(tensor.dims) <= _CONTENT:
             light.graph.initializer.append(tensor)
         elif tensor.name not in listed:
             info = light.graph.input.add(name=tensor.name)
             info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
-    made = {name for node in model.graph.node for name in node.output} - {info.name for info in model.graph.output}
-    light.graph.value_info.extend(_unpooled(model))
-    for value in known:
+    light.graph.value_info.extend(_unpooled(graph))
+    made = {name for node in graph.node for name in node.output} - {info.name for info in graph.output}
+    for value in lowered.tensors.values():
         if value.name in made and value.shape is not None and value.dtype:
             light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
-    graph = onnx.shape_inference.infer_shapes(light).graph
-    found: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+    return onnx.shape_inference.infer_shapes(light).graph
+
+
+def types_in(graph: onnx.GraphProto) -> dict[str, Type]:
+    """Element type and fixed shape of each tensor of an inferred graph, those of nested graphs left out."""
+    found: dict[str, Type] = {}
     for info in [*graph.value_info, *graph.input, *graph.output]:
         if info.type.WhichOneof("value") == "tensor_type":
             tensor_type = info.type.tensor_type
             dims = [d.dim_value if d.HasField("dim_value") else None for d in tensor_type.shape.dim]
             fixed = tensor_type.HasField("shape") and None not in dims
             found[info.name] = (NAMES.get(tensor_type.elem_type, ""), tuple(dims) if fixed else None)  # type: ignore[arg-type]
-    for tensor in model.graph.initializer:
+    for tensor in graph.initializer:
         found[tensor.name] = (NAMES[tensor.data_type], tuple(tensor.dims))
     return found
 
 
-def _unpooled(model: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
+def _unpooled(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
     """The results of MaxUnpool that are told their shape, which ONNX's inference does not look at."""
-    content = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
+    content = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
         if node.op_type == "MaxUnpool" and len(node.input) > 2 and node.input[2] in content:
             shape = onnx.numpy_helper.to_array(content[node.input[2]]).tolist()
             yield onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, shape)

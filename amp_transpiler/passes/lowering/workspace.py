@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import onnx
 
-from amp_transpiler.ir.types import BYTES
+from amp_transpiler.ir.kernel_cost import Kind, tensor_bytes
 from amp_transpiler.ops.rnn.gates import GATES
 
 #: Kernels that take their workspace before their results.
 EARLY = frozenset({"Where"})
-
-#: Element type and shape of a tensor.
-Kind = tuple[str, tuple[int, ...]]
-
-
-def tensor_bytes(tensor: Kind) -> int:
-    """Bytes of a tensor of this element type and shape."""
-    return math.prod(tensor[1]) * BYTES.get(tensor[0], 1)
 
 
 def workspace(

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.kernel_cost import cast_bytes, moved_bytes, tensor_bytes
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import SHORT
+from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
@@ -29,8 +29,6 @@ from amp_transpiler.passes.view.typing import declared, is_float, operator_name,
 
 #: Size that an unknown dimension counts as in the traffic.
 NOMINAL = 64
-#: Bytes of an element.
-_WIDTH: dict[str | None, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Integers that float16 takes over float32 as it would straight: float32 holds exactly what float16 can hold.
 _INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _NARROW_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
@@ -276,7 +274,8 @@ class _Problem:
                 if ends is not None and variable not in inner:
                     ends.fixed(self._io_type(variable), dtype)
         self.tensors = [
-            Tensor(e.producer, tuple(e.readers), e.half, e.full, 6 * count(v.shape)) for v, e in self.ends.items()
+            Tensor(e.producer, tuple(e.readers), e.half, e.full, cast_bytes(nominal(v.shape), dtype, "float32"))
+            for v, e in self.ends.items()
         ]
 
     def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
@@ -318,28 +317,17 @@ class _Problem:
         return self.dtype if narrow and variable.dtype == "float32" else variable.dtype
 
 
-def count(shape: tuple[int | str | None, ...] | None) -> int:
-    """Elements of a tensor; an unknown dimension counts as :data:`NOMINAL`, an unknown rank as a matrix of them."""
-    if shape is None:
-        return NOMINAL * NOMINAL
-    elements = 1
-    for size in shape:
-        elements *= size if isinstance(size, int) else NOMINAL
-    return elements
+def nominal(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...]:
+    """A shape for the traffic: an unknown dimension is :data:`NOMINAL`, an unknown rank that of a matrix."""
+    return tuple(size if isinstance(size, int) else NOMINAL for size in ((None, None) if shape is None else shape))
 
 
 def _moved(op: Operator, decision: Decision) -> int:
     """Bytes of floating-point tensors that the operator reads and writes."""
-    traits = traits_of(op)
-    if traits.view:
-        return 0
-    total = largest = 0
-    for variable, dtype in zip(op.outputs, decision.slots.outputs, strict=True):
-        if variable is not None and dtype in _WIDTH:
-            size = count(variable.shape) * _WIDTH[dtype]
-            largest, total = max(largest, size), total + size
-    for slot, (variable, dtype) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
-        if variable is not None and dtype in _WIDTH:
-            size = count(variable.shape) * _WIDTH[dtype]
-            total += min(size, largest) if slot == 0 and traits.part else size
-    return total
+    reads = [_bytes(v, dtype) for v, dtype in zip(op.inputs, decision.slots.inputs, strict=True)]
+    writes = [_bytes(v, dtype) for v, dtype in zip(op.outputs, decision.slots.outputs, strict=True)]
+    return moved_bytes(op.type, op.domain, reads, writes)
+
+
+def _bytes(variable: Variable | None, dtype: str | None) -> int:
+    return 0 if variable is None or dtype not in FLOATS else tensor_bytes((dtype, nominal(variable.shape)))

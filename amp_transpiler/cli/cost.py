@@ -1,0 +1,88 @@
+"""``amp-transpile info --cost``: what a run of a model costs, and whether 16 bit pays."""
+
+from __future__ import annotations
+
+import argparse
+
+from amp_transpiler.cli.terminal import printable
+from amp_transpiler.conversion.converting import convert
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists.devices import devices
+from amp_transpiler.passes.lowering.cost_comparison import compare_costs
+from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
+from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.program import Program
+
+_PLACES: dict[str, Place] = {"cpu": CPUPlace(), "cuda": CUDAPlace(0)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``info`` that ask for costs."""
+    costs = parser.add_argument_group("costs of a run, counted and forecast; nothing runs, and no GPU is needed")
+    costs.add_argument(
+        "--cost",
+        action="store_true",
+        help="kernels, bytes, arithmetic and memory; of a float32 model also those of its conversions, and whether "
+        "they pay",
+    )
+    costs.add_argument("--place", choices=sorted(_PLACES), default="cuda", help="default: %(default)s")
+    costs.add_argument(
+        "--shape",
+        nargs="+",
+        action="extend",
+        metavar="NAME=SIZE,SIZE",
+        help="sizes of an input that are not fixed, such as image=8,3,224,224",
+    )
+    costs.add_argument(
+        "--device", nargs="+", action="extend", metavar="NAME", help=f"default: all of {', '.join(devices())}"
+    )
+
+
+def show(program: Program, options: argparse.Namespace) -> None:
+    """Print what a run costs; on a GPU also forecasts, beside the model's conversions where it is float32."""
+    shapes = _shapes(program, options.shape or [])
+    place = _PLACES[options.place]
+    estimate = program.cost_estimate(place, shapes)
+    print(estimate)
+    if options.place == "cpu":
+        return
+    if any(v.dtype in HALF for each in program.blocks for v in each.variables):
+        print(_forecasts(estimate, options.device))
+        return
+    estimates = {"fp32": estimate}
+    for mode in ("mixed", "pure"):
+        estimates[mode] = convert(options.model, mode=mode).cost_estimate(place, shapes)
+    print("\nconverted to float16:")
+    print(compare_costs(estimates, options.device))
+
+
+def _forecasts(estimate: CostEstimate, names: list[str] | None) -> str:
+    lines = ["forecast of the least time, launched one by one / captured as a CUDA graph, and what takes most of it:"]
+    for name in names or devices():
+        alone, captured = (estimate.forecast(name, captured=captured) for captured in (False, True))
+        lines.append(
+            f"{alone.device:<10} {alone.seconds * 1e3:,.2f} / {captured.seconds * 1e3:,.2f} ms, {alone.bound} / "
+            f"{captured.bound}" + ("" if alone.fits else "; it does not fit into the memory")
+        )
+    return "\n".join(lines)
+
+
+def _shapes(program: Program, texts: list[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes by input; ArgumentError for text that is none, and for an input whose size is still open."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        name, equals, sizes = text.rpartition("=")
+        if not equals or not all(size.strip().isdecimal() for size in sizes.split(",") if sizes):
+            raise ArgumentError(f"--shape takes NAME=SIZE,SIZE, such as image=8,3,224,224, got {text!r}")
+        shapes[name] = tuple(int(size) for size in sizes.split(",") if sizes)
+    feeds = {feed.name: (None,) if feed.shape is None else feed.shape for feed in program.inputs if feed.readers}
+    named = {size for name in shapes for size in feeds.get(name, ()) if isinstance(size, str)}
+    for name, shape in feeds.items():
+        if name not in shapes and not all(isinstance(size, int) or size in named for size in shape):
+            shown = ",".join("?" if size is None else printable(str(size)) for size in shape)
+            raise ArgumentError(
+                f"input '{printable(name)}' has the shape [{shown}]; give its sizes, as in --shape {printable(name)}="
+                + ",".join(str(size) if isinstance(size, int) else "8" for size in shape)
+            )
+    return shapes
