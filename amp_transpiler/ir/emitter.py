@@ -69,6 +69,10 @@ class Emitter:
         self._widened: dict[str, Value] = {}
         #: On CPU: the 16-bit tensor behind each rounded fp32 tensor.
         self.narrow: dict[str, Value] = {}
+        #: Whether 16-bit values are fp32 tensors that are rounded wherever a place with 16-bit arithmetic would store.
+        self.emulates = False
+        #: fp32 tensors that hold values of a 16-bit type, beside those of ``narrow``.
+        self._holds: dict[str, str] = {}
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
         #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
@@ -125,11 +129,14 @@ class Emitter:
         *inputs: Value | None,
         outputs: int | None = None,
         domain: str = "",
-        dtype: str | None = None,
+        dtype: str | Sequence[str] | None = None,
         shape: Sequence[int] | None = None,
         **attrs: Any,
     ) -> Value | tuple[Value, ...]:
-        """Emit one node; its value, or a tuple of as many as ``outputs`` says. ``dtype`` overrides the usual rule."""
+        """Emit one node; its value, or a tuple of as many as ``outputs`` says.
+
+        ``dtype`` overrides the usual rule: one for all outputs, or one for each.
+        """
         traits = traits_of(type_, domain)
         if traits.elementwise and not traits.settings and len(inputs) > 1:
             inputs = tuple(self._levelled(inputs))
@@ -145,13 +152,47 @@ class Emitter:
             )
         )
         kind = dtype or self._result(type_, domain, inputs)
+        kinds = [kind] * len(names) if isinstance(kind, str) else kind
         if shape is None:
             shape = _shape(type_, traits, [v.shape for v in inputs if v is not None])
-        values = tuple(Value(n, kind, None if shape is None else tuple(shape)) for n in names)
+        values = tuple(Value(n, k, None if shape is None else tuple(shape)) for n, k in zip(names, kinds, strict=True))
         if domain:
-            self.foreign += values
+            self.foreign += (Value(v.name, self._tensor_type(v), v.shape) for v in values)
             self.domains.add(domain)
+        if self.emulates:
+            values = tuple(self._emulated(v, traits.exact) for v in values)
         return values[0] if outputs is None else values
+
+    def _emulated(self, value: Value, exact: bool) -> Value:
+        """A new value where 16 bit is emulated: its tensor is fp32, and rounded unless the operator cannot round."""
+        if value.dtype not in HALF:
+            return value
+        if not exact:
+            return self._rounded(Value(value.name, "float32", value.shape), value.dtype)
+        self._holds[value.name] = value.dtype
+        return value
+
+    def _rounded(self, value: Value, dtype: str) -> Value:
+        """An fp32 tensor rounded to a 16-bit type, as an fp32 tensor that stands for a value of this type."""
+        narrow, wide = (self.name("Cast") for _ in range(2))
+        for source, target, to in ((value.name, narrow, dtype), (narrow, wide, "float32")):
+            self.nodes.append(onnx.helper.make_node("Cast", [source], [target], target, to=ONNX_TYPES[to]))
+        self.narrow[wide] = Value(narrow, dtype, value.shape)
+        return Value(wide, dtype, value.shape)
+
+    def _is_held(self, value: Value, dtype: str) -> bool:
+        """Whether this fp32 tensor holds values of a 16-bit type."""
+        narrow = self.narrow.get(value.name)
+        return self._holds.get(value.name) == dtype or (narrow is not None and narrow.dtype == dtype)
+
+    @contextmanager
+    def emulation(self) -> Iterator[None]:
+        """Inside the block, 16-bit values are fp32 tensors, rounded after each operator that can make a new value."""
+        self.emulates = True
+        try:
+            yield
+        finally:
+            self.emulates = False
 
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in the rank of a tensor of which the last dimension is 1 (a filter of size 1, a column).
@@ -169,7 +210,8 @@ class Emitter:
         if math.prod(value.shape) != 1 or len(value.shape) >= rank:
             return value
         if value.name in self.initializers:
-            return self.const(onnx.numpy_helper.to_array(self.initializers[value.name]).reshape([1] * rank))
+            array = onnx.numpy_helper.to_array(self.initializers[value.name])
+            return self.const(array.reshape([1] * rank), value.dtype)
         key = f"{value.name} in rank {rank}"
         if key not in self.shared:
             self.shared[key] = (self.reshape(value, [1] * rank),)
@@ -192,6 +234,10 @@ class Emitter:
         """``value`` as a tensor of this element type; nothing where it is one already."""
         if value.dtype == dtype:
             return value
+        if self.emulates and dtype in HALF:
+            return Value(value.name, dtype, value.shape) if self._is_held(value, dtype) else self._rounded(value, dtype)
+        if self.emulates and value.dtype in HALF and dtype == "float32":
+            return Value(value.name, dtype, value.shape)
         return self.op("Cast", value, dtype=dtype, shape=value.shape, to=ONNX_TYPES[dtype])
 
     def f32(self, value: Value) -> Value:
@@ -205,13 +251,10 @@ class Emitter:
     def stored(self, value: Value, dtype: str) -> Value:
         """``value`` as a variable of type ``dtype`` is held at this place: rounded to 16 bit where that is 16 bit."""
         if self.place == "cpu" and dtype in HALF:
-            held = self.narrow.get(value.name)
-            if held is not None and held.dtype == dtype:
-                return value  # a rule passed its input on
-            narrow = self.cast(value, dtype)
-            emulated = self.cast(narrow, "float32")
-            self.narrow[emulated.name] = narrow
-            return emulated
+            if self._is_held(value, dtype):
+                return Value(value.name, "float32", value.shape)  # a rule passed its input on
+            rounded = self._rounded(value, dtype)
+            return Value(rounded.name, "float32", value.shape)
         return self.cast(value, dtype)
 
     def const(self, array: Any, dtype: str | None = None) -> Value:
@@ -220,6 +263,10 @@ class Emitter:
         if dtype is not None:
             array = array.astype(numpy_dtype(dtype))
         kind = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
+        if self.emulates and kind in HALF:
+            wide = self.const(array, "float32")
+            self._holds[wide.name] = kind
+            return Value(wide.name, kind, wide.shape)
         key = (kind, array.shape, array.tobytes())
         if key not in self._constants:
             name = self.name("const")
@@ -259,10 +306,13 @@ class Emitter:
             within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
             results = [self.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in write(*within)]
             inputs_of, outputs_of = (
-                [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in values]
+                [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[self._tensor_type(v)], v.shape) for v in values]
                 for values in (within, results)
             )
             return onnx.helper.make_graph(self.nodes, name, inputs_of, outputs_of), results
+
+    def _tensor_type(self, value: Value) -> str:
+        return "float32" if self.emulates and value.dtype in HALF else value.dtype
 
     @contextmanager
     def nested(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ stored as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` fol
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -243,7 +244,14 @@ class _Emission(EmulatedStorage):
         inputs = [None if v is None else self._shaped(op, v) for v in op.inputs]
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
-        with rule_of(op):
+        emulation = (
+            self.cpu and found.native and not any(v is not None and v.name in self.keep_fp32 for v in op.outputs)
+        )
+        if emulation:
+            inputs = [
+                i if v is None or i is None else self._stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)
+            ]
+        with rule_of(op), self.e.emulation() if emulation else nullcontext():
             results = list(function(self.e, op, *group_inputs(op, inputs)))
         for variable, value in zip_longest(op.outputs, results):
             if variable is not None:

@@ -55,10 +55,16 @@ class EmulatedStorage:
             self.env[variable.key] = Value(value.name, value.dtype, shape)
         return self._read(op, variable)
 
+    def _stands_for(self, variable: Variable, value: Value) -> Value:
+        """The fp32 tensor of a 16-bit variable as a value of its type."""
+        return Value(value.name, variable.dtype, value.shape) if variable.dtype in HALF else value
+
     def _finished(self, variable: Variable, value: Value, exact: bool) -> Value:
         """A rule's or operator's raw result as the variable is held here, rounded where that is due."""
         if variable.dtype is None or value.dtype == "":
             return value
+        if self.cpu and value.dtype in HALF:
+            value = Value(value.name, "float32", value.shape)
         if self.cpu and variable.dtype in HALF:
             if exact or variable.name in self.keep_fp32:
                 return value
