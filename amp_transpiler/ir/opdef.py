@@ -105,8 +105,8 @@ class Slots:
 class OpDef:
     """One operator. ``lowering``: what a place runs for it; None: it is a standard operator, emitted unchanged.
 
-    ``native``: on CUDA the rule takes 16-bit values as they are stored (GEMMs, convolutions, single
-    elementwise operators); otherwise it gets them widened to fp32 and its results are rounded once.
+    ``native``: the rule takes 16-bit values, and what its operators make is stored in 16 bit (on CPU emulated);
+    otherwise it gets them widened to fp32 and its results are rounded once.
     ``traits``: None where nobody has declared them. ``slots``: of operators of the training step.
     ``range_rule``: gives the interval of what it makes; None where ``traits.bounded`` is all that is known.
     ``when``: the rule is used only where this holds of the operator (BatchNormalization in training mode).

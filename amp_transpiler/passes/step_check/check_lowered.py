@@ -143,6 +143,26 @@ class _Gates:
         if value.name not in self._sums and self._behind(value.name) not in self._sums:
             self.found.append(f"found_inf of '{check}' does not look at gradient '{unscaled}'")
 
+    def _is_rounded(self, tensor: str) -> bool:
+        """Whether an fp32 tensor holds rounded values alone, perhaps behind operators that make no new ones."""
+        stack, seen = [tensor], set[str]()
+        while stack:
+            name = stack.pop()
+            node = self.producers.get(name)
+            if node is None or name in seen:
+                continue
+            seen.add(name)
+            traits = traits_of(node.op_type, node.domain)
+            if node.op_type == "Cast":
+                narrow = self.producers.get(node.input[0])
+                if narrow is None or narrow.op_type != "Cast":
+                    return False
+            elif not traits.exact:
+                return False
+            else:
+                stack.extend(i for slot, i in enumerate(node.input) if not traits.moves or slot in traits.moves)
+        return True
+
     def rounded(self, check: str, raw: Variable) -> None:
         """Record, on CPU, a 16-bit gradient whose fp32 tensor is not what was rounded to 16 bit."""
         variable: Variable | None = raw
@@ -156,8 +176,7 @@ class _Gates:
         if (rule is not None and rule.exact) or value is None or value.name not in self.producers:
             return
         emulated = self.producers[value.name]
-        narrow = self.producers.get(emulated.input[0]) if emulated.op_type == "Cast" else None
-        if narrow is None or narrow.op_type != "Cast":
+        if not self._is_rounded(value.name):
             self.found.append(
                 f"'{check}' looks at gradient '{raw.name}' before {_said(emulated)} is rounded to "
                 f"{variable.dtype}, as an infinity that the rounding makes is not found"
