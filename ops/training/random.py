@@ -12,6 +12,12 @@ so that a resumed, recomputed or moved run draws the same numbers. Arithmetic wr
 The product by itself is what makes it a hash: sums, shifts and constant factors alone leave the differences of
 neighbours to a handful of values. ``i * WEYL`` is the sum of two small constants, and the key, known only
 at run time, goes into one of them first: constant folding finds no full-size constant to make.
+
+Masks of a step share the words ``w`` of one stream: element ``i`` of the mask of a stream is dropped where
+``w[i] * k2`` is below a threshold, with k2 of that stream. A product with an odd number is a permutation of the words,
+so each mask is exactly uniform; two of them are the two coordinates of a lattice with a random multiplier, new each
+step, whose coarsest period of unlucky masks is far below what training could see (Knuth, The Art of Computer
+Programming 2, section 3.3.4). That is one pass over the words and one comparison, where hashing is a dozen passes.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,6 +45,7 @@ _default_seed = 0
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9
 _KEY1, _KEY2 = (0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)
+_SHARED = zlib.crc32(b"@masks")  # the stream of the words that masks share
 _LINE = 1 << 12  # elements in a line where a shape gives no good split
 _LONG = 1 << 16  # elements of the longest constant
 
@@ -86,11 +94,10 @@ def _keys(e: Emitter, seed: Value, step: Value, stream: int) -> tuple[Value, Val
     """k1, k2 of a stream: two words of (seed, step), scrambled once per graph, and two constants of the stream."""
     names = f"{seed.name} {step.name}"
     if names not in e.shared:
-        words = []
-        for start, stride in (_KEY1, _KEY2):
-            s = _mix(e, e.Add(seed, _word(e, start)))
-            words.append(_mix(e, e.Add(s, e.Mul(step, _word(e, stride)))))
-        e.shared[names] = (words[0], e.Add(words[1], words[1]))
+        starts, strides = (e.const(np.array(row, np.uint32)) for row in zip(_KEY1, _KEY2, strict=True))
+        both = _mix(e, e.Add(_mix(e, e.Add(seed, starts)), e.Mul(step, strides)))
+        first, second = (e.reshape(word, ()) for word in e.Split(both, axis=0, num_outputs=2, outputs=2))
+        e.shared[names] = (first, e.Add(second, second))
     first, second = e.shared[names]
     return e.Add(first, _word(e, mix(stream))), e.Add(second, _word(e, 2 * mix(stream ^ _WEYL) + 1))
 
@@ -105,20 +112,42 @@ def _split(shape: Sequence[int]) -> tuple[int, int]:
     return lines, line
 
 
-def random_bits(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int) -> Value:
-    """uint32 words of which the upper 24 bits are random. ``seed`` and ``step`` are uint32 scalars."""
+def random_bits(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, first: int = 0) -> Value:
+    """uint32 words of which the upper 24 bits are random: those of the elements from ``first`` on.
+
+    ``seed`` and ``step`` are uint32 scalars.
+    """
     k1, k2 = _keys(e, seed, step, stream)
     lines, line = _split(shape)
     total = math.prod(shape)
-    starts = e.const((np.arange(lines, dtype=np.uint64) * line * _WEYL).astype(np.uint32).reshape(lines, 1))
+    starts = (np.arange(lines, dtype=np.uint64) * line + first) * _WEYL
     steps = (np.arange(line, dtype=np.uint64) * _WEYL).astype(np.uint32)
-    row = e.Add(starts, k1)
+    row = e.Add(e.const(starts.astype(np.uint32).reshape(lines, 1)), k1)
     x = e.Add(row, e.const(steps))
     doubled = e.Add(e.Add(row, e.Add(row, _word(e, 1))), e.const(steps * np.uint32(2)))  # 2 x + 1
     x = _finish(e, e.Mul(x, doubled), k2)
     if lines * line != total:
         x = e.Slice(e.reshape(x, [-1]), e.ints(0), e.ints(total))
     return e.reshape(Value(x.name, x.dtype), shape)
+
+
+def _shared_words(e: Emitter, shape: Sequence[int], seed: Value, step: Value) -> Value:
+    """The words of this step that its masks share: each is hashed once, whatever the sizes of the masks are."""
+    key, total = f"words {seed.name} {step.name}", math.prod(shape)
+    drawn = e.shared.get(key, ())
+    found = next((v for v in drawn if v.shape == (total,)), None)
+    if found is None:
+        longest = max(drawn, key=lambda v: math.prod(v.shape or ()), default=None)
+        have = 0 if longest is None else math.prod(longest.shape or ())
+        if longest is None:
+            found = e.reshape(random_bits(e, shape, seed, step, _SHARED), [total])
+        elif have > total:
+            found = e.op("Slice", longest, e.ints(0), e.ints(total), shape=[total])
+        else:
+            more = random_bits(e, [total - have], seed, step, _SHARED, have)
+            found = e.op("Concat", longest, more, axis=0, shape=[total])
+        e.shared[key] = (*drawn, found)
+    return e.reshape(found, shape)
 
 
 def _fraction(e: Emitter, bits: Value, first: int) -> Value:
@@ -141,11 +170,16 @@ def normal(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: i
     return Value(z.name, z.dtype, tuple(shape))
 
 
-def keep_mask(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, ratio: Value) -> Value:
-    """bool, True with probability 1 - ``ratio`` (a float scalar in [0, 1)): uniform >= ratio, on the integers."""
-    threshold = e.cast(e.Ceil(e.Mul(e.cast(ratio, "float32"), e.const(2.0**24, "float32"))), "uint32")
-    bits = random_bits(e, shape, seed, step, stream)
-    return e.GreaterOrEqual(bits, e.Mul(threshold, _word(e, 1 << 8)), shape=shape)
+def keep_mask(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, threshold: Value, late: Value | None = None
+) -> Value:
+    """bool, True where the stream's word is ``threshold`` (a uint32 scalar) or more.
+
+    ``late``: a uint32 0 that is known only when the mask is to be computed (again).
+    """
+    _, odd = _keys(e, seed, step, stream)
+    odd = odd if late is None else e.Add(odd, late)
+    return e.GreaterOrEqual(e.Mul(_shared_words(e, shape, seed, step), odd), threshold, shape=shape)
 
 
 def rng_state(program: Graph, startup: Graph | None = None) -> tuple[Variable, Variable]:
@@ -202,19 +236,50 @@ def mask_stream(op: Operator) -> int:
     return stream_of(next(v.name for v in op.outputs if v is not None))
 
 
-def _scaled(e: Emitter, value: Value, mask: Value, ratio: Value) -> Value:
-    """value / (1 - ratio) where the mask is True, 0 elsewhere."""
-    one = e.like(1, ratio)
-    scale = e.cast(e.Div(one, e.Sub(one, ratio)), value.dtype)
-    return e.Where(mask, e.Mul(value, scale), e.like(0, value), shape=value.shape)
+@dataclass(frozen=True)
+class _Rate:
+    """What follows from the probability of being dropped: computed here where that is known before the run."""
+
+    ratio: Value | None
+    known: np.ndarray | None
+
+    @staticmethod
+    def of(e: Emitter, op: Operator, slot: int, ratio: Value | None) -> _Rate:
+        """The ratio in this input of ``op``; 0.5 where it is left out."""
+        return _Rate(ratio, np.asarray(0.5, np.float32) if ratio is None else e.known(op.input(slot)))
+
+    def threshold(self, e: Emitter) -> Value:
+        """The uint32 below which a word is dropped: ratio * 2**32, the next multiple of 2**8."""
+        if self.known is not None:
+            return _word(e, int(np.ceil(np.float32(self.known.item()) * 2.0**24)) << 8)
+        assert self.ratio is not None
+        scaled = e.Ceil(e.Mul(e.cast(self.ratio, "float32"), e.const(2.0**24, "float32")))
+        return e.Mul(e.cast(scaled, "uint32"), _word(e, 1 << 8))
+
+    def scaled(self, e: Emitter, value: Value, mask: Value) -> Value:
+        """value / (1 - ratio) where the mask is True, 0 elsewhere.
+
+        Selected, not multiplied by 0: an overflowed value that is dropped is no NaN.
+        """
+        if self.known is not None:
+            ratio = self.known if self.known.dtype == np.float64 else np.float32(self.known.item())
+            scale = e.like(float(1 / (1 - ratio)), value)
+        else:
+            assert self.ratio is not None
+            wide = e.f32(self.ratio)
+            one = e.like(1, wide)
+            scale = e.cast(e.Div(one, e.Sub(one, wide)), value.dtype)
+        return e.Where(mask, e.Mul(value, scale), e.like(0, value), shape=value.shape)
 
 
-def masked(e: Emitter, op: Operator, x: Value, ratio: Value | None, step: Value) -> list[Value]:
-    """Value and mask of a dropout at this step."""
+def masked(
+    e: Emitter, op: Operator, slot: int, x: Value, ratio: Value | None, late: Value | None = None
+) -> list[Value]:
+    """Value and mask of a dropout at this step. ``slot``: the input of ``op`` that is the ratio."""
     assert x.shape is not None
-    ratio = e.const(0.5, "float32") if ratio is None else ratio
-    mask = keep_mask(e, x.shape, e.scalar("seed"), step, mask_stream(op), ratio)
-    return [_scaled(e, x, mask, ratio), mask][: len(op.outputs)]
+    rate = _Rate.of(e, op, slot, ratio)
+    mask = keep_mask(e, x.shape, e.scalar("seed"), e.scalar("step"), mask_stream(op), rate.threshold(e), late)
+    return [rate.scaled(e, x, mask), mask][: len(op.outputs)]
 
 
 # As it is evaluated; in training it scales the elements that it keeps, too.
@@ -222,10 +287,10 @@ traits("Dropout", moves=(0,), settings=(1,))
 keep_fp32("Dropout", inputs=(1,))
 
 
-@lowering_rule("Dropout", when=_training)
+@lowering_rule("Dropout", native=True, when=_training)
 def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
     """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
-    return masked(e, op, x, ratio, e.scalar("step"))
+    return masked(e, op, 1, x, ratio)
 
 
 @for_test("Dropout")
@@ -239,7 +304,7 @@ def dropout_for_test(op: Operator) -> None:
         op.set_output(1, None)
 
 
-@gradient("Dropout", reads="x1 x2 y1 dy0", inputs=[0])
+@gradient("Dropout", reads="x1 x2 y1 dy0", inputs=[0], native=True)
 def dropout_gradient(
     e: Emitter, op: Operator, ratio: Value | None, mode: Value | None, mask: Value, dy: Value
 ) -> list[Value | None]:
@@ -247,7 +312,8 @@ def dropout_gradient(
     known = e.known(op.input(1))
     if mode is None or (known is not None and not known):
         return [dy, None, None]
-    ratio = e.const(0.5, "float32") if ratio is None else ratio
+    rate = _Rate.of(e, op, 0, ratio)
     if known is None:  # told in the run
-        ratio = e.Where(mode, ratio, e.like(0, ratio))
-    return [_scaled(e, dy, mask, ratio), None, None]
+        ratio = e.const(0.5, "float32") if ratio is None else ratio
+        rate = _Rate(e.Where(mode, ratio, e.like(0, ratio)), None)
+    return [rate.scaled(e, dy, mask), None, None]

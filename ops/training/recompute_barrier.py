@@ -50,12 +50,12 @@ def _dropout_types(op: Operator) -> _Types:
     return types[: len(op.outputs)]
 
 
-@lowering_rule(own(DROPOUT), infer=_dropout_types)
+@lowering_rule(own(DROPOUT), native=True, infer=_dropout_types)
 def recomputed_dropout(
     e: Emitter, op: Operator, zero: Value, x: Value, ratio: Value | None, mode: Value | None = None
 ) -> list[Value]:
-    """Dropout with the same mask, drawn again from a step that only the token tells from the first one's."""
-    key = f"step {zero.name}"
+    """Dropout with the same mask, made again from the words of this step when the token is there."""
+    key = f"late {zero.name}"
     if key not in e.shared:
-        e.shared[key] = (e.Add(e.scalar("step"), e.cast(zero, "uint32")),)
-    return masked(e, op, x, ratio, e.shared[key][0])
+        e.shared[key] = (e.cast(zero, "uint32"),)
+    return masked(e, op, 2, x, ratio, e.shared[key][0])
