@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 WEYL = 0x9E3779B9
+MASKS = zlib.crc32(b"@masks")
 
 
 class Words:
@@ -41,3 +43,13 @@ class Words:
         k1, k2 = Words.keys(seed, step, stream)
         x = ((np.arange(count, dtype=np.uint64) * WEYL + k1 % 2**32) % 2**32).astype(np.uint32)
         return Words.finish(Words.permute(x, 1), k2)
+
+    @staticmethod
+    def products(count: int, seed: int, step: int, stream: int) -> Array:
+        """What masks compare: the words that all masks of a step share, times the stream's odd key."""
+        return Words.bits(count, seed, step, MASKS) * np.uint32(Words.keys(seed, step, stream)[1] % 2**32)
+
+    @staticmethod
+    def kept(count: int, seed: int, step: int, stream: int, ratio: float) -> Array:
+        """The mask of a dropout: True where an element is kept."""
+        return Words.products(count, seed, step, stream) >= np.uint32(int(np.ceil(np.float32(ratio) * 2.0**24)) << 8)

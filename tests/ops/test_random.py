@@ -115,15 +115,6 @@ def test_normal() -> None:
     assert np.abs(normal - np.arange(count)[:: count // 1000] / count).max() < 2 / math.sqrt(count)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999])
-def test_keep_mask(ratio: float) -> None:
-    session = emitted("cpu", lambda e, s, t: R.keep_mask(e, (300, 301), s, t, 5, e.const(ratio, "float32")))
-    mask = draw(session, 3, 9)
-    uniform = (Words.bits(300 * 301, 3, 9, 5) >> np.uint32(8)).astype(np.float32) / 2**24
-    np.testing.assert_array_equal(mask.ravel(), uniform >= np.float32(ratio))
-    assert abs(mask.mean() - (1 - ratio)) <= 4 * math.sqrt(ratio * (1 - ratio) / mask.size)
-
-
 def test_nothing_large_is_folded(tmp_path: Any) -> None:
     """The runtime keeps no constant of the mask's size."""
     options = ort.SessionOptions()
@@ -224,15 +215,6 @@ def test_the_statistics_reject_a_linear_hash() -> None:
     assert worst_correlation(linear_bits) > 10
 
 
-def test_streams_do_not_share_masks() -> None:
-    """Consecutive numbers of operators and steps: no two masks agree more than chance."""
-    masks = [Words.bits(4096, 0, step, stream) >= 2**31 for step in range(12) for stream in range(12)]
-    signs = np.array(masks, np.float64) * 2 - 1
-    agreement = signs @ signs.T / math.sqrt(4096)
-    np.fill_diagonal(agreement, 0)
-    assert np.abs(agreement).max() < 5
-
-
 # -- dropout in a program -------------------------------------------------------------------------------
 def dropout_program(p: float = 0.3, dtype: str = "float32") -> tuple[Program, Program, Any, Any]:
     main, startup = Program(), Program("startup")
@@ -270,8 +252,7 @@ def test_dropout_mask_follows_seed_step_and_operator() -> None:
         before = dict(scope)
         found = run(main, scope, {}, masks)
         for mask, stream in zip(found, ids, strict=True):
-            expected = Words.bits(2000, 0, step, stream) >> np.uint32(8)
-            np.testing.assert_array_equal(mask.ravel(), expected.astype(np.float32) / 2**24 >= np.float32(0.3))
+            np.testing.assert_array_equal(mask.ravel(), Words.kept(2000, 0, step, stream, 0.3))
         again = run(main, before, {}, masks)
         np.testing.assert_array_equal(found, again)
     startup.seed = 5
@@ -311,5 +292,5 @@ def test_imported_dropout_without_a_number() -> None:
     y.dtype, y.shape = "float32", (64, 64)
     assert main.startup is not None
     (found,) = run(main, startup_values(main.startup), {"x": np.ones((64, 64), np.float32)}, [y])
-    expected = Words.bits(4096, 0, 0, R.stream_of("y")) >> np.uint32(8) >= 2**23
+    expected = Words.kept(4096, 0, 0, R.stream_of("y"), 0.5)
     np.testing.assert_array_equal(found.ravel(), np.where(expected, np.float32(2), np.float32(0)))
