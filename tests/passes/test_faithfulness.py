@@ -218,13 +218,13 @@ STEPPED = {"DropoutGrad"}
 def alone(op: Operator, values: dict[str, np.ndarray]) -> list[np.ndarray | None]:
     """One operator of a training program run alone in fp32 on the values it had there, its results rounded."""
     program = Program()
-    stepped = op.type in STEPPED
+    widened = () if op.type in STEPPED else HALF
     twins: dict[str, Variable] = {}
     feeds = {}
     for slot, v in enumerate(op.inputs):
         if v is not None and v.name not in twins:
             value = as_array(v.data) if v.is_constant else values[v.name]
-            wide = np.asarray(value).astype(np.float32) if v.dtype in HALF and not stepped else np.asarray(value)
+            wide = np.asarray(value).astype(np.float32) if v.dtype in widened else np.asarray(value)
             if op.type == "LayerNormalization" and slot in (1, 2):
                 wide = wide.astype(numpy_dtype(op.inputs[0].dtype)).astype(np.float32)  # a slot fed in 16 bit
             if v.is_constant:
@@ -235,7 +235,7 @@ def alone(op: Operator, values: dict[str, np.ndarray]) -> list[np.ndarray | None
     outputs = []
     for v in op.outputs:
         shape = None if v is None else values[v.name].shape
-        twin = None if v is None else program.add_variable(v.name, "float32" if v.dtype in HALF and not stepped else v.dtype, shape)
+        twin = None if v is None else program.add_variable(v.name, "float32" if v.dtype in widened else v.dtype, shape)
         if twin is not None and v.grad_of is not None:
             twin.grad_of = program.var(v.grad_of.name) if program.has_var(v.grad_of.name) else twin
         outputs.append(twin)
