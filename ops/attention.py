@@ -16,7 +16,6 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, traits
-from amp_transpiler.ir.reasons import Kind
 
 #: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
@@ -111,8 +110,7 @@ def attention(
     elif mask is not None:
         mask = d.cast(_padded(d, mask, k), scores.dtype)
         shown = d.Add(scores, mask) if op.output(3) is not None else scores
-        with d.fp32(Kind.ATTENTION):
-            scores = d.Add(scores, d.Clip(mask, MASKED))
+        scores = d.Add(scores, d.Clip(mask, MASKED))
     result, probabilities = weigh(d, scores, v, allowed)
     wanted = None
     if op.output(3) is not None:
@@ -152,13 +150,16 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
 
 
 def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable]:
-    """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0."""
-    with d.fp32(Kind.ATTENTION):
-        if allowed is not None:
-            scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
-        probabilities = d.Softmax(scores, axis=-1)
-        if allowed is not None:
-            probabilities = d.Where(allowed, probabilities, d.const(0, scores.dtype))
+    """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0.
+
+    Scores and probabilities are stored as the lists say: Softmax computes in fp32 inside, and the scores are the result
+    of a product, rounded already.
+    """
+    if allowed is not None:
+        scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
+    probabilities = d.Softmax(scores, axis=-1)
+    if allowed is not None:
+        probabilities = d.Where(allowed, probabilities, d.const(0, scores.dtype))
     return d.MatMul(probabilities, _grouped(d, scores, v)), probabilities
 
 

@@ -244,10 +244,13 @@ def _attend(d: Parts, q: Variable, k: Variable, v: Variable, masks: list[Maybe])
         raise d.error("its head size is not fixed")
     scale = d.number("scale", 0.0) or 1 / math.sqrt(size)
     scores = d.MatMul(d.Mul(q, scale), d.Transpose(k, perm=[0, 1, 3, 2]))
-    with d.fp32(Kind.ATTENTION):
+    if all(mask is None for mask in masks):
+        return weigh(d, scores, v, None)[0]
+    with d.fp32(Kind.ATTENTION):  # several masks, down to the lowest number of float32, add up
         for mask in masks:
             scores = scores if mask is None else d.Add(scores, mask)
-    return weigh(d, scores, v, None)[0]
+        probabilities = d.Softmax(scores, axis=-1)
+    return d.MatMul(probabilities, v)
 
 
 def _additive(d: Parts, mask: Maybe, k: Variable) -> Maybe:
