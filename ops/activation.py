@@ -9,13 +9,22 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing, product
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
-from amp_transpiler.ops.common import Grads, summed
+from amp_transpiler.ops.common import Grads, comparable, size_of, summed
+from amp_transpiler.ops.kernels import along_rows, rounded_once
+
+
+def _greater(e: Emitter, value: Value, number: float) -> Value:
+    value = comparable(e, value)
+    return e.Greater(value, e.like(number, value))
+
+
+def _less(e: Emitter, value: Value, number: float) -> Value:
+    value = comparable(e, value)
+    return e.Less(value, e.like(number, value))
 
 
 def _positive(e: Emitter, value: Value) -> Value:
-    """``value > 0``; CUDA compares no bfloat16."""
-    value = e.f32(value) if value.dtype == "bfloat16" else value
-    return e.Greater(value, e.like(0, value))
+    return _greater(e, value, 0.0)
 
 
 @gradient("Relu", reads="y0 dy0", native=True)
@@ -24,17 +33,17 @@ def relu(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [e.Where(_positive(e, y), dy, e.like(0, dy))]
 
 
-@gradient("LeakyRelu", reads="x0 dy0")
+@gradient("LeakyRelu", reads="x0 dy0", native=True)
 def leaky_relu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Where(_positive(e, x), dy, e.Mul(dy, e.like(op.attrs.get("alpha", 0.01), dy)))]
 
 
-@gradient("ThresholdedRelu", reads="x0 dy0")
+@gradient("ThresholdedRelu", reads="x0 dy0", native=True)
 def thresholded_relu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Where(e.Greater(x, e.like(op.attrs.get("alpha", 1.0), x)), dy, e.like(0, dy))]
+    return [e.Where(_greater(e, x, op.attrs.get("alpha", 1.0)), dy, e.like(0, dy))]
 
 
-@gradient("PRelu", reads="x0 x1 dy0")
+@gradient("PRelu", reads="x0 x1 dy0", native=True)
 def prelu(e: Emitter, op: Operator, x: Value, slope: Value, dy: Value) -> Grads:
     positive = _positive(e, x)
     dx = e.Where(positive, dy, e.Mul(dy, slope)) if e.wants(0) else None
@@ -42,78 +51,87 @@ def prelu(e: Emitter, op: Operator, x: Value, slope: Value, dy: Value) -> Grads:
     return [dx, dslope]
 
 
-@gradient("Elu", reads="x0 dy0")
+@gradient("Elu", reads="x0 dy0", native=True)
 def elu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    slope = e.Mul(e.Exp(x), e.like(op.attrs.get("alpha", 1.0), x))
-    return [e.Where(_positive(e, x), dy, e.Mul(dy, slope))]
+    alpha = float(op.attrs.get("alpha", 1.0))
+    below = e.Mul(dy, e.Exp(x))
+    return [e.Where(_positive(e, x), dy, below if alpha == 1 else e.Mul(below, e.like(alpha, x)))]
 
 
-@gradient("Celu", reads="x0 dy0")
+@gradient("Celu", reads="x0 dy0", native=True)
 def celu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    slope = e.Exp(e.Div(x, e.like(op.attrs.get("alpha", 1.0), x)))
+    alpha = float(op.attrs.get("alpha", 1.0))
+    slope = e.Exp(x if alpha == 1 else e.Div(x, e.like(alpha, x)))
     return [e.Where(_positive(e, x), dy, e.Mul(dy, slope))]
 
 
-@gradient("Selu", reads="x0 dy0")
+@gradient("Selu", reads="x0 dy0", native=True)
 def selu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    alpha = op.attrs.get("alpha", 1.67326319217681884765625)
-    scaled = e.Mul(dy, e.like(op.attrs.get("gamma", 1.05070102214813232421875), dy))
-    return [e.Where(_positive(e, x), scaled, e.Mul(scaled, e.Mul(e.Exp(x), e.like(alpha, x))))]
+    alpha = float(op.attrs.get("alpha", 1.67326319217681884765625))
+    gamma = float(op.attrs.get("gamma", 1.05070102214813232421875))
+    below = e.Mul(e.Mul(dy, e.Exp(x)), e.like(alpha * gamma, x))
+    return [e.Where(_positive(e, x), e.Mul(dy, e.like(gamma, dy)), below)]
 
 
-@gradient("Sigmoid", reads="y0 dy0")
+@gradient("Sigmoid", reads="y0 dy0", native=True)
 def sigmoid(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Mul(y, e.Sub(e.like(1, y), y)))]
+    return [e.Mul(e.Mul(dy, y), e.Sub(e.like(1, y), y))]
 
 
-@gradient("Tanh", reads="y0 dy0")
+@gradient("Tanh", reads="y0 dy0", native=True)
 def tanh(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Sub(e.like(1, y), e.Mul(y, y)))]
+    """1 - y² as a product: the square of a y near 1 would have lost what is left of it."""
+    one = e.like(1, y)
+    return [e.Mul(dy, e.Mul(e.Sub(one, y), e.Add(one, y)))]
 
 
-@gradient("Softplus", reads="x0 dy0")
+@gradient("Softplus", reads="x0 dy0", native=True)
 def softplus(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Mul(dy, e.Sigmoid(x))]
 
 
 @gradient("Mish", reads="x0 dy0")
 def mish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    """Left of 0 the slope needs a wider range than a table of 16-bit steps has."""
     t = e.Tanh(e.Softplus(x))
     inner = e.Mul(e.Mul(x, e.Sigmoid(x)), e.Sub(e.like(1, x), e.Mul(t, t)))
     return [e.Mul(dy, e.Add(t, inner))]
 
 
-@gradient("HardSigmoid", reads="y0 dy0")
+@gradient("HardSigmoid", reads="y0 dy0", native=True)
 def hard_sigmoid(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    zero = e.like(0, y)
-    scaled = e.Mul(dy, e.like(op.attrs.get("alpha", 0.2), dy))
-    inside = e.Where(e.Greater(e.like(1, y), y), scaled, zero)
-    return [e.Where(e.Greater(y, zero), inside, zero)]
+    inside = e.And(_greater(e, y, 0.0), _less(e, y, 1.0))
+    return [e.Where(inside, e.Mul(dy, e.like(op.attrs.get("alpha", 0.2), dy)), e.like(0, dy))]
 
 
-@gradient("HardSwish", reads="x0 dy0")
+@gradient("HardSwish", reads="x0 dy0", native=True)
 def hard_swish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    """x * max(0, min(1, x / 6 + 1 / 2)): slope 0 below -3, 1 above 3, x / 3 + 1 / 2 between."""
-    ramp = e.Mul(dy, e.Add(e.Mul(x, e.like(1 / 3, x)), e.like(0.5, x)))
-    below = e.Where(e.Greater(x, e.like(-3, x)), ramp, e.like(0, dy))
-    return [e.Where(e.Greater(e.like(3, x), x), below, dy)]
+    """x * max(0, min(1, x / 6 + 1 / 2)): slope 0 up to -3, 1 from 3 on, x / 3 + 1 / 2 between."""
+    ramp = e.Mul(dy, rounded_once(e, _ramp, x, 4.0))
+    return [e.Where(_less(e, x, 3.0), e.Where(_greater(e, x, -3.0), ramp, e.like(0, dy)), dy)]
 
 
-@gradient("Shrink", reads="x0 dy0")
+def _ramp(e: Emitter, x: Value) -> Value:
+    return e.Add(e.Mul(x, e.like(1 / 3, x)), e.like(0.5, x))
+
+
+@gradient("Shrink", reads="x0 dy0", native=True)
 def shrink(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Where(e.Greater(e.Abs(x), e.like(op.attrs.get("lambd", 0.5), x)), dy, e.like(0, dy))]
+    return [e.Where(_greater(e, e.Abs(x), op.attrs.get("lambd", 0.5)), dy, e.like(0, dy))]
 
 
-@gradient("Softsign", reads="x0 dy0")
+@gradient("Softsign", reads="x0 dy0", native=True)
 def softsign(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    """dy / (1 + |x|)², divided twice: the square leaves fp16 from 255 on."""
     base = e.Add(e.Abs(x), e.like(1, x))
-    return [e.Div(dy, e.Mul(base, base))]
+    return [e.Div(e.Div(dy, base), base)]
 
 
-@gradient("Gelu", reads="x0 dy0")
+@gradient("Gelu", reads="x0 dy0", native=True)
 def gelu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
+    """In 16-bit steps the slope would lose three times what one rounding does, and half of its digits below -2."""
     slope = _gelu_tanh_slope if op.attrs.get("approximate", "none") == "tanh" else _gelu_slope
-    return [e.Mul(dy, slope(e, x))]
+    return [e.Mul(dy, rounded_once(e, slope, x, 7.0))]
 
 
 def _gelu_slope(e: Emitter, x: Value) -> Value:
@@ -135,16 +153,27 @@ def _gelu_tanh_slope(e: Emitter, x: Value) -> Value:
     return e.Mul(e.Add(e.Add(t, e.like(1, x)), inner), half)
 
 
-@gradient("Softmax", reads="y0 dy0")
+@gradient("Softmax", reads="y0 dy0", native=True)
 def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    dot = e.reduce_sum(e.Mul(dy, y), [op.attrs.get("axis", -1)], keepdims=True)
-    return [e.Mul(e.Sub(dy, dot), y)]
+    """y dy - y sum(y dy): the sum adds up in fp32 inside, and is at most the largest dy."""
+    axis, weighed = _axis(op, y), e.Mul(dy, y)
+    dot = e.f32(e.ReduceSum(weighed, e.ints(axis), keepdims=1))
+    if axis == len(size_of(y)) - 1:
+        return [along_rows(e, None, weighed, e.Neg(dot), y)]
+    return [e.Mul(e.Sub(dy, e.cast(dot, dy.dtype)), y)]
 
 
-@gradient("LogSoftmax", reads="y0 dy0")
+@gradient("LogSoftmax", reads="y0 dy0", native=True)
 def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    total = e.reduce_sum(dy, [op.attrs.get("axis", -1)], keepdims=True)
-    return [e.Sub(dy, e.Mul(e.Exp(y), total))]
+    axis = _axis(op, y)
+    total = e.f32(e.ReduceSum(dy, e.ints(axis), keepdims=1))
+    if axis == len(size_of(y)) - 1:
+        return [along_rows(e, None, dy, e.Neg(total), e.Exp(y))]
+    return [e.Sub(dy, e.Mul(e.Exp(y), e.cast(total, dy.dtype)))]
+
+
+def _axis(op: Operator, value: Value) -> int:
+    return int(op.attrs.get("axis", -1)) % len(size_of(value))
 
 
 @decomposition("Swish")

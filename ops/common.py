@@ -13,7 +13,7 @@ Grads = Sequence[Value | None]
 
 
 def summed(e: Emitter, value: Value, source: Value, index: int) -> Value:
-    """``value``, of the shape of ``source``, summed (in fp32) to the shape of forward input ``index``."""
+    """``value``, of the shape of ``source``, summed to the shape of forward input ``index``."""
     assert source.shape is not None
     return e.sum_to(value, shape_of(e, index), source.shape)
 
@@ -29,6 +29,11 @@ def size_of(value: Value) -> tuple[int, ...]:
     """The shape of a rule's input."""
     assert value.shape is not None
     return value.shape
+
+
+def comparable(e: Emitter, value: Value) -> Value:
+    """``value`` in a type that CUDA compares: it has no kernels of comparisons for bfloat16."""
+    return e.f32(value) if value.dtype == "bfloat16" else value
 
 
 def sliced(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:

@@ -28,14 +28,9 @@ from amp_transpiler.ir.intervals import (
 )
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
-from amp_transpiler.ops.common import Grads, shape_of, summed
-
-
-def _widened(e: Emitter, index: int, dy: Value, *values: Value) -> tuple[Value, ...]:
-    """The operands as they are where the result is not summed, in fp32 where it is."""
-    if shape_of(e, index) == dy.shape:
-        return (dy, *values)
-    return tuple(e.f32(v) for v in (dy, *values))
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.common import Grads, comparable, size_of, summed
+from amp_transpiler.ops.kernels import on_gpu
 
 
 @gradient("Add", reads="dy0", native=True)
@@ -53,20 +48,20 @@ def sub(e: Emitter, op: Operator, dy: Value) -> Grads:
 @gradient("Mul", reads="x0 x1 dy0", native=True)
 def mul(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
     def side(index: int, other: Value) -> Value | None:
-        return summed(e, e.Mul(*_widened(e, index, dy, other)), dy, index) if e.wants(index) else None
+        return summed(e, e.Mul(dy, other), dy, index) if e.wants(index) else None
 
     return [side(0, x1), side(1, x0)]
 
 
-@gradient("Div", reads="x0 x1 dy0")
+@gradient("Div", reads="x0 x1 dy0", native=True)
 def div(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
     by_x1 = e.Div(dy, x1)
     dx0 = summed(e, by_x1, dy, 0) if e.wants(0) else None
-    dx1 = summed(e, e.Neg(e.Mul(by_x1, e.Div(x0, x1))), dy, 1) if e.wants(1) else None
+    dx1 = e.Neg(summed(e, e.Mul(by_x1, e.Div(x0, x1)), dy, 1)) if e.wants(1) else None
     return [dx0, dx1]
 
 
-@gradient("Pow", reads="x0 x1 y0 dy0")
+@gradient("Pow", reads="x0 x1 y0 dy0", native=True)
 def pow_(e: Emitter, op: Operator, x: Value, exponent: Value, y: Value, dy: Value) -> Grads:
     dx = dp = None
     power = e.cast(exponent, x.dtype)
@@ -74,8 +69,8 @@ def pow_(e: Emitter, op: Operator, x: Value, exponent: Value, y: Value, dy: Valu
         dx = summed(e, e.Mul(dy, _pow_slope(e, x, power, e.known(op.inputs[1]))), dy, 0)
     if e.wants(1):
         # y * log(x) tends to 0 with x for a positive exponent, where the product itself is 0 * -inf.
-        zero = e.like(0, x)
-        log = e.Log(e.Where(e.Equal(x, zero), e.like(1, x), x))
+        wide = comparable(e, x)  # CUDA has no logarithm of bfloat16 either
+        log = e.cast(e.Log(e.Where(e.Equal(wide, e.like(0, wide)), e.like(1, wide), wide)), y.dtype)
         dp = summed(e, e.Mul(dy, e.Mul(y, log)), dy, 1)
     return [dx, dp]
 
@@ -90,8 +85,11 @@ def _pow_slope(e: Emitter, x: Value, power: Value, known: np.ndarray | None) -> 
             return e.Mul(e.Mul(x, x), e.like(3, x))
         if p == 0.5:
             return e.Div(e.like(0.5, x), e.Sqrt(x))
+        if p != 0:
+            return e.Mul(e.Pow(x, e.like(p - 1, x)), e.like(p, x))
     slope = e.Mul(power, e.Pow(x, e.Sub(power, e.like(1, x))))
-    return e.Where(e.Equal(power, e.like(0, x)), e.like(0, x), slope)
+    powers = comparable(e, power)
+    return e.Where(e.Equal(powers, e.like(0, powers)), e.like(0, x), slope)
 
 
 @gradient("Neg", reads="dy0", native=True)
@@ -121,14 +119,14 @@ def _select(e: Emitter, op: Operator, xs: list[Value], y: Value, dy: Value) -> G
     grads: list[Value | None] = []
     rest = dy
     for index, x in enumerate(xs):
-        chosen = e.Equal(x, y)
+        chosen = e.Equal(comparable(e, x), comparable(e, y))
         grads.append(summed(e, e.Where(chosen, rest, zero), dy, index) if e.wants(index) else None)
         rest = e.Where(chosen, zero, rest)
     return grads
 
 
-gradient("Max", reads="x* y0 dy0")(_select)
-gradient("Min", reads="x* y0 dy0")(_select)
+gradient("Max", reads="x* y0 dy0", native=True)(_select)
+gradient("Min", reads="x* y0 dy0", native=True)(_select)
 
 
 @gradient("Sum", reads="x* dy0", native=True)
@@ -136,7 +134,7 @@ def sum_(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
     return [summed(e, dy, dy, i) if e.wants(i) else None for i in range(len(xs))]
 
 
-@gradient("Mean", reads="x* dy0")
+@gradient("Mean", reads="x* dy0", native=True)
 def mean(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
     part = e.Mul(dy, e.like(1 / len(xs), dy))
     return [summed(e, part, dy, i) if e.wants(i) else None for i in range(len(xs))]
@@ -150,9 +148,9 @@ def where(e: Emitter, op: Operator, condition: Value, dy: Value) -> Grads:
     return [None, dx1, dx2]
 
 
-@gradient("Clip", reads="x0 x1 x2 dy0", inputs=[0])
+@gradient("Clip", reads="x0 x1 x2 dy0", inputs=[0], native=True)
 def clip(e: Emitter, op: Operator, x: Value, low: Value | None, high: Value | None, dy: Value) -> Grads:
-    zero = e.like(0, dy)
+    zero, x = e.like(0, dy), comparable(e, x)
     if low is not None:
         dy = e.Where(e.GreaterOrEqual(x, e.cast(low, x.dtype)), dy, zero)
     if high is not None:
@@ -177,15 +175,26 @@ def identity(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [dy]
 
 
-@lowering_rule(own("GradSum"))
+@lowering_rule(own("GradSum"), native=True)
 def grad_sum(e: Emitter, op: Operator, *values: Value) -> Grads:
-    """The sum of a variable's gradients: in fp32, rounded once."""
-    return [e.Sum(*values, shape=values[0].shape) if len(values) > 1 else values[0]]
+    """The sum of a variable's gradients, rounded once.
+
+    CUDA's Sum of 16-bit tensors rounds after each of them; its ReduceSum adds up in fp32.
+    """
+    if len(values) < 3:
+        return [e.Add(*values) if len(values) == 2 else values[0]]
+    if on_gpu(e) and values[0].dtype in HALF:
+        rows = [e.reshape(v, (1, math.prod(size_of(v)))) for v in values]
+        stacked = e.Concat(*rows, axis=0, shape=(len(rows), *size_of(rows[0])[1:]))
+        return [e.reshape(e.ReduceSum(stacked, e.ints(0), keepdims=1), size_of(values[0]))]
+    return [e.Sum(*values, shape=values[0].shape)]
 
 
-@lowering_rule("Sum")
+@lowering_rule("Sum", native=True)
 def sum_body(e: Emitter, op: Operator, *values: Value) -> Grads:
-    return [e.Sum(*values)]
+    if len(values) < 3 or len({size_of(v) for v in values}) == 1:
+        return grad_sum(e, op, *values)
+    return [e.cast(e.Sum(*(e.f32(v) for v in values)), values[0].dtype)]
 
 
 @lowering_rule("Mean")

@@ -16,10 +16,12 @@ import numpy as np
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.intervals import Interval, Ranges, product, total, weighted
+from amp_transpiler.ir.intervals import Interval, Ranges, total, weighted
+from amp_transpiler.ir.intervals import product as interval_product
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
+from amp_transpiler.ops.kernels import product
 
 
 @gradient("MatMul", reads="x0 x1 dy0", native=True)
@@ -56,12 +58,6 @@ def _folded(e: Emitter, value: Value, dims: Sequence[int], row: int) -> Value:
     return e.reshape(e.transpose(value, perm), [*(shape[i] for i in batch), *matrix])
 
 
-def _swapped(e: Emitter, value: Value) -> Value:
-    """The transposed matrices; onnxruntime fuses Transpose and MatMul."""
-    rank = len(size_of(value))
-    return e.transpose(value, [*range(rank - 2), rank - 1, rank - 2])
-
-
 def _without_batch(e: Emitter, value: Value, shape: Sequence[int]) -> Value:
     """The operand as one matrix where its batch dimensions are all 1, else in its full rank."""
     return e.reshape(value, shape[-2:] if math.prod(shape[:-2]) == 1 else shape)
@@ -70,9 +66,11 @@ def _without_batch(e: Emitter, value: Value, shape: Sequence[int]) -> Value:
 def _da(e: Emitter, b: Value, b_shape: tuple[int, ...], dy: Value, a_shape: tuple[int, ...]) -> Value:
     dims = _broadcast(a_shape, dy)
     if not dims:
-        return e.MatMul(dy, _swapped(e, _without_batch(e, b, b_shape)))
-    columns = _folded(e, _swapped(e, e.reshape(b, b_shape)), dims, -2)
-    return e.MatMul(_folded(e, dy, dims, -1), columns)
+        b = _without_batch(e, b, b_shape)
+        if len(size_of(b)) == 2:  # one product of matrices
+            dy = e.reshape(dy, (math.prod(size_of(dy)[:-1]), b_shape[-1]))
+        return product(e, dy, b, trans_b=True)
+    return product(e, _folded(e, dy, dims, -1), _folded(e, e.reshape(b, b_shape), dims, -1), trans_b=True)
 
 
 def _db(e: Emitter, a: Value, a_shape: tuple[int, ...], dy: Value, b_shape: tuple[int, ...]) -> Value:
@@ -81,7 +79,7 @@ def _db(e: Emitter, a: Value, a_shape: tuple[int, ...], dy: Value, b_shape: tupl
     if dims:
         # The weight of a layer: x [B, T, D] and dy [B, T, N] become [B T, D] and [B T, N].
         a, dy = _folded(e, a, dims, -2), _folded(e, dy, dims, -2)
-    return e.MatMul(_swapped(e, a), dy)
+    return product(e, a, dy, trans_a=True)
 
 
 @gradient("Gemm", reads="x0 x1 x2 dy0", native=True)
@@ -91,22 +89,15 @@ def gemm(e: Emitter, op: Operator, a: Value, b: Value, c: Value | None, dy: Valu
     alpha, beta = float(op.attrs.get("alpha", 1.0)), float(op.attrs.get("beta", 1.0))
     da = db = dc = None
     if e.wants(0):
-        da = _product(e, b, trans_b, dy, True, alpha) if trans_a else _product(e, dy, False, b, not trans_b, alpha)
+        da = product(e, b, dy, trans_b, True, alpha) if trans_a else product(e, dy, b, False, not trans_b, alpha)
     if e.wants(1):
-        db = _product(e, dy, True, a, trans_a, alpha) if trans_b else _product(e, a, not trans_a, dy, False, alpha)
+        db = product(e, dy, a, True, trans_a, alpha) if trans_b else product(e, a, dy, not trans_a, False, alpha)
     if e.wants(2):
         dc = summed(e, dy, dy, 2)
         if beta != 1:
             dc = e.f32(dc)
             dc = e.Mul(dc, e.like(beta, dc))
     return [da, db, dc]
-
-
-def _product(e: Emitter, a: Value, trans_a: bool, b: Value, trans_b: bool, alpha: float) -> Value:
-    """alpha A' B', rounded once: onnxruntime fuses Transpose and MatMul; Gemm takes the factor inside."""
-    if alpha != 1:
-        return e.Gemm(a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b))
-    return e.MatMul(_swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b)
 
 
 @gradient("Einsum", reads="x* dy0", native=True)
@@ -196,8 +187,8 @@ traits("MatMul", weights=(1,), weight_axes=_matmul_axes)
 def _gemm_range(op: Operator, ranges: Ranges) -> Interval | None:
     found = weighted(ranges.bound(op.input(0)), ranges, op.input(1), partial(_gemm_axes, op))
     alpha, beta, bias = float(op.attrs.get("alpha", 1.0)), float(op.attrs.get("beta", 1.0)), ranges.bound(op.input(2))
-    found = found and product(found, (alpha, alpha))
-    return found if op.input(2) is None else total(found, bias and product(bias, (beta, beta)))
+    found = found and interval_product(found, (alpha, alpha))
+    return found if op.input(2) is None else total(found, bias and interval_product(bias, (beta, beta)))
 
 
 @range_rule("MatMul")

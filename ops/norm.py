@@ -1,4 +1,4 @@
-"""Batch-, Layer-, Instance- and GroupNormalization: gradients, and lowering rules where a place needs one.
+"""BatchNormalization: its gradient, and a lowering rule where a place needs one.
 
 Statistics are computed in fp32 from the input; gradients recompute them. Variances are means of squared
 deviations (never mean of squares minus squared mean, which cancels).
@@ -15,7 +15,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, product
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.lists import keep_fp32
@@ -144,7 +144,6 @@ def batch_normalization_gradient(
     return [dx, *vectors, None, None]
 
 
-# -- LayerNormalization ------------------------------------------------------------------------------
 @for_test("BatchNormalization")
 def batch_normalization_for_test(op: Operator) -> None:
     """Use the running statistics, and leave them as they are."""
@@ -158,142 +157,11 @@ def batch_normalization_for_test(op: Operator) -> None:
             op.set_output(slot, None)
 
 
-def _like_data(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
-    """Y is like X. ONNX's own inference refuses fp32 scales beside 16-bit data, which programs have here."""
-    data = op.inputs[0]
-    assert data is not None
-    return [(data.dtype, data.shape)]
-
-
-def _layer_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
-    """Y is like X; mean and inverse deviation are fp32, of size 1 along the normalised axes."""
-    data = op.inputs[0]
-    assert data is not None
-    shape = data.shape
-    if shape is not None:
-        axis = int(op.attrs.get("axis", -1)) % len(shape)
-        shape = (*shape[:axis], *[1] * (len(shape) - axis))
-    return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
-
-
-@lowering_rule("LayerNormalization", native=True, when=_mixes_types, infer=_layer_types)
-def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value | None = None) -> Sequence[Any]:
-    """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
-    outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
-    ys = e.op(
-        "LayerNormalization",
-        x,
-        *_as_stored(e, op, scale, bias),
-        outputs=outputs,
-        axis=op.attrs.get("axis", -1),
-        epsilon=float(op.attrs.get("epsilon", _EPSILON)),
-        stash_type=op.attrs.get("stash_type", 1),
-    )
-    return [ys[0], *(Value(v.name, "float32", v.shape) for v in ys[1:])]
-
-
-def _as_stored(e: Emitter, op: Operator, scale: Value, bias: Value | None) -> list[Value]:
-    """Scale and bias rounded to the element type that X has in the program."""
-    data = op.inputs[0]
-    assert data is not None and data.dtype is not None
-    return [e.stored(v, data.dtype) for v in (scale, bias) if v is not None]
-
-
-@gradient("LayerNormalization", "x0 x1 dy0", inputs=(0, 1, 2))
-def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
-    """With xhat = (x - mean) * r: dscale = sum(dy * xhat), dB = sum(dy), dX as :func:`_through_statistics` says."""
-    assert x.shape is not None and scale.shape is not None
-    axis = int(op.attrs.get("axis", -1)) % _rank(x)
-    axes = list(range(axis, _rank(x)))
-    deviation, r = _deviation_and_scale(e, op, x, axes)
-    normal = e.op("Mul", deviation, r, shape=x.shape)
-    dx = _through_statistics(e, e.Mul(dy, scale), normal, r, axes) if e.wants(0) else None
-    d_scale = e.sum_to(e.Mul(dy, normal), scale.shape, x.shape) if e.wants(1) else None
-    d_bias = None
-    if e.wants(2):
-        shape = e.output_shapes[2]
-        assert shape is not None
-        d_bias = e.sum_to(dy, shape, x.shape)
-    return [dx, d_scale, d_bias]
-
-
-def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, axes: Sequence[int]) -> Value:
-    """d x of ``normal = (x - mean(x)) * r``: ``r * (d - mean(d) - normal * mean(d * normal))``."""
-    along = e.Mul(normal, _mean(e, e.Mul(d_normal, normal), axes))
-    return e.Mul(e.Sub(e.Sub(d_normal, _mean(e, d_normal, axes)), along), r)
-
-
-# -- InstanceNormalization and GroupNormalization ------------------------------------------------------
-@lowering_rule("InstanceNormalization", native=True, when=_mixes_types, infer=_like_data)
-def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
-    """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
-    epsilon = float(op.attrs.get("epsilon", _EPSILON))
-    return [e.InstanceNormalization(x, *_as_stored(e, op, scale, bias), epsilon=epsilon)]
-
-
-@lowering_rule("GroupNormalization", infer=_like_data)
-def group_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
-    """Composed, in fp32: no place has a kernel."""
-    split = _grouped(e, op, x)
-    deviation, r = _deviation_and_scale(e, op, split, (2, 3))
-    factor = e.Mul(r, _channels_of_groups(e, scale, split))
-    y = e.Add(e.Mul(deviation, factor), _channels_of_groups(e, bias, split))
-    return [e.reshape(y, x.shape or ())]
-
-
-@gradient("InstanceNormalization", "x0 x1 dy0", inputs=(0, 1, 2))
-@gradient("GroupNormalization", "x0 x1 dy0", inputs=(0, 1, 2))
-def group_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
-    """Both normalise over the positions of a group of channels (one channel for InstanceNormalization)."""
-    split = _grouped(e, op, x)
-    dy = e.reshape(dy, split.shape or ())
-    dx = d_scale = d_bias = None
-    if e.wants(0) or e.wants(1):
-        deviation, r = _deviation_and_scale(e, op, split, (2, 3))
-        normal = e.Mul(deviation, r)
-        if e.wants(0):
-            d_normal = e.Mul(dy, _channels_of_groups(e, scale, split))
-            dx = e.reshape(_through_statistics(e, d_normal, normal, r, (2, 3)), x.shape or ())
-        if e.wants(1):
-            d_scale = e.reshape(e.reduce_sum(e.Mul(dy, normal), (0, 3)), scale.shape or ())
-    if e.wants(2):
-        d_bias = e.reshape(e.reduce_sum(dy, (0, 3)), scale.shape or ())
-    return [dx, d_scale, d_bias]
-
-
-def _grouped(e: Emitter, op: Operator, x: Value) -> Value:
-    """[N, C, ...] as [N, groups, channels of a group, positions]."""
-    assert x.shape is not None
-    groups = int(op.attrs.get("num_groups", x.shape[1]))
-    return e.reshape(x, (x.shape[0], groups, x.shape[1] // groups, prod(x.shape[2:])))
-
-
-def _channels_of_groups(e: Emitter, value: Value, split: Value) -> Value:
-    """A vector over channels, broadcastable to ``split``."""
-    assert split.shape is not None
-    return e.reshape(value, (1, split.shape[1], split.shape[2], 1))
-
-
-# -- LpNormalization and LRN -----------------------------------------------------------------------------
-_AFFINE = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
 traits("BatchNormalization", weights=(1, 2, 3, 4), statistics=(3, 4), biases=(2, 3, 4))
-traits(*_AFFINE, weights=(1, 2), biases=(2,))
 
 
 # Scale, bias and statistics, as PaddlePaddle keeps them (fp16_utils.py).
 keep_fp32("BatchNormalization", inputs=(1, 2, 3, 4), outputs=(1, 2))
-keep_fp32("LayerNormalization", inputs=(1, 2), outputs=(1, 2))
-keep_fp32("InstanceNormalization", "GroupNormalization", inputs=(1, 2))
-
-
-@range_rule("LayerNormalization")
-def _layer_range(op: Operator, ranges: Ranges) -> Interval | None:
-    return normalised_range(op, ranges, int(op.attrs.get("axis", -1)))
-
-
-@range_rule("InstanceNormalization", "GroupNormalization")
-def _channel_range(op: Operator, ranges: Ranges) -> Interval | None:
-    return normalised_range(op, ranges, 1)
 
 
 def normalised_range(op: Operator, ranges: Ranges, axis: int) -> Interval | None:

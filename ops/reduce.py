@@ -58,12 +58,12 @@ gradient("ReduceMax", reads="x0 x1 y0 dy0")(_extreme)
 gradient("ReduceMin", reads="x0 x1 y0 dy0")(_extreme)
 
 
-@gradient("ReduceSumSquare", reads="x0 x1 dy0")
+@gradient("ReduceSumSquare", reads="x0 x1 dy0", native=True)
 def reduce_sum_square(e: Emitter, op: Operator, x: Value, axes: Value | None, dy: Value) -> Grads:
     return [e.Mul(x, e.Mul(_kept(e, op, 1, dy), e.like(2, dy)))]
 
 
-@gradient("ReduceL1", reads="x0 x1 dy0")
+@gradient("ReduceL1", reads="x0 x1 dy0", native=True)
 def reduce_l1(e: Emitter, op: Operator, x: Value, axes: Value | None, dy: Value) -> Grads:
     return [e.Mul(e.Sign(x), _kept(e, op, 1, dy))]
 

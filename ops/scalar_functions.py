@@ -11,9 +11,10 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import Grads
+from amp_transpiler.ops.kernels import rounded_once
 
 
-@gradient("Sqrt", reads="y0 dy0")
+@gradient("Sqrt", reads="y0 dy0", native=True)
 def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [e.Div(e.Mul(dy, e.like(0.5, dy)), y)]
 
@@ -28,17 +29,17 @@ def log(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Div(dy, x)]
 
 
-@gradient("Reciprocal", reads="y0 dy0")
+@gradient("Reciprocal", reads="y0 dy0", native=True)
 def reciprocal(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Mul(dy, e.Mul(y, y)))]
+    return [e.Neg(e.Mul(e.Mul(dy, y), y))]
 
 
-@gradient("Sin", reads="x0 dy0")
+@gradient("Sin", reads="x0 dy0", native=True)
 def sin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Mul(dy, e.Cos(x))]
 
 
-@gradient("Cos", reads="x0 dy0")
+@gradient("Cos", reads="x0 dy0", native=True)
 def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Neg(e.Mul(dy, e.Sin(x)))]
 
@@ -102,9 +103,13 @@ def atanh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Div(dy, e.Mul(e.Sub(one, x), e.Add(one, x)))]
 
 
-@gradient("Erf", reads="x0 dy0")
+@gradient("Erf", reads="x0 dy0", native=True)
 def erf(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Mul(e.Exp(e.Neg(e.Mul(x, x))), e.like(2 / math.sqrt(math.pi), x)))]
+    return [e.Mul(dy, rounded_once(e, _erf_slope, x, 5.0))]
+
+
+def _erf_slope(e: Emitter, x: Value) -> Value:
+    return e.Mul(e.Exp(e.Neg(e.Mul(x, x))), e.like(2 / math.sqrt(math.pi), x))
 
 
 _ROUNDS = ("Floor", "Ceil", "Round")

@@ -108,7 +108,7 @@ class Emitter:
         *inputs: Value | None,
         outputs: int,
         domain: str = "",
-        dtype: str | None = None,
+        dtype: str | Sequence[str] | None = None,
         shape: Sequence[int] | None = None,
         **attrs: Any,
     ) -> tuple[Value, ...]: ...
@@ -119,7 +119,7 @@ class Emitter:
         *inputs: Value | None,
         outputs: None = None,
         domain: str = "",
-        dtype: str | None = None,
+        dtype: str | Sequence[str] | None = None,
         shape: Sequence[int] | None = None,
         **attrs: Any,
     ) -> Value: ...
@@ -352,12 +352,14 @@ class Emitter:
         return self.op("Expand", zero, self.ints(*shape), shape=shape)
 
     def sum_to(self, value: Value, shape: Sequence[int], source: Sequence[int]) -> Value:
-        """Undo broadcasting: sum ``value`` of shape ``source`` to ``shape``."""
+        """Undo broadcasting: sum ``value`` of shape ``source`` to ``shape``, in its type; kernels add up in fp32."""
         if tuple(shape) == tuple(source):
             return value
         lead = len(source) - len(shape)
         axes = [i for i in range(len(source)) if i < lead or (shape[i - lead] == 1 and source[i] != 1)]
-        return self.reshape(self.reduce_sum(value, axes, keepdims=True), shape)
+        if not axes:
+            return self.reshape(value, shape)
+        return self.reshape(self.op("ReduceSum", value, self.ints(*axes), keepdims=1), shape)
 
 
 def _shape(type_: str, traits: Traits, shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:

@@ -31,7 +31,7 @@ def _allows(kernel: dict[str, int], types: dict[str, str]) -> bool:
 
 
 def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
-    """``Type(type parameters)`` of each node of ai.onnx that CUDA has no kernel for; all tensors must be typed."""
+    """``Type(type parameters)`` of each node that CUDA has no kernel for; all tensors must be typed."""
     from amp_transpiler.ir.types import NAMES
 
     typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
@@ -42,6 +42,9 @@ def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
     opset = next(o.version for o in model.opset_import if o.domain == "")
     missing = []
     for node in graph.node:
+        if node.domain:
+            missing += _missing_foreign(node, kinds)
+            continue
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
         types: dict[str, str] = {}
         for names, formals in ((node.input, schema.inputs), (node.output, schema.outputs)):
@@ -53,3 +56,13 @@ def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
         if not any(_covers(versions, schema.since_version) and _allows(k, types) for versions, k in kernels.items()):
             missing.append(f"{node.op_type}({', '.join(f'{k}={v}' for k, v in types.items())})")
     return missing
+
+
+def _missing_foreign(node: onnx.NodeProto, kinds: dict[str, int]) -> list[str]:
+    """The same for an operator that onnx has no schema of; the kernels have one version, and T is what they work on."""
+    from amp_transpiler.ir.types import NAMES
+
+    kernels = _registry()["kernels"]["CUDAExecutionProvider"].get(node.domain, {}).get(node.op_type, {})
+    kind = NAMES[kinds[node.output[0]]]
+    types = {"T": _SPELLING.get(kind, kind)}
+    return [] if any(_allows(k, types) for k in kernels.values()) else [f"{node.op_type}({kind})"]

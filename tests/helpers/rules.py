@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import group_inputs
-from amp_transpiler.ir.types import HALF
+from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from tests.helpers.reference_ops import CORRECTED
 from tests.helpers.sessions import run
 
@@ -38,6 +39,7 @@ def emit(
 ) -> onnx.ModelProto:
     """One operator's rule as a model; graph inputs are the operator's inputs, outputs its wanted outputs."""
     e = Emitter(place, OPSET)
+    emulates = place == "cpu" and rule.native
     e.wanted = [v is not None for v in op.outputs]
     e.output_shapes = [
         None if v is None or v.grad_of is None else tuple(int(str(d)) for d in v.grad_of.shape or ())
@@ -57,14 +59,19 @@ def emit(
         else:
             infos[v.name] = tensor_info(v.name, kind, shapes[v.name])
         value = Value(v.name, kind, tuple(shapes[v.name]))
+        if emulates and v.dtype in HALF:
+            value = Value(v.name, v.dtype, value.shape)
         values.append(value if rule.native else e.f32(value))
-    results = list(rule.lowering(e, op, *group_inputs(op, values)))
+    with e.emulation() if emulates else nullcontext():
+        results = list(rule.lowering(e, op, *group_inputs(op, values)))
     outputs = []
     for variable, result in zip(op.outputs, results, strict=False):
         if variable is None:
             continue
         assert result is not None, f"{op.type} gave nothing for {variable.name}"
         assert variable.dtype is not None
+        if emulates and result.dtype in HALF:
+            result = Value(result.name, "float32", result.shape)
         if place == "cpu" and variable.dtype in HALF:
             result = result if rule.exact else e.stored(result, variable.dtype)
         else:
@@ -75,7 +82,12 @@ def emit(
         info.type.CopyFrom(type_proto(result.dtype, shape))
         outputs.append(info)
     graph = onnx.helper.make_graph(e.nodes, op.type, list(infos.values()), outputs, list(e.initializers.values()))
-    return as_model(graph)
+    model = as_model(graph)
+    graph = model.graph
+    made = [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in e.foreign]
+    graph.value_info.extend(made)
+    model.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(e.domains))
+    return model
 
 
 def typed_feeds(model: onnx.ModelProto, values: dict[str, Array]) -> dict[str, Array]:

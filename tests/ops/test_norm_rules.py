@@ -187,4 +187,4 @@ def test_group_normalization_is_the_operators(shape: list[int], groups: int, see
     for place in ("cpu", "cuda"):
         op = operator("GroupNormalization", "float16", inputs, attrs, ["Y"])
         y = run_body(op, place, [x, *inputs[1:]])[0].astype(np.float32)
-        np.testing.assert_allclose(y, truth, rtol=2**-10, atol=1e-4)
+        np.testing.assert_allclose(y, truth, rtol=2**-10, atol=2**-10)

@@ -1,0 +1,112 @@
+"""Operators of onnxruntime (com.microsoft) that gradient rules use on GPU places, and what stands for them elsewhere.
+
+Each moves fewer bytes than the standard operators that do the same, and rounds no more often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.reference
+
+from amp_transpiler.ir.contrib_types import DOMAIN
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ops.common import size_of
+
+#: A function of one number, elementwise, as a rule writes it.
+Function = Callable[[Emitter, Value], Value]
+
+
+def on_gpu(e: Emitter) -> bool:
+    """Whether the place has the kernels of this file, for every float type."""
+    return e.place == "cuda"
+
+
+def product(e: Emitter, a: Value, b: Value, trans_a: bool = False, trans_b: bool = False, alpha: float = 1.0) -> Value:
+    """alpha A' B' over the last two axes, rounded once; A' and B' are transposed as the flags say.
+
+    Gemm and FusedMatMul transpose while they read. Elsewhere onnxruntime fuses Transpose and MatMul by itself.
+    """
+    a_shape, b_shape = size_of(a), size_of(b)
+    shape = (
+        *(int(d) for d in np.broadcast_shapes(a_shape[:-2], b_shape[:-2])),
+        a_shape[-1] if trans_a else a_shape[-2],
+        b_shape[-2] if trans_b else b_shape[-1],
+    )
+    plain = not trans_a and not trans_b and alpha == 1
+    if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (on_gpu(e) and not plain)):
+        return e.op("Gemm", a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b), shape=shape)
+    if on_gpu(e) and not plain:
+        return e.op(
+            "FusedMatMul", a, b, domain=DOMAIN, shape=shape, transA=int(trans_a), transB=int(trans_b), alpha=alpha
+        )
+    y = e.MatMul(_swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b, shape=shape)
+    return y if alpha == 1 else e.Mul(y, e.like(alpha, y))
+
+
+def _swapped(e: Emitter, value: Value) -> Value:
+    rank = len(size_of(value))
+    return e.transpose(value, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Value:
+    """a x + b y, computed in fp32 and rounded once.
+
+    X and Y are alike; a (1 where None) and b are fp32, with one number for each row: of size 1 along the last axis.
+    """
+    if not on_gpu(e):
+        wide = e.f32(x) if a is None else e.Mul(e.f32(x), a)
+        return e.cast(e.Add(wide, e.Mul(e.f32(y), b)), x.dtype)
+    shape = size_of(x)
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    mixed = e.op(
+        "HyperConnectionPostMix",
+        e.reshape(x, (rows, 1, width)),
+        e.reshape(y, (rows, width)),
+        e.reshape(b, (rows, 1)),
+        None if a is None else e.reshape(a, (rows, 1, 1)),
+        domain=DOMAIN,
+        shape=(rows, 1, width),
+    )
+    return e.reshape(mixed, shape)
+
+
+def rounded_once(e: Emitter, function: Function, x: Value, reach: float) -> Value:
+    """``function(x)`` as if computed in fp32, in the type of X.
+
+    On GPU places a 16-bit value is looked up in a table with 16-bit entries: four passes, where ten or more would each
+    round. The function must be constant, to 16 bit, beyond -``reach`` and ``reach``. The steps of the table are powers
+    of two, so that no 16-bit number above 1/8 falls between two entries; below, it takes the one nearer to 0.
+    """
+    if not on_gpu(e) or x.dtype not in HALF:
+        return e.cast(function(e, e.f32(x)), x.dtype)
+    steps = 2.0 ** math.floor(math.log2(65504 / reach))
+    end = e.like(reach * steps, x)
+    place = e.Mul(x, e.like(steps, x))
+    if x.dtype == "bfloat16":  # CUDA has no kernel of Clip
+        place = e.Max(e.Min(place, end), e.like(-reach * steps, x))
+    else:
+        place = e.Clip(place, e.like(-reach * steps, x), end)
+    table = e.const(_table(function, reach, steps), x.dtype)
+    return e.Gather(table, e.cast(place, "int32"), shape=x.shape)
+
+
+@cache
+def _table(function: Function, reach: float, steps: float) -> np.ndarray[Any, Any]:
+    """The function at 0, 1 / steps, … reach, and then at -reach … -1 / steps: where negative indices find them."""
+    e, count = Emitter(), int(reach * steps)
+    x = Value("x", "float64", (2 * count + 1,))
+    y = function(e, x)
+    kind = ONNX_TYPES[x.dtype]
+    given, made = (onnx.helper.make_tensor_value_info(v.name, kind, x.shape) for v in (x, y))
+    graph = onnx.helper.make_graph(e.nodes, "table", [given], [made], list(e.initializers.values()))
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", e.opset)])
+    at = np.concatenate([np.arange(count + 1), np.arange(-count, 0)]) / steps
+    results: Any = onnx.reference.ReferenceEvaluator(model).run(None, {"x": at})
+    return np.asarray(results[0])

@@ -1,0 +1,202 @@
+"""Layer-, Instance- and GroupNormalization: gradients, and lowering rules where a place needs one.
+
+All of them normalise the rows of a matrix. The normalised rows are computed again in the backward pass by the kernel of
+LayerNormalization, which computes in fp32 inside; numbers per row are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.intervals import Interval, Ranges
+from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
+from amp_transpiler.lists import keep_fp32
+from amp_transpiler.ops.common import shape_of, size_of
+from amp_transpiler.ops.kernels import along_rows, product
+from amp_transpiler.ops.norm import normalised_range
+
+_EPSILON = 1e-5
+#: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
+_LEAST = 1e-20
+#: Longer constants are made at run time.
+_LONG = 1 << 16
+
+
+def _mixes_types(op: Operator) -> bool:
+    return len({v.dtype for v in op.inputs if v is not None}) > 1
+
+
+def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
+    """(x - mean) r for each row of a matrix, in its type, and r = 1 / sqrt(variance + epsilon), [rows, 1] in fp32."""
+    if e.place == "reference":  # the evaluator computes this operator in fp32
+        deviation = e.op("Sub", rows, e.ReduceMean(rows, e.ints(1), keepdims=1), shape=rows.shape)
+        variance = e.ReduceMean(e.Mul(deviation, deviation), e.ints(1), keepdims=1)
+        r = e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon, variance))))
+        return e.op("Mul", deviation, r, shape=rows.shape), r
+    width = size_of(rows)[1]
+    if width <= _LONG:
+        ones = e.const(np.ones(width), rows.dtype)
+    else:
+        ones = e.Expand(e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), rows.dtype), e.ints(width))
+    normal, _, r = e.op(
+        "LayerNormalization", rows, ones, outputs=3, epsilon=epsilon, dtype=(rows.dtype, "float32", "float32")
+    )
+    shape = size_of(rows)
+    return Value(normal.name, normal.dtype, shape), Value(r.name, r.dtype, (shape[0], 1))
+
+
+def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, along: Value) -> Value:
+    """d x of ``normal = (x - mean(x)) r``: ``r (d - mean(d) + normal along)`` with ``along = -mean(d normal)``.
+
+    The kernel that normalises takes the mean from d; what it divides by comes back in the factor. All are matrices,
+    r and ``along`` fp32.
+    """
+    centred, inverse = _normalised(e, d_normal, _LEAST)
+    return along_rows(e, e.Div(r, inverse), centred, e.Mul(along, r), normal)
+
+
+# -- LayerNormalization ------------------------------------------------------------------------------
+def _like_data(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+    """Y is like X. ONNX's own inference refuses fp32 scales beside 16-bit data, which programs have here."""
+    data = op.inputs[0]
+    assert data is not None
+    return [(data.dtype, data.shape)]
+
+
+def _layer_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+    """Y is like X; mean and inverse deviation are fp32, of size 1 along the normalised axes."""
+    data = op.inputs[0]
+    assert data is not None
+    shape = data.shape
+    if shape is not None:
+        axis = int(op.attrs.get("axis", -1)) % len(shape)
+        shape = (*shape[:axis], *[1] * (len(shape) - axis))
+    return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
+
+
+@lowering_rule("LayerNormalization", native=True, when=_mixes_types, infer=_layer_types)
+def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value | None = None) -> Sequence[Any]:
+    """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
+    outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
+    return e.op(
+        "LayerNormalization",
+        x,
+        *_as_stored(e, op, scale, bias),
+        outputs=outputs,
+        dtype=(x.dtype, "float32", "float32")[:outputs],
+        axis=op.attrs.get("axis", -1),
+        epsilon=float(op.attrs.get("epsilon", _EPSILON)),
+        stash_type=op.attrs.get("stash_type", 1),
+    )
+
+
+def _as_stored(e: Emitter, op: Operator, scale: Value, bias: Value | None) -> list[Value]:
+    """Scale and bias rounded to the element type that X has in the program."""
+    data = op.inputs[0]
+    assert data is not None and data.dtype is not None
+    return [e.cast(v, data.dtype) for v in (scale, bias) if v is not None]
+
+
+@gradient("LayerNormalization", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
+def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
+    """With xhat = (x - mean) r: dscale = sum(dy xhat), dB = sum(dy), dX as :func:`_through_statistics` says."""
+    shape = size_of(x)
+    inner = shape[int(op.attrs.get("axis", -1)) % len(shape) :]
+    width = prod(inner)
+    matrix = (prod(shape) // max(width, 1), width)
+    scale_shape, scale = size_of(scale), e.cast(scale, x.dtype)
+    if scale_shape != inner:
+        scale = e.Expand(scale, e.ints(*inner), shape=inner)
+    dx = d_scale = None
+    if e.wants(0) or e.wants(1):
+        normal, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+        rows = e.reshape(dy, matrix)
+        weighed = e.Mul(rows, normal)
+    if e.wants(0):
+        along = e.f32(product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width))
+        dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, (width,))), normal, r, along), shape)
+    if e.wants(1):
+        d_scale = e.sum_to(e.reshape(weighed, shape), scale_shape, shape)
+    return [dx, d_scale, e.sum_to(dy, shape_of(e, 2), shape) if e.wants(2) else None]
+
+
+# -- InstanceNormalization and GroupNormalization ------------------------------------------------------
+@lowering_rule("InstanceNormalization", native=True, when=_mixes_types, infer=_like_data)
+def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
+    """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
+    epsilon = float(op.attrs.get("epsilon", _EPSILON))
+    return [e.InstanceNormalization(x, *_as_stored(e, op, scale, bias), epsilon=epsilon)]
+
+
+@lowering_rule("GroupNormalization", native=True, infer=_like_data)
+def group_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
+    """Composed: no place has a kernel."""
+    groups = _groups(op, x)
+    normal, _ = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
+    normal = e.reshape(normal, groups)
+    factor, shift = (_channels_of_groups(e, e.cast(v, x.dtype), groups) for v in (scale, bias))
+    return [e.reshape(e.Add(e.Mul(normal, factor), shift), size_of(x))]
+
+
+@gradient("InstanceNormalization", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
+@gradient("GroupNormalization", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
+def group_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
+    """Both normalise over the positions of a group of channels (one channel for InstanceNormalization)."""
+    groups = _groups(op, x)
+    split = e.reshape(dy, groups)
+    dx = d_scale = d_bias = None
+    if e.wants(0) or e.wants(1):
+        rows, r = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
+        weighed = e.Mul(split, e.reshape(rows, groups))
+    if e.wants(0):
+        factor = _channels_of_groups(e, scale, groups)
+        along = e.Mul(e.f32(e.ReduceMean(weighed, e.ints(3), keepdims=1)), e.f32(factor))
+        along = e.Neg(e.reshape(e.ReduceMean(along, e.ints(2), keepdims=1), (groups[0] * groups[1], 1)))
+        d_normal = _as_rows(e, e.Mul(split, e.cast(factor, x.dtype)), groups)
+        dx = e.reshape(_through_statistics(e, d_normal, rows, r, along), size_of(x))
+    if e.wants(1):
+        d_scale = e.reshape(e.ReduceSum(weighed, e.ints(0, 3), keepdims=0), size_of(scale))
+    if e.wants(2):
+        d_bias = e.reshape(e.ReduceSum(split, e.ints(0, 3), keepdims=0), size_of(scale))
+    return [dx, d_scale, d_bias]
+
+
+def _groups(op: Operator, x: Value) -> tuple[int, int, int, int]:
+    """The shape of [N, C, ...] as [N, groups, channels of a group, positions]."""
+    shape = size_of(x)
+    groups = int(op.attrs.get("num_groups", shape[1]))
+    return shape[0], groups, shape[1] // groups, prod(shape[2:])
+
+
+def _as_rows(e: Emitter, x: Value, groups: tuple[int, int, int, int]) -> Value:
+    return e.reshape(x, (groups[0] * groups[1], groups[2] * groups[3]))
+
+
+def _channels_of_groups(e: Emitter, value: Value, groups: tuple[int, int, int, int]) -> Value:
+    """A vector over channels, broadcastable to ``groups``."""
+    return e.reshape(value, (1, groups[1], groups[2], 1))
+
+
+_AFFINE = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
+traits(*_AFFINE, weights=(1, 2), biases=(2,))
+
+
+# Scale, bias and statistics, as PaddlePaddle keeps them (fp16_utils.py).
+keep_fp32("LayerNormalization", inputs=(1, 2), outputs=(1, 2))
+keep_fp32("InstanceNormalization", "GroupNormalization", inputs=(1, 2))
+
+
+@range_rule("LayerNormalization")
+def _layer_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return normalised_range(op, ranges, int(op.attrs.get("axis", -1)))
+
+
+@range_rule("InstanceNormalization", "GroupNormalization")
+def _channel_range(op: Operator, ranges: Ranges) -> Interval | None:
+    return normalised_range(op, ranges, 1)
