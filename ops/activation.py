@@ -10,7 +10,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing,
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed
-from amp_transpiler.ops.kernels import along_rows, rounded_once
+from amp_transpiler.ops.gpu_kernels import along_rows, rounded_once
 
 
 def _greater(e: Emitter, value: Value, number: float) -> Value:

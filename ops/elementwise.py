@@ -30,7 +30,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed
-from amp_transpiler.ops.kernels import on_gpu
+from amp_transpiler.ops.gpu_kernels import on_gpu
 
 
 @gradient("Add", reads="dy0", native=True)

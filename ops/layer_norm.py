@@ -18,7 +18,7 @@ from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import shape_of, size_of
-from amp_transpiler.ops.kernels import along_rows, product
+from amp_transpiler.ops.gpu_kernels import along_rows, product
 from amp_transpiler.ops.norm import normalised_range
 
 _EPSILON = 1e-5

@@ -21,7 +21,7 @@ from amp_transpiler.ir.intervals import product as interval_product
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
-from amp_transpiler.ops.kernels import product
+from amp_transpiler.ops.gpu_kernels import product
 
 
 @gradient("MatMul", reads="x0 x1 dy0", native=True)

@@ -11,7 +11,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import Grads
-from amp_transpiler.ops.kernels import rounded_once
+from amp_transpiler.ops.gpu_kernels import rounded_once
 
 
 @gradient("Sqrt", reads="y0 dy0", native=True)
