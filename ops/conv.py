@@ -13,6 +13,8 @@ from amp_transpiler.ir.intervals import Interval, Ranges, biased, same_or_zero, 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.common import by_channel
+from amp_transpiler.ops.gpu_kernels import on_gpu, product
 from amp_transpiler.ops.window import Window, window_of
 
 #: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
@@ -71,21 +73,25 @@ def _without_tail(e: Emitter, y: Value, window: Window) -> Value:
 
 def _bias_gradient(e: Emitter, dy: Value) -> Value | None:
     assert dy.shape is not None
-    return e.reduce_sum(dy, [0, *range(2, len(dy.shape))]) if e.wants(2) else None
+    return e.ReduceSum(dy, e.ints(0, *range(2, len(dy.shape))), keepdims=0) if e.wants(2) else None
 
 
 def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
     """``dW[o, i, tap] = sum over n, p of dY[n, o, p] * X[n, i, p * stride + tap * dilation - begin]``.
 
     ``x`` is [N, group * I, *source], ``dy`` [N, O, *target]; gives [O, I, *kernel]. Every form sums over batch
-    and positions inside one GEMM or Conv. Which one is a matter of speed (measured on CPU, one thread): a GEMM
-    per kernel position reaches the speed of GEMM alone from 16 input channels on; with fewer, one GEMM over all
-    positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes per position.
+    and positions inside one GEMM or Conv. Which one is a matter of speed. On a GPU it is the bytes: a GEMM where
+    there is one kernel position, else Conv, as the other forms read and write a copy of X for each position. On CPU
+    (measured, one thread) a GEMM per kernel position reaches the speed of GEMM alone from 16 input channels on; with
+    fewer, one GEMM over all positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes per
+    position.
     """
     assert x.shape is not None
     channels = x.shape[1] // group
     taps = prod(window.kernel)
-    if taps > _MOST_TAPS:
+    if on_gpu(e) and group == taps == 1:
+        return by_one_gemm(e, x, dy, window)
+    if on_gpu(e) or taps > _MOST_TAPS:
         return by_convolution(e, x, dy, window, group)
     if group > 1:
         return by_grouped_gemms(e, x, dy, window, group)
@@ -100,9 +106,12 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     """One Conv of X with dY as its kernel, batch and channels exchanged; strides and dilations change roles."""
     assert x.shape is not None and dy.shape is not None
     batch, channels = x.shape[0], x.shape[1] // group
-    spatial = range(3, 3 + window.rank)
-    split = e.reshape(x, (batch, group, channels, *window.source))
-    x = e.reshape(e.transpose(split, [2, 1, 0, *spatial]), (channels, group * batch, *window.source))
+    if group == 1:
+        x = by_channel(e, x)
+    else:
+        split = e.reshape(x, (batch, group, channels, prod(window.source)))
+        x = e.transpose(split, [2, 1, 0, 3])
+    x = e.reshape(x, (channels, group * batch, *window.source))
     swapped = [1, 0, *range(2, 2 + window.rank)]
     padded = [n + b + o for n, b, o in zip(window.source, window.begin, window.end, strict=True)]
     sizes = [
@@ -112,7 +121,7 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     dw = e.op(
         "Conv",
         x,
-        e.transpose(dy, swapped),
+        e.reshape(by_channel(e, dy), (dy.shape[1], batch, *window.target)),
         group=group,
         strides=list(window.dilations),
         dilations=list(window.strides),
@@ -130,6 +139,14 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
             shape=(channels, dy.shape[1], *window.kernel),
         )
     return e.transpose(dw, swapped)
+
+
+def by_one_gemm(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """For kernels of one position: a GEMM [O, N * P] x [N * P, I]."""
+    assert x.shape is not None and dy.shape is not None
+    read = window.read(e, window.pad(e, x, 2), window.taps[0], 2)
+    dw = product(e, by_channel(e, dy), by_channel(e, read), trans_b=True)
+    return e.reshape(dw, (dy.shape[1], x.shape[1], *window.kernel))
 
 
 def by_gemms(e: Emitter, x: Value, dy: Value, window: Window) -> Value:

@@ -1,7 +1,6 @@
 """BatchNormalization: its gradient, and a lowering rule where a place needs one.
 
-Statistics are computed in fp32 from the input; gradients recompute them. Variances are means of squared
-deviations (never mean of squares minus squared mean, which cancels).
+Statistics are fp32. Variances are means of squared deviations (never mean of squares less squared mean, which cancels).
 """
 
 from __future__ import annotations
@@ -18,7 +17,11 @@ from amp_transpiler.ir.intervals import Interval, Ranges, biased, product
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import keep_fp32
+from amp_transpiler.ops.common import by_channel, by_image, size_of
+from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
+from amp_transpiler.ops.gpu_kernels import product as matrix_product
 
 _EPSILON = 1e-5
 
@@ -68,19 +71,25 @@ def _per_channel(e: Emitter, value: Value, rank: int) -> Value:
     return e.reshape(value, (1, value.shape[0], *[1] * (rank - 2)))
 
 
-@lowering_rule("BatchNormalization", when=lambda op: _trains(op) or _mixes_types(op))
+@lowering_rule("BatchNormalization", native=True, when=lambda op: _trains(op) or _mixes_types(op))
 def batch_normalization(
     e: Emitter, op: Operator, x: Value, scale: Value, bias: Value, mean: Value, var: Value
 ) -> Sequence[Any]:
-    """In training mode, from the batch statistics: CUDA has no kernel for it. Otherwise in fp32 for 16-bit data with
-    fp32 statistics: CUDA's kernel wants one type.
+    """In training mode, from the batch statistics: CUDA has no kernel for it. Otherwise for 16-bit data with fp32
+    statistics: CUDA's kernel wants one type.
 
     ``running = momentum * input + (1 - momentum) * batch``, with the biased variance (ONNX, BatchNormalization-15).
     """
     epsilon = float(op.attrs.get("epsilon", _EPSILON))
+    momentum = float(op.attrs.get("momentum", 0.9))
+    scale, bias, mean, var = (e.f32(v) for v in (scale, bias, mean, var))
+    if on_gpu(e):
+        if not _trains(op):
+            return [_affine(e, x, e.Mul(scale, _inverse_root(e, op, var)), bias, mean)]
+        return _by_rows(e, x, scale, bias, mean, var, epsilon, momentum)
+    x = e.f32(x)
     if not _trains(op):
         return [e.BatchNormalization(x, scale, bias, mean, var, epsilon=epsilon)]
-    momentum = float(op.attrs.get("momentum", 0.9))
     if e.place == "cpu":  # the kernel is more than twice as fast as its parts
         # It writes the new statistics over its inputs, even over those that the caller owns: it gets copies, which the
         # optimiser cannot take away.
@@ -110,7 +119,74 @@ def batch_normalization(
     return [y, running(mean, batch_mean), running(var, batch_var)]
 
 
-@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", inputs=(0, 1, 2))
+def _by_rows(
+    e: Emitter, x: Value, scale: Value, bias: Value, mean: Value, var: Value, epsilon: float, momentum: float
+) -> Sequence[Any]:
+    """Training mode on a GPU place: LayerNormalization over a row for each channel gives the statistics in fp32."""
+    _, batch_mean, r = _standardised(e, x, epsilon)
+    y = _affine(e, x, _slope(e, scale, r), bias, batch_mean)
+
+    def running(old: Value, new: Value) -> Value:
+        row = (1, *size_of(old))
+        a, b = (e.const([[number]], old.dtype) for number in (momentum, 1 - momentum))
+        return e.reshape(along_rows(e, a, e.reshape(old, row), b, e.reshape(new, row)), row[1:])
+
+    # 1 / r^2 is the variance plus epsilon.
+    wide = running(var, e.Pow(r, e.like(-2, r)))
+    return [y, running(mean, batch_mean), e.Sub(wide, e.like(epsilon * (1 - momentum), var))]
+
+
+def _standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:
+    """[C, M] of mean 0 and variance 1 from [N, C, ...], with mean and 1 / sqrt(variance + epsilon), fp32 [C].
+
+    The gradient finds what the forward rule made.
+    """
+    key = f"{x.name} standardised, {epsilon}"
+    if key not in e.shared:
+        rows = by_channel(e, x)
+        channels, count = size_of(rows)
+        ones = f"{count} ones, {x.dtype}"
+        if ones not in e.shared:  # from a run-time scalar, or a constant of this size would lie in the session
+            one = e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), x.dtype)
+            e.shared[ones] = (e.Expand(one, e.ints(count), shape=(count,)),)
+        kinds = (x.dtype, "float32", "float32")
+        normal, mean, r = e.op(
+            "LayerNormalization", rows, *e.shared[ones], outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
+        )
+        vectors = (e.reshape(Value(v.name, v.dtype, (channels, 1)), (channels,)) for v in (mean, r))
+        e.shared[key] = (Value(normal.name, x.dtype, (channels, count)), *vectors)
+    normal, mean, r = e.shared[key]
+    return normal, mean, r
+
+
+def _slope(e: Emitter, scale: Value, r: Value) -> Value:
+    key = f"{scale.name} * {r.name}"
+    if key not in e.shared:
+        e.shared[key] = (e.Mul(scale, r),)
+    return e.shared[key][0]
+
+
+def _affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
+    """slope * (x - mean) + bias, with fp32 vectors over channels, in the type of X.
+
+    The kernel wants its vectors in the type of X. What the mean loses by that goes into the bias; the slope's rounding
+    is one more of the size of the result's.
+    """
+    one = e.const(np.ones(size_of(slope)), "float32")
+    low_mean = e.cast(mean, x.dtype)
+    if x.dtype in HALF:
+        row = (1, *size_of(mean))
+        held = e.reshape(e.f32(low_mean), row)
+        bias = e.reshape(e.BatchNormalization(held, slope, bias, mean, one, epsilon=0.0, shape=row), row[1:])
+    slope, bias = (e.cast(v, x.dtype) for v in (slope, bias))
+    if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
+        low_mean, slope, bias = (_per_channel(e, v, _rank(x)) for v in (low_mean, slope, bias))
+        return e.Add(e.Mul(e.Sub(x, low_mean), slope), bias)
+    one = e.const(np.ones(size_of(slope)), x.dtype)
+    return e.BatchNormalization(x, slope, bias, low_mean, one, epsilon=0.0, shape=x.shape)
+
+
+@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", inputs=(0, 1, 2), native=True)
 def batch_normalization_gradient(
     e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
 ) -> Sequence[Any]:
@@ -119,6 +195,12 @@ def batch_normalization_gradient(
     With xhat = (x - mean) * r and r = 1 / sqrt(var + epsilon): dB = sum(dy), dscale = sum(dy * xhat), and in training
     mode dX = scale * r * (dy - dB / M - xhat * dscale / M), sums over the M elements of a channel.
     """
+    scale, mean, var = (e.f32(v) for v in (scale, mean, var))
+    if on_gpu(e):
+        if _trains(op):
+            return [*_gradient_by_rows(e, op, x, scale, dy), None, None]
+        return [*_frozen_gradient(e, op, x, scale, mean, var, dy), None, None]
+    x, dy = e.f32(x), e.f32(dy)
     rank = _rank(x)
     assert x.shape is not None
     axes = [0, *range(2, rank)]
@@ -142,6 +224,58 @@ def batch_normalization_gradient(
         dx = e.Mul(dy, factor)
     vectors = [None if d is None else e.reshape(d, scale.shape or ()) for d in (d_scale, d_bias)]
     return [dx, *vectors, None, None]
+
+
+#: Added to the variance of dY: so that numbers of any size that 16 bit has are brought near to 1, and a row of equal
+#: numbers, whose mean fp32 may miss by 1e-7 of it, stays far from overflow.
+_LEAST_VARIANCE = 1e-10
+
+
+def _correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
+    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it."""
+    channels, count = size_of(normal)
+    row, column = e.reshape(normal, (channels, 1, count)), e.reshape(x_normal, (channels, count, 1))
+    return e.reshape(e.f32(matrix_product(e, row, column, alpha=-1 / count)), (channels,))
+
+
+def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
+    """On a GPU place. With dY standardised too, dy = w / t + mean(dy) and k = mean(w * xhat):
+    dB = M mean(dy), dscale = M k / t, dX = scale * r / t * (w - k * xhat), which is one pass over rows."""
+    normal, _, r = _standardised(e, x, float(op.attrs.get("epsilon", _EPSILON)))
+    w, d_mean, t = _standardised(e, dy, _LEAST_VARIANCE)
+    minus_k = _correlation(e, w, normal)
+    channels, count = size_of(w)
+    dx = d_scale = d_bias = None
+    if e.wants(0):
+        slope = e.Div(_slope(e, scale, r), t)
+        a, b = (e.reshape(v, (channels, 1)) for v in (slope, e.Mul(slope, minus_k)))
+        dx = by_image(e, along_rows(e, a, w, b, normal), size_of(x))
+    if e.wants(1):
+        d_scale = e.Mul(e.Div(minus_k, t), e.like(-count, t))
+    if e.wants(2):
+        d_bias = e.Mul(d_mean, e.like(count, d_mean))
+    return [dx, d_scale, d_bias]
+
+
+def _frozen_gradient(
+    e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
+) -> Sequence[Any]:
+    """On a GPU place, with constant statistics: dX = scale * r * dY; the mean of dy * (x - mean) as of two
+    standardised rows."""
+    r = _inverse_root(e, op, var)
+    dx = d_scale = d_bias = None
+    if e.wants(0):
+        dx = e.Mul(dy, _per_channel(e, e.cast(_slope(e, scale, r), dy.dtype), _rank(x)))
+    if e.wants(1) or e.wants(2):
+        w, d_mean, t = _standardised(e, dy, _LEAST_VARIANCE)
+        count = e.like(size_of(w)[1], t)
+        d_bias = e.Mul(d_mean, count)
+        if e.wants(1):
+            normal, x_mean, x_t = _standardised(e, x, _LEAST_VARIANCE)
+            apart = e.Mul(d_mean, e.Sub(x_mean, mean))
+            together = e.Sub(apart, e.Div(_correlation(e, w, normal), e.Mul(t, x_t)))
+            d_scale = e.Mul(e.Mul(together, r), count)
+    return [dx, d_scale, d_bias]
 
 
 @for_test("BatchNormalization")

@@ -102,7 +102,7 @@ def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], ad
     return e.reshape(result, shape)
 
 
-@gradient("AveragePool", "dy0")
+@gradient("AveragePool", "dy0", native=True)
 def average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     """Each dy, divided by the number of elements that its window averages, spread over the window."""
     shape = e.output_shapes[0]
@@ -143,7 +143,7 @@ def _counts(op: Operator, window: Window) -> np.ndarray:
     return counts if counts.min() != counts.max() else np.asarray(counts.max())
 
 
-@gradient("GlobalAveragePool", "dy0")
+@gradient("GlobalAveragePool", "dy0", native=True)
 def global_average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     """dy over the number of positions, at every position."""
     shape = e.output_shapes[0]

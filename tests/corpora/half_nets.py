@@ -52,6 +52,14 @@ def _quotients(F: Any, torch: Any, x: Any, w0: Any, b0: Any, s0: Any, w1: Any) -
     return (h / (b0 + torch.sqrt(torch.exp(h) + 1)) * s0) @ w1 - F.log_softmax(h, -1)
 
 
+def _images(F: Any, torch: Any, x: Any, w0: Any, s0: Any, b0: Any, w1: Any, s1: Any, b1: Any, w2: Any) -> Any:
+    c = F.conv2d(x.reshape(4, 6, 4, 4), w0, padding=1)
+    a = torch.tanh(F.batch_norm(c, None, None, s0, b0, training=True))
+    c = F.conv2d(a, w1, stride=2, padding=1)
+    a = F.batch_norm(c, None, None, s1, b1, training=True)
+    return F.conv_transpose2d(a, w2, stride=2).reshape(ROWS, WIDTH)
+
+
 NETS: dict[str, tuple[list[tuple[int, ...]], str, Callable[..., Any]]] = {
     "block": (
         [(WIDTH,), (WIDTH,), (WIDTH, 48), (48,), (48, WIDTH), (WIDTH,), (WIDTH,)],
@@ -110,6 +118,22 @@ NETS: dict[str, tuple[list[tuple[int, ...]], str, Callable[..., Any]]] = {
         y = Sub(o, l)""",
         _quotients,
     ),
+    "images": (
+        [(8, 6, 3, 3), (8,), (8,), (8, 8, 3, 3), (8,), (8,), (8, 6, 2, 2)],
+        """size = Constant <value_ints = [4, 6, 4, 4]> ()
+        rows = Constant <value_ints = [24, 16]> ()
+        wide = Constant <value_floats = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]> ()
+        zero = Cast <to = 10> (wide)
+        i = Reshape(x, size)
+        c0 = Conv <pads = [1, 1, 1, 1]> (i, w0)
+        n0, m0, v0 = BatchNormalization <training_mode = 1, epsilon = 1.0e-5> (c0, w1, w2, zero, zero)
+        a0 = Tanh(n0)
+        c1 = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (a0, w3)
+        n1, m1, v1 = BatchNormalization <training_mode = 1, epsilon = 1.0e-5> (c1, w4, w5, zero, zero)
+        c2 = ConvTranspose <strides = [2, 2]> (n1, w6)
+        y = Reshape(c2, rows)""",
+        _images,
+    ),
     "gelu tanh": (
         [_SQUARE, _SQUARE],
         'h = MatMul(x, w0)\na = Gelu <approximate = "tanh"> (h)\ny = MatMul(a, w1)',
@@ -133,5 +157,5 @@ def arrays_of(name: str) -> list[Array]:
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     made = [rng.normal(size=(ROWS, WIDTH)) for _ in range(2)]
     for shape in NETS[name][0]:
-        made.append(rng.normal(size=shape) / 5 if len(shape) == 2 else rng.uniform(0.5, 1.5, shape))
+        made.append(rng.normal(size=shape) / 5 if len(shape) > 1 else rng.uniform(0.5, 1.5, shape))
     return [a.astype(np.float16) for a in made]

@@ -12,9 +12,9 @@ import amp_transpiler as amp
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program
 from tests.corpora.half_nets import NETS, ROWS, WIDTH, arrays_of
+from tests.helpers.node_by_node import node_by_node
 from tests.helpers.sessions import run
 from tests.helpers.where import RECORDED
-from tests.passes.test_lowerings_agree import node_by_node
 
 DATA = RECORDED / "half_nets_torch.npz"
 

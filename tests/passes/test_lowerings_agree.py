@@ -7,31 +7,13 @@ so walking the CUDA model node by node shows, without a GPU, that it rounds wher
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.node_by_node import node_by_node
 from tests.helpers.programs import LAYERS, build
 from tests.helpers.sessions import session
-
-
-def node_by_node(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor of a flat model, each node run in a session of its own."""
-    known = dict(values) | {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    for node in model.graph.node:
-        infos = [
-            onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(known[n].dtype), known[n].shape)
-            for n in dict.fromkeys(node.input)
-            if n
-        ]
-        outputs = [onnx.helper.make_empty_tensor_value_info(n) for n in node.output if n]
-        graph = onnx.helper.make_graph([node], "one", infos, outputs)
-        one = onnx.helper.make_model(graph, ir_version=10, opset_imports=model.opset_import)
-        running = session(one, "DISABLE_ALL")
-        results = running.run(None, {i.name: known[i.name] for i in infos})
-        known |= dict(zip([n for n in node.output if n], results, strict=True))
-    return known
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
@@ -73,6 +55,7 @@ def test_the_lowerings_agree(name: str, mode: str) -> None:
         if variable.startswith(noise) and not variable.endswith("@GRAD"):
             continue
         a, b = value.astype(np.float64), other.astype(np.float64)
-        tolerance = 1e-4 if mode == "fp32" else 4e-3
-        scale = np.linalg.norm(a) + 1e-3 * floor * np.sqrt(a.size) * variable.endswith("@GRAD")
+        # The gradient of a bias before a normalisation is the sum of numbers whose sum is 0: of their roundings.
+        tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (4e-3, 1e-2)
+        scale = np.linalg.norm(a) + least * floor * np.sqrt(a.size) * variable.endswith("@GRAD")
         assert np.linalg.norm(a - b) <= tolerance * scale + 1e-6, (variable, np.linalg.norm(a - b) / max(scale, 1e-12))
