@@ -78,6 +78,8 @@ class Emitter:
         #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
         self.foreign: list[Value] = []
         self.domains: set[str] = set()
+        #: Element types of the tensors of one element, by name.
+        self.scalars: dict[str, str] = {}
         self._names: set[str] = set()
         self._serial = 0
 
@@ -156,6 +158,8 @@ class Emitter:
         if shape is None:
             shape = _shape(type_, traits, [v.shape for v in inputs if v is not None])
         values = tuple(Value(n, k, None if shape is None else tuple(shape)) for n, k in zip(names, kinds, strict=True))
+        if shape is not None and math.prod(shape) == 1:
+            self.scalars |= {v.name: self._tensor_type(v) for v in values}
         if domain:
             self.foreign += (Value(v.name, self._tensor_type(v), v.shape) for v in values)
             self.domains.add(domain)

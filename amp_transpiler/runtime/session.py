@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionErr
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
+from amp_transpiler.runtime.graph_optimizers import useless_optimizers
 from amp_transpiler.warn import AmpWarning
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -65,17 +67,18 @@ def create_session(
     where onnxruntime refuses the model.
     """
     data = _serialized(model, name)
+    useless = useless_optimizers(model)
     _settle_arena()
     if keep_graph:
         with tempfile.TemporaryDirectory(prefix="amp_transpiler_") as folder:
             path = Path(folder) / "optimized.onnx"
             try:
-                session = _session(data, place, settings, path)
+                session = _session(data, place, settings, path, useless=useless)
                 return session, onnx.load(path, load_external_data=False).graph
             except Exception:  # it may be only the saving that fails; the plain attempt below tells
                 pass
     try:
-        session = _session(data, place, settings)
+        session = _session(data, place, settings, useless=useless)
     except Exception as error:  # onnxruntime's errors have no common base class
         raise _creation_error(error, data, place, settings, name) from None
     if settings.allow_cpu_fallback and isinstance(place, CUDAPlace):
@@ -102,6 +105,7 @@ def _session(
     *,
     fallback: bool | None = None,
     record: bool = False,
+    useless: Sequence[str] = (),
 ) -> Any:
     fallback = settings.allow_cpu_fallback if fallback is None else fallback
     options = ort.SessionOptions()
@@ -130,7 +134,7 @@ def _session(
         options,
         providers=_providers(place, settings, fallback),
         enable_fallback=0,
-        disabled_optimizers=unbounded_optimizers(),
+        disabled_optimizers=[*unbounded_optimizers(), *useless],
     )
 
 

@@ -39,6 +39,7 @@ from amp_transpiler.passes.lowering.lowered import (
     static,
     used_tensors,
 )
+from amp_transpiler.passes.lowering.node_order import handed_on, listed
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
@@ -109,7 +110,9 @@ class _Emission(EmulatedStorage):
             self.operator(op)
             self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
         outputs = self._ports()
-        self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
+        nodes, origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
+        nodes, origins = handed_on(nodes, origins, self.e.scalars, self.e.name)
+        self.e.nodes, self.result.origins = listed(nodes, origins, {port.tensor for port in self.result.feeds})
         graph = onnx.GraphProto(name=self.program.graph_name)
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it

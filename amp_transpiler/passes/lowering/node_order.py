@@ -1,0 +1,95 @@
+"""The order in which a lowered model lists its nodes, and who reads its hot scalars: what a session is made fast from.
+
+Each of onnxruntime's optimisers sorts the graph anew: it takes the ready node that stands first in the file, and keeps
+the ready ones in a linked list that it walks from the start for every node that becomes ready. So a session takes time
+of nodes x ready nodes; in a step of many parameters thousands are ready at once, as whatever reads state alone is
+from the start, and an update is once the verdict on its gradients is known. Two things keep the list short:
+
+- nodes that no feed reaches (casts of weights, parts of updates) come first, and those of an operator that treats very
+  many tensors (the check of the gradients, the update) as soon as what they read is made;
+- a scalar that very many nodes read is handed on: link after link of the chain ``Max(previous link, scalar)`` is the
+  scalar bit for bit, and serves a group of readers. A shorter way does not outlive the optimiser.
+
+onnxruntime runs nodes in an order of its own (depth first from the results), in which places in the file only
+settle which of a node's inputs is made first: the one that stands last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import onnx
+
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.passes.lowering.lowered import used_tensors
+
+#: Readers of one scalar from which on it is handed on, and the readers of each link.
+_HOT, _GROUP = 256, 64
+#: Inputs of an operator from which on its nodes stand behind what they read.
+_ROWS = 64
+#: What a link computes of two equal scalars.
+_LINK = {"bool": "And", "float32": "Max", "float64": "Max"}
+
+Nodes = list[onnx.NodeProto]
+Origins = list[Operator | None]
+
+
+def handed_on(
+    nodes: Sequence[onnx.NodeProto],
+    origins: Sequence[Operator | None],
+    scalars: Mapping[str, str],
+    fresh: Callable[[str], str],
+) -> tuple[Nodes, Origins]:
+    """The nodes with links for the scalars that very many of them read.
+
+    ``scalars``: the element types of tensors of one element, by name. ``fresh``: a new name.
+    """
+    readers: dict[str, int] = {}
+    made = {name for node in nodes for name in node.output}
+    for node in nodes:
+        for name in set(node.input) & made:
+            readers[name] = readers.get(name, 0) + 1
+    hot = {name: link for name, count in readers.items() if count > _HOT and (link := _LINK.get(scalars.get(name, "")))}
+    now = dict.fromkeys(hot, (0, ""))
+    kept: Nodes = []
+    owners: Origins = []
+    for node, origin in zip(nodes, origins, strict=True):
+        for name in sorted(set(node.input) & hot.keys()):
+            count, link = now[name]
+            if count and count % _GROUP == 0:
+                link = fresh(hot[name])
+                kept.append(onnx.helper.make_node(hot[name], [now[name][1] or name, name], [link], link))
+                owners.append(origin)
+            now[name] = (count + 1, link)
+            for slot, read in enumerate(node.input):
+                if read == name and link:
+                    node.input[slot] = link
+        kept.append(node)
+        owners.append(origin)
+    return kept, owners
+
+
+def listed(
+    nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], feeds: Collection[str]
+) -> tuple[Nodes, Origins]:
+    """The nodes in an order in which few are ready at a time; every node behind those that it reads.
+
+    ``feeds``: the tensors that are fed.
+    """
+    fed = set(feeds)
+    after: dict[str, int] = {}  # tensor -> the place of the node behind which it is made
+    places: list[tuple[int, int]] = []
+    for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
+        read = used_tensors([node])
+        place = (i, -1)
+        if fed.isdisjoint(read):
+            place = (-1, i)
+        else:
+            fed.update(filter(None, node.output))
+            behind = max((after[name] for name in read if name in after), default=-1)
+            if origin is not None and len(origin.inputs) > _ROWS and behind >= 0:
+                place = (behind, i)
+        after.update((name, place[0]) for name in node.output if name)
+        places.append(place)
+    order = sorted(range(len(nodes)), key=places.__getitem__)
+    return [nodes[i] for i in order], [origins[i] for i in order]
