@@ -26,7 +26,7 @@ from amp_transpiler.passes.lowering.lowered import used_tensors
 #: Readers of one scalar from which on it is handed on, and the readers of each link.
 _HOT, _GROUP = 256, 64
 #: Inputs of an operator from which on its nodes stand behind what they read.
-_ROWS = 64
+_ROWS = 512
 #: What a link computes of two equal scalars.
 _LINK = {"bool": "And", "float32": "Max", "float64": "Max"}
 
