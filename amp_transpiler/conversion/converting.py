@@ -12,11 +12,13 @@ import onnx
 
 from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
+from amp_transpiler.conversion.fold_constants import FoldConstants
 from amp_transpiler.conversion.io_types import NarrowIo
 from amp_transpiler.conversion.raise_opset import RaiseOpset
 from amp_transpiler.conversion.report.record import Conversion, CutRecord, record_program
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
+from amp_transpiler.conversion.write_norms import WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
@@ -115,7 +117,13 @@ def convert(
 def conversion(options: ConversionOptions) -> Pipeline:
     """The passes of a conversion: with calibration data a search decides, without any what is known of the program."""
     decision = (Constrain(), Partition()) if options.calibration is None else (Search(),)
-    return Pipeline((Options(), FreezeWeights(), TryInlineFunctions(), RaiseOpset(), *decision, NarrowIo()))
+    return Pipeline(
+        (
+            *(Options(), FreezeWeights(), TryInlineFunctions(), FoldConstants(), RaiseOpset(), WriteNorms()),
+            *decision,
+            NarrowIo(),
+        )
+    )
 
 
 def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> Program:

@@ -10,6 +10,7 @@ from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, has_kernel
+from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
@@ -17,6 +18,9 @@ from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, ope
 _CUDA = "CUDAExecutionProvider"
 #: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 _LATER = 22
+#: The opset of LayerNormalization, and others that many files have.
+_LAYER_NORM = 17
+_EARLIER = (13, _LAYER_NORM)
 
 
 def raise_for(program: Graph, dtype: str) -> str:
@@ -27,18 +31,19 @@ def raise_for(program: Graph, dtype: str) -> str:
     expressed there stays as it is.
     """
     own = program.opset()
-    if dtype != "bfloat16" or own >= _LATER:
+    targets = [target for target in _targets(program, dtype) if target > own]
+    if not targets:
         return ""
     best, count, trial, refused = own, _able(program, dtype), program, ""
-    for target in (TARGET_OPSET, _LATER):
-        if target <= own:
-            continue
+    for target in targets:
         copy = clone(program)
         try:
             convert_opset(copy, target)
         except GraphError:
             continue
         found = _able(copy, dtype)
+        if target >= _LAYER_NORM > own:
+            found += len(fuse_layer_norms(copy))
         lost = _lost(program, trial, copy) if target > TARGET_OPSET else []
         if found > count and not lost:
             best, count, trial = target, found, copy
@@ -51,6 +56,24 @@ def raise_for(program: Graph, dtype: str) -> str:
     annotate(program)  # what the newer forms of operators say of shapes
     raised = f"opset {own} raised to {best}, at which {count} operators can run in {dtype}"
     return f"{raised}; {refused}" if refused else raised
+
+
+def _targets(program: Graph, dtype: str) -> tuple[int, ...]:
+    """The opsets to try. For float16, which nearly all operators know from the start, the first one at which what lacks
+    a kernel now has one, and at which layer norms are operators where some are written out."""
+    own = program.opset()
+    if dtype == "bfloat16":
+        return (TARGET_OPSET, _LATER)
+    kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
+    lacking = [kind for kind in kinds if not has_kernel(_CUDA, kind, dtype, own)]
+    gains = {
+        t: sum(has_kernel(_CUDA, kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own
+    }
+    most = max(gains.values(), default=0)
+    target = next((t for t, gain in gains.items() if gain == most), 0) if most else 0
+    if own < _LAYER_NORM and "ReduceMean" in kinds and has_layer_norms(program):
+        target = max(target, _LAYER_NORM)
+    return (target,)
 
 
 def _able(program: Graph, dtype: str) -> int:

@@ -59,7 +59,13 @@ def _fill(variable: Variable, dtype: str | None, shape: Shape | None) -> None:
     if variable.type_proto is not None or variable.data is not None:
         return
     variable.dtype = variable.dtype or dtype
-    if shape is None or dtype != variable.dtype:
+    if dtype == variable.dtype:
+        refine(variable, shape)
+
+
+def refine(variable: Variable, shape: Shape | None) -> None:
+    """Fill in the sizes that the variable does not say itself."""
+    if shape is None:
         return
     shape = tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size_of(size) for size in shape)
     if variable.shape is None:

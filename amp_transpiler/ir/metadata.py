@@ -16,6 +16,8 @@ from amp_transpiler.ir.weights import not_a_weight
 PREFIX = "amp_transpiler."
 #: Metadata entry: why an operator runs in fp32 whatever the lists say. A part of an operator that does so inside.
 FULL = PREFIX + "fp32"
+#: Metadata entry of a norm that stands for a written-out one: its squares are summed in fp32 inside.
+NORM = PREFIX + "norm"
 #: Operator, of the own domain, that sets a variable to the content that it carries.
 INITIALIZER = "ArrayInitializer"
 _WHY = PREFIX + "why"

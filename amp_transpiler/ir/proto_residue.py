@@ -136,6 +136,12 @@ def source_of(program: Graph) -> Source | None:
     return found
 
 
+def listed_inputs(program: Graph) -> set[Variable]:
+    """What the file lists as inputs, initializers among them."""
+    source = source_of(program)
+    return {entry.variable for entry in source.inputs if entry.variable is not None} if source else set()
+
+
 def set_source(program: Graph, source: Source) -> None:
     """Let the program remember its file."""
     program.info.extra[_KEY] = source

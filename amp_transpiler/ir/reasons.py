@@ -133,7 +133,7 @@ class Reason:
 
     def running(self, runs: str) -> Reason:
         """The reason for which an operator runs in this way."""
-        return replace(self, runs=runs)
+        return Reason(self.kind, self.subject, self.detail, self.cause, runs)
 
     def __str__(self) -> str:
         return self._text(self.subject, self.detail, str(self.cause))

@@ -48,6 +48,26 @@ def expand_control_flow(program: Graph, feed_shapes: Mapping[str, tuple[int, ...
     return changed
 
 
+def inline_known_branches(program: Graph) -> bool:
+    """Let each If whose condition is a constant be the branch that is taken, in place, those in branches included;
+    whether there was any."""
+    found = False
+    pending = [op for op in program.nesting if op.type == "If" and not op.domain]
+    names = {op.name for op in program.walk()} if pending else set()
+    while pending:
+        op = pending.pop()
+        condition = op.input(0)
+        taken = None if condition is None or condition.is_input else constant_array(condition)
+        if taken is None or taken.size != 1:
+            for nested in op.attrs.programs:
+                found |= inline_known_branches(nested)
+            continue
+        first, found = program.next_key, True
+        _inline(op, bool(taken.all()), names)
+        pending += [new for new in program.added_since(first) if new.type == "If" and not new.domain]
+    return found
+
+
 def why_not_known(op: Operator) -> str:
     """Why control flow that is still there was not expanded, in words for an error, with the way out."""
     way_out = "Give its value before the run: amp.prepare_training(program, values={'INPUT': NUMBER})"
@@ -119,9 +139,13 @@ def _inline_if(op: Operator, env: _Known) -> bool:
     taken = env.number(op.input(0))
     if taken is None:
         return False
-    branch = op.attrs["then_branch" if taken else "else_branch"]
-    _replace(op, insert_graph(branch, op.program, {}, op.label, env.names))
+    _inline(op, bool(taken), env.names)
     return True
+
+
+def _inline(op: Operator, taken: bool, names: set[str]) -> None:
+    branch = op.attrs["then_branch" if taken else "else_branch"]
+    _replace(op, insert_graph(branch, op.program, {}, op.label, names))
 
 
 def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]:

@@ -30,17 +30,36 @@ class _Norm:
     scale: Variable
     bias: Variable
     epsilon: float
+    axis: int
 
 
-def fuse_layer_norms(program: Graph) -> list[str]:
-    """Put one LayerNormalization in the place of each that is written out over the last dimension; in place."""
+def fuse_layer_norms(
+    program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Operator] = frozenset()
+) -> list[str]:
+    """Put one LayerNormalization in the place of each that is written out over the last dimensions; in place."""
     count = 0
     for op in program.operators:
         found = _found(op) if op.type == "Add" and not op.domain else None
-        if found is not None:
+        if found is not None and not _protected(found, names, keep):
             _fuse(found)
             count += 1
     return [f"{count} layer norms that were written out are one operator each"] if count else []
+
+
+def has_layer_norms(program: Graph) -> bool:
+    """Whether there is a layer norm that is written out."""
+    return any(op.type == "Add" and not op.domain and _found(op) is not None for op in program.operators)
+
+
+def _protected(norm: _Norm, names: frozenset[str], keep: frozenset[Operator]) -> bool:
+    """Whether an operator of the norm has to stay, or a variable inside it."""
+    pending, seen = [norm.last], {norm.last}
+    while pending:
+        op = pending.pop()
+        read = [v.producer for v in op.inputs if v is not None and v not in (norm.x, norm.scale, norm.bias)]
+        pending += [maker for maker in dict.fromkeys(read) if maker is not None and maker not in seen]
+        seen.update(pending)
+    return bool(keep & seen) or any(v is not None and v.name in names for op in seen for v in op.outputs)
 
 
 def keep_root_mean_squares(program: Graph) -> list[str]:
@@ -50,10 +69,10 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     """
     count = 0
     for root in program.operators:
-        summed, epsilon = _constant(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
-        mean = _maker(summed, "ReduceMean")
-        square = None if mean is None else _maker(mean.input(0), "Pow") or _maker(mean.input(0), "Mul")
-        if mean is None or square is None or epsilon is None or not _squares(square) or FULL in root.metadata:
+        summed, epsilon = added_number(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
+        mean = maker(summed, "ReduceMean")
+        square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
+        if mean is None or square is None or epsilon is None or not squares(square) or FULL in root.metadata:
             continue
         made = root.outputs[0]
         assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None
@@ -69,7 +88,8 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
 
 
-def _squares(op: Operator) -> bool:
+def squares(op: Operator) -> bool:
+    """Whether a Mul or Pow squares its first operand."""
     if op.type == "Mul":
         return op.input(0) is op.input(1)
     data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
@@ -79,13 +99,14 @@ def _squares(op: Operator) -> bool:
 def _fuse(norm: _Norm) -> None:
     program, out = norm.last.program, norm.last.outputs[0]
     marks = norm.last.role, norm.last.guard, norm.last.scope
-    _remove(norm.last, {norm.x, norm.scale, norm.bias})
-    attrs = {"axis": -1, "epsilon": norm.epsilon}
-    new = program.add_operator("LayerNormalization", [norm.x, norm.scale, norm.bias], [out], attrs=attrs)
+    remove(norm.last, {norm.x, norm.scale, norm.bias})
+    attrs = {"axis": norm.axis, "epsilon": norm.epsilon}
+    name = norm.last.name
+    new = program.add_operator("LayerNormalization", [norm.x, norm.scale, norm.bias], [out], attrs=attrs, name=name)
     new.role, new.guard, new.scope = marks
 
 
-def _remove(last: Operator, needed: set[Variable]) -> None:
+def remove(last: Operator, needed: set[Variable]) -> None:
     """Take out an operator, and those before it that nothing else needs then."""
     program = last.program
     kept = needed | {*program.outputs, *program.updates.values()}
@@ -110,23 +131,26 @@ def _found(last: Operator) -> _Norm | None:
     normal, scale = _split(scaled, "Div")
     if bias is None or scale is None or normal is None:
         return None
-    deviation, root = _maker(normal.input(0), "Sub"), _maker(normal.input(1), "Sqrt")
+    deviation, root = maker(normal.input(0), "Sub"), maker(normal.input(1), "Sqrt")
     if deviation is None or root is None:
         return None
-    x, mean = deviation.input(0), _maker(deviation.input(1), "ReduceMean")
-    summed, epsilon = _constant(root.input(0))
-    variance = _maker(summed, "ReduceMean")
+    x, mean = deviation.input(0), maker(deviation.input(1), "ReduceMean")
+    summed, epsilon = added_number(root.input(0))
+    variance = maker(summed, "ReduceMean")
     if x is None or mean is None or variance is None or epsilon is None or mean.input(0) is not x:
         return None
+    axes, shape = reduced_axes(mean) or [], x.shape or ()
     if not _is_square(variance.input(0), deviation) or not (_over_last(mean, x) and _over_last(variance, x)):
         return None
-    size = x.shape[-1] if x.shape else None
-    if not isinstance(size, int) or scale.shape != (size,) or bias.shape != (size,) or scale.dtype != x.dtype:
+    size = shape[len(shape) - len(axes) :]
+    if reduced_axes(variance) != axes or not all(isinstance(d, int) for d in size):
         return None
-    return _Norm(last, x, scale, bias, epsilon)
+    if scale.shape != size or bias.shape != size or scale.dtype != x.dtype:
+        return None
+    return _Norm(last, x, scale, bias, epsilon, -len(axes))
 
 
-def _maker(variable: Variable | None, type_: str) -> Operator | None:
+def maker(variable: Variable | None, type_: str) -> Operator | None:
     """The operator of this type that makes the variable."""
     op = None if variable is None else variable.producer
     return op if op is not None and op.type == type_ and not op.domain else None
@@ -135,15 +159,15 @@ def _maker(variable: Variable | None, type_: str) -> Operator | None:
 def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable | None]:
     """Of a commutative operator: the operator of ``type_`` that makes one operand, and the other operand."""
     for slot in (0, 1) if op is not None else ():
-        maker = _maker(op.input(slot), type_) if op is not None else None
-        if maker is not None and op is not None:
-            return maker, op.input(1 - slot)
+        made = maker(op.input(slot), type_) if op is not None else None
+        if made is not None and op is not None:
+            return made, op.input(1 - slot)
     return None, None
 
 
-def _constant(variable: Variable | None) -> tuple[Variable | None, float | None]:
+def added_number(variable: Variable | None) -> tuple[Variable | None, float | None]:
     """What a number is added to, and the number."""
-    op = _maker(variable, "Add")
+    op = maker(variable, "Add")
     for slot in (0, 1) if op is not None else ():
         other = op.input(slot) if op is not None else None
         data = None if other is None else content(other)
@@ -154,21 +178,32 @@ def _constant(variable: Variable | None) -> tuple[Variable | None, float | None]
 
 def _is_square(variable: Variable | None, deviation: Operator) -> bool:
     """Whether the variable is the square of the deviation, or of another one from the same operands."""
-    power = _maker(variable, "Pow") or _maker(variable, "Mul")
-    return power is not None and _squares(power) and _alike(power.input(0), deviation)
+    power = maker(variable, "Pow") or maker(variable, "Mul")
+    return power is not None and squares(power) and _alike(power.input(0), deviation)
 
 
 def _alike(variable: Variable | None, deviation: Operator) -> bool:
-    made = _maker(variable, "Sub")
+    made = maker(variable, "Sub")
     return made is not None and list(made.inputs) == list(deviation.inputs)
 
 
 def _over_last(op: Operator, x: Variable) -> bool:
-    """Whether a ReduceMean is over the last dimension, which it keeps."""
-    axes = op.input(1)
-    known = None if axes is None else constant_array(axes)
-    rank = len(x.shape or ())
-    return op.attrs.get("keepdims", 1) == 1 and known is not None and known.reshape(-1).tolist() in ([-1], [rank - 1])
+    """Whether a ReduceMean is over the last dimensions, which it keeps."""
+    axes, rank = reduced_axes(op), len(x.shape or ())
+    return op.attrs.get("keepdims", 1) == 1 and bool(axes) and axes == list(range(rank - len(axes or ()), rank))
+
+
+def reduced_axes(op: Operator) -> list[int] | None:
+    """The axes that an operator reduces, counted from the first and in order; None where they are not known."""
+    read = op.inputs[0]
+    if read is None or read.shape is None:
+        return None
+    given = op.attrs.get("axes")
+    axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+    if given is None and axes is None:
+        return None
+    rank = len(read.shape)
+    return sorted({int(axis) % rank for axis in (given if given is not None else axes.reshape(-1))})  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 
@@ -112,6 +113,11 @@ def _attribute_to_input(op: Operator, name: str, slot: int, dtype: Any = np.int6
         del op.attrs[name]
 
 
+def _type_of_data(op: Operator) -> Any:
+    source = op.inputs[0]
+    return np.float32 if source is None or source.dtype is None else numpy_dtype(source.dtype)
+
+
 @_adapter(13, "ReduceSum", "Squeeze", "Unsqueeze")
 @_adapter(
     18,
@@ -144,16 +150,14 @@ def _slice(op: Operator) -> None:
 
 @_adapter(11, "Clip")
 def _clip(op: Operator) -> None:
-    source = op.inputs[0]
-    dtype = np.float32 if source is None or source.dtype is None else np.dtype(source.dtype)
     for slot, name in enumerate(("min", "max"), 1):
-        _attribute_to_input(op, name, slot, dtype)
+        _attribute_to_input(op, name, slot, _type_of_data(op))
 
 
 @_adapter(11, "Pad")
 def _pad(op: Operator) -> None:
     _attribute_to_input(op, "pads", 1)
-    _attribute_to_input(op, "value", 2, np.float32)
+    _attribute_to_input(op, "value", 2, _type_of_data(op))
 
 
 @_adapter(12, "Dropout")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -184,7 +185,7 @@ class _OverflowRules:
             return SQUARE, Reason(Kind.SUMS_SQUARES, cause=square)
         if made in self.squares and made in self.logged and self.float16:
             return SQUARE, Reason(Kind.SQUARE_BEFORE_LOG, cause=square)
-        if traits.overflows_inside is Kind.SQUARES_INSIDE and op.attrs.get("p", 2) == 2:
+        if traits.overflows_inside is Kind.SQUARES_INSIDE and op.attrs.get("p", 2) == 2 and NORM not in op.metadata:
             divides = traits.reduces == "norm" and made in self.propagation.divides
             return MAY_UNDERFLOW if divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
         if traits.overflows_inside is Kind.POWERS_INSIDE:

@@ -225,6 +225,8 @@ def check_variables(
 ) -> None:
     """ArgumentError where ``custom_black_varnames`` (``called`` so in messages) names a variable, or a pattern, that
     the program does not have."""
+    if not lists.black_varnames:
+        return
     known = _variable_names(program)
     missing = sorted(lists.black_varnames - known)
     patterns = [name for name in missing if is_pattern(name)]

@@ -1,0 +1,60 @@
+"""Shapes that a program declares, as far as an operator asks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from amp_transpiler.ir.nodes import Operator, Variable
+
+
+def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) -> np.ndarray | None:
+    """What an operator makes of a shape that is declared as far as it asks."""
+    read = op.input(0)
+    if read is None or op.type not in ("Shape", "Size", "Gather", "Slice"):
+        return None
+    sizes = _sizes(read if op.type in ("Shape", "Size") else shape_of(read))
+    if sizes is None:
+        return None
+    if op.type == "Size":
+        return np.array(math.prod(sizes), np.int64) if all(d is not None for d in sizes) else None  # type: ignore[arg-type]
+    if op.type == "Shape":
+        return _whole(sizes[op.attrs.get("start", 0) : op.attrs.get("end", len(sizes))])
+    made = read.producer
+    assert made is not None
+    if made.attrs.get("start", 0) or "end" in made.attrs:
+        return None
+    ends = [known(v) for v in op.inputs[1:] if v is not None]
+    if any(end is None for end in ends):
+        return None
+    if op.type == "Gather":
+        where = np.asarray(ends[0])
+        if where.ndim > 1 or not all(-len(sizes) <= i < len(sizes) for i in where.reshape(-1)):
+            return None
+        taken = _whole([sizes[i] for i in where.reshape(-1)])
+        return None if taken is None else taken.reshape(where.shape)
+    starts = op.attrs.get("starts", ends[0] if ends else None)
+    stops = op.attrs.get("ends", ends[1] if len(ends) > 1 else None)
+    step = int(np.asarray(ends[3]).reshape(-1)[0]) if len(ends) > 3 else 1
+    if starts is None or stops is None or np.size(starts) != 1 or np.size(stops) != 1 or step == 0:
+        return None
+    return _whole(sizes[int(np.reshape(starts, -1)[0]) : int(np.reshape(stops, -1)[0]) : step])
+
+
+def shape_of(variable: Variable | None) -> Variable | None:
+    """Whose shape it is."""
+    made = None if variable is None else variable.producer
+    return made.input(0) if made is not None and made.type == "Shape" and not made.domain else None
+
+
+def _sizes(variable: Variable | None) -> list[int | None] | None:
+    if variable is None or variable.shape is None or variable.type_proto is not None:
+        return None
+    return [d if isinstance(d, int) else None for d in variable.shape]
+
+
+def _whole(sizes: Iterable[int | None]) -> np.ndarray | None:
+    found = list(sizes)
+    return None if None in found else np.array(found, np.int64)

@@ -1,0 +1,398 @@
+"""Constant branches and shape arithmetic are computed before the run, by running them.
+
+Operators that read nothing but constants, and shapes that the program declares, are gathered and run in one onnxruntime
+session; those whose size only those values tell come in the next. Nothing is run whose size is not known to be small:
+a file may ask for more than any machine has. A result takes the place of its operators where the file does not grow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+import onnx
+
+from amp_transpiler.conversion.conversion_options import OPTIONS
+from amp_transpiler.conversion.declared_shapes import shape_of, shape_value
+from amp_transpiler.conversion.file_room import Room, connected
+from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.errors import AmpError, GraphError
+from amp_transpiler.ir.annotate import annotate, refine
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import constant_array, infer_operator, type_proto
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.proto_residue import listed_inputs
+from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
+from amp_transpiler.passes.canonicalize.control_flow import inline_known_branches
+from amp_transpiler.passes.canonicalize.sequences import expand_sequences
+from amp_transpiler.passes.canonicalize.simplify import remove_dead, remove_identities
+from amp_transpiler.passes.lowering.place import CPUPlace
+from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.precision.rules import check_variables
+from amp_transpiler.passes.view.constants import content
+from amp_transpiler.runtime.budget import Budget, watched, within
+from amp_transpiler.runtime.session import Settings, create_session
+
+#: Bytes of the largest tensor that is read or computed, and of all that one program computes.
+LARGEST, MOST = 16 << 20, 256 << 20
+#: Multiplications of the largest product that is computed.
+_WORK = 1 << 28
+#: Seconds that one run may take.
+_SECONDS = 10.0
+#: Bytes that an operator takes in a file.
+_NODE = 96
+#: The part of its constants' bytes by which a file may grow for the sake of fewer operators.
+_GROWTH = 128
+#: Turns: what was in a branch that is taken may make other conditions known.
+_TURNS = 8
+#: Small tensors whose content tells the sizes of others.
+_SMALL = 1024
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_TYPES = frozenset({*_INTEGERS, "float16", "float32", "float64", "bool"})
+#: Sizes depend on the content even so, but never exceed that of the input times its rank.
+_SELECTING = frozenset({"NonZero", "Unique", "Compress"})
+#: Quantisation is what its author wants.
+_QUANTISED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
+#: What may take long, whatever the size, or makes no tensor of numbers.
+_SLOW = frozenset({"Conv", "ConvTranspose", "DeformConv", "LSTM", "GRU", "RNN", "Einsum", "Attention", "Det", "DFT"})
+_OTHER = frozenset({"Optional", "OptionalGetElement", "StringNormalizer", "TfIdfVectorizer", "NonMaxSuppression"})
+_NEVER = _QUANTISED | _SLOW | _OTHER
+
+
+def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Operator] = frozenset()) -> int:
+    """Let what is known before the run be constants, in place, in nested graphs too; the number of operators that went.
+
+    Args:
+        program: typed, its weights constants.
+        names: variables that stay what they are.
+        keep: operators that stay what they are.
+    """
+    before = sum(1 for _ in program.walk())
+    for _ in range(_TURNS):
+        _fold_graph(program, names, keep)
+        branches = inline_known_branches(program)
+        expand_sequences(program)
+        remove_identities(program, names, keep)
+        remove_dead(program, names, keep)
+        if not branches:
+            break
+        annotate(program)
+    return before - sum(1 for _ in program.walk())
+
+
+def _fold_graph(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
+    _Folding(program, names, keep).run()
+    for op in program.nesting:
+        for nested in op.attrs.programs:
+            _fold_graph(nested, names, keep)
+
+
+def _eligible(op: Operator) -> bool:
+    """Whether it is of a kind that may be computed."""
+    if op.domain not in ("", "ai.onnx") or op.attrs.programs:
+        return False
+    return op.type not in _NEVER and not traits_of(op).random
+
+
+class _Known:
+    """The types of what can be computed, and the content of what is known and small."""
+
+    def __init__(self) -> None:
+        self.types: dict[int, tuple[str | None, Shape | None]] = {}
+        self.arrays: dict[Variable, np.ndarray] = {}
+
+    def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
+        return self.types.get(variable.key, (variable.dtype, variable.shape))
+
+    def value(self, variable: Variable) -> np.ndarray | None:
+        """The content of a small tensor."""
+        found = self.arrays.get(variable)
+        return found if found is not None and found.size <= _SMALL else None
+
+
+class _Folding:
+    """One turn on one graph."""
+
+    def __init__(self, program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
+        self.program, self.names, self.keep = program, names, keep
+        self.known = _Known()
+        #: Constants that are read, by what holds them here: None for what is none.
+        self.leaves: dict[Variable, np.ndarray | None] = {}
+        self.folded: dict[Operator, None] = {}
+        self.pending: dict[Operator, None] = {}
+        self.left = MOST
+        #: Operators by their place in the program, those that nothing is left to ask of, and those to be asked anew.
+        self.place: dict[Operator, int] = {}
+        self.settled: set[Operator] = set()
+        self.stirred: set[Operator] = set()
+        #: What must not become a constant.
+        self.refused: set[Variable] = set()
+
+    def run(self) -> None:
+        """Compute what can be, and put it in."""
+        outputs = {*self.program.outputs, *self.program.updates.values()}
+        for op in self.program.operators:
+            self.place[op] = len(self.place)
+            held = any(v is not None and (v in outputs or v.name in self.names) for v in op.outputs)
+            if op in self.keep or op.type == "Constant" or held or not _eligible(op):
+                self.settled.add(op)
+        heap = [(place, op) for op, place in self.place.items() if op not in self.settled and self._asks(op)]
+        while heap:
+            queued = {op for _, op in heap}
+            while heap:
+                op = heappop(heap)[1]
+                queued.discard(op)
+                if op not in self.settled and self._take(op):
+                    self.settled.add(op)
+                if op in self.pending or op in self.folded:
+                    changed = [v for v in op.outputs if v is not None]
+                else:
+                    changed = self._reshaped(op) if op in self.stirred else []
+                self._stir(changed, heap, queued)
+            self._stir(self._compute(), heap, queued)
+        self._replace()
+
+    def _asks(self, op: Operator) -> bool:
+        """Whether the operator may be known from the start: it reads constants alone, or a shape."""
+        shaped = op.type in ("Shape", "Size") or (op.type in ("Gather", "Slice") and shape_of(op.input(0)) is not None)
+        return shaped or all(v is None or self._leaf(v) is not None for v in op.inputs)
+
+    def _stir(self, changed: Iterable[Variable], heap: list[tuple[int, Operator]], queued: set[Operator]) -> None:
+        """More is known of these variables: who reads them is asked again."""
+        for variable in changed:
+            for op, slot in variable.readers:
+                if slot != CAPTURE and op not in self.folded and op not in self.pending:
+                    self.stirred.add(op)
+                    if op not in queued:
+                        queued.add(op)
+                        heappush(heap, (self.place[op], op))
+
+    def _reshaped(self, op: Operator) -> list[Variable]:
+        """The outputs of which the shape of an operator's inputs now tells more than was known."""
+        self.stirred.discard(op)
+        if op.attrs.programs:
+            return []
+        try:
+            infer_operator(op, self.known)
+        except GraphError:
+            self.refused.update(v for v in op.inputs if v is not None)
+            return []
+        found = []
+        for variable in (v for v in op.outputs if v is not None and v.type_proto is None):
+            dtype, shape = self.known.types.pop(variable.key, (None, None))
+            before = variable.shape
+            if dtype == variable.dtype:
+                refine(variable, shape)
+            if variable.shape != before:
+                found.append(variable)
+        return found
+
+    # -- what can be computed ----------------------------------------------------------------------------
+    def _take(self, op: Operator) -> bool:
+        """Whether nothing is left to ask about the operator: it is computed, will be, or never can."""
+        shape = shape_value(op, self._content)
+        if shape is not None and op.outputs[0] is not None:
+            self._put(op.outputs[0], shape)
+            self.folded[op] = None
+            return True
+        read = [v for v in op.inputs if v is not None]
+        states = [self._state(v) for v in read]
+        if None in states or (op.type == "Range" and False in states):
+            return False  # a later turn may know it
+        if op.type == "Range":
+            self._count(op, [self.known.arrays[v] for v in read])
+            return True
+        return self._sized(op, read, waits=False in states)
+
+    def _state(self, variable: Variable) -> bool | None:
+        """True: known; False: it will be computed; None: it is not known."""
+        if variable in self.known.arrays:
+            return True
+        if variable.producer is not None and variable.producer in self.pending:
+            return False
+        return True if self._leaf(variable) is not None else None
+
+    def _leaf(self, variable: Variable) -> np.ndarray | None:
+        if variable not in self.leaves:
+            self.leaves[variable] = found = _constant(variable)
+            if found is not None:
+                self._put(variable, found)
+        return self.leaves[variable]
+
+    def _content(self, variable: Variable) -> np.ndarray | None:
+        found = self.known.arrays.get(variable)
+        return self._leaf(variable) if found is None else found
+
+    def _put(self, variable: Variable, array: np.ndarray) -> None:
+        self.known.arrays[variable] = array
+        self.known.types[variable.key] = (tensor_type(array)[0], array.shape)
+
+    def _count(self, op: Operator, ends: Sequence[np.ndarray]) -> None:
+        """Compute a Range. Its operands may have a dimension, which ONNX refuses where they are constants."""
+        out = op.outputs[0]
+        if out is None or len(ends) != 3 or any(end.size != 1 for end in ends):
+            return
+        first, last, step = (end.reshape(-1) for end in ends)
+        if not np.isfinite([*first, *last, *step]).all() or not step[0]:
+            return
+        count = max(math.ceil((float(last[0]) - float(first[0])) / float(step[0])), 0)
+        if count * first.itemsize > LARGEST:
+            return
+        terms = np.concatenate([first, np.repeat(step, max(count - 1, 0))])[:count]
+        self._put(out, np.add.accumulate(terms, dtype=first.dtype))  # adding up, as onnxruntime does
+        self.folded[op] = None
+
+    def _sized(self, op: Operator, read: Sequence[Variable], waits: bool) -> bool:
+        """Let the operator be computed if its size is known and small; whether that is settled."""
+        try:
+            infer_operator(op, self.known)
+        except GraphError:  # ONNX takes less than onnxruntime does, and would refuse the operator on such a constant
+            self.refused.update(read)
+            return True
+        size = 0
+        for variable in (v for v in op.outputs if v is not None):
+            dtype, shape = self.known[variable]
+            if dtype not in _TYPES:
+                return True
+            if shape is None or not all(isinstance(d, int) for d in shape):
+                if waits:
+                    return False
+                if op.type not in _SELECTING:
+                    return True
+                shape = (math.prod(self.known.arrays[read[0]].shape), max(self.known.arrays[read[0]].ndim, 1))
+            size = max(size, byte_size(dtype, [int(d or 0) for d in shape]))
+        self.left -= size * len(op.outputs)
+        if size > LARGEST or self.left < 0 or self._work(op, read, size) > _WORK:
+            return True
+        self.pending[op] = None
+        return True
+
+    def _work(self, op: Operator, read: Sequence[Variable], size: int) -> int:
+        shape = self.known[read[0]][1] if traits_of(op).product and read else None
+        return size * max(int(d or 0) for d in shape) if shape else 0
+
+    # -- computing ---------------------------------------------------------------------------------------
+    def _compute(self) -> list[Variable]:
+        """Run what is pending in one session (what fails with others is tried by itself); what is known then."""
+        pending, self.pending = list(self.pending), {}
+        results = self._ran(pending) if pending else {}
+        parts = [(pending, results)] if results is not None else [(g, self._ran(g)) for g in connected(pending)]
+        made = []
+        for group, found in parts:
+            if found is not None:
+                self.folded |= dict.fromkeys(group)
+                for variable, array in found.items():
+                    self._put(variable, array)
+                made += list(found)
+        return made
+
+    def _ran(self, operators: Sequence[Operator]) -> dict[Variable, np.ndarray] | None:
+        made = [v for op in operators for v in op.outputs if v is not None]
+        own = set(made)
+        read = list(dict.fromkeys(v for op in operators for v in op.inputs if v is not None and v not in own))
+        opset = onnx.helper.make_opsetid("", self.program.opset())
+        given = [onnx.helper.make_value_info(_called(v), type_proto(*self.known[v])) for v in read]
+        wanted = [onnx.helper.make_value_info(_called(v), type_proto(self.known[v][0], None)) for v in made]
+        graph = onnx.helper.make_graph([_node(op) for op in operators], "fold", given, wanted)
+        model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8)
+        feeds = {_called(v): self.known.arrays[v] for v in read}
+        settings = Settings(optimization_level="disable", threads=1)
+        try:
+            with watched(f"folding constants of program '{self.program.name}'") as options:
+                session, _ = create_session(model, CPUPlace(), settings, self.program.name)
+                found = session.run([_called(v) for v in made], feeds, options)
+        except AmpError:
+            return None
+        except Exception:  # onnxruntime's errors have no common base class; what fails here will fail in the run
+            return None
+        return dict(zip(made, map(np.asarray, found), strict=True))
+
+    # -- putting it in -----------------------------------------------------------------------------------
+    def _replace(self) -> None:
+        """Put results in the place of their operators, from the last one on, where the file does not grow."""
+        spare = self._spare()
+        removed = [op for op in reversed(self.program.operators) if self._goes(op, spare)]
+        for op in removed:
+            made = [v for v in op.outputs if v is not None]
+            self.program.remove_operator(op)
+            for variable in made:
+                if variable.readers:
+                    array = self.known.arrays[variable]
+                    variable.data, variable.shape, variable.type_proto = array, array.shape, None
+                else:
+                    self.program.remove_variable(variable)
+
+    def _goes(self, op: Operator, spare: Room) -> bool:
+        """Whether the operator goes: nothing that stays reads it, or what it makes is small enough for the file."""
+        if op not in self.folded:
+            return False
+        needed = [
+            v for v in op.outputs if v is not None and any(r not in self.folded or s == CAPTURE for r, s in v.readers)
+        ]
+        other = any(v in self.refused or tensor_type(self.known.arrays[v])[0] != v.dtype for v in needed)
+        if other or not spare.take(op, sum(self.known.arrays[v].nbytes for v in needed)):
+            del self.folded[op]
+            return False
+        return True
+
+    def _spare(self) -> Room:
+        total = sum(byte_size(*tensor_type(v.data)) for v in self.program.variables if v.data is not None)
+        spare = Room(total // _GROWTH + _NODE * len(self.folded))
+        for op in self.folded:
+            for variable in (v for v in op.inputs if v is not None):
+                if variable.producer in self.folded:
+                    spare.join(op, variable.producer)
+        listed = listed_inputs(self.program)  # which stay
+        for variable, array in self.leaves.items():
+            if variable in listed:
+                continue
+            readers = [r for r, _ in variable.readers]
+            if array is not None and readers and all(r in self.folded for r in readers):
+                spare.add(readers[0], array.nbytes)
+        return spare
+
+
+def _constant(variable: Variable) -> np.ndarray | None:
+    """The content of a constant of moderate size, of the graph around too."""
+    while variable.outer is not None:
+        variable = variable.outer
+    if variable.is_input or variable.persistable or variable.dtype not in _TYPES:
+        return None
+    data = content(variable)
+    if data is None:
+        return constant_array(variable)
+    return as_array(data) if byte_size(*tensor_type(data)) <= LARGEST else None
+
+
+def _called(variable: Variable | None) -> str:
+    return "" if variable is None else f"v{variable.key}"
+
+
+def _node(op: Operator) -> onnx.NodeProto:
+    node: onnx.NodeProto = onnx.helper.make_node(
+        op.type, [_called(v) for v in op.inputs], [_called(v) for v in op.outputs]
+    )
+    node.attribute.extend(op.attrs.protos())
+    return node
+
+
+@dataclass(frozen=True)
+class FoldConstants(Pass):
+    """Shape arithmetic and constant branches become their results; no-operations and what nobody reads go."""
+
+    name = "fold-constants"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return not converted(graph)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        options = context[OPTIONS]
+        check_variables(graph, options.lists, "convert", options.called("black_varnames"))
+        names, keep = protected(graph, options)
+        with within(Budget(_SECONDS if options.time_budget is None else options.time_budget, options.memory_budget)):
+            fold(graph, names, keep)

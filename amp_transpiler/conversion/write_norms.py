@@ -1,0 +1,38 @@
+"""Norms that are written out become operators that compute in fp32 inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_transpiler.conversion.conversion_options import OPTIONS
+from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
+from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
+from amp_transpiler.passes.canonicalize.simplify import remove_dead
+from amp_transpiler.passes.pipeline import Context, Pass, Property
+
+#: The opset of LayerNormalization.
+_LAYER_NORM = 17
+
+
+@dataclass(frozen=True)
+class WriteNorms(Pass):
+    """Layer norms, RMS norms and mean squares that are written out become operators that compute in fp32 inside."""
+
+    name = "write-norms"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return not converted(graph)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        options = context[OPTIONS]
+        names, keep = protected(graph, options)
+        before = graph.version
+        if graph.opset() >= _LAYER_NORM:
+            context.notes += fuse_layer_norms(graph, names, keep)
+        if options.dtype == "float16" and options.numeric_guards:  # the digits of bfloat16 are too few for a whole row
+            write_as_norms(graph, names, keep)
+        if graph.version != before:
+            remove_dead(graph, names, keep)

@@ -1,0 +1,221 @@
+"""Roots of mean squares, and mean squares, become Euclidean norms: sums of squares that are computed in fp32 inside.
+
+Written out, ``sqrt(mean(x * x) + epsilon)`` needs fp32 tensors: a square leaves float16 beyond 255. ReduceL2 reads and
+writes 16 bit and squares in fp32, and its result leaves the format no sooner than a vector does. The epsilon comes in
+as one more element of the vector: ``sqrt(L2(x)**2 + n * epsilon)`` is the norm of ``(L2(x), sqrt(n * epsilon))``, and
+the factor ``1 / sqrt(n)`` goes into the weight of the norm where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.metadata import NORM
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.passes.canonicalize.fuse_norm import added_number, maker, reduced_axes, remove, squares
+from amp_transpiler.passes.view.constants import content
+
+#: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
+_LARGE = 1024.0
+#: What reads a mean square so that the digits of a small one count.
+_DELICATE = frozenset({"Add", "Sub", "Sqrt", "Pow", "Log", "Max", "Clip", "Div", "Reciprocal"})
+
+
+def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
+    """Rewrite roots of mean squares and mean squares over a known number of elements, in place; how many.
+
+    Variables among ``names`` and operators of ``keep`` stay what they are.
+    """
+    count = 0
+    for mean in program.operators:
+        made = mean.output(0)
+        if mean.type != "ReduceMean" or mean.domain or made is None or made.producer is not mean:
+            continue
+        square = maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
+        axes = reduced_axes(mean)
+        if square is None or axes is None or not squares(square) or square.output(0) in program.outputs:
+            continue
+        x = square.inputs[0]
+        if x is None or x.dtype != "float32" or x.shape is None:
+            continue
+        sizes = [x.shape[axis] for axis in axes]
+        if not all(isinstance(size, int) and size for size in sizes):
+            continue
+        found = _Found(program, x, square, mean, axes, math.prod(int(s) for s in sizes if isinstance(s, int)))
+        if not found.may_go(names, keep):
+            continue
+        count += found.rewrite_root() or found.rewrite_mean()
+    return count
+
+
+class _Found:
+    """A mean square, and the root of it if there is one."""
+
+    def __init__(
+        self, program: Graph, x: Variable, square: Operator, mean: Operator, axes: Sequence[int], count: int
+    ) -> None:
+        self.program, self.x, self.square, self.mean, self.axes, self.count = program, x, square, mean, axes, count
+        self.kept = mean.attrs.get("keepdims", 1) == 1
+        self.marks = mean.role, mean.guard, mean.scope
+        made = mean.outputs[0]
+        assert made is not None
+        self.made = made
+
+    def may_go(self, names: frozenset[str], keep: frozenset[Operator]) -> bool:
+        """Whether square and mean are nobody else's."""
+        squared = self.square.outputs[0]
+        assert squared is not None
+        alone = len(squared.readers) == 1 and not (names & {squared.name, self.made.name})
+        return alone and not keep & {self.square, self.mean} and self.made not in self.program.outputs
+
+    def rewrite_root(self) -> bool:
+        """Write the root of the mean square, and of an epsilon, as a norm."""
+        root, epsilon = self._root()
+        if root is None or not self.kept or root.outputs[0] is None:
+            return False
+        out = root.outputs[0]
+        readers = [op for op, _ in out.readers]
+        if out in self.program.outputs or not readers or any(isinstance(s, str) for _, s in out.readers):
+            return False
+        if epsilon and math.sqrt(epsilon * self.count) < 1e-6:  # lost in float16
+            return False
+        norm = self._norm(self.x, self.axes, self.made.shape)
+        if epsilon:
+            norm = self._norm(self._padded(norm, math.sqrt(epsilon * self.count)), self.axes[-1:], self.made.shape)
+        quotients = self._quotients(out)
+        if quotients is None or not self._scale_weights(quotients):
+            norm = self._scaled(norm, 1 / math.sqrt(self.count))
+        if quotients is None:
+            self.program.replace_uses(out, norm)
+        for op, product in quotients or ():
+            if op is product:
+                op.set_input(1, norm)
+            else:
+                other = next(v for v in product.inputs if v is not op.output(0))
+                result, name = product.outputs[0], product.name
+                self.program.remove_operator(product)
+                self._add("Div", [other, norm], [result], name=name)
+        for op in dict.fromkeys(op for op, product in quotients or () if op is not product):
+            remove(op, set())
+        if root.program.has_var(out.name) and out.producer is root:
+            remove(root, {self.x})
+            self.program.remove_variable(out)
+        return True
+
+    def rewrite_mean(self) -> bool:
+        """Write the mean square as the square of a norm, unless its small values count in what follows."""
+        if any(isinstance(slot, str) or op.type in _DELICATE for op, slot in self.made.readers):
+            return False
+        norm = self._scaled(self._norm(self.x, self.axes, self.made.shape), 1 / math.sqrt(self.count))
+        remove(self.mean, {self.x})
+        self._add("Mul", [norm, norm], [self.made], name=self.mean.name)
+        return True
+
+    def _root(self) -> tuple[Operator | None, float]:
+        if len(self.made.readers) != 1:
+            return None, 0.0
+        op = self.made.readers[0][0]
+        epsilon = 0.0
+        if op.type == "Add" and op.output(0) is not None:
+            _, number = added_number(op.output(0))
+            made = op.outputs[0]
+            if number is None or number < 0 or made is None or len(made.readers) != 1:
+                return None, 0.0
+            epsilon, op = number, made.readers[0][0]
+        return (op, epsilon) if op.type == "Sqrt" and not op.domain else (None, 0.0)
+
+    def _quotients(self, root: Variable) -> list[tuple[Operator, Operator]] | None:
+        """The operators that divide by the root, each with the product that it is (a reciprocal: one for each use)."""
+        found = []
+        for op, slot in root.readers:
+            if op.type == "Div" and slot == 1 and not _is_one(op.input(0)):
+                found.append((op, op))
+                continue
+            made = op.output(0)
+            if op.type not in ("Reciprocal", "Div") or (slot == 0 and op.type == "Div") or made is None:
+                return None
+            for use, _ in made.readers:
+                if use.type != "Mul" or use.domain or use.input(0) is use.input(1):
+                    return None
+                found.append((op, use))
+            if made in self.program.outputs or not made.readers:
+                return None
+        return found
+
+    def _scale_weights(self, quotients: Sequence[tuple[Operator, Operator]]) -> bool:
+        """Let the weights that all quotients are multiplied by take in the root of the count."""
+        scaled = []
+        for _, product in quotients:
+            made = product.outputs[0]
+            if made is None or made in self.program.outputs or not made.readers:
+                return False
+            for op, slot in made.readers:
+                if op.type != "Mul" or op.domain or isinstance(slot, str):
+                    return False
+                weight = op.input(1 - slot)
+                data = None if weight is None or weight.persistable else content(weight)
+                if weight is None or data is None or weight.dtype != "float32":
+                    return False
+                array = as_array(data) * np.float32(math.sqrt(self.count))
+                if array.size > 1 << 20 or not np.abs(array).max(initial=0) < _LARGE:
+                    return False
+                scaled.append((op, 1 - slot, weight, array))
+        for op, slot, weight, array in scaled:
+            op.set_input(slot, self.program.add_constant(f"{weight.name}.scaled", array))
+        return True
+
+    # -- new operators -----------------------------------------------------------------------------------
+    def _add(
+        self, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], **more: object
+    ) -> Operator:
+        name = str(more.pop("name", ""))
+        op = self.program.add_operator(type_, inputs, outputs, attrs=dict(more), name=name)
+        op.role, op.guard, op.scope = self.marks
+        return op
+
+    def _new(self, shape: object) -> Variable:
+        name = self.program.unique(f"{self.made.name}.norm")
+        return self.program.add_variable(name, self.x.dtype, shape)  # type: ignore[arg-type]
+
+    def _norm(self, x: Variable, axes: Sequence[int], shape: object) -> Variable:
+        out, keep = self._new(shape), int(self.kept)
+        if self.program.opset() < 18:
+            op = self._add("ReduceL2", [x], [out], axes=list(axes), keepdims=keep)
+        else:
+            op = self._add("ReduceL2", [x, self._integers(axes)], [out], keepdims=keep)
+        op.metadata[NORM] = "of a mean square"
+        return out
+
+    def _padded(self, x: Variable, value: float) -> Variable:
+        """One more element along the last of the axes."""
+        rank, axis = len(self.x.shape or ()), self.axes[-1]
+        pads = [0] * (2 * rank)
+        pads[rank + axis] = 1
+        shape = None if x.shape is None else tuple(2 if i == axis else size for i, size in enumerate(x.shape))
+        out = self._new(shape)
+        if self.program.opset() < 11:
+            self._add("Pad", [x], [out], pads=pads, value=value)
+        else:
+            filled = self.program.add_constant(f"{self.made.name}.epsilon", np.array(value, np.float32))
+            self._add("Pad", [x, self._integers(pads), filled], [out])
+        return out
+
+    def _scaled(self, x: Variable, factor: float) -> Variable:
+        number = self.program.add_constant(f"{self.made.name}.factor", np.array(factor, np.float32))
+        out = self._new(x.shape)
+        self._add("Mul", [x, number], [out])
+        return out
+
+    def _integers(self, numbers: Sequence[int]) -> Variable:
+        return self.program.add_constant(f"{self.made.name}.axes", np.array(numbers, np.int64))
+
+
+def _is_one(variable: Variable | None) -> bool:
+    array = None if variable is None or variable.is_input else constant_array(variable)
+    return array is not None and array.size == 1 and bool(array.reshape(-1)[0] == 1)

@@ -1,0 +1,170 @@
+"""Sequences of known length become tensors: no 16-bit type runs through a sequence, and no kernel of CUDA reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import Operator, Variable
+
+#: Pieces that one sequence may have.
+_MOST = 256
+_READERS = frozenset({"SequenceAt", "SequenceLength", "ConcatFromSequence", "SequenceInsert", "SequenceErase"})
+
+
+def expand_sequences(program: Graph) -> bool:
+    """Let what is read of sequences whose pieces are known be read of tensors, in place; whether there was any.
+
+    What made the sequences stays, read by nobody.
+    """
+    known: dict[Variable, list[Variable]] = {}
+    changed = False
+    for op in program.operators:
+        if op.domain or op.attrs.programs:
+            continue
+        pieces = known.get(op.inputs[0]) if op.inputs and op.inputs[0] is not None else None
+        made = op.output(0)
+        if made is None:
+            continue
+        if made.type_proto is not None:
+            found = _pieces(op, pieces) if _only_read(made) else None
+            if found is not None and len(found) <= _MOST:
+                known[made] = found
+        elif pieces is not None:
+            changed |= _read(op, pieces, made)
+    return changed
+
+
+def _only_read(sequence: Variable) -> bool:
+    """Whether only operators that know what they read of it do."""
+    program, seen, pending = sequence.program, {sequence}, [sequence]
+    while pending:
+        variable = pending.pop()
+        if variable in program.outputs:
+            return False
+        for op, slot in variable.readers:
+            if slot != 0 or op.domain or op.type not in _READERS:
+                return False
+            position = {"SequenceAt": 1, "SequenceErase": 1, "SequenceInsert": 2}.get(op.type)
+            index = None if position is None else op.input(position)
+            if index is not None and (index.is_input or constant_array(index) is None):
+                return False
+            if op.type in ("SequenceInsert", "SequenceErase") and op.outputs[0] not in seen and op.outputs[0]:
+                seen.add(op.outputs[0])
+                pending.append(op.outputs[0])
+    return True
+
+
+def _pieces(op: Operator, before: list[Variable] | None) -> list[Variable] | None:
+    """The tensors that a sequence holds; None where they are not known."""
+    if op.type == "SequenceConstruct":
+        return [v for v in op.inputs if v is not None]
+    if op.type == "SequenceEmpty":
+        return []
+    if op.type == "SplitToSequence":
+        return _split(op)
+    if before is None:
+        return None
+    if op.type == "SequenceInsert" and op.inputs[1] is not None:
+        where = _index(op, 2)
+        place = len(before) if where is None else where + len(before) * (where < 0)
+        return [*before[:place], op.inputs[1], *before[place:]] if 0 <= place <= len(before) else None
+    if op.type == "SequenceErase":
+        where = _index(op, 1)
+        place = -1 if where is None else where
+        return (
+            [v for i, v in enumerate(before) if i != place % len(before)]
+            if -len(before) <= place < len(before)
+            else None
+        )
+    return None
+
+
+def _read(op: Operator, pieces: list[Variable], made: Variable) -> bool:
+    """Let an operator read tensors instead."""
+    if op.type == "SequenceAt":
+        where = _index(op, 1)
+        if where is None or not -len(pieces) <= where < len(pieces):
+            return False
+        _instead(op, "Identity", [pieces[where]], made)
+    elif op.type == "SequenceLength":
+        _instead(op, "Identity", [op.program.add_constant(f"{made.name}.length", np.array(len(pieces)))], made)
+    elif op.type == "ConcatFromSequence" and pieces:
+        axis = int(op.attrs["axis"])
+        if op.attrs.get("new_axis", 0):
+            if axis < 0 and pieces[0].shape is None:
+                return False
+            axis %= len(pieces[0].shape or ()) + 1 if axis < 0 else axis + 1
+            pieces = [_thin(op, v, axis) for v in pieces]
+        _instead(op, "Concat", pieces, made, axis=axis)
+    else:
+        return False
+    return True
+
+
+def _split(op: Operator) -> list[Variable] | None:
+    """The pieces that a tensor is split into, by one Split."""
+    x, program = op.inputs[0], op.program
+    axis = int(op.attrs.get("axis", 0))
+    size = x.shape[axis] if x is not None and x.shape and -len(x.shape) <= axis < len(x.shape) else None
+    if x is None or x.shape is None or not isinstance(size, int):
+        return None
+    given = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+    if op.input(1) is not None and given is None:
+        return None
+    if given is None or given.ndim == 0:
+        each = 1 if given is None else int(given)
+        sizes = [] if each < 1 or size > _MOST * each else [min(each, size - at) for at in range(0, size, each)]
+    else:
+        sizes = [int(n) for n in given]
+    if not sizes or len(sizes) > _MOST or sum(sizes) != size or min(sizes) < 0:
+        return None
+    axis %= len(x.shape)
+    shapes = [(*x.shape[:axis], n, *x.shape[axis + 1 :]) for n in sizes]
+    made = [program.add_variable(program.unique(f"{op.label}/{i}"), x.dtype, shape) for i, shape in enumerate(shapes)]
+    if program.opset() < 13:
+        _add(op, "Split", [x], made, axis=axis, split=sizes)
+    else:
+        _add(op, "Split", [x, program.add_constant(f"{op.label}/sizes", np.array(sizes, np.int64))], made, axis=axis)
+    if given is None and not op.attrs.get("keepdims", 1):
+        made = [_changed(op, "Squeeze", v, axis, (*x.shape[:axis], *x.shape[axis + 1 :])) for v in made]
+    return made
+
+
+def _thin(op: Operator, x: Variable, axis: int) -> Variable:
+    shape = None if x.shape is None else (*x.shape[:axis], 1, *x.shape[axis:])
+    return _changed(op, "Unsqueeze", x, axis, shape)
+
+
+def _changed(op: Operator, type_: str, x: Variable, axis: int, shape: tuple[int | str | None, ...] | None) -> Variable:
+    """The tensor with one dimension more or less."""
+    program = op.program
+    out = program.add_variable(program.unique(f"{x.name}.{type_.lower()}"), x.dtype, shape)
+    if program.opset() < 13:
+        _add(op, type_, [x], [out], axes=[axis])
+    else:
+        _add(op, type_, [x, program.add_constant(f"{x.name}.axis", np.array([axis], np.int64))], [out])
+    return out
+
+
+def _index(op: Operator, slot: int) -> int | None:
+    variable = op.input(slot)
+    array = None if variable is None else constant_array(variable)
+    return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
+
+
+def _instead(op: Operator, type_: str, inputs: Sequence[Variable], out: Variable, **attrs: object) -> None:
+    """Another operator makes what ``op`` made."""
+    op.program.remove_operator(op)
+    _add(op, type_, inputs, [out], **attrs)
+
+
+def _add(
+    like: Operator, type_: str, inputs: Sequence[Variable], outputs: Sequence[Variable | None], **attrs: object
+) -> None:
+    name = like.name if len(outputs) == 1 and outputs[0] is like.output(0) else ""
+    op = like.program.add_operator(type_, inputs, outputs, attrs=dict(attrs), name=name)
+    op.role, op.guard, op.scope = like.role, like.guard, like.scope

@@ -1,0 +1,95 @@
+"""Operators that change nothing, and what nothing reads, go: for a program that is only run."""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.adjacency import successors
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.proto_residue import listed_inputs
+
+
+def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
+    """Take out Identity, casts to the type that is there, and Dropout that is not trained, in nested graphs too.
+
+    Outputs keep their names, and so do variables among ``names``; operators of ``keep`` stay.
+    """
+    outputs = set(program.outputs)
+    for op in program.operators:
+        for nested in op.attrs.programs:
+            remove_identities(nested, names, keep)
+        made, read = op.output(0), op.input(0)
+        if op in keep or made is None or read is None or not _changes_nothing(op):
+            continue
+        if read.type_proto is not None or made.dtype != read.dtype:
+            continue
+        if made in outputs:
+            _give_name(op, outputs, names)
+            continue
+        if made.name in names:
+            continue
+        program.replace_uses(made, read)
+        if read.shape is None and read not in program.inputs and read.outer is None:
+            read.shape = made.shape
+        program.remove_operator(op)
+        program.remove_variable(made)
+
+
+def _give_name(op: Operator, outputs: set[Variable], names: frozenset[str]) -> None:
+    """Let what an output is copied from be the output itself, unless it has a name to keep."""
+    program, made, read = op.program, op.outputs[0], op.inputs[0]
+    if made is None or read is None or read.producer is None or read in outputs or read.name in names:
+        return
+    maker, slot = read.producer, read.producer_slot
+    if maker.type == "Constant" or read.data is not None:
+        return
+    program.remove_operator(op)
+    program.replace_uses(read, made)
+    maker.set_output(slot, made)
+    made.shape = made.shape or read.shape
+    program.remove_variable(read)
+
+
+def _changes_nothing(op: Operator) -> bool:
+    if op.domain not in ("", "ai.onnx"):
+        return False
+    if op.type == "Dropout":
+        if op.output(1) is not None or op.program.opset() < 7:
+            return False
+        training = op.input(2)
+        known = None if training is None else constant_array(training)
+        return training is None or (known is not None and not known.any())
+    return op.type in ("Identity", "Cast")  # a cast between equal types: the caller compares them
+
+
+def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
+    """Take out operators and constants whose results nothing reads, in nested graphs too; inputs and outputs stay."""
+    outputs = {*program.outputs, *program.updates, *program.updates.values()}
+    read = successors(program.graph)
+    for op in reversed(program.operators):
+        made = [v for v in op.outputs if v is not None]
+        if op in keep or any(read[v.key] or v in outputs or v.name in names for v in made):
+            for nested in op.attrs.programs:
+                remove_dead(nested, names, keep)
+                _release(op, nested)
+            continue
+        program.remove_operator(op)
+        for variable in made:
+            program.remove_variable(variable)
+    used = outputs | set(program.inputs) | listed_inputs(program)
+    for variable in list(program.variables):
+        unread = variable.producer is None and not read[variable.key] and variable not in used
+        if unread and not variable.is_input and variable.outer is None and variable.name not in names:
+            program.remove_variable(variable)
+
+
+def _release(op: Operator, nested: Graph) -> None:
+    """Let a nested graph no longer hold what it captures and does not read."""
+    read, outputs = successors(nested.graph), set(nested.outputs)
+    for variable in list(nested.variables):
+        outer = variable.outer
+        if outer is None or read[variable.key] or variable in outputs:
+            continue
+        nested.remove_variable(variable)
+        if not any(other.outer is outer for graph in op.attrs.programs for other in graph.variables):
+            op.remove_capture(outer)

@@ -1,0 +1,132 @@
+"""What is known before the run is computed before it, within bounds, and the outputs stay what they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.sessions import session
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
+
+
+def model(text: str) -> onnx.ModelProto:
+    made: onnx.ModelProto = onnx.parser.parse_model(f"{HEAD} g {text}")
+    return made
+
+
+def converted(text: str, **options: object) -> onnx.ModelProto:
+    """The conversion; its outputs on one input are those of the model, to fp16."""
+    before = model(text)
+    after = amp.convert(before, **options).to_onnx()  # type: ignore[arg-type]
+    onnx.checker.check_model(after, full_check=True)
+    rng = np.random.default_rng(0)
+    feed = {
+        i.name: rng.standard_normal([d.dim_value or 3 for d in i.type.tensor_type.shape.dim]).astype(np.float32)
+        for i in before.graph.input
+    }
+    for wanted, got in zip(session(before).run(None, feed), session(after).run(None, feed), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=5e-3, atol=5e-3)
+    return after
+
+
+def types(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.op_type not in ("Cast", "Constant")]
+
+
+def test_shape_arithmetic_of_declared_sizes_goes_and_that_of_open_ones_stays() -> None:
+    text = """(float[N, 4, 6] x) => (float[N, 24] y, float[N, 6, 4] z)
+        <int64 zero = {0}, int64 one = {1}, int64 two = {2}, int64[1] ax = {0}> {
+            s = Shape(x)  n = Gather(s, zero)  c = Gather(s, one)  w = Gather(s, two)  m = Mul(c, w)
+            nu = Unsqueeze(n, ax)  mu = Unsqueeze(m, ax)  to = Concat<axis = 0>(nu, mu)  y = Reshape(x, to)
+            wu = Unsqueeze(w, ax)  cu = Unsqueeze(c, ax)  tz = Concat<axis = 0>(nu, wu, cu)  z = Reshape(x, tz)
+        }"""
+    assert sorted(types(converted(text))) == sorted(
+        ["Shape", "Gather", "Unsqueeze", "Concat", "Reshape"] + ["Concat", "Reshape"]
+    )
+
+
+def test_a_shape_that_becomes_known_behind_a_reshape_is_known_there() -> None:
+    text = """(float[2, 3, 4] x) => (float[a] y) <int64[1] z = {0}> {
+        s = Shape(x)  n = Gather<axis = 0>(s, z)  rest = ReduceProd<keepdims = 1>(s)
+        q = Div(rest, n)  to = Concat<axis = 0>(n, q)  t = Reshape(x, to)  u = Shape(t)  p = ReduceProd<keepdims = 1>(u)
+        y = Reshape(t, p)
+    }"""
+    assert types(converted(text)) == ["Reshape", "Reshape"]
+
+
+def test_the_branch_that_a_constant_takes_stands_for_the_if() -> None:
+    text = """(float[2, 3] x) => (float[2, 3] y) <int64 two = {2}, int64 zero = {0}> {
+        s = Shape(x)  n = Gather(s, zero)  c = Equal(n, two)
+        t = If (c) <then_branch = a () => (float[2, 3] u) { u = Relu(x) }, else_branch = b () => (float[2, 3] v) { v = Neg(x) }>
+        k = Identity(t)  y = Neg(k)
+    }"""
+    assert types(converted(text)) == ["Relu", "Neg"]
+
+
+def test_names_of_inputs_and_outputs_stay_and_unread_weights_go() -> None:
+    text = """(float[2] x, float[2] unread) => (float[2] y, float[1] k)
+        <float[2] w = {1, 2}, float[2] lost = {1, 2}, float[1] c = {3}> {
+        a = Add(w, w)  t = Mul(x, a)  dead = Exp(t)  y = Identity(t)  k = Identity(c)
+    }"""
+    after = converted(text)
+    assert types(after) == ["Mul", "Identity"]
+    assert [i.name for i in after.graph.input] == ["x", "unread"]
+    assert [o.name for o in after.graph.output] == ["y", "k"]
+    assert {i.name for i in after.graph.initializer} == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("line", "bytes_"),
+    [
+        ("b = Expand(one, to)", "[3] to = {900, 900, 40}"),
+        ("v = ConstantOfShape(to)  b = Mul(v, one)", "[3] to = {900, 900, 40}"),
+        ("z = Squeeze(to)  r = Range(zero, z, uno)  f = Cast<to = 1>(r)  b = Add(f, one)", "[1] to = {90000000}"),
+    ],
+)
+def test_what_would_be_large_is_not_computed(line: str, bytes_: str) -> None:
+    text = f"""(float[1] x) => (float y) <float one = {{1}}, int64{bytes_}, int64 zero = {{0}}, int64 uno = {{1}}> {{
+        {line}  t = Mul(b, x)  y = ReduceMax<keepdims = 0>(t)
+    }}"""
+    after = amp.convert(model(text)).to_onnx()
+    assert {"Expand", "ConstantOfShape", "Range"} & set(types(after)) and after.ByteSize() < 4000
+
+
+def test_a_file_does_not_grow() -> None:
+    halves = ", ".join(["0.5"] * 64 * 64)
+    text = f"""(float[64, 64] x) => (float[64, 64] y)
+        <float one = {{1}}, int64[2] to = {{64, 64}}, float[64, 64] w = {{{halves}}}> {{
+            e = Expand(one, to)  t = Transpose(w)  u = MatMul(x, t)  y = Mul(u, e)
+        }}"""
+    after = converted(text)
+    assert types(after) == ["Expand", "MatMul", "Mul"], (
+        "one takes the place of its transpose, the other would add 8 KiB"
+    )
+
+
+def test_what_the_user_names_stays() -> None:
+    text = """(float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(w, w)  t = Mul(x, a)  i = Identity(t)  y = Neg(i) }"""
+    assert types(converted(text)) == ["Mul", "Neg"]
+    assert types(converted(text, black_varnames=["a", "i"])) == ["Add", "Mul", "Identity", "Neg"]
+
+
+def test_quantised_weights_and_random_numbers_are_not_folded() -> None:
+    text = """(float[2] x) => (float[2] y) <int8[2] w = {1, 2}, float s = {0.5}, int8 z = {0}> {
+        a = DequantizeLinear(w, s, z)  y = Add(x, a)
+    }"""
+    assert types(converted(text)) == ["DequantizeLinear", "Add"]
+    text = """(float[2] x) => (float[2] y) { r = RandomUniform<shape = [2], high = 0.001>()  y = Add(x, r) }"""
+    assert types(converted(text)) == ["RandomUniform", "Add"]
+
+
+def test_sequences_of_known_length_become_tensors() -> None:
+    text = """(float[4, 8] x) => (float[8, 4] y, float[8] z, int64 n) <int64 two = {2}> {
+        sq = SplitToSequence<axis = 0, keepdims = 0>(x)  a = SequenceAt(sq, two)  more = SequenceInsert(sq, a)
+        less = SequenceErase(more, two)  y = ConcatFromSequence<axis = -1, new_axis = 1>(less)
+        z = SequenceAt(less, two)  n = SequenceLength(less)
+    }"""
+    after = converted(text)
+    assert not any("Sequence" in kind for kind in types(after))
+    assert sum(node.op_type == "Cast" for node in after.graph.node) == 3, "one at each fp32 input and output"

@@ -1,0 +1,95 @@
+"""Written-out RMS norms and mean squares in 16 bit: no fp32 between, no overflow, as exact as a row's rounding lets."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.converting import faithful
+
+FORMS = {
+    "quotient": "i = Identity(r)  n = Div(x, i)",
+    "one over": "i = Div(one, r)  n = Mul(x, i)",
+    "reciprocal": "i = Reciprocal(r)  n = Mul(i, x)",
+}
+
+
+def rms(form: str, epsilon: float, opset: int, weight: bool = True) -> onnx.ModelProto:
+    mean = "m = ReduceMean(s, ax)" if opset >= 18 else "m = ReduceMean<axes = [-1]>(s)"
+    last = "y = Mul(n, w)" if weight else "y = Identity(n)"
+    values = ", ".join(map(str, np.linspace(0.5, 2, 64)))
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]> g (float[N, 5, 64] x) => (float[N, 5, 64] y)
+        <float two = {{2}}, float one = {{1}}, float e = {{{epsilon:g}}}, int64[1] ax = {{-1}}, float[64] w = {{{values}}}> {{
+            s = Pow(x, two)  {mean}  d = Add(m, e)  r = Sqrt(d)  {FORMS[form]}  {last}
+        }}"""
+    made: onnx.ModelProto = onnx.parser.parse_model(text)
+    return made
+
+
+def exact(x: np.ndarray, epsilon: float, weight: bool = True) -> np.ndarray:
+    wide = x.astype(np.float64)
+    scale = np.linspace(0.5, 2, 64) if weight else 1.0
+    made: np.ndarray = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * scale
+    return made
+
+
+@pytest.mark.parametrize("opset", [10, 13, 20])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", [True, False])
+def test_rms_norms(form: str, opset: int, weight: bool) -> None:
+    program = amp.convert(rms(form, 1e-6, opset, weight))
+    casts = [op for op in program.walk() if op.type == "Cast"]
+    assert len(casts) == 2 and not any(op.type in ("Pow", "Sqrt", "Reciprocal") for op in program.walk())
+    rng = np.random.default_rng(0)
+    for size in (1.0, 1e-3, 1000.0, 8000.0):
+        x = (rng.standard_normal((2, 5, 64)) * size).astype(np.float16).astype(np.float32)
+        (got,) = faithful(program, {"x": x})
+        wanted = exact(x, 1e-6, weight)
+        assert np.median(np.abs(got - wanted) / np.abs(wanted)) < 5e-4, size
+    x = np.zeros((1, 5, 64), np.float32)
+    x[0, 1, 3], x[0, 2] = 60000, 65504 / 10
+    (got,) = faithful(program, {"x": x})
+    np.testing.assert_allclose(got, exact(x, 1e-6, weight), rtol=2e-3, atol=1e-6)
+
+
+def test_an_epsilon_that_float16_loses_keeps_the_norm_as_it_is() -> None:
+    program = amp.convert(rms("quotient", 1e-15, 17))
+    assert any(op.type == "Pow" and op.precision == "float32" for op in program.walk())
+
+
+def test_bfloat16_keeps_the_digits_of_a_row() -> None:
+    program = amp.convert(rms("quotient", 1e-6, 17), dtype="bfloat16")
+    assert any(op.type == "Pow" and op.precision == "float32" for op in program.walk())
+
+
+def test_mean_squares_without_a_root() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 13]> g (float[3, 40] x) => (float[3] y) <float[1] c = {0.5}> {
+        s = Mul(x, x)  m = ReduceMean<axes = [1], keepdims = 0>(s)  y = Mul(m, c)
+    }"""
+    program = amp.convert(onnx.parser.parse_model(text))
+    assert sum(op.type == "Cast" for op in program.walk()) == 2
+    x = (np.random.default_rng(0).standard_normal((3, 40)) * [[0.1], [1], [200]]).astype(np.float16).astype(np.float32)
+    (got,) = faithful(program, {"x": x})
+    np.testing.assert_allclose(got, 0.5 * (x.astype(np.float64) ** 2).mean(1), rtol=3e-3)
+
+
+@pytest.mark.parametrize("opset", [11, 17, 20])
+def test_layer_norms_over_several_dimensions(opset: int) -> None:
+    axes = "axes = [-2, -1]" if opset < 18 else ""
+    mean, tail = f"ReduceMean<{axes}>" if axes else "ReduceMean", "" if axes else ", ax"
+    ones = ", ".join("1.5" for _ in range(12))
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]> g (float[N, 3, 4] x) => (float[N, 3, 4] y)
+        <float two = {{2}}, float e = {{1e-5}}, int64[2] ax = {{-2, -1}}, float[3, 4] w = {{{ones}}}, float[3, 4] b = {{{ones}}}> {{
+            m = {mean}(x{tail})  d = Sub(x, m)  s = Pow(d, two)  v = {mean}(s{tail})  a = Add(v, e)  r = Sqrt(a)
+            n = Div(d, r)  p = Mul(n, w)  y = Add(p, b)
+        }}"""
+    program = amp.convert(onnx.parser.parse_model(text))
+    assert [op.type for op in program.walk()] == ["Cast", "LayerNormalization", "Cast"]
+    assert program.opset() == max(opset, 17)
+    x = (np.random.default_rng(0).standard_normal((2, 3, 4)) * 3000).astype(np.float16).astype(np.float32)
+    (got,) = faithful(program, {"x": x})
+    wide = x.astype(np.float64)
+    wanted = (wide - wide.mean((1, 2), keepdims=True)) / wide.std((1, 2), keepdims=True) * 1.5 + 1.5
+    np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)
