@@ -7,7 +7,7 @@ Places: ``"cpu"`` (a 16-bit variable is carried as an fp32 tensor that holds 16-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
@@ -73,6 +74,8 @@ class Emitter:
         self.emulates = False
         #: fp32 tensors that hold values of a 16-bit type, beside those of ``narrow``.
         self._holds: dict[str, str] = {}
+        #: Of operators of the training step, by key: rows that are worked on together; set by the lowering.
+        self.rows: Mapping[int, Sequence[Rows]] = {}
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
         #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.

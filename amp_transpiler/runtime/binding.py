@@ -16,11 +16,12 @@ import onnx
 
 from amp_transpiler.errors import ExecutionError, ScopeError
 from amp_transpiler.ir.types import HALF, numpy_dtype
-from amp_transpiler.passes.lowering.in_place import refusals
+from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
+from amp_transpiler.runtime.flat_values import FlatValue, empty_flat, flat_from, flat_of, flat_over
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.session import plain_message
 
@@ -34,6 +35,8 @@ class _State:
         self.port, self.name, self.tensor = port, port.variable, port.tensor
         self.bound: Any = _NEVER
         self.checked: Any = _NEVER
+        self.parts = [_State(Port(s.variable, port.tensor, port.dtype, s.shape)) for s in port.segments]
+        self.flat: FlatValue | None = None
 
 
 class _States:
@@ -41,11 +44,18 @@ class _States:
 
     def __init__(self, ports: Sequence[Port], place: Place, program: str, startup: str) -> None:
         self.place, self.program, self.startup = place, program, startup
-        self.all = [_State(port) for port in ports]
+        states = [_State(port) for port in ports]
+        self.flat = [state for state in states if state.parts]
+        self.all = [state for state in states if not state.parts]
 
     def bind(self, scope: Scope, binding: Any) -> None:
         """Bind every state whose value is another than the one bound."""
         values = scope.ort_values
+        for state in self.flat:  # first: the variables in them have inputs of their own too
+            whole = self.gather(scope, state).whole
+            if whole is not state.bound:
+                binding.bind_ortvalue_input(state.tensor, whole)
+                state.bound = whole
         for state in self.all:
             value = values.get(state.name)
             if value is not state.bound:
@@ -53,6 +63,16 @@ class _States:
                     value = self.admit(scope, state)
                 binding.bind_ortvalue_input(state.tensor, value)
                 state.bound = state.checked = value
+
+    def gather(self, scope: Scope, state: _State) -> FlatValue:
+        """The value of a flat state, of which the scope holds the views; ScopeError where a variable does not fit."""
+        if state.flat is None or not state.flat.is_in(scope.ort_values):
+            values = [self.admit(scope, part) for part in state.parts]
+            state.flat = flat_of(state.port, values, self.place)
+            if state.flat is None:
+                state.flat = flat_from(state.port, values, self.place)
+                scope.hold(state.flat.held())
+        return state.flat
 
     def admit(self, scope: Scope, state: _State) -> Any:
         """The state's value on this place, found to fit; ScopeError where it is missing or does not."""
@@ -71,7 +91,8 @@ class _States:
         return scope.ort_value_on(self.place, state.name)
 
     def _missing(self, scope: Scope, state: _State) -> str:
-        count = sum(s.name not in scope.ort_values for s in self.all)
+        names = {s.name for each in (*self.all, *self.flat) for s in each.parts or (each,)}
+        count = len(names - scope.ort_values.keys())
         more = f" (and {count - 1} more of its variables)" if count > 1 else ""
         startup = f"startup program '{self.startup}'" if self.startup else "startup program"
         return (
@@ -88,6 +109,11 @@ class Update:
     name: str
     tensor: str
     refusal: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The variables that it updates."""
+        return tuple(segment.variable for segment in self.port.segments) or (self.name,)
 
 
 class Step:
@@ -122,7 +148,8 @@ class Step:
         if graph is None:
             found = ["the graph that the session runs could not be read"] * len(read)
         else:
-            found = refusals(graph, [(states[update.name], update.tensor) for update in read])
+            pairs = [(states[update.name], update.tensor) for update in read]
+            found = refusals(graph, pairs, inputs_within(self.states))
         for update, refusal in zip(read, found, strict=True):
             update.refusal = refusal
 
@@ -147,6 +174,7 @@ class _Target:
 
     def __init__(self, update: Update, state: _State | None) -> None:
         self.port, self.name, self.tensor, self.state = update.port, update.name, update.tensor, state
+        self.names = update.names
         self.in_place = not update.refusal
         self.bound: Any = None
         self.spare: Any = None
@@ -162,7 +190,7 @@ class _Bindings:
         self.binding = step.session.io_binding()
         self.feeds = step.feeds
         self.states = _States(step.states, step.place, step.program, step.startup)
-        by_name = {state.name: state for state in self.states.all}
+        by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
         self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
         by_tensor = {target.tensor: target for target in self.targets}
         self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
@@ -204,14 +232,14 @@ class _Bindings:
             ) from None
 
     def _half_done(self) -> str:
-        names = [target.name for target in self.targets if target.in_place]
+        names = [name for target in self.targets if target.in_place for name in target.names]
         if not names:
             return ""
         some = ", ".join(f"'{name}'" for name in names[:3]) + (" …" if len(names) > 3 else "")
         return f". Variables that are updated in place may have been updated before it failed: {some}"
 
     def _forget(self) -> None:
-        for state in self.states.all:
+        for state in (*self.states.flat, *self.states.all):
             state.bound = _NEVER
         for target in self.targets:
             target.bound = None
@@ -228,10 +256,13 @@ class _Bindings:
             if target.spare is None:
                 target.spare = self._buffer(target)
             target.value = target.spare
-            self._bind_output(target.tensor, target.value)
+            value = target.value.whole if target.port.segments else target.value
+            self._bind_output(target.tensor, value)
 
     def _buffer(self, target: _Target) -> Any:
         """A buffer for the new value; None where its shape is known only after the run."""
+        if target.port.segments:
+            return empty_flat(target.port, self.place)
         if target.state is not None:
             return device_tensors.empty(target.state.bound.shape(), target.port.dtype, self.place)
         shape = static(target.port.shape)
@@ -248,6 +279,10 @@ class _Bindings:
                 made = made or self.binding.get_outputs()
                 target.value = device_tensors.copy_to(made[self.order[target.tensor]], self.place)
             target.spare = None
+            if target.port.segments and target.state is not None:
+                target.spare, target.state.flat = target.state.flat, target.value
+                new |= target.value.held()
+                continue
             if target.state is not None:
                 target.spare, target.state.checked = target.state.bound, target.value
             new[target.name] = target.value
@@ -306,6 +341,7 @@ class PlainStep:
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once; results are arrays and Python objects, also without ``return_numpy``."""
         inputs = {p.tensor: feeds[p.variable] for p in self.feeds}
+        inputs |= {s.tensor: device_tensors.to_array(self.states.gather(scope, s).whole) for s in self.states.flat}
         inputs |= {s.tensor: device_tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
         inputs |= {name: np.zeros((), np.float32) for name in self.scalars}
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
@@ -318,8 +354,9 @@ class PlainStep:
                 ) from None
         count = len(self.fetches)
         if self.updates:
-            new = zip(self.updates, results[count:], strict=True)
-            scope.hold({update.name: device_tensors.from_array(array, self.place) for update, array in new})
+            for update, array in zip(self.updates, results[count:], strict=True):
+                value = device_tensors.from_array(array, self.place)
+                scope.hold(flat_over(update.port, value).held() if update.port.segments else {update.name: value})
         return list(results[:count])
 
 

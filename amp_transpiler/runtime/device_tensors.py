@@ -15,13 +15,42 @@ import onnx
 import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentTypeError, PrecisionError
-from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.ir.types import BYTES, NAMES, ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 
 #: Several elements in one byte: numpy has one a byte, onnxruntime packs them.
 _PACKED = frozenset({"int4", "uint4", "float4e2m1", "int2", "uint2"})
 _BITS = {1: np.uint8, 2: np.uint16}
 _CPU = CPUPlace()
+
+#: DLPack's code of a float type, and its bits.
+_DLPACK = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16)}
+
+
+class _Managed(ctypes.Structure):
+    """DLPack's DLManagedTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_take = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("PyMem_RawMalloc", ctypes.pythonapi))
+_GIVE = ctypes.cast(ctypes.pythonapi.PyMem_RawFree, ctypes.c_void_p).value
+_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 
 def empty(shape: Sequence[int], dtype: str, place: Place = _CPU) -> Any:
@@ -54,6 +83,32 @@ def alias(array: np.ndarray, dtype: str) -> Any:
     if _foreign(array.dtype):
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[dtype])
     return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def view(value: Any, offset: int, shape: Sequence[int]) -> Any:
+    """A value that shares the memory of a float ``value``, from its element ``offset`` on; on any device.
+
+    It keeps ``value`` alive. Made through DLPack, whose deleter is one that needs no Python: values may die with it.
+    """
+    dtype = dtype_of(value)
+    header = ctypes.sizeof(_Managed)
+    block = _take(header + 8 * max(1, len(shape)))
+    managed = _Managed.from_address(block)
+    sizes = (ctypes.c_int64 * len(shape)).from_address(block + header)
+    sizes[:] = list(shape)
+    device, number = value.__dlpack_device__()
+    managed.data, managed.device, managed.device_id = value.data_ptr() + offset * BYTES[dtype], device, number
+    managed.rank, managed.code, managed.bits, managed.lanes = len(shape), *_DLPACK[dtype], 1
+    managed.shape, managed.strides, managed.byte_offset = block + header, None, 0
+    managed.context, managed.deleter = None, _GIVE
+    made = ort.OrtValue.from_dlpack(_capsule(block, b"dltensor", None))
+    made.whole = value
+    return made
+
+
+def whole(value: Any) -> Any:
+    """The value whose memory a view shares; None for a value of its own."""
+    return getattr(value, "whole", None)
 
 
 def to_array(value: Any) -> np.ndarray:

@@ -177,7 +177,8 @@ class Executor:
         if step is None:
             raise OrderError(f"program '{program.name}' has not been run by this executor; run it once first")
         return MemoryReport(
-            tuple(u.name for u in step.updates if not u.refusal), {u.name: u.refusal for u in step.updates if u.refusal}
+            tuple(name for u in step.updates if not u.refusal for name in u.names),
+            {name: u.refusal for u in step.updates if u.refusal for name in u.names},
         )
 
     def close(self) -> None:

@@ -6,10 +6,13 @@ before, keeps them out of every state.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
-from amp_transpiler.ops.training.scaling import Types, master_type
+from amp_transpiler.ops.training.rows import joined, parts, rows_of
+from amp_transpiler.ops.training.scaling import Types, master_type, rescaled
 
 GLOBAL_NORM, NORM, VALUE = "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"
 CLIPS = frozenset({GLOBAL_NORM, NORM, VALUE})
@@ -20,27 +23,40 @@ def _types(op: Operator) -> Types:
     return [None if g is None else (master_type(g.dtype), g.shape) for g in op.inputs]
 
 
-def _wide(e: Emitter, grads: tuple[Value, ...]) -> list[Value]:
-    return [e.cast(g, master_type(g.dtype)) for g in grads]
-
-
 def _factor(e: Emitter, squares: Value, limit: float) -> Value:
     """``limit / max(norm, limit)``: 1 while the norm is within the limit."""
     bound = e.like(limit, squares)
     return e.Div(bound, e.Max(e.Sqrt(squares), bound), shape=())
 
 
+def _clipped(
+    e: Emitter, op: Operator, grads: Sequence[Value], clip: Callable[[list[Value]], list[Value]]
+) -> list[Value]:
+    """The gradients clipped, those of one buffer together: ``clip`` gets and gives tensors that hold them."""
+    groups = rows_of(e, op, len(grads))
+    wide = [
+        e.cast(joined(e, rows, [grads[i] for i in rows.numbers]), master_type(grads[rows.numbers[0]].dtype))
+        for rows in groups
+    ]
+    results = dict[int, Value]()
+    for rows, new in zip(groups, clip(wide), strict=True):
+        results.update(zip(rows.numbers, parts(e, rows, new), strict=True))
+    return [results[number] for number in range(len(grads))]
+
+
 @lowering_rule(own(GLOBAL_NORM), infer=_types, slots=_SLOTS)
 def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
-    wide = _wide(e, grads)
-    squares = [e.cast(e.ReduceSumSquare(g, keepdims=0, shape=()), "float32") for g in wide]
-    factor = _factor(e, squares[0] if len(squares) == 1 else e.op("Sum", *squares, shape=()), op.attrs["clip_norm"])
-    return [e.Mul(g, e.cast(factor, g.dtype), shape=g.shape) for g in wide]
+    def clip(wide: list[Value]) -> list[Value]:
+        squares = [e.cast(e.ReduceSumSquare(g, keepdims=0, shape=()), "float32") for g in wide]
+        factor = _factor(e, squares[0] if len(squares) == 1 else e.op("Sum", *squares, shape=()), op.attrs["clip_norm"])
+        return [rescaled(e, g, factor) for g in wide]
+
+    return _clipped(e, op, grads, clip)
 
 
 @lowering_rule(own(NORM), infer=_types, slots=_SLOTS)
 def _by_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
-    wide = _wide(e, grads)
+    wide = [e.cast(g, master_type(g.dtype)) for g in grads]
     return [
         e.Mul(g, _factor(e, e.ReduceSumSquare(g, keepdims=0, shape=()), op.attrs["clip_norm"]), shape=g.shape)
         for g in wide
@@ -49,9 +65,11 @@ def _by_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
 
 @lowering_rule(own(VALUE), infer=_types, slots=_SLOTS)
 def _by_value(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
-    return [
-        e.Min(e.Max(g, e.like(op.attrs["min"], g)), e.like(op.attrs["max"], g), shape=g.shape) for g in _wide(e, grads)
-    ]
+    def clip(wide: list[Value]) -> list[Value]:
+        low, high = op.attrs["min"], op.attrs["max"]
+        return [e.Min(e.Max(g, e.like(low, g)), e.like(high, g), shape=g.shape) for g in wide]
+
+    return _clipped(e, op, grads, clip)
 
 
 __all__ = ["CLIPS", "GLOBAL_NORM", "NORM", "VALUE"]

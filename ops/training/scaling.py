@@ -22,6 +22,7 @@ from typing import Any
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.training.rows import joined, parts, rows_of
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
 COUNT_BAD = "CountBadSteps"
@@ -42,6 +43,9 @@ RULE: dict[str, float | int | bool] = {
     "growth_delay": 0,
 }
 
+#: Elements in a row from which on the kernel that adds a product is faster than two.
+_LONG = 16
+
 Types = list[tuple[str | None, Shape | None] | None]
 Gate = Callable[[Value, Value], Value]
 
@@ -61,6 +65,54 @@ def finite_step(e: Emitter, found_inf: Value) -> Value:
     return e.op("Equal", flag, e.const(0, "int32"), shape=())
 
 
+class Switch:
+    """What a bad step does to an update; on a good one, and where nothing is checked, nothing.
+
+    A state takes ``old * keep + value * share``. On a bad step ``keep`` is 1, ``value`` is 0 and ``share`` is -1: the
+    product is -0.0, and adding that returns every number, -0.0 too. What is chosen on a good step is the second branch
+    of each Where, since the runtime's turns -0.0 into +0.0 in the first.
+    """
+
+    def __init__(self, e: Emitter, found_inf: Value | None) -> None:
+        self.e = e
+        self.bad = None if found_inf is None else e.reshape(found_inf, ())
+
+    def keep(self, scalar: Value) -> Value:
+        """A factor of an old value."""
+        return self._on_bad(1, scalar)
+
+    def share(self, scalar: Value) -> Value:
+        """The factor of what is added to an old value."""
+        return self._on_bad(-1, scalar)
+
+    def added(self, value: Value) -> Value:
+        """A tensor that is added, times a share, to an old value."""
+        return self._on_bad(0, value)
+
+    def _on_bad(self, number: float, value: Value) -> Value:
+        if self.bad is None:
+            return value
+        key = f"{number} on a bad step, else {value.name}"
+        if key not in self.e.shared:
+            chosen = self.e.op(
+                "Where", self.bad, self.e.like(number, value), value, dtype=value.dtype, shape=value.shape
+            )
+            self.e.shared[key] = (chosen,)
+        return self.e.shared[key][0]
+
+
+def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
+    """``x + y * factor``, the factor a scalar; the product is rounded before the sum. One kernel where there is one."""
+    shape = x.shape
+    if e.place == "reference" or x.dtype != "float32" or not shape or 0 in shape or (shape[-1] < _LONG and shape[1:]):
+        return e.Add(x, e.Mul(y, e.cast(factor, y.dtype), shape=shape), shape=shape)
+    lead = (*shape[:-1], 1)
+    key = f"{factor.name} for rows {lead}"
+    if key not in e.shared:
+        e.shared[key] = (e.Expand(factor, e.ints(*lead), shape=lead),)
+    return e.op("GatedAdd", x, y, e.shared[key][0], domain="com.microsoft", dtype=x.dtype, shape=shape)
+
+
 def gate(e: Emitter, found_inf: Value | None) -> Gate:
     """``f(new, old)``: ``new`` on a good step, ``old`` bit for bit on a bad one; ``new`` where nothing is checked."""
     if found_inf is None:
@@ -75,6 +127,7 @@ def _check_types(op: Operator) -> Types:
 
 @lowering_rule(
     own(CHECK),
+    native=True,
     infer=_check_types,
     slots=Slots(inputs=("scale",), input_row=("gradient",), outputs=("found_inf",), output_row=("unscaled",)),
 )
@@ -83,18 +136,54 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
 
     Found_inf is on the unscaled values, so a scale of 0 or NaN is found as well. Finite gradients
     whose sum leaves fp32 count as infinite: no step can be made of them.
+
+    Of fp16 gradients in a flat tensor the mean of the scaled ones is looked at, with the inverse scale beside it. The
+    mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16 times their number. An
+    unscaled one is finite then unless the inverse is above 2**111, which counts as infinite.
     """
     one = e.cast(e.reshape(scale, ()), "float32")
     inverse = e.op("Div", e.like(1, one), one, shape=())
-    unscaled: list[Value] = []
+    unscaled: list[Value | None] = [None] * len(grads)
     zeros: list[Value] = []
-    for grad in grads:
-        wide = e.cast(grad, master_type(grad.dtype))
-        unscaled.append(e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=grad.shape))
-        total = e.cast(e.reduce_sum(unscaled[-1]), "float32")
+    for rows in rows_of(e, op, len(grads)):
+        raw = joined(e, rows, [grads[number] for number in rows.numbers])
+        wide = e.cast(raw, master_type(raw.dtype))
+        new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
+        if rows.shapes and raw.dtype == "float16":
+            e.shared[_scaled(new)] = (raw, inverse)
+            total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
+            zeros.append(
+                e.op("Mul", e.op("Mul", inverse, e.const(2.0**16, "float32"), shape=()), e.like(0, one), shape=())
+            )
+        else:
+            total = e.cast(e.reduce_sum(new), "float32")
         zeros.append(e.op("Mul", total, e.like(0, total), shape=()))
+        for number, part in zip(rows.numbers, parts(e, rows, new), strict=True):
+            unscaled[number] = part
     found_inf = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())
-    return [e.reshape(found_inf, (1,)), *unscaled]
+    return [e.reshape(found_inf, (1,)), *(value for value in unscaled if value is not None)]
+
+
+def scaled(e: Emitter, gradient: Value) -> tuple[Value, Value | None]:
+    """A gradient as it was before it was unscaled, with the factor that unscales it, where both are known: fewer bytes.
+
+    Otherwise the gradient and None.
+    """
+    found = e.shared.get(_scaled(gradient))
+    return (gradient, None) if found is None else (found[0], found[1])
+
+
+def rescaled(e: Emitter, gradient: Value, factor: Value) -> Value:
+    """A gradient times a scalar."""
+    raw, inverse = scaled(e, gradient)
+    new = e.Mul(gradient, e.cast(factor, gradient.dtype), shape=gradient.shape)
+    if inverse is not None:
+        e.shared[_scaled(new)] = (raw, e.Mul(inverse, factor, shape=()))
+    return new
+
+
+def _scaled(gradient: Value) -> str:
+    return f"before it was unscaled: {gradient.name}"
 
 
 def _scaling_types(op: Operator) -> Types:
@@ -211,4 +300,18 @@ def _gate_state(e: Emitter, op: Operator, found_inf: Value, old: Value, new: Val
     return [gate(e, found_inf)(e.cast(new, old.dtype), old)]
 
 
-__all__ = ["CHECK", "COUNT_BAD", "GATE", "RULE", "UPDATE_SCALE", "Gate", "finite_step", "gate", "master_type"]
+__all__ = [
+    "CHECK",
+    "COUNT_BAD",
+    "GATE",
+    "RULE",
+    "UPDATE_SCALE",
+    "Gate",
+    "Switch",
+    "add_product",
+    "finite_step",
+    "gate",
+    "master_type",
+    "rescaled",
+    "scaled",
+]

@@ -15,25 +15,31 @@ together and as few passes over whole tensors as possible remain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
-from amp_transpiler.ops.training.scaling import gate
+from amp_transpiler.ops.training.rows import joined, parts, rows_of
+from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, gate, scaled
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
 
-#: ``step(index, master, gradient, *accumulators) -> (new master, *new accumulators)``
+#: Updates that take norms of every parameter, and so treat each by itself.
+BY_PARAMETER = frozenset({"Lamb", "Lars"})
+
+#: ``step(index, master, gradient, *accumulators) -> (new master, *new accumulators)``, which a bad step leaves as they
+#: were: a ``Switch`` sees to that. Rows of one buffer take a step together, and ``index`` is the first of them.
 Step = Callable[..., tuple[Value, ...]]
-#: ``prepare(e, op, learning_rate, *scalars) -> (new scalars, step)``
+#: ``prepare(e, op, switch, learning_rate, *scalars) -> (new scalars, step)``
 Prepare = Callable[..., tuple[list[Value], Step]]
 
 
 def _update(
     type_: str, scalars: tuple[str, ...] = (), accumulators: tuple[str, ...] = ()
 ) -> Callable[[Prepare], Prepare]:
-    """Register an update: scalars are prepared once for the group, then every row takes a step and is gated."""
+    """Register an update: scalars are prepared once for the group and gated, then every row takes a step."""
     slots = Slots(
         inputs=("found_inf", "learning_rate", *scalars),
         input_row=("parameter", "gradient", *accumulators, "master"),
@@ -43,33 +49,73 @@ def _update(
     )
 
     def register(prepare: Prepare) -> Prepare:
-        @lowering_rule(own(type_), slots=slots)
+        @lowering_rule(own(type_), native=True, slots=slots)
         def emit(e: Emitter, op: Operator, found_inf: Value | None, *inputs: Value | None) -> list[Value | None]:
-            kept = gate(e, found_inf)
+            kept, switch = gate(e, found_inf), Switch(e, found_inf)
             head, values = inputs[: len(slots.inputs) - 1], [None, *inputs]
             rate, *shared = [e.reshape(v, ()) for v in head if v is not None]
             if "lr_factor" in op.attrs:
                 rate = e.Mul(rate, e.like(op.attrs["lr_factor"], rate))
-            advanced, step = prepare(e, op, rate, *shared)
+            advanced, step = prepare(e, op, switch, rate, *shared)
             results: list[Value | None] = [
                 e.reshape(kept(new, old), was.shape or ())
                 for new, old, was in zip(advanced, shared, head[1:], strict=True)
                 if was is not None
             ]
-            for index, row in enumerate(slots.rows(values)):
-                parameter, gradient, master = row["parameter"], row["gradient"], row["master"]
-                assert parameter is not None and gradient is not None
-                old = master or parameter
-                before = [row[name] for name in accumulators]
-                new, *after = step(index, old, e.cast(gradient, old.dtype), *before)
-                results.append(kept(new, parameter))
-                results += [kept(value, was) for value, was in zip(after, before, strict=True) if was]
-                results.append(kept(new, master) if master else None)
+            table, base, width = list(slots.rows(values)), len(results), len(slots.output_row)
+            results += [None] * (width * len(table))
+            for rows in rows_of(e, op, len(table)):
+                first = rows.numbers[0]
+                row = {
+                    name: joined(e, rows, [v for number in rows.numbers if (v := table[number][name]) is not None])
+                    for name, value in table[first].items()
+                    if value is not None
+                }
+                parameter, master = row["parameter"], row.get("master")
+                old = master or e.f32(parameter)
+                before = [row[name] for name in accumulators if name in row]
+                new, *after = step(first, old, Gradient(e, e.cast(row["gradient"], old.dtype), switch), *before)
+                taken = dict(zip(accumulators, after, strict=True)) | {"master": new}
+                taken["parameter"] = _narrowed(e, new, parameter, kept) if master else e.cast(new, parameter.dtype)
+                for place, name in enumerate(slots.output_row):
+                    if name in row:
+                        for number, part in zip(rows.numbers, parts(e, rows, taken[name]), strict=True):
+                            results[base + number * width + place] = part
             return results
 
         return prepare
 
     return register
+
+
+class Gradient:
+    """The gradient of a step: ``value``, or ``tensor`` times a ``share``, where a bad step leaves nothing of it."""
+
+    def __init__(self, e: Emitter, value: Value, switch: Switch) -> None:
+        self.e, self.value, self.switch = e, value, switch
+        self.raw, self.inverse = scaled(e, value)
+
+    def changed(self, value: Value) -> Gradient:
+        """Another one in its place."""
+        return self if value is self.value else Gradient(self.e, value, self.switch)
+
+    @cached_property
+    def tensor(self) -> Value:
+        """It, perhaps not unscaled, and zeros on a bad step."""
+        return self.e.cast(self.switch.added(self.raw), self.value.dtype)
+
+    def share(self, factor: Value, power: int = 1) -> Value:
+        """The factor of ``tensor``, or of its power, that stands for this factor of the gradient."""
+        for _ in range(power if self.inverse is not None else 0):
+            factor = self.e.Mul(factor, self.inverse, shape=())
+        return self.switch.share(factor)
+
+
+def _narrowed(e: Emitter, new: Value, parameter: Value, kept: Gate) -> Value:
+    """A parameter that takes its new master weight. It may not have been the rounded old one, so it has a gate."""
+    if e.emulates:
+        return e.cast(kept(new, e.f32(parameter)), parameter.dtype)
+    return kept(e.cast(new, parameter.dtype), parameter)
 
 
 def _decay(op: Operator, index: int, attribute: str) -> float:
@@ -97,45 +143,52 @@ def _with_l1(e: Emitter, op: Operator, index: int, gradient: Value, master: Valu
 
 
 @_update("SGD")
-def _sgd(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
-    def step(index: int, p: Value, g: Value) -> tuple[Value, ...]:
+def _sgd(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
+    def step(index: int, p: Value, g: Gradient) -> tuple[Value, ...]:
         rate, decay = e.cast(lr, p.dtype), _decay(op, index, "l2_decay")
-        g = _with_l1(e, op, index, g, p)
+        g = g.changed(_with_l1(e, op, index, g.value, p))
         if decay:
-            p = e.Mul(p, e.Sub(e.like(1, p), e.Mul(rate, e.like(decay, p))))
-        return (e.Sub(p, e.Mul(g, rate)),)
+            p = e.Mul(p, switch.keep(e.Sub(e.like(1, p), e.Mul(rate, e.like(decay, p)))))
+        return (add_product(e, p, g.tensor, g.share(e.Neg(rate))),)
 
     return [], step
 
 
 @_update("Momentum", accumulators=("velocity",))
-def _momentum(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
+def _momentum(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
     mu = op.attrs["mu"]
 
-    def step(index: int, p: Value, g: Value, velocity: Value) -> tuple[Value, ...]:
+    def step(index: int, p: Value, g: Gradient, velocity: Value) -> tuple[Value, ...]:
         rate = e.cast(lr, p.dtype)
-        g = _decayed(e, op, index, _rescaled(e, op, g), p)
-        new = e.Add(e.Mul(velocity, e.like(mu, p)), g)
+        g = g.changed(_decayed(e, op, index, _rescaled(e, op, g.value), p))
+        new = add_product(e, e.Mul(velocity, switch.keep(e.like(mu, p))), g.tensor, g.share(e.like(1, p)))
         if not op.attrs["use_nesterov"]:
-            return e.Sub(p, e.Mul(new, rate)), new
-        return e.Sub(p, e.Add(e.Mul(new, e.Mul(rate, e.like(mu, p))), e.Mul(g, rate))), new
+            return _moved(e, switch, p, new, e.Neg(rate)), new
+        way = e.Add(e.Mul(new, e.Mul(rate, e.like(mu, p))), e.Mul(g.value, rate))
+        return _moved(e, switch, p, way, e.like(-1, p)), new
 
     return [], step
 
 
+def _moved(e: Emitter, switch: Switch, p: Value, way: Value, factor: Value) -> Value:
+    """``p + way * factor``; p on a bad step."""
+    return add_product(e, p, switch.added(way), switch.share(factor))
+
+
 @_update("Lars", accumulators=("velocity",))
-def _lars(e: Emitter, op: Operator, lr: Value) -> tuple[list[Value], Step]:
+def _lars(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
     mu, coeff, epsilon = op.attrs["mu"], op.attrs["lars_coeff"], op.attrs["epsilon"]
 
-    def step(index: int, p: Value, g: Value, velocity: Value) -> tuple[Value, ...]:
-        g, rate, decay = _rescaled(e, op, g), e.cast(lr, p.dtype), _decay(op, index, "lars_weight_decay")
+    def step(index: int, p: Value, gradient: Gradient, velocity: Value) -> tuple[Value, ...]:
+        g, rate = _rescaled(e, op, gradient.value), e.cast(lr, p.dtype)
+        decay = _decay(op, index, "lars_weight_decay")
         if decay:  # as in Paddle's kernels: without decay this is Momentum
             size, length = (e.ReduceL2(v, keepdims=0, shape=()) for v in (p, g))
             bottom = e.Add(e.Add(length, e.Mul(size, e.like(decay, p))), e.like(epsilon, p))
             rate = e.Mul(rate, _both(e, size, length, e.Div(e.Mul(size, e.like(coeff, p)), bottom)))
             g = e.Add(g, e.Mul(p, e.like(decay, p)))
-        new = e.Add(e.Mul(velocity, e.like(mu, p)), e.Mul(g, rate))
-        return e.Sub(p, new), new
+        new = _moved(e, switch, e.Mul(velocity, switch.keep(e.like(mu, p))), g, rate)
+        return _moved(e, switch, p, new, e.like(-1, p)), new
 
     return [], step
 
@@ -147,8 +200,8 @@ class _Moments:
     ``root = sqrt(1 - beta2^t)`` and ``rate = root / (1 - beta1^t)``; the powers are those of this step.
     """
 
-    def __init__(self, e: Emitter, op: Operator, pow1: Value, pow2: Value) -> None:
-        self.e = e
+    def __init__(self, e: Emitter, op: Operator, switch: Switch, pow1: Value, pow2: Value) -> None:
+        self.e, self.switch = e, switch
         self.beta1, self.beta2 = op.attrs["beta1"], op.attrs["beta2"]
         one = e.like(1, pow1)
         root = e.Sqrt(e.Sub(one, pow2), shape=())
@@ -161,46 +214,49 @@ class _Moments:
             for power, beta in ((pow1, self.beta1), (pow2, self.beta2))
         ]
 
-    def step(self, g: Value, m: Value, v: Value) -> tuple[Value, Value, Value]:
+    def step(self, g: Gradient, m: Value, v: Value) -> tuple[Value, Value, Value]:
         """New moments, and ``m / (sqrt(v) + eps * root)`` of them."""
-        e = self.e
-        m = e.Add(e.Mul(m, e.like(self.beta1, m)), e.Mul(g, e.like(1 - self.beta1, g)))
-        v = e.Add(e.Mul(v, e.like(self.beta2, v)), e.Mul(e.Mul(g, g), e.like(1 - self.beta2, g)))
+        e, tensor = self.e, g.tensor
+        m = add_product(e, self._kept(m, self.beta1), tensor, g.share(e.like(1 - self.beta1, m)))
+        v = add_product(e, self._kept(v, self.beta2), e.Mul(tensor, tensor), g.share(e.like(1 - self.beta2, v), 2))
         return m, v, e.Div(m, e.Add(e.Sqrt(v), e.cast(self.eps, v.dtype)))
+
+    def _kept(self, moment: Value, beta: float) -> Value:
+        return self.e.Mul(moment, self.switch.keep(self.e.like(beta, moment)))
 
 
 @_update("Adam", _BETAS, _MOMENTS)
-def _adam(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
-    moments = _Moments(e, op, pow1, pow2)
-    rate = e.Mul(lr, moments.rate)
+def _adam(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
+    moments = _Moments(e, op, switch, pow1, pow2)
+    rate = e.Neg(e.Mul(lr, moments.rate))
 
-    def step(index: int, p: Value, g: Value, m: Value, v: Value) -> tuple[Value, ...]:
-        m, v, direction = moments.step(_decayed(e, op, index, g, p), m, v)
-        return e.Sub(p, e.Mul(direction, e.cast(rate, p.dtype))), m, v
+    def step(index: int, p: Value, g: Gradient, m: Value, v: Value) -> tuple[Value, ...]:
+        m, v, direction = moments.step(g.changed(_decayed(e, op, index, g.value, p)), m, v)
+        return _moved(e, switch, p, direction, e.cast(rate, p.dtype)), m, v
 
     return moments.advanced, step
 
 
 @_update("AdamW", _BETAS, _MOMENTS)
-def _adamw(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
-    moments = _Moments(e, op, pow1, pow2)
-    rate = e.Mul(lr, moments.rate)
+def _adamw(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
+    moments = _Moments(e, op, switch, pow1, pow2)
+    rate = e.Neg(e.Mul(lr, moments.rate))
     kept = e.Sub(e.like(1, lr), e.Mul(lr, e.like(op.attrs["coeff"], lr)))
 
-    def step(index: int, p: Value, g: Value, m: Value, v: Value) -> tuple[Value, ...]:
+    def step(index: int, p: Value, g: Gradient, m: Value, v: Value) -> tuple[Value, ...]:
         m, v, direction = moments.step(g, m, v)
         if _decay(op, index, "coeff"):
-            p = e.Mul(p, e.cast(kept, p.dtype))
-        return e.Sub(p, e.Mul(direction, e.cast(rate, p.dtype))), m, v
+            p = e.Mul(p, switch.keep(e.cast(kept, p.dtype)))
+        return _moved(e, switch, p, direction, e.cast(rate, p.dtype)), m, v
 
     return moments.advanced, step
 
 
 @_update("Lamb", _BETAS, _MOMENTS)
-def _lamb(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
-    moments = _Moments(e, op, pow1, pow2)
+def _lamb(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
+    moments = _Moments(e, op, switch, pow1, pow2)
 
-    def step(index: int, p: Value, g: Value, m: Value, v: Value) -> tuple[Value, ...]:
+    def step(index: int, p: Value, g: Gradient, m: Value, v: Value) -> tuple[Value, ...]:
         m, v, direction = moments.step(g, m, v)
         direction = e.Mul(direction, e.cast(moments.rate, p.dtype))
         decay = _decay(op, index, "lamb_weight_decay")
@@ -209,7 +265,7 @@ def _lamb(e: Emitter, op: Operator, lr: Value, pow1: Value, pow2: Value) -> tupl
         rate = e.cast(lr, p.dtype)
         if decay or op.attrs["always_adapt"]:
             rate = e.Mul(rate, _trust(e, p, direction))
-        return e.Sub(p, e.Mul(direction, rate)), m, v
+        return _moved(e, switch, p, direction, e.Neg(rate)), m, v
 
     return moments.advanced, step
 

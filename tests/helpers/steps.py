@@ -10,6 +10,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program
+from tests.helpers.ports import fed, taken
 from tests.helpers.sessions import session
 
 Array = np.ndarray[Any, Any]
@@ -35,11 +36,12 @@ class Steps:
             self._sessions[key] = (lowered, session(lowered.model, self.level_name))
         lowered, running = self._sessions[key]
         values = {p.tensor: feeds[p.variable] for p in lowered.feeds}
-        values |= {p.tensor: self.state[p.variable].astype(numpy_dtype(p.dtype), copy=False) for p in lowered.states}
+        held = fed(lowered.states, self.state.__getitem__)
+        values |= {p.tensor: held[p.tensor].astype(numpy_dtype(p.dtype), copy=False) for p in lowered.states}
         values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
         names = [p.tensor for p in [*lowered.fetches, *lowered.updates]]
         results = dict(zip(names, running.run(names, values), strict=True))
-        self.state |= {p.variable: results[p.tensor] for p in lowered.updates}
+        self.state |= taken(lowered.updates, results)
         fetched = {p.variable: results[p.tensor] for p in lowered.fetches}
         return [fetched[v.name] for v in fetches]
 

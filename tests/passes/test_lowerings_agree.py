@@ -12,6 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.node_by_node import node_by_node
+from tests.helpers.ports import fed, taken
 from tests.helpers.programs import LAYERS, build
 from tests.helpers.sessions import session
 
@@ -31,7 +32,7 @@ def test_the_lowerings_agree(name: str, mode: str) -> None:
     results = []
     for place in ("cpu", "cuda"):
         lowered = lower(net.main, place, shapes, fetches)
-        values = {p.tensor: scope.find_var(p.variable) for p in lowered.states}
+        values = fed(lowered.states, scope.find_var)
         values |= {p.tensor: net.feeds[p.variable] for p in lowered.feeds}
         values |= {s: np.zeros((), np.float32) for s in lowered.scalars}
         if place == "cuda":
@@ -40,7 +41,7 @@ def test_the_lowerings_agree(name: str, mode: str) -> None:
             running = session(lowered.model)
             names = [o.name for o in running.get_outputs()]
             known = dict(zip(names, running.run(names, values), strict=True)) | values
-        results.append({p.variable: known[p.tensor] for p in [*lowered.fetches, *lowered.updates]})
+        results.append(taken([*lowered.fetches, *lowered.updates], known))
     cpu, cuda = results
     assert cpu.keys() == cuda.keys()
     floor = max(float(np.abs(cpu[g.name].astype(np.float32)).max()) for g in gradients)

@@ -27,7 +27,9 @@ from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.random import SEED, STEP
+from amp_transpiler.ops.training.rows import joined, remember
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
@@ -99,12 +101,15 @@ class _Emission(EmulatedStorage):
         self.e.known_values = self._known
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place)
+        self.layout = flat_layout(self.order, self.updates, self.shapes, place)
+        self.e.rows = self.layout.rows
         self.domains = {"": self.opset}
 
     # -- the whole -----------------------------------------------------------------------------------
     def run(self) -> Lowered:
         for variable in self._sources():
             self._source(variable)
+        list(map(self._flat_source, self.layout.states))
         self.result.origins = [None] * len(self.e.nodes)
         for op in self.order:
             self.operator(op)
@@ -117,6 +122,7 @@ class _Emission(EmulatedStorage):
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
+        self._drop_unread(used | {info.name for info in outputs})
         graph.input.extend(self.inputs)
         graph.output.extend(outputs)
         typed = {name for node in self.e.nodes if node.domain for name in node.output} - {info.name for info in outputs}
@@ -163,6 +169,20 @@ class _Emission(EmulatedStorage):
         (self.result.states if variable.persistable else self.result.feeds).append(port)
         value = Value(variable.name, variable.dtype or "", static(shape))
         self.env[variable.key] = self._emulated(value)
+
+    def _flat_source(self, flat: FlatState) -> None:
+        """The flat state, of which the tensors of its variables are the parts."""
+        name, dtype, shape = flat.name, flat.dtype, flat.rows.shape
+        self.inputs.append(onnx.ValueInfoProto(name=name, type=type_proto(dtype, shape)))
+        self.result.states.append(Port(name, name, dtype, shape, flat.segments))
+        remember(self.e, [self.env[v.key] for v in flat.states], self._emulated(Value(name, dtype, shape)))
+
+    def _drop_unread(self, used: set[str]) -> None:
+        """Take back the inputs of variables in flat states that nothing reads but the update, in the flat state."""
+        flat = {state.name for each in self.layout.states for state in each.states}
+        gone = {port.variable for port in self.result.states if port.tensor not in used} & flat
+        self.inputs = [info for info in self.inputs if info.name not in gone]
+        self.result.states = [port for port in self.result.states if port.variable not in gone]
 
     def _constant(self, variable: Variable) -> Value:
         """Constant content as an initializer; on CPU 16-bit content as the fp32 that emulates it."""
@@ -347,7 +367,8 @@ class _Emission(EmulatedStorage):
         outputs: list[onnx.ValueInfoProto] = []
         ports: dict[tuple[int, str | None], str] = {}
         wanted = [(v, v, (self.declared and v.declared) or v.dtype, self.result.fetches) for v in self.fetches]
-        wanted += [(state, v, v.dtype, self.result.updates) for state, v in self.updates.items()]
+        flat = {state for each in self.layout.states for state in each.states}
+        wanted += [(state, v, v.dtype, self.result.updates) for state, v in self.updates.items() if state not in flat]
         for target, variable, dtype, ports_list in wanted:
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)
@@ -362,6 +383,7 @@ class _Emission(EmulatedStorage):
                 info.type.CopyFrom(type_proto(dtype, self._shape(variable)) if proto is None else proto)
                 outputs.append(info)
             ports_list.append(Port(target.name, ports[variable.key, dtype], dtype or "", self._shape(variable)))
+        outputs += [self._flat_output(state, rename) for state in self.layout.states]
         rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
         for v in self.program.variables:
             if v.key in self.env:
@@ -369,6 +391,13 @@ class _Emission(EmulatedStorage):
                 shape = static(self._shape(v)) if value.shape is None else value.shape
                 self.result.tensors[v.name] = Value(rename.get(value.name, value.name), value.dtype, shape)
         return outputs
+
+    def _flat_output(self, flat: FlatState, rename: dict[str, str]) -> onnx.ValueInfoProto:
+        """The output of the new values of a flat state."""
+        value = joined(self.e, flat.rows, [self.env[new.key] for new in flat.news])
+        name = rename[self._held_as(value, flat.dtype).name] = self.e.name(f"{flat.name}@NEW")
+        self.result.updates.append(Port(flat.name, name, flat.dtype, flat.rows.shape, flat.segments))
+        return onnx.ValueInfoProto(name=name, type=type_proto(flat.dtype, flat.rows.shape))
 
     def _shape(self, variable: Variable) -> Shape | None:
         return self.shapes[variable][1] if self.shapes is not None else variable.shape

@@ -74,9 +74,15 @@ class EmulatedStorage:
     def _real(self, variable: Variable, value: Value) -> Value:
         return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
 
+    def _held_as(self, value: Value, dtype: str) -> Value:
+        """A tensor that this place holds, in an element type."""
+        if self.cpu and dtype in HALF:
+            return self.e.narrow.get(value.name) or self.e.cast(value, dtype)
+        return self.e.cast(value, dtype)
+
     def _output_value(self, variable: Variable, dtype: str | None) -> Value:
         """What holds the variable's value in an element type: its own, or the one that it was declared with."""
         value = self.env[variable.key]
-        if self.cpu and dtype in HALF:
-            return self.e.narrow.get(value.name) or self.e.cast(value, dtype or "")
-        return value if dtype is None or dtype in (variable.dtype, value.dtype) else self.e.cast(value, dtype)
+        if dtype is None or (dtype == variable.dtype and not (self.cpu and dtype in HALF)):
+            return value
+        return self._held_as(value, dtype)

@@ -15,15 +15,17 @@ a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
+
+from amp_transpiler.passes.lowering.lowered import Port
 
 #: Operators that write every output to memory of its own.
 _COMPUTES = frozenset(
     """
     Abs Add And ArgMax ArgMin AveragePool BiasGelu BiasSoftmax Cast Ceil Clip Concat Conv ConvTranspose Cos
-    CumSum Div Equal Erf Exp Expand FastGelu Floor FusedConv FusedGemm FusedMatMul Gather GatherElements
+    CumSum Div Equal Erf Exp Expand FastGelu Floor FusedConv FusedGemm FusedMatMul GatedAdd Gather GatherElements
     GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual IsInf IsNaN LayerNormalization
     LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool Mean Min Mod Mul Neg Not OneHot Or Pad Pow
     QuickGelu RMSNormalization Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
@@ -35,20 +37,40 @@ _COMPUTES = frozenset(
 _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
 
 #: Operators that compute element i of their one output from element i of each input, slot -> may be written over.
-_ELEMENTWISE = {"Add": (0, 1), "Sub": (0, 1), "Mul": (0, 1), "Div": (0, 1), "Where": (1, 2)}
+_ELEMENTWISE = {
+    ("", "Add"): (0, 1),
+    ("", "Sub"): (0, 1),
+    ("", "Mul"): (0, 1),
+    ("", "Div"): (0, 1),
+    ("", "Where"): (1, 2),
+    ("com.microsoft", "GatedAdd"): (0, 1),
+}
 
 
-def refusals(graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]]) -> list[str]:
+def refusals(
+    graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]], within: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
     """For each (state input, update output) of ``graph`` why it may not share one buffer; "" where it is proved safe.
 
-    ``graph`` is the optimised one. One sweep over it answers for all pairs.
+    ``graph`` is the optimised one. ``within`` names further inputs that lie in the memory of a state. One sweep answers
+    for all pairs.
     """
-    return _Proof(graph).answer(pairs)
+    return _Proof(graph, within or {}).answer(pairs)
+
+
+def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
+    """Of each flat state input: the inputs whose memory is part of its own."""
+    tensors = {port.variable: port.tensor for port in states}
+    return {
+        port.tensor: [tensors[s.variable] for s in port.segments if s.variable in tensors]
+        for port in states
+        if port.segments
+    }
 
 
 class _Proof:
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.nodes = list(graph.node)
+    def __init__(self, graph: onnx.GraphProto, within: Mapping[str, Sequence[str]]) -> None:
+        self.nodes, self.within = list(graph.node), within
         self.types = {
             info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
         }
@@ -73,7 +95,8 @@ class _Proof:
 
     def _readers(self, state: str) -> tuple[list[int], set[str]]:
         """The nodes that read the state's memory, and every tensor that may be that memory."""
-        views, queue, found = {state}, [state], dict[int, None]()
+        queue, found = [state, *self.within.get(state, ())], dict[int, None]()
+        views = set(queue)
         while queue:
             for index in self.readers.get(queue.pop(), ()):
                 if index in found:
@@ -127,11 +150,8 @@ class _Proof:
         node = self.nodes[producer]
         slots = [slot for slot, name in enumerate(node.input) if name in views]
         direct = all(node.input[slot] == state for slot in slots)
-        if (
-            not direct
-            or node.domain not in ("", "ai.onnx")
-            or not set(slots) <= set(_ELEMENTWISE.get(node.op_type, ()))
-        ):
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if not direct or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"
         return ""
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.flat import Segment
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -20,19 +21,24 @@ _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output of the lowered model: a program variable and its tensor there."""
+    """A graph input or output of the lowered model: a program variable and its tensor there.
+
+    A flat one holds several variables: ``segments`` says where each lies, and ``variable`` is a name for all of them.
+    """
 
     variable: str
     tensor: str
     dtype: str
     shape: tuple[int | str | None, ...] | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass
 class Lowered:
     """What a place runs. ``feeds`` and ``states`` are graph inputs, ``fetches`` and ``updates`` outputs.
 
-    ``updates`` name the state that takes the tensor's value after the step. ``scalars`` are graph inputs
+    ``updates`` name the state that takes the tensor's value after the step. A variable that lies in a flat state and is
+    an input of its own too has one memory for both. ``scalars`` are graph inputs
     of constant zeros (a run-time zero cannot be folded into megabytes of constants). ``tensors`` says which tensor is
     which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from
     (None: none; nodes at the end are left out); ``inner`` says that of nodes in nested graphs, by what they make,

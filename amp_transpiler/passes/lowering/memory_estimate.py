@@ -13,7 +13,7 @@ from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
-from amp_transpiler.passes.lowering.in_place import refusals
+from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered, static
 from amp_transpiler.passes.lowering.lowering import lower
@@ -193,15 +193,21 @@ class _Estimate:
     def _states(self) -> dict[str, int]:
         kinds = _kinds(self.step)
         held = dict.fromkeys(("parameters", "master_weights", "moments", "other_state", "second_buffers"), 0)
+        within = inputs_within(self.lowered.states)
+        flat = {tensor for tensors in within.values() for tensor in tensors}
         for port in self.lowered.states:
-            variable = self.program.var(port.variable)
+            if port.tensor in flat:
+                continue
+            variable = self.program.var(port.segments[0].variable if port.segments else port.variable)
             kind = "parameters" if variable.is_parameter else kinds.get(variable.key, "other_state")
             held[kind] += self._size(port.tensor)
         inputs = {port.variable: port.tensor for port in self.lowered.states}
         outputs = {port.tensor: inputs.get(port.variable) for port in reversed(self.lowered.updates)}
         pairs = [(state, output) for output, state in outputs.items() if state is not None]
         refused = {
-            output for (_, output), why in zip(pairs, refusals(self.lowered.model.graph, pairs), strict=True) if why
+            output
+            for (_, output), why in zip(pairs, refusals(self.lowered.model.graph, pairs, within), strict=True)
+            if why
         }
         refused |= {output for output, state in outputs.items() if state is None}
         held["second_buffers"] = sum(self._size(output) for output in sorted(refused))

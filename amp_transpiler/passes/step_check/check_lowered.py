@@ -5,7 +5,8 @@ Give it the model that lowering makes, or the one that a session wrote as its op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import onnx
 
@@ -14,20 +15,22 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.passes.lowering.lowered import Lowered
+from amp_transpiler.passes.lowering.lowered import Lowered, Port
+from amp_transpiler.passes.step_check.bad_step import BadStep
 from amp_transpiler.passes.view.training_step import kept_on_bad_step, training_step
 
 #: What computes between a gate's condition and the sums that found_inf looks at.
 _VERDICT = frozenset({"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"})
 #: The sums themselves, as rules of the step write them.
-_SUMS = frozenset({"ReduceSum", "ReduceL1", "ReduceSumSquare"})
+_SUMS = frozenset({"ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare"})
 #: Kernels of the CPU provider that lose a NaN among other numbers.
 _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
 
 
 def check_lowered(program: Graph, lowered: Lowered) -> None:
-    """Check that every gated state of ``program`` is ``Where(ok, new, old)`` in ``lowered``, with a sound ``ok``.
+    """Check that every gated state of ``program`` is its old value on a bad step in ``lowered``, with a sound verdict.
 
+    It is ``Where(ok, new, old)``, or a sum that a bad step makes ``old * 1 + 0 * -1`` (:class:`~.bad_step.BadStep`).
     StepError lists every state that is not carried from step to step, that is written without a gate, through one with
     its branches swapped, through one whose condition goes through Not (which the runtime fuses by swapping branches);
     every found_inf that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
@@ -43,7 +46,7 @@ def check_lowered(program: Graph, lowered: Lowered) -> None:
     for check in training_step(program).checks:
         for raw, unscaled in check.gradients:
             if raw is not None and unscaled is not None:
-                gates.looked_at(check.operator.label, unscaled.name)
+                gates.looked_at(check.operator.label, raw.name, unscaled.name)
                 gates.rounded(check.operator.label, raw)
     if gates.found:
         listed = "\n".join(f"  6: {violation}" for violation in dict.fromkeys(gates.found))
@@ -56,8 +59,9 @@ class _Gates:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.producers = {name: node for node in lowered.model.graph.node for name in node.output}
-        self.states = {port.variable: port.tensor for port in lowered.states}
-        self.updates = {port.variable: port.tensor for port in lowered.updates}
+        self.states, self.updates = _tensors(lowered.states), _tensors(lowered.updates)
+        inputs = frozenset(tensor for tensor, _ in self.states.values())
+        self.bad_step = BadStep(lowered.model.graph, self.producers, inputs)
         self.outputs = {info.name for info in lowered.model.graph.output}
         self.found: list[str] = []
         #: What each condition follows: the tests for NaN, and the tensors whose sums they look at.
@@ -66,23 +70,21 @@ class _Gates:
 
     def carried(self, state: str) -> None:
         """Record a state whose new value is no output of the model."""
-        tensor = self.updates.get(state)
-        if (
-            tensor is None
-            or tensor not in self.outputs
-            or (tensor not in self.producers and tensor != self._old(state))
-        ):
+        tensor, place = self.updates.get(state, ("", 0))
+        if tensor not in self.outputs or (tensor not in self.producers and (tensor, place) != self.states.get(state)):
             self.found.append(f"state '{state}' is not carried from step to step")
-
-    def _old(self, state: str) -> str | None:
-        return self.states.get(state)
 
     def check(self, state: str, kept: str) -> None:
         """Record what is wrong with the gate of ``state``, which on a bad step takes the value of ``kept``."""
         if state not in self.updates:
             return
-        old = self.states.get(kept)
-        gate = self.producers.get(self._behind(self.updates[state]))
+        (new, place), (old, held_at) = self.updates[state], self.states.get(kept, ("", 0))
+        found = self.bad_step.held(new)
+        if found.state == old and place == held_at:
+            for condition in sorted(found.conditions):
+                self._condition(state, condition)
+            return
+        gate = self.producers.get(self._behind(new))
         if gate is None or gate.op_type != "Where":
             by = "" if gate is None else f", by {_said(gate)}"
             self.found.append(f"state '{state}' is written without a gate{by}")
@@ -91,6 +93,8 @@ class _Gates:
             self.found.append(f"the gate of state '{state}', {_said(gate)}, {how}")
         else:
             self._condition(state, gate.input[0])
+            if self.bad_step.held(gate.input[0]).number:
+                self.found.append(f"the gate of state '{state}', {_said(gate)}, is open on a bad step")
 
     def _behind(self, tensor: str) -> str:
         while tensor in self.producers and _hands_on(self.producers[tensor]):
@@ -135,13 +139,34 @@ class _Gates:
             listed = "; ".join(sorted(" and ".join(sorted(tests)) for tests in found_infs))
             self.found.append(f"gates follow {len(found_infs)} different found_inf: {listed}")
 
-    def looked_at(self, check: str, unscaled: str) -> None:
-        """Record an unscaled gradient that no test looks at. An optimised model may not have its tensor any more."""
-        value = self.lowered.tensors.get(unscaled)
-        if value is None or value.name not in self.producers or not self._sums:
+    def looked_at(self, check: str, raw: str, unscaled: str) -> None:
+        """Record an unscaled gradient that no test looks at. An optimised model may not have its tensor any more.
+
+        Of gradients in one flat tensor only the scaled ones are in the model by themselves.
+        """
+        values = [value for name in (unscaled, raw) if (value := self.lowered.tensors.get(name)) is not None]
+        tensor = next((value.name for value in values if value.name in self.producers), None)
+        if tensor is None or not self._sums:
             return
-        if value.name not in self._sums and self._behind(value.name) not in self._sums:
+        if tensor not in self._joined and self._behind(tensor) not in self._joined:
             self.found.append(f"found_inf of '{check}' does not look at gradient '{unscaled}'")
+
+    @cached_property
+    def _joined(self) -> set[str]:
+        """What the sums look at, and the tensors that were unscaled and put together for that."""
+        seen: set[str] = set()
+        stack = [(tensor, True) for tensor in self._sums]
+        while stack:
+            tensor, scaled = stack.pop()
+            node = self.producers.get(tensor)
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            if node is not None and (_hands_on(node) or node.op_type == "Concat"):
+                stack += [(name, scaled) for name in (node.input if node.op_type == "Concat" else node.input[:1])]
+            elif node is not None and node.op_type == "Mul" and scaled:
+                stack.append((node.input[0], False))
+        return seen
 
     def _is_rounded(self, tensor: str) -> bool:
         """Whether an fp32 tensor holds rounded values alone, perhaps behind operators that make no new ones."""
@@ -181,6 +206,12 @@ class _Gates:
                 f"'{check}' looks at gradient '{raw.name}' before {_said(emulated)} is rounded to "
                 f"{variable.dtype}, as an infinity that the rounding makes is not found"
             )
+
+
+def _tensors(ports: Sequence[Port]) -> dict[str, tuple[str, int]]:
+    """Of each variable the tensor that holds it, the flat one where there is one, and its first element there."""
+    found = {port.variable: (port.tensor, 0) for port in ports}
+    return found | {part.variable: (port.tensor, part.offset) for port in ports for part in port.segments}
 
 
 def _hands_on(node: onnx.NodeProto) -> bool:

@@ -1,0 +1,150 @@
+"""Which parameters of a training step lie in one buffer on a place, with their masters and moments beside them.
+
+Rows of an update whose parameters have one element type, and whose gradients take one way, are worked on together:
+the update, the clip and the check before it see one tensor. On a GPU that makes a handful of kernels of thousands;
+on CPU, where a gradient would be copied for it and nothing is launched, every parameter stays by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from amp_transpiler.ir.flat import Rows, Segment
+from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import slots_of
+from amp_transpiler.ops.training.clip import CLIPS, NORM
+from amp_transpiler.ops.training.scaling import CHECK
+from amp_transpiler.ops.training.update import BY_PARAMETER
+from amp_transpiler.passes.lowering.lowered import static
+
+#: The places, by kind, on which parameters lie in flat buffers.
+FLAT_PLACES = frozenset({"cuda"})
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """State of one kind, of the parameters of a group: the variables, their new values, and where they lie."""
+
+    name: str
+    dtype: str
+    rows: Rows
+    states: tuple[Variable, ...]
+    news: tuple[Variable, ...]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Where each variable lies."""
+        return self.rows.segments([v.name for v in self.states])
+
+
+@dataclass
+class FlatLayout:
+    """The flat states of a step, and the rows that its operators (by key) work on together."""
+
+    states: list[FlatState] = field(default_factory=list)
+    rows: dict[int, list[Rows]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of an update: its states with their new values by kind, and the rows through which its gradient comes."""
+
+    number: int
+    shape: tuple[int, ...]
+    states: Mapping[str, tuple[Variable, Variable]]
+    way: tuple[tuple[Operator, int], ...]
+    kind: tuple[object, ...]
+
+
+def flat_layout(
+    operators: Sequence[Operator], updates: Mapping[Variable, Variable], shapes: Shapes | None, place: str
+) -> FlatLayout:
+    """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates."""
+    layout = FlatLayout()
+    if place not in FLAT_PLACES or shapes is None:
+        return layout
+    taken: dict[int, int] = {}
+    for op in operators:
+        slots = slots_of(op.type, op.domain)
+        for v in op.inputs if slots is not None and slots.updates else ():
+            if v is not None and v.persistable:
+                taken[v.key] = taken.get(v.key, 0) + 1
+    for op in operators:
+        slots = slots_of(op.type, op.domain)
+        if slots is None or not slots.updates or op.type in BY_PARAMETER:
+            continue
+        groups: dict[tuple[object, ...], list[_Row]] = {}
+        for row in _rows(op, updates, shapes):
+            if all(taken[state.key] == 1 for state, _ in row.states.values()):
+                groups.setdefault(row.kind, []).append(row)
+        for rows in groups.values():
+            if len(rows) > 1:
+                _add(layout, op, rows)
+    return layout
+
+
+def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) -> list[_Row]:
+    slots = slots_of(op.type, op.domain)
+    assert slots is not None
+    found = []
+    for number, row in enumerate(slots.rows(op.inputs)):
+        first = len(slots.outputs) + number * len(slots.output_row)
+        states = {
+            kind: (state, new)
+            for place, kind in enumerate(slots.output_row)
+            if (state := row.get(kind)) is not None and (new := op.output(first + place)) is not None
+        }
+        gradient, parameter = row.get("gradient"), row.get("parameter")
+        if gradient is None or parameter is None or "parameter" not in states:
+            continue
+        sizes = {static(shapes[v][1]) for v in (gradient, *(state for state, _ in states.values()))}
+        shape = sizes.pop()
+        if sizes or shape is None or not math.prod(shape):
+            continue
+        if any(updates.get(state) is not new or not state.persistable for state, new in states.values()):
+            continue
+        way, raw = _way(gradient)
+        kind = (
+            raw.dtype,
+            gradient.dtype,
+            tuple((name, state.dtype) for name, (state, _) in states.items()),
+            tuple(each.key for each, _ in way),
+            op.attrs["with_decay"][number] if "with_decay" in op.attrs else None,
+        )
+        found.append(_Row(number, shape, states, way, kind))
+    return found
+
+
+def _way(gradient: Variable) -> tuple[tuple[tuple[Operator, int], ...], Variable]:
+    """The clips and the check through which a gradient came, the last first, each with the number of its row there.
+
+    And the gradient as it was before.
+    """
+    way: list[tuple[Operator, int]] = []
+    while (op := gradient.producer) is not None and op.type in (*CLIPS, CHECK):
+        slots = slots_of(op.type, op.domain)
+        number = -1 if slots is None else gradient.producer_slot - len(slots.outputs)
+        source = None if slots is None or number < 0 else op.input(len(slots.inputs) + number)
+        if source is None:
+            break
+        if op.type != NORM:  # a norm for each parameter
+            way.append((op, number))
+        gradient = source
+    return tuple(way), gradient
+
+
+def _add(layout: FlatLayout, op: Operator, rows: list[_Row]) -> None:
+    number = sum(map(len, layout.rows.values()))
+    shapes = tuple(row.shape for row in rows)
+    layout.rows.setdefault(op.key, []).append(Rows(tuple(row.number for row in rows), shapes))
+    for step, (earlier, _) in enumerate(rows[0].way):
+        layout.rows.setdefault(earlier.key, []).append(Rows(tuple(row.way[step][1] for row in rows), shapes))
+    for kind in rows[0].states:
+        states, news = zip(*(row.states[kind] for row in rows), strict=True)
+        name = f"@{op.type}/{number}/{kind}"
+        layout.states.append(
+            FlatState(name, states[0].dtype or "", Rows(tuple(range(len(rows))), shapes), states, news)
+        )

@@ -1,0 +1,148 @@
+"""Parameters of a group in one buffer, as on a GPU, run here on CPU: the same step, seen by names as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering import flat_layout
+from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.scope import Scope
+
+RNG = np.random.default_rng(5)
+FEEDS = {"x": RNG.normal(size=(8, 20)).astype(np.float32), "y": RNG.normal(size=(8, 3)).astype(np.float32)}
+BAD = FEEDS | {"x": np.full((8, 20), 1e5, np.float32)}
+
+
+def built(optimizer: Any, mode: str = "pure", **options: Any) -> tuple[Any, Any, Any, Any]:
+    main, startup = amp.Program(), amp.Program("startup")
+    main.random_seed = startup.random_seed = 3
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, y = amp.data("x", [8, 20], "float32"), amp.data("y", [8, 3], "float32")
+        with amp.fp16_guard():
+            hidden = amp.nn.layer_norm(amp.nn.fc(x, 40, act="relu"))
+            out = amp.nn.fc(amp.nn.fc(hidden, 17, act="tanh"), 3)
+        loss = F.mean((out - y) * (out - y))
+        opt = amp.decorate(optimizer, use_pure_fp16=mode == "pure", **options) if mode != "fp32" else optimizer
+        opt.minimize(loss, startup)
+    return main, startup, loss, opt
+
+
+def started(main: Any, startup: Any, opt: Any, mode: str, scope: Scope) -> amp.Executor:
+    exe = amp.Executor(amp.CPUPlace(), threads=1)
+    exe.run(startup, scope=scope)
+    if mode == "pure":
+        opt.amp_init(amp.CPUPlace(), scope)
+    return exe
+
+
+def values(scope: Scope) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: scope.find_var(name) for name in scope.var_names()}
+
+
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_layout, "FLAT_PLACES", frozenset({"cpu", "cuda"}))
+
+
+def trained(feeds: list[dict[str, Any]], *args: Any, **options: Any) -> dict[str, np.ndarray[Any, Any]]:
+    scope = Scope()
+    main, startup, loss, opt = built(*args, **options)
+    exe = started(main, startup, opt, args[1], scope)
+    for feed in feeds:
+        exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
+    return values(scope)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+@pytest.mark.parametrize("clip", [None, amp.optimizer.ClipGradByValue(0.1)])
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW", "Lamb"])
+def test_a_flat_step_is_the_step_of_single_parameters(
+    kind: str, clip: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the same operations on every element, and a loss scale that is a power of two."""
+
+    def run() -> dict[str, np.ndarray[Any, Any]]:
+        extra = {"momentum": 0.9} if kind == "Momentum" else {}
+        optimizer = getattr(amp.optimizer, kind)(0.01, multi_precision=mode != "fp32", grad_clip=clip, **extra)
+        return trained([FEEDS, FEEDS, BAD if mode == "pure" else FEEDS, FEEDS], optimizer, mode)
+
+    expected = run()
+    monkeypatch.setattr(flat_layout, "FLAT_PLACES", frozenset({"cpu", "cuda"}))
+    found = run()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.tobytes() == found[name].tobytes(), name
+
+
+@pytest.mark.usefixtures("flat")
+def test_a_bad_step_changes_nothing_and_others_see_what_is_written(tmp_path: Path) -> None:
+    main, startup, loss, opt = built(amp.optimizer.Adam(0.01, multi_precision=True))
+    amp.check_step(main, amp.CPUPlace(), {})
+    scope = Scope()
+    exe = started(main, startup, opt, "pure", scope)
+    assert scope.find_var("fc_0.w_0").dtype == np.float16
+    odd = np.where(np.arange(800).reshape(20, 40) % 7 == 0, np.float32(-0.0), scope.find_var("fc_0.w_0_fp32_master_0"))
+    scope.set_var("fc_0.w_0_fp32_master_0", odd)  # -0.0, which adding 0.0 would change
+    test = main.clone(for_test=True)
+    exe.run(main, feed=FEEDS, scope=scope)
+    wholes = {name: device_tensors.whole(value) for name, value in scope.ort_values.items()}
+    assert wholes["fc_0.w_0"] is wholes["fc_2.b_0"] is not wholes["fc_0.w_0_fp32_master_0"]
+    assert wholes["fc_0.w_0_fp32_master_0_moment1_0"] is wholes["fc_1.w_0_fp32_master_0_moment1_0"] is not None
+    assert set(exe.memory_report(main).in_place) >= {
+        "fc_0.w_0",
+        "fc_0.w_0_fp32_master_0_moment2_0",
+        "fc_1.w_0_fp32_master_0",
+    }
+
+    before = values(scope)
+    (seen,) = exe.run(test, feed=FEEDS, fetch_list=[loss.name], scope=scope)
+    exe.run(main, feed=BAD, scope=scope)
+    after = values(scope)
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    assert changed == {"num_good_steps_0", "num_bad_steps_0"}
+    assert exe.run(test, feed=FEEDS, fetch_list=[loss.name], scope=scope)[0] == seen
+
+    amp.save_checkpoint(tmp_path / "state", main, scope)
+    exe.run(main, feed=FEEDS, scope=scope)
+    expected = values(scope)
+    amp.load_checkpoint(tmp_path / "state", main, scope)
+    exe.run(main, feed=FEEDS, scope=scope)
+    assert all(expected[name].tobytes() == value.tobytes() for name, value in values(scope).items())
+
+
+@pytest.mark.usefixtures("flat")
+def test_a_value_that_is_set_is_what_the_next_step_starts_from_and_old_ones_stay() -> None:
+    main, startup, _, opt = built(amp.optimizer.SGD(0.5), "fp32")
+    scope = Scope()
+    exe = started(main, startup, opt, "fp32", scope)
+    exe.run(main, feed=FEEDS, scope=scope)
+    old = scope.ort_value("fc_1.w_0")
+    held, beside = device_tensors.to_array(old), scope.find_var("fc_0.w_0")
+    scope.set_var("fc_1.w_0", np.zeros((40, 17), np.float32))
+    exe.run(main, feed=FEEDS, scope=scope)
+    assert device_tensors.to_array(old).tobytes() == held.tobytes(), "somebody's value was written over"
+    assert np.array_equal(scope.find_var("fc_0.w_0"), beside), "no gradient goes through zeros"
+    first = scope.find_var("fc_1.w_0")
+    assert np.any(scope.find_var("fc_1.b_0")) and not np.any(first[:, 0] == held[:, 0])
+    scope.drop("fc_1.w_0")
+    with pytest.raises(amp.errors.ScopeError, match="'fc_1.w_0' of program .* is not in the scope"):
+        exe.run(main, feed=FEEDS, scope=scope)
+
+
+def test_views_share_memory_and_keep_it() -> None:
+    for dtype in ("float16", "float32", "bfloat16"):
+        whole = device_tensors.from_array(np.arange(12, dtype=np.float32), dtype=None)
+        if dtype != "float32":
+            whole = device_tensors.from_array(np.arange(12).astype(device_tensors.numpy_dtype(dtype)))
+        view = device_tensors.view(whole, 3, (2, 4))
+        single = device_tensors.view(whole, 11, ())
+        view.update_inplace(device_tensors.from_array(np.full((2, 4), 7).astype(device_tensors.numpy_dtype(dtype))))
+        assert device_tensors.to_array(whole).astype(int).tolist() == [0, 1, 2, *[7] * 8, 11]
+        del whole
+        assert device_tensors.to_array(single) == 11 and device_tensors.whole(view).shape() == [12]
