@@ -109,7 +109,8 @@ class _Emission(EmulatedStorage):
     def run(self) -> Lowered:
         for variable in self._sources():
             self._source(variable)
-        list(map(self._flat_source, self.layout.states))
+        for flat in self.layout.states:
+            self._flat_source(flat)
         self.result.origins = [None] * len(self.e.nodes)
         for op in self.order:
             self.operator(op)
@@ -122,8 +123,9 @@ class _Emission(EmulatedStorage):
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
-        self._drop_unread(used | {info.name for info in outputs})
-        graph.input.extend(self.inputs)
+        unread = self.layout.unread(self.result.states, used | {info.name for info in outputs})
+        self.result.states = [port for port in self.result.states if port.variable not in unread]
+        graph.input.extend(info for info in self.inputs if info.name not in unread)
         graph.output.extend(outputs)
         typed = {name for node in self.e.nodes if node.domain for name in node.output} - {info.name for info in outputs}
         for value in self.e.foreign:
@@ -176,13 +178,6 @@ class _Emission(EmulatedStorage):
         self.inputs.append(onnx.ValueInfoProto(name=name, type=type_proto(dtype, shape)))
         self.result.states.append(Port(name, name, dtype, shape, flat.segments))
         remember(self.e, [self.env[v.key] for v in flat.states], self._emulated(Value(name, dtype, shape)))
-
-    def _drop_unread(self, used: set[str]) -> None:
-        """Take back the inputs of variables in flat states that nothing reads but the update, in the flat state."""
-        flat = {state.name for each in self.layout.states for state in each.states}
-        gone = {port.variable for port in self.result.states if port.tensor not in used} & flat
-        self.inputs = [info for info in self.inputs if info.name not in gone]
-        self.result.states = [port for port in self.result.states if port.variable not in gone]
 
     def _constant(self, variable: Variable) -> Value:
         """Constant content as an initializer; on CPU 16-bit content as the fp32 that emulates it."""
@@ -367,8 +362,9 @@ class _Emission(EmulatedStorage):
         outputs: list[onnx.ValueInfoProto] = []
         ports: dict[tuple[int, str | None], str] = {}
         wanted = [(v, v, (self.declared and v.declared) or v.dtype, self.result.fetches) for v in self.fetches]
-        flat = {state for each in self.layout.states for state in each.states}
-        wanted += [(state, v, v.dtype, self.result.updates) for state, v in self.updates.items() if state not in flat]
+        flat = self.layout.variables
+        states = [(state, v) for state, v in self.updates.items() if state.name not in flat]
+        wanted += [(state, v, v.dtype, self.result.updates) for state, v in states]
         for target, variable, dtype, ports_list in wanted:
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)

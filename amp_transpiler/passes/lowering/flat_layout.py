@@ -18,7 +18,7 @@ from amp_transpiler.ir.opdef import slots_of
 from amp_transpiler.ops.training.clip import CLIPS, NORM
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
-from amp_transpiler.passes.lowering.lowered import static
+from amp_transpiler.passes.lowering.lowered import Port, static
 
 #: The places, by kind, on which parameters lie in flat buffers.
 FLAT_PLACES = frozenset({"cuda"})
@@ -46,6 +46,15 @@ class FlatLayout:
 
     states: list[FlatState] = field(default_factory=list)
     rows: dict[int, list[Rows]] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> set[str]:
+        """The names of the variables in flat states."""
+        return {state.name for each in self.states for state in each.states}
+
+    def unread(self, states: Sequence[Port], used: set[str]) -> set[str]:
+        """Of state ports of their own, by variable, those that nothing reads but the update, in the flat state."""
+        return {port.variable for port in states if port.tensor not in used} & self.variables
 
 
 @dataclass(frozen=True)
