@@ -18,6 +18,10 @@ _NORMS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "RMSNo
     "SkipLayerNormalization",
     "SkipSimplifiedLayerNormalization",
 }
+_CONVS = frozenset({"Conv", "FusedConv", "NhwcFusedConv", "QLinearConv", "ConvTranspose"})
+_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "QLinearGlobalAveragePool"}) | {
+    "QLinearAveragePool"
+}
 
 #: Optimiser of onnxruntime 1.31 -> operators without any of which it finds nothing. Those that another optimiser makes
 #: of others stand beside them.
@@ -27,11 +31,15 @@ _LOOKS_FOR: dict[str, frozenset[str]] = {
     "BiasGeluFusion": _GELU,
     "BiasSkipLayerNormFusion": _NORMS | _ROOTS,
     "BiasSoftmaxFusion": frozenset({"Softmax"}),
+    "ConvActivationFusion": _CONVS,
+    "ConvAddActivationFusion": _CONVS,
     "DoubleQDQPairsRemover": _QUANTIZED,
     "DynamicQuantizeMatMulFusion": frozenset({"DynamicQuantizeLinear", "MatMulIntegerToFloat"}),
     "EmbedLayerNormFusion": frozenset({"Gather"}),
     "EnsureUniqueDQForNodeUnit": _QUANTIZED,
     "FastGeluFusion": frozenset({"Tanh"}),
+    "GatherSliceToSplitFusion": frozenset({"Gather", "Slice"}),
+    "GatherToSliceFusion": frozenset({"Gather"}),
     "GeluFusionL1": frozenset({"Erf"}),
     "GeluFusionL2": frozenset({"Erf"}),
     "GroupQueryAttentionFusion": frozenset({"GroupQueryAttention"}),
@@ -40,6 +48,8 @@ _LOOKS_FOR: dict[str, frozenset[str]] = {
     "LayerNormFusionL2": frozenset({"ReduceMean"}),
     "MatMulIntegerToFloatFusion": frozenset({"MatMulInteger"}),
     "MatMulNBitsFusion": frozenset({"MatMulNBits", "DequantizeLinear"}),
+    "NchwcTransformer": _CONVS | _POOLS,
+    "NhwcTransformer": _CONVS | _POOLS,
     "QDQFinalCleanupTransformer": _QUANTIZED,
     "QDQPropagationTransformer": _QUANTIZED,
     "QDQS8ToU8Transformer": _QUANTIZED,

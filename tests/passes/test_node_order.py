@@ -125,7 +125,7 @@ def test_few_nodes_wait_in_a_step_of_many_parameters() -> None:
     assert _waiting(list(lowered.model.graph.node)) < 600  # in the order of the rules 1125
 
 
-@pytest.mark.parametrize(("name", "mode"), [("bert", "fp32"), ("cnn", "mixed"), ("lstm", "pure")])
+@pytest.mark.parametrize(("name", "mode"), [("bert", "fp32"), ("cnn", "mixed"), ("lstm", "pure"), ("mlp", "pure")])
 def test_an_optimizer_that_is_left_out_would_have_changed_nothing(name: str, mode: str, tmp_path: object) -> None:
     main, loss = benchmark(name, mode)
     model = main.lower(amp.CPUPlace(), fetches=[loss]).model
