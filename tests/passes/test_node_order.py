@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import emission, node_order
+from amp_transpiler.passes.lowering import node_order
 from amp_transpiler.runtime.graph_optimizers import useless_optimizers
 from tests.helpers.benchmark_programs import step as benchmark
 
@@ -109,8 +109,8 @@ def _trained() -> tuple[list[bytes], dict[str, bytes]]:
 def test_a_step_gives_the_same_bits_as_in_the_order_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad steps included: the scale begins too high."""
     with monkeypatch.context() as patch:
-        patch.setattr(emission, "listed", lambda nodes, origins, feeds: (nodes, origins))
-        patch.setattr(emission, "handed_on", lambda nodes, origins, scalars, fresh: (nodes, origins))
+        patch.setattr(node_order, "listed", lambda nodes, origins, feeds: (nodes, origins))
+        patch.setattr(node_order, "handed_on", lambda nodes, origins, scalars, fresh: (nodes, origins))
         expected = _trained()
     for limit in ("_HOT", "_GROUP", "_ROWS"):
         monkeypatch.setattr(node_order, limit, 3)

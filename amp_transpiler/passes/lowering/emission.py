@@ -34,14 +34,13 @@ from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
     emulated_attribute,
-    live,
     needed,
     nested_type,
     rename_tensors,
     static,
     used_tensors,
 )
-from amp_transpiler.passes.lowering.node_order import handed_on, listed
+from amp_transpiler.passes.lowering.node_order import arranged
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
@@ -116,9 +115,8 @@ class _Emission(EmulatedStorage):
             self.operator(op)
             self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
         outputs = self._ports()
-        nodes, origins = live(self.e.nodes, self.result.origins, {info.name for info in outputs})
-        nodes, origins = handed_on(nodes, origins, self.e.scalars, self.e.name)
-        self.e.nodes, self.result.origins = listed(nodes, origins, {port.tensor for port in self.result.feeds})
+        kept = {info.name for info in outputs}, {port.tensor for port in self.result.feeds}
+        self.e.nodes, self.result.origins = arranged(self.e, self.result.origins, *kept)
         graph = onnx.GraphProto(name=self.program.graph_name)
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it

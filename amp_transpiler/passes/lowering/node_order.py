@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import onnx
 
+from amp_transpiler.ir.emitter import Emitter
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.passes.lowering.lowered import used_tensors
+from amp_transpiler.passes.lowering.lowered import live, used_tensors
 
 #: Readers of one scalar from which on it is handed on, and the readers of each link.
 _HOT, _GROUP = 256, 64
@@ -32,6 +33,14 @@ _LINK = {"bool": "And", "float32": "Max", "float64": "Max"}
 
 Nodes = list[onnx.NodeProto]
 Origins = list[Operator | None]
+
+
+def arranged(
+    e: Emitter, origins: Sequence[Operator | None], outputs: set[str], feeds: set[str]
+) -> tuple[Nodes, Origins]:
+    """The nodes emitted that the outputs depend on, with links and in order, each with its operator."""
+    nodes, kept = handed_on(*live(e.nodes, origins, outputs), e.scalars, e.name)
+    return listed(nodes, kept, feeds)
 
 
 def handed_on(
