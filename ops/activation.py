@@ -10,7 +10,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing,
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed
-from amp_transpiler.ops.gpu_kernels import along_rows, rounded_once
+from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu, rounded_once
 
 
 def _greater(e: Emitter, value: Value, number: float) -> Value:
@@ -135,10 +135,13 @@ def gelu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
 
 
 def _gelu_slope(e: Emitter, x: Value) -> Value:
-    """Φ(x) + x φ(x), with Φ and φ of the standard normal distribution."""
-    cdf = e.Mul(e.Add(e.Erf(e.Mul(x, e.like(math.sqrt(0.5), x))), e.like(1, x)), e.like(0.5, x))
-    pdf = e.Mul(e.Exp(e.Mul(e.Mul(x, x), e.like(-0.5, x))), e.like(1 / math.sqrt(2 * math.pi), x))
-    return e.Add(cdf, e.Mul(x, pdf))
+    """Φ(x) + x φ(x) = 1/2 + erf(t) / 2 + t exp(-t²) / √π with t = x / √2."""
+    t = e.Mul(x, e.like(math.sqrt(0.5), x))
+    square, line = e.Mul(t, t), (1, math.prod(size_of(x)))
+    bell = e.Pow(e.like(math.exp(-1), x), square) if on_gpu(e) else e.Exp(e.Neg(square))
+    parts = [e.reshape(v, line) for v in (e.Erf(t), e.Mul(t, bell))]
+    half, share = (e.const([[number]], x.dtype) for number in (0.5, 1 / math.sqrt(math.pi)))
+    return e.Add(e.reshape(along_rows(e, half, parts[0], share, parts[1]), size_of(x)), e.like(0.5, x))
 
 
 def _gelu_tanh_slope(e: Emitter, x: Value) -> Value:
