@@ -50,7 +50,7 @@ def test_resume_is_bit_for_bit(optimizer: str, mode: str, scaling: str, tmp_path
         scale = net.optimizer.get_loss_scaling().name
         assert saved[scale] != state(net.main, scope)[scale]
         assert BAD[0] < HALF <= BAD[1] < STEPS
-    assert len(set(before + rest)) > STEPS - 2
+    assert len(set(before + rest)) >= STEPS - 2  # two steps are bad, and two losses in bfloat16 may be one number
 
 
 @pytest.mark.parametrize("mode", MODES)
