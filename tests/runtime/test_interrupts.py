@@ -121,7 +121,7 @@ def test_a_signal_handler_may_save_and_evaluate(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("buffers", ["in place", "two"])
 def test_ctrl_c_at_any_line_of_a_run_leaves_a_whole_step(buffers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if buffers == "two":
-        monkeypatch.setattr(binding, "refusals", lambda graph, pairs: ["a test wants two buffers"] * len(pairs))
+        monkeypatch.setattr(binding, "refusals", lambda graph, pairs, *_: ["a test wants two buffers"] * len(pairs))
     net, optimizer, _, scope, executor = trained()
     optimizer.amp_init(CPU, scope)
     executor.run(net.main, BATCH, [net.loss], scope)
