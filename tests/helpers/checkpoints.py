@@ -128,6 +128,13 @@ def state(program: amp.Program, scope: amp.Scope) -> dict[str, bytes]:
     return {name: f"{a.dtype}{a.shape}".encode() + a.tobytes() for name, a in arrays.items()}
 
 
+def loads(net: Small, path: Path) -> dict[str, bytes]:
+    """The state of an empty scope once the checkpoint is in it."""
+    fresh = amp.Scope()
+    amp.load_checkpoint(path, net.main, fresh)
+    return state(net.main, fresh)
+
+
 def digest(program: amp.Program, scope: amp.Scope) -> str:
     """A hash of all state."""
     found = hashlib.sha256()

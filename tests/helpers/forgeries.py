@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-TENSORS, META = "state.safetensors", "meta.json"
+from amp_transpiler.runtime.checkpoint.writing import META, TENSORS
+
 #: Values that no field of a checkpoint may have: wrong types, wrong ranges, ways out of the folder.
 ODD: tuple[Any, ...] = (
     True,

@@ -13,7 +13,8 @@ import amp_transpiler as amp
 from amp_transpiler.errors import AmpError, ArgumentError
 from amp_transpiler.ir.nodes import OWN
 from tests.helpers.cuda_kernels import without_cuda_kernel
-from tests.helpers.gradcheck import check_forward, check_gradient
+from tests.helpers.forwardcheck import check_forward
+from tests.helpers.gradcheck import check_gradient
 from tests.helpers.rules import run_cpu
 from tests.helpers.where import RECORDED
 

@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from amp_transpiler.errors import GradientError
-from tests.helpers.gradcheck import check_forward, check_gradient, few, gradient_values
+from tests.helpers.forwardcheck import check_forward
+from tests.helpers.gradcheck import check_gradient, few, gradient_values
 
 Shape = tuple[int, ...]
 seeds = st.integers(0, 2**32 - 1)

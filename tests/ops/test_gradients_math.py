@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.gradcheck import check_forward, check_gradient, few, gradient_model, gradient_values
+from tests.helpers.forwardcheck import check_forward
+from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values
 
 Shape = tuple[int, ...]
 seeds = st.integers(0, 2**32 - 1)

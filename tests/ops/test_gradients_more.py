@@ -12,7 +12,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
-from tests.helpers.gradcheck import Case, Gradient, check_forward, check_gradient, gradient_model, gradient_values
+from tests.helpers.forwardcheck import check_forward
+from tests.helpers.gradcheck import Case, Gradient, check_gradient, gradient_model, gradient_values
 from tests.helpers.rules import as_model, run_reference, tensor_info
 from tests.helpers.sessions import session
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import recurrent_oracle
-from tests.helpers.gradcheck import Case, Gradient, check_forward, check_gradient
+from tests.helpers.forwardcheck import check_forward
+from tests.helpers.gradcheck import Case, Gradient, check_gradient
 from tests.helpers.recurrent_oracle import uneven
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

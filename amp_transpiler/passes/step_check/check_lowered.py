@@ -5,7 +5,7 @@ Give it the model that lowering makes, or the one that a session wrote as its op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 import onnx
@@ -105,7 +105,7 @@ class _Gates:
         if tensor in self._found_infs:
             return
         tests = set()
-        for node in self._ancestors(tensor):
+        for node in self._walk(tensor, _behind_condition):
             if node.op_type == "Not":
                 self.found.append(f"the gate of state '{state}' goes through Not, {_said(node)}")
             elif node.op_type in _DROPS_NAN:
@@ -118,8 +118,8 @@ class _Gates:
             self.found.append(f"the gate of state '{state}' follows no test for NaN")
         self._found_infs[tensor] = frozenset(tests)
 
-    def _ancestors(self, tensor: str) -> Iterator[onnx.NodeProto]:
-        """Nodes behind a condition, down to the reductions."""
+    def _walk(self, tensor: str, onward: Callable[[onnx.NodeProto], Iterable[str]]) -> Iterator[onnx.NodeProto]:
+        """Nodes behind a tensor, each once; ``onward`` says from which inputs of one the walk goes on."""
         seen: set[str] = set()
         stack = [tensor]
         while stack:
@@ -129,8 +129,7 @@ class _Gates:
                 continue
             seen.add(name)
             yield node
-            if node.op_type in _VERDICT or node.op_type == "Not" or _hands_on(node):
-                stack.extend(node.input)
+            stack.extend(onward(node))
 
     def found_infs_agree(self) -> None:
         """Record gates that follow different tests."""
@@ -170,22 +169,13 @@ class _Gates:
 
     def _is_rounded(self, tensor: str) -> bool:
         """Whether an fp32 tensor holds rounded values alone, perhaps behind operators that make no new ones."""
-        stack, seen = [tensor], set[str]()
-        while stack:
-            name = stack.pop()
-            node = self.producers.get(name)
-            if node is None or name in seen:
-                continue
-            seen.add(name)
-            traits = traits_of(node.op_type, node.domain)
+        for node in self._walk(tensor, _behind_moves):
             if node.op_type == "Cast":
                 narrow = self.producers.get(node.input[0])
                 if narrow is None or narrow.op_type != "Cast":
                     return False
-            elif not traits.exact:
+            elif not traits_of(node.op_type, node.domain).exact:
                 return False
-            else:
-                stack.extend(i for slot, i in enumerate(node.input) if not traits.moves or slot in traits.moves)
         return True
 
     def rounded(self, check: str, raw: Variable) -> None:
@@ -217,6 +207,18 @@ def _tensors(ports: Sequence[Port]) -> dict[str, tuple[str, int]]:
 def _hands_on(node: onnx.NodeProto) -> bool:
     """Whether it hands a value on as it is, or in another element type or shape."""
     return node.op_type == "Cast" or traits_of(node.op_type, node.domain).view
+
+
+def _behind_condition(node: onnx.NodeProto) -> Iterable[str]:
+    """From a gate's condition down to the sums."""
+    return node.input if node.op_type in _VERDICT or node.op_type == "Not" or _hands_on(node) else ()
+
+
+def _behind_moves(node: onnx.NodeProto) -> Iterable[str]:
+    """What an operator that makes no new values hands on."""
+    traits = traits_of(node.op_type, node.domain)
+    exact = traits.exact and node.op_type != "Cast"
+    return [i for slot, i in enumerate(node.input) if exact and (not traits.moves or slot in traits.moves)]
 
 
 def _said(node: onnx.NodeProto) -> str:

@@ -15,27 +15,8 @@ from amp_transpiler.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from tests.helpers.checkpoints import Small, build, state
-
-TENSORS, META = "state.safetensors", "meta.json"
-
-
-@pytest.fixture(scope="module")
-def net() -> Small:
-    return build()
-
-
-@pytest.fixture
-def scope(net: Small) -> amp.Scope:
-    scope = net.start()
-    net.train(scope, 0, 2)
-    return scope
-
-
-def loads(net: Small, path: Path) -> dict[str, bytes]:
-    fresh = amp.Scope()
-    amp.load_checkpoint(path, net.main, fresh)
-    return state(net.main, fresh)
+from amp_transpiler.runtime.checkpoint.writing import META, TENSORS
+from tests.helpers.checkpoints import Small, build, loads, state
 
 
 # -- damage -----------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Tests of checkpoints: content, damage, faults, modes, resume, forgeries."""
