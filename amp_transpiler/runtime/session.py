@@ -13,7 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.graph_optimizers import useless_optimizers
+from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -46,6 +47,7 @@ class Settings:
     threads: int | None = None
     tf32: bool = False
     allow_cpu_fallback: bool = False
+    cache: SessionCache | None = None
 
     def __post_init__(self) -> None:
         if self.optimization_level not in _LEVELS:
@@ -67,23 +69,44 @@ def create_session(
     where onnxruntime refuses the model.
     """
     data = _serialized(model, name)
-    useless = useless_optimizers(model)
     _settle_arena()
-    if keep_graph:
-        with tempfile.TemporaryDirectory(prefix="amp_transpiler_") as folder:
-            path = Path(folder) / "optimized.onnx"
-            try:
-                session = _session(data, place, settings, path, useless=useless)
-                return session, onnx.load(path, load_external_data=False).graph
-            except Exception:  # it may be only the saving that fails; the plain attempt below tells
-                pass
     try:
-        session = _session(data, place, settings, useless=useless)
+        session, kept = _make(data, place, settings, useless_optimizers(model), keep_graph)
+    except AmpWarning:
+        raise
     except Exception as error:  # onnxruntime's errors have no common base class
         raise _creation_error(error, data, place, settings, name) from None
     if settings.allow_cpu_fallback and isinstance(place, CUDAPlace):
         _warn_of_fallback(data, place, settings, name)
-    return session, None
+    return session, None if kept is None or not keep_graph else onnx.load_model_from_string(kept).graph
+
+
+def _make(
+    data: bytes, place: Place, settings: Settings, useless: Sequence[str], keep: bool
+) -> tuple[Any, bytes | None]:
+    """A session, and the optimised model that it runs where that was asked for and can be had."""
+    cache, key = settings.cache, ""
+    if cache is not None:
+        level, fallback = settings.optimization_level, settings.allow_cpu_fallback
+        key = cache.key(data, (place.kind, level, settings.tf32, fallback, *useless, *unbounded_optimizers()))
+        kept = cache.read(key)
+        if kept is not None:
+            try:
+                return _session(kept, place, replace(settings, optimization_level="disable")), kept
+            except Exception as error:
+                cache.discard(key, plain_message(error))
+    if keep or cache is not None:
+        with tempfile.TemporaryDirectory(prefix="amp_transpiler_") as folder:
+            path = Path(folder) / "optimized.onnx"
+            try:
+                session, kept = _session(data, place, settings, path, useless=useless), path.read_bytes()
+            except Exception:  # it may be only the saving that fails; the plain attempt below tells
+                pass
+            else:
+                if cache is not None:
+                    cache.write(key, kept)
+                return session, kept
+    return _session(data, place, settings, useless=useless), None
 
 
 def _serialized(model: onnx.ModelProto, name: str) -> bytes:
