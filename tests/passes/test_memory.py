@@ -85,9 +85,19 @@ def test_the_order_is_the_runtimes() -> None:
     assert [node.proto.output[0] for node in live.order] == ["d", "z", "b", "a", "c", "y"]
 
 
-def test_cuda_takes_a_dead_buffer_and_keeps_it_in_between() -> None:
+def test_cuda_writes_activations_over_their_input_and_nothing_else() -> None:
+    body = "a = Exp(x)  b = {} (a)  c = Mul(x, b)  y = ReduceSum(c)"
+    for type_, on_cuda in (("Relu", 3), ("Tanh", 3), ("Softmax", 4), ("Sqrt", 4)):
+        on_cpu = 4 if type_ == "Sqrt" else 3
+        found = [len(planned(body.format(type_), place=place).buffers) for place in ("cpu", "cuda")]
+        assert found == [on_cpu, on_cuda], type_
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_dead_buffer_is_not_kept_for_a_later_tensor(place: str) -> None:
     body = "a = Exp(x)  b = ReduceSum <keepdims = 0> (a)  c = Mul(x, b)  y = ReduceSum(c)"
-    assert len(planned(body).buffers) == 4 and len(planned(body, place="cuda").buffers) == 3
+    live = planned(body, place=place)
+    assert [(b.first, b.last) for b in live.buffers] == [(0, 1), (1, 2), (2, 3), (3, 3)]
 
 
 def test_an_unknown_shape_is_named() -> None:

@@ -5,9 +5,8 @@ Identity vanishes, equal subexpressions are one. Then, as in onnxruntime:
 
 - nodes run in its default order, a depth-first walk from the nodes that nothing reads, the last one first, that
   visits the producers of a node's inputs from the last one on;
-- views share the buffer of their input; some kernels write over an input that nobody reads any more; on CUDA a new
-  tensor takes the buffer of a dead one of the same shape and element size, which stays allocated in between (on CPU
-  sessions are made without that);
+- views share the buffer of their input; some kernels write over an input that nobody reads any more (that a new tensor
+  takes the buffer of a dead one, which stays allocated in between, sessions are made without);
 - a buffer is freed after its last reader. Graph inputs and constants are held by others all the time.
 """
 
@@ -26,11 +25,16 @@ from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 from amp_transpiler.passes.lowering.workspace import workspace
 
-#: Kernels that may write their first output over their first input, measured on CPU with onnxruntime 1.31.
-_OVER_FIRST = frozenset(
-    """Cast Clip Elu HardSigmoid LeakyRelu LogSoftmax Relu ScatterElements Selu Sigmoid Softmax Softplus Softsign Tanh
-    ThresholdedRelu Trilu""".split()  # noqa: SIM905
-)
+#: Kernels that may write their first output over their first input, by place; measured with onnxruntime 1.31.
+_OVER_FIRST = {
+    "cpu": frozenset(
+        """Cast Clip Elu HardSigmoid LeakyRelu LogSoftmax Relu ScatterElements Selu Sigmoid Softmax Softplus Softsign
+        Tanh ThresholdedRelu Trilu""".split()  # noqa: SIM905
+    ),
+    "cuda": frozenset(
+        "Elu Gelu HardSigmoid LeakyRelu Relu Selu Sigmoid Softplus Softsign Tanh ThresholdedRelu Trilu".split()  # noqa: SIM905
+    ),
+}
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
 _BLOCK = 8  # channels that the CPU's own layout keeps together
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
@@ -104,7 +108,7 @@ def plan(lowered: Lowered, types: dict[str, Type] | None = None) -> Liveness:
 class _Planner:
     def __init__(self, lowered: Lowered, types: dict[str, Type]) -> None:
         model = lowered.model
-        self.graph, self.cpu = model.graph, lowered.place == "cpu"
+        self.graph, self.place, self.cpu = model.graph, lowered.place, lowered.place == "cpu"
         self.bound = {port.tensor for port in lowered.updates}
         self.types = dict(types)
         self.outputs = {info.name for info in model.graph.output}
@@ -287,7 +291,6 @@ class _Buffers:
         self.uses: dict[str, int] = {}
         self.owner: dict[str, str] = {}  # tensor -> the tensor whose buffer it has
         self.buffers: dict[str, Buffer] = {}
-        self.free: dict[tuple[tuple[int, ...], int], list[str]] = {}  # shape, element size -> dead buffers, last on top
 
     def run(self) -> list[Buffer]:
         for node in self.order:
@@ -302,7 +305,6 @@ class _Buffers:
                 if name:
                     self._place(step, node, slot, name)
             self._release(step, [name for name in node.inputs if name])
-            self._release(step, [name for name in node.outputs if name], unread=True)
         for name in self.planner.outputs:
             owner = self.owner.get(name)
             if owner in self.buffers:
@@ -316,7 +318,7 @@ class _Buffers:
             if name not in self.planner.bound:
                 self.buffers[name] = Buffer(self.planner.bytes_of(name), [name], step, step)
             return
-        reused = self._reused_input(node, slot, name) or self._dead(name)
+        reused = self._reused_input(node, slot, name)
         if reused is None:
             self.owner[name] = name
             self.buffers[name] = Buffer(tensor_bytes(self.planner.tensor(name)), [name], step, step)
@@ -333,7 +335,7 @@ class _Buffers:
             return self.owner[node.inputs[0]]
         if type_ == "BatchNormalization" and slot in _OWN_STATISTICS:
             return self.owner[node.inputs[_OWN_STATISTICS[slot]]]
-        if type_ in _OVER_FIRST and slot == 0:
+        if slot == 0 and type_ in _OVER_FIRST[self.planner.place]:
             first = node.inputs[0]
             if self.uses[self.owner[first]] == 1 and self._like(first) == self._like(name):
                 return self.owner[first]
@@ -343,20 +345,9 @@ class _Buffers:
         type_, shape = self.planner.tensor(name)
         return shape, BYTES.get(type_, 1)
 
-    def _dead(self, name: str) -> str | None:
-        shape, size = self._like(name)
-        waiting = self.free.get((shape, size)) if shape and not self.planner.cpu else None
-        return waiting.pop() if waiting else None
-
-    def _release(self, step: int, names: Sequence[str], unread: bool = False) -> None:
+    def _release(self, step: int, names: Sequence[str]) -> None:
         for name in names:
             owner = self.owner.get(name, name)
             if owner in self.buffers:
                 self.buffers[owner].last = max(self.buffers[owner].last, step)
-            if unread:
-                done = not self.uses.get(owner)
-            else:
-                self.uses[owner] -= 1
-                done = self.uses[owner] == 0
-            if done and owner in self.buffers:
-                self.free.setdefault(self._like(self.buffers[owner].tensors[0]), []).append(owner)
+            self.uses[owner] -= 1
