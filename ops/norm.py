@@ -130,14 +130,12 @@ def _by_rows(
     _, batch_mean, r = _standardised(e, x, epsilon)
     y = _affine(e, x, _slope(e, scale, r), bias, batch_mean)
 
-    def running(old: Value, new: Value) -> Value:
-        row = (1, *size_of(old))
-        a, b = (e.const([[number]], old.dtype) for number in (momentum, 1 - momentum))
-        return e.reshape(along_rows(e, a, e.reshape(old, row), b, e.reshape(new, row)), row[1:])
-
-    # 1 / r^2 is the variance plus epsilon.
-    wide = running(var, e.Pow(r, e.like(-2, r)))
-    return [y, running(mean, batch_mean), e.Sub(wide, e.like(epsilon * (1 - momentum), var))]
+    # 1 / r^2 is the variance plus epsilon. In vectors, so that layers whose statistics are one state are one vector.
+    share, excess = (e.const(np.full(size_of(r), (1 - momentum) * n), r.dtype) for n in (1.0, epsilon))
+    old_mean, old_var = (e.Mul(old, e.like(momentum, old)) for old in (mean, var))
+    new_mean = e.Add(old_mean, e.Mul(batch_mean, e.like(1 - momentum, batch_mean)))
+    new_var = e.Sub(e.Add(old_var, e.Div(e.Div(share, r), r)), excess)
+    return [y, new_mean, new_var]
 
 
 def _standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:

@@ -42,6 +42,15 @@ class OperatorCall(Protocol[Given, Made]):
 
 
 @dataclass(frozen=True)
+class Maker:
+    """The elementwise operator or view of ai.onnx that made a tensor."""
+
+    type: str
+    inputs: tuple[Value | None, ...]
+    attrs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Value:
     """A tensor of the emitted graph: its name, its real element type there, its shape where known."""
 
@@ -78,6 +87,8 @@ class Emitter:
         self.rows: Mapping[int, Sequence[Rows]] = {}
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
+        #: What made the results of elementwise operators and views, by tensor.
+        self.makers: dict[str, Maker] = {}
         #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
         self.foreign: list[Value] = []
         self.domains: set[str] = set()
@@ -161,6 +172,8 @@ class Emitter:
         if shape is None:
             shape = _shape(type_, traits, [v.shape for v in inputs if v is not None])
         values = tuple(Value(n, k, None if shape is None else tuple(shape)) for n, k in zip(names, kinds, strict=True))
+        if not domain and (traits.elementwise or traits.view):
+            self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
         if shape is not None and math.prod(shape) == 1:
             self.scalars |= {v.name: self._tensor_type(v) for v in values}
         if domain:

@@ -11,10 +11,25 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import onnx
 
-from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.emitter import Emitter, Maker, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import traits_of
+
+#: Elements up to which launching a kernel costs more than what it moves.
+_FEW = 2**18
+#: Operators that make zeros of zeros, by which of their inputs are as large as what they make.
+_KEEPS_ZEROS = {
+    "Cast": ([True],),
+    "Neg": ([True],),
+    "Mul": ([True, False], [False, True], [True, True]),
+    "Div": ([True, False], [True, True]),
+    "Add": ([True, True],),
+    "Sub": ([True, True],),
+    "Where": ([False, True, True],),
+}
 
 
 def rows_of(e: Emitter, op: Operator, count: int) -> list[Rows]:
@@ -30,15 +45,75 @@ def joined(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value:
         return values[0]
     key = _key(values)
     if key not in e.shared:
-        pieces, end = list[Value](), 0
-        for value, offset, shape in zip(values, rows.offsets, rows.shapes, strict=True):
-            if offset > end:
-                pieces.append(e.const(np.zeros((1, offset - end)), value.dtype))
-            pieces.append(e.reshape(value, (1, math.prod(shape))))
-            end = offset + math.prod(shape)
-        e.shared[key] = (pieces[0] if len(pieces) == 1 else e.Concat(*pieces, axis=1, shape=rows.shape),)
+        e.shared[key] = (_together(e, rows, values) or _side_by_side(e, rows, values),)
     found = e.shared[key][0]
     return Value(found.name, values[0].dtype, found.shape)
+
+
+def _side_by_side(e: Emitter, rows: Rows, values: Sequence[Value], between: float = 0.0) -> Value:
+    """One tensor for ``values``, with this number between them."""
+    if all(value.name in e.initializers for value in values):
+        return _constant(e, rows, values, between)
+    pieces, end = list[Value](), 0
+    for value, offset, shape in zip(values, rows.offsets, rows.shapes, strict=True):
+        if offset > end:
+            pieces.append(e.const(np.full((1, offset - end), between), value.dtype))
+        pieces.append(e.reshape(value, (1, math.prod(shape))))
+        end = offset + math.prod(shape)
+    return pieces[0] if len(pieces) == 1 else e.Concat(*pieces, axis=1, shape=rows.shape)
+
+
+def _constant(e: Emitter, rows: Rows, values: Sequence[Value], between: float) -> Value:
+    """The same of constants, of which one number stands for a whole row."""
+    whole = np.full(rows.shape, between)
+    for value, offset, shape in zip(values, rows.offsets, rows.shapes, strict=True):
+        whole[0, offset : offset + math.prod(shape)] = onnx.numpy_helper.to_array(e.initializers[value.name]).ravel()
+    return e.const(whole, values[0].dtype)
+
+
+def _together(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value | None:
+    """``values`` as what one operator makes of the tensors that were read to make each of them, joined.
+
+    None where they were not made alike, or where that would move more bytes. Zeros between rows stay zeros.
+    """
+    makers = [_maker(e, value) for value in values]
+    first = makers[0]
+    if first is None or first.type not in _KEEPS_ZEROS or len(makers) == 1:
+        return None
+    kinds = {maker and (maker.type, len(maker.inputs), str(maker.attrs)) for maker in makers}
+    columns = list(zip(*(maker.inputs for maker in makers if maker is not None), strict=False))
+    one = [len({v and v.name for v in column}) == 1 and math.prod(_size(column[0])) == 1 for column in columns]
+    wide = [not single for single in one]
+    if len(kinds) > 1 or wide not in _KEEPS_ZEROS[first.type] or (sum(wide) > 1 and rows.shape[1] > _FEW):
+        return None
+    read = []
+    for place, (column, single) in enumerate(zip(columns, one, strict=True)):
+        known = [v for v in column if v is not None and v.dtype == column[0].dtype]
+        if len(known) < len(column) or not (single or _fills(e, rows, known)):
+            return None
+        below = first.type == "Div" and place == 1
+        read.append(known[0] if single else (_side_by_side(e, rows, known, 1.0) if below else joined(e, rows, known)))
+    whole: Value = e.op(first.type, *read, dtype=values[0].dtype, shape=rows.shape, **first.attrs)
+    return whole
+
+
+def _fills(e: Emitter, rows: Rows, values: Sequence[Value]) -> bool:
+    """Whether tensors have the sizes of the rows, or are constants of which one number stands for a row."""
+    sizes = [(math.prod(_size(v)), math.prod(shape)) for v, shape in zip(values, rows.shapes, strict=True)]
+    constant = all(v.name in e.initializers for v in values)
+    return all(size == wanted or (constant and size == 1) for size, wanted in sizes)
+
+
+def _size(value: Value | None) -> tuple[int, ...]:
+    """The shape, one that nothing has where it is not known."""
+    return (-1,) if value is None or value.shape is None else value.shape
+
+
+def _maker(e: Emitter, value: Value) -> Maker | None:
+    maker = e.makers.get(value.name)
+    while maker is not None and traits_of(maker.type).view and maker.inputs[0] is not None:
+        maker = e.makers.get(maker.inputs[0].name)
+    return maker
 
 
 def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:

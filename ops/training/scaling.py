@@ -61,8 +61,11 @@ def finite_step(e: Emitter, found_inf: Value) -> Value:
     Not ``Not(found_inf)``: the runtime fuses Not into the Where behind it by swapping its branches, and
     its Where turns −0.0 into +0.0 in the first branch, so that a bad step would change state.
     """
-    flag = e.cast(e.reshape(found_inf, ()), "int32")
-    return e.op("Equal", flag, e.const(0, "int32"), shape=())
+    key = f"not {found_inf.name}"
+    if key not in e.shared:
+        flag = e.cast(e.reshape(found_inf, ()), "int32")
+        e.shared[key] = (e.op("Equal", flag, e.const(0, "int32"), shape=()),)
+    return e.shared[key][0]
 
 
 class Switch:

@@ -26,7 +26,7 @@ def built(optimizer: Any, mode: str = "pure", **options: Any) -> tuple[Any, Any,
         x, y = amp.data("x", [8, 20], "float32"), amp.data("y", [8, 3], "float32")
         with amp.fp16_guard():
             hidden = amp.nn.layer_norm(amp.nn.fc(x, 40, act="relu"))
-            out = amp.nn.fc(amp.nn.fc(hidden, 17, act="tanh"), 3)
+            out = amp.nn.fc(amp.nn.batch_norm(amp.nn.fc(amp.nn.batch_norm(hidden), 17, act="tanh")), 3)
         loss = F.mean((out - y) * (out - y))
         opt = amp.decorate(optimizer, use_pure_fp16=mode == "pure", **options) if mode != "fp32" else optimizer
         opt.minimize(loss, startup)
@@ -94,7 +94,9 @@ def test_a_bad_step_changes_nothing_and_others_see_what_is_written(tmp_path: Pat
     wholes = {name: device_tensors.whole(value) for name, value in scope.ort_values.items()}
     assert wholes["fc_0.w_0"] is wholes["fc_2.b_0"] is not wholes["fc_0.w_0_fp32_master_0"]
     assert wholes["fc_0.w_0_fp32_master_0_moment1_0"] is wholes["fc_1.w_0_fp32_master_0_moment1_0"] is not None
+    assert wholes["batch_norm_0.w_1"] is wholes["batch_norm_1.w_1"] is not wholes["batch_norm_0.w_2"]
     assert set(exe.memory_report(main).in_place) >= {
+        "batch_norm_1.w_2",
         "fc_0.w_0",
         "fc_0.w_0_fp32_master_0_moment2_0",
         "fc_1.w_0_fp32_master_0",

@@ -1,5 +1,7 @@
 """Which parameters of a training step lie in one buffer on a place, with their masters and moments beside them.
 
+And which running statistics: those of all layers, so that one update serves them.
+
 Rows of an update whose parameters have one element type, and whose gradients take one way, are worked on together:
 the update, the clip and the check before it see one tensor. On a GPU that makes a handful of kernels of thousands;
 on CPU, where a gradient would be copied for it and nothing is launched, every parameter stays by itself.
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from amp_transpiler.ir.flat import Rows, Segment
 from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import slots_of
+from amp_transpiler.ir.opdef import slots_of, traits_of
 from amp_transpiler.ops.training.clip import CLIPS, NORM
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
@@ -92,7 +94,28 @@ def flat_layout(
         for rows in groups.values():
             if len(rows) > 1:
                 _add(layout, op, rows)
+    _add_statistics(layout, operators, updates, shapes)
     return layout
+
+
+def _add_statistics(
+    layout: FlatLayout, operators: Sequence[Operator], updates: Mapping[Variable, Variable], shapes: Shapes
+) -> None:
+    """The running statistics of all layers that have them: those of one slot in one flat state."""
+    groups: dict[tuple[str, int, str | None], dict[Variable, tuple[int, ...]]] = {}
+    for op in operators:
+        for slot in traits_of(op).statistics:
+            state = op.input(slot)
+            if state is None or not state.persistable or state not in updates:
+                continue
+            shape = static(shapes[state][1])
+            if shape is not None and 0 not in shape:
+                groups.setdefault((op.type, slot, state.dtype), {})[state] = shape
+    for (type_, slot, dtype), found in groups.items():
+        if len(found) > 1:
+            rows = Rows(tuple(range(len(found))), tuple(found.values()))
+            news = tuple(updates[state] for state in found)
+            layout.states.append(FlatState(f"@{type_}/{slot}", dtype or "", rows, tuple(found), news))
 
 
 def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) -> list[_Row]:
