@@ -16,6 +16,7 @@ from amp_transpiler.conversion.fold_constants import FoldConstants
 from amp_transpiler.conversion.io_types import NarrowIo
 from amp_transpiler.conversion.raise_opset import RaiseOpset
 from amp_transpiler.conversion.report.record import Conversion, CutRecord, record_program
+from amp_transpiler.conversion.rescale_factors import RescaleFactors
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.conversion.write_norms import WriteNorms
@@ -119,7 +120,15 @@ def conversion(options: ConversionOptions) -> Pipeline:
     decision = (Constrain(), Partition()) if options.calibration is None else (Search(),)
     return Pipeline(
         (
-            *(Options(), FreezeWeights(), TryInlineFunctions(), FoldConstants(), RaiseOpset(), WriteNorms()),
+            *(
+                Options(),
+                FreezeWeights(),
+                TryInlineFunctions(),
+                FoldConstants(),
+                RaiseOpset(),
+                WriteNorms(),
+                RescaleFactors(),
+            ),
             *decision,
             NarrowIo(),
         )

@@ -18,6 +18,7 @@ import onnx
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.declared_shapes import shape_of, shape_value
 from amp_transpiler.conversion.file_room import Room, connected
+from amp_transpiler.conversion.open_reshapes import infer_open_sizes
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import AmpError, GraphError
 from amp_transpiler.ir.annotate import annotate, refine
@@ -76,6 +77,7 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
         _fold_graph(program, names, keep)
         branches = inline_known_branches(program)
         expand_sequences(program)
+        infer_open_sizes(program, keep)
         remove_identities(program, names, keep)
         remove_dead(program, names, keep)
         if not branches:

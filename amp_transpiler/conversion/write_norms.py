@@ -8,6 +8,7 @@ from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
+from amp_transpiler.passes.canonicalize.hypotenuses import write_hypotenuses
 from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -18,7 +19,7 @@ _LAYER_NORM = 17
 
 @dataclass(frozen=True)
 class WriteNorms(Pass):
-    """Layer norms, RMS norms and mean squares that are written out become operators that compute in fp32 inside."""
+    """Norms, mean squares and magnitudes that are written out become operators that compute in fp32 inside."""
 
     name = "write-norms"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
@@ -34,5 +35,6 @@ class WriteNorms(Pass):
             context.notes += fuse_layer_norms(graph, names, keep)
         if options.dtype == "float16" and options.numeric_guards:  # the digits of bfloat16 are too few for a whole row
             write_as_norms(graph, names, keep)
+            write_hypotenuses(graph, names, keep)
         if graph.version != before:
             remove_dead(graph, names, keep)

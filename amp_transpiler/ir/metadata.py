@@ -10,7 +10,8 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator
-from amp_transpiler.ir.reasons import Kind, pack, unpack
+from amp_transpiler.ir.reasons import Kind, Reason, pack, unpack
+from amp_transpiler.ir.types import SHORT
 from amp_transpiler.ir.weights import not_a_weight
 
 PREFIX = "amp_transpiler."
@@ -21,6 +22,7 @@ NORM = PREFIX + "norm"
 #: Operator, of the own domain, that sets a variable to the content that it carries.
 INITIALIZER = "ArrayInitializer"
 _WHY = PREFIX + "why"
+_RUNS = {short: dtype for dtype, short in SHORT.items()}
 _STATE = PREFIX + "state"
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -37,8 +39,8 @@ def read_marks(op: Operator, metadata: dict[str, str]) -> None:
         op.role = rest.pop(PREFIX + "role")
     if rest.get(PREFIX + "guard") == "1":
         op.guard = bool(rest.pop(PREFIX + "guard"))
-    op.precision = rest.pop(PREFIX + "precision", "")
     op.why = unpack(rest.pop(PREFIX + "reason", ""), rest.pop(_WHY, ""))
+    op.precision = rest.pop(PREFIX + "precision", _said(op.why))
     op.inserted = op.type == "Cast" and op.why is not None and op.why.kind is Kind.CAST
     scope = rest.pop(PREFIX + "scope", None)
     op.metadata = rest
@@ -54,7 +56,7 @@ def written_marks(op: Operator) -> dict[str, str]:
         marks[PREFIX + "guard"] = "1"
     if op.scope != derived_scope(op):
         marks[PREFIX + "scope"] = op.scope
-    if op.precision:
+    if op.precision != _said(op.why):
         marks[PREFIX + "precision"] = op.precision
     if op.why is not None:
         marks[PREFIX + "reason"] = op.reason
@@ -62,6 +64,11 @@ def written_marks(op: Operator) -> dict[str, str]:
         if packed:
             marks[_WHY] = packed
     return marks
+
+
+def _said(why: Reason | None) -> str:
+    """The precision that a reason tells; "" where it tells none."""
+    return "" if why is None else _RUNS.get(why.runs, "")
 
 
 def derived_scope(op: Operator) -> str:

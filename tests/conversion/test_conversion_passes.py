@@ -13,7 +13,10 @@ from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.passes.pipeline import Context, Pipeline, Property, apply
 from tests.helpers.exported import exported, samples
 
-STEPS = "freeze-weights,try-inline-functions,fold-constants,raise-opset,write-norms,constraints,partition,narrow-io"
+STEPS = (
+    "freeze-weights,try-inline-functions,fold-constants,raise-opset,write-norms,rescale-factors,constraints,partition,"
+    "narrow-io"
+)
 ASKED: dict[str, dict[str, Any]] = {
     "options": {},
     "options{mode=mixed dtype=bfloat16}": {"mode": "mixed", "dtype": "bfloat16"},

@@ -1,0 +1,138 @@
+"""Roots of a few squares become Euclidean norms: the magnitude of a spectrum, computed in fp32 inside.
+
+Written out, ``sqrt(re * re + im * im + epsilon)`` needs fp32 tensors for its squares. As the norm of a vector of the
+operands, and of the root of the epsilon as one more element, it reads and writes 16 bit. Where a division or a
+logarithm reads the root, the digits of its smallest values count, which 16 bit does not keep: there it stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.metadata import NORM
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import moves
+from amp_transpiler.passes.canonicalize.fuse_norm import added_number, remove, squares
+
+#: The least root of an epsilon: eight steps of float16's smallest numbers, to one of which it is rounded.
+_LEAST = 2.0**-21
+#: What reads a root so that the digits of a small one count.
+_DELICATE = frozenset({"Log", "Div", "Reciprocal", "Pow", "Sqrt"})
+
+
+@dataclass
+class _Root:
+    """The sum under a root: what is squared, a number beside it, and the operators that say so."""
+
+    terms: list[Variable]
+    number: float
+    operators: list[Operator]
+
+
+def write_hypotenuses(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
+    """Rewrite roots of sums of squares of tensors of one shape, in place; how many.
+
+    Variables among ``names`` and operators of ``keep`` stay what they are.
+    """
+    count = 0
+    for root in program.operators:
+        made = root.output(0)
+        if root.type != "Sqrt" or root.domain or made is None or made in program.outputs or _counts(made):
+            continue
+        found = _under(root, {*program.outputs, *program.updates.values()}, names, keep)
+        if found is None or len(found.terms) + bool(found.number) < 2 or made.name in names:
+            continue
+        _write(root, made, found)
+        count += 1
+    return count
+
+
+def _under(root: Operator, outputs: set[Variable], names: frozenset[str], keep: frozenset[Operator]) -> _Root | None:
+    """What is under the root, where it is squares of tensors of one shape and nobody else's."""
+    found, pending = _Root([], 0.0, [root]), [root.input(0)]
+    while pending:
+        variable = pending.pop()
+        op = None if variable is None else variable.producer
+        if variable is None or op is None or op.domain or variable in outputs or variable.name in names:
+            return None
+        if len(variable.readers) != 1:
+            return None
+        found.operators.append(op)
+        if op.type == "Add":
+            other, number = added_number(variable)
+            if number is None:
+                pending += [op.input(1), op.input(0)]
+            elif found.number or number < 0:
+                return None
+            else:
+                pending.append(other)
+                found.number = number
+        elif op.type in ("Mul", "Pow") and squares(op) and op.inputs[0] is not None:
+            found.terms.append(op.inputs[0])
+        else:
+            return None
+    first = found.terms[0]
+    alike = all(v.shape == first.shape and v.dtype == "float32" for v in found.terms)
+    known = first.shape is not None and all(size is not None for size in first.shape)
+    fits = not found.number or math.sqrt(found.number) >= _LEAST
+    return found if alike and known and fits and not keep & set(found.operators) else None
+
+
+def _counts(root: Variable) -> bool:
+    """Whether the digits of a small root count in what follows, moved about or not."""
+    pending, seen = [root], {root}
+    while pending:
+        variable = pending.pop()
+        for op, slot in variable.readers:
+            if isinstance(slot, str) or op.type in _DELICATE:
+                return True
+            if moves(op, slot):
+                new = [v for v in op.outputs if v is not None and v not in seen]
+                pending += new
+                seen.update(new)
+    return False
+
+
+def _write(root: Operator, made: Variable, found: _Root) -> None:
+    program, rank = root.program, len(found.terms[0].shape or ())
+    marks, name = (root.role, root.guard, root.scope), root.name
+    needed = set(found.terms)
+    remove(root, needed)
+
+    def add(type_: str, inputs: Sequence[Variable | None], out: Variable | None, **attrs: object) -> Variable:
+        shape = (*(found.terms[0].shape or ()), len(found.terms))
+        out = out or program.add_variable(program.unique(f"{made.name}.{type_.lower()}"), "float32", shape)
+        op = program.add_operator(type_, inputs, [out], attrs=attrs, name=name if out is made else "")
+        op.role, op.guard, op.scope = marks
+        if out is made:
+            op.metadata[NORM] = "of a sum of squares"
+        return out
+
+    def integers(word: str, *numbers: int) -> Variable:
+        return program.add_constant(f"{made.name}.{word}", np.array(numbers, np.int64))
+
+    opset, columns = program.opset(), []
+    for term in found.terms:
+        if opset < 13:
+            columns.append(add("Unsqueeze", [term], None, axes=[rank]))
+        else:
+            columns.append(add("Unsqueeze", [term, integers("axis", rank)], None))
+        columns[-1].shape = (*(term.shape or ()), 1)
+    vector = add("Concat", columns, None, axis=rank) if len(columns) > 1 else columns[0]
+    if found.number:
+        pads, value = [0] * (2 * rank + 1) + [1], float(np.float16(math.sqrt(found.number)))
+        if opset < 11:
+            vector = add("Pad", [vector], None, pads=pads, value=value)
+        else:
+            filled = program.add_constant(f"{made.name}.epsilon", np.array(value, np.float32))
+            vector = add("Pad", [vector, integers("pads", *pads), filled], None)
+        vector.shape = (*(found.terms[0].shape or ()), len(found.terms) + 1)
+    if opset < 18:
+        add("ReduceL2", [vector], made, axes=[rank], keepdims=0)
+    else:
+        add("ReduceL2", [vector, integers("axes", rank)], made, keepdims=0)
