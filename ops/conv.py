@@ -171,7 +171,7 @@ def by_grouped_gemms(e: Emitter, x: Value, dy: Value, window: Window, group: int
     parts = []
     for tap in window.taps:
         rows = e.reshape(window.read(e, first, tap, 2), (group, channels, positions))
-        parts.append(e.MatMul(left, e.transpose(rows, [0, 2, 1])))
+        parts.append(product(e, left, rows, trans_b=True))
     return _stacked(e, parts, (dy.shape[1], channels), window)
 
 

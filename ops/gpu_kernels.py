@@ -39,6 +39,8 @@ def product(e: Emitter, a: Value, b: Value, trans_a: bool = False, trans_b: bool
         a_shape[-1] if trans_a else a_shape[-2],
         b_shape[-2] if trans_b else b_shape[-1],
     )
+    if 0 in a_shape and 0 not in shape:  # nothing to add up, where onnxruntime's FusedMatMul leaves what memory holds
+        return e.zeros(shape, a.dtype)
     plain = not trans_a and not trans_b and alpha == 1
     if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (on_gpu(e) and not plain)):
         return e.op("Gemm", a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b), shape=shape)

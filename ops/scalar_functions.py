@@ -16,7 +16,8 @@ from amp_transpiler.ops.gpu_kernels import rounded_once
 
 @gradient("Sqrt", reads="y0 dy0", native=True)
 def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Div(e.Mul(dy, e.like(0.5, dy)), y)]
+    """dy / (2 y): half of dy may be too small for 16 bit."""
+    return [e.Div(dy, e.Mul(y, e.like(2, y)))]
 
 
 @gradient("Exp", reads="y0 dy0", native=True)

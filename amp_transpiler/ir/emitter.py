@@ -349,6 +349,8 @@ class Emitter:
         """Reshape to a fixed shape."""
         if value.shape == tuple(shape):
             return value
+        if 0 in shape:  # which else stands for the size that the value has there
+            return self.op("Reshape", value, self.ints(*shape), shape=shape, allowzero=1)
         return self.op("Reshape", value, self.ints(*shape), shape=shape)
 
     def transpose(self, value: Value, perm: Sequence[int]) -> Value:
