@@ -23,6 +23,10 @@ _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePoo
     "QLinearAveragePool"
 }
 
+#: What takes more memory than it saves time: parts of a tensor that are cut out where they are read (the directions of
+#: a recurrent layer) are all cut out at once.
+UNWANTED = ("GatherSliceToSplitFusion",)
+
 #: Optimiser of onnxruntime 1.31 -> operators without any of which it finds nothing. Those that another optimiser makes
 #: of others stand beside them.
 _LOOKS_FOR: dict[str, frozenset[str]] = {
@@ -38,7 +42,6 @@ _LOOKS_FOR: dict[str, frozenset[str]] = {
     "EmbedLayerNormFusion": frozenset({"Gather"}),
     "EnsureUniqueDQForNodeUnit": _QUANTIZED,
     "FastGeluFusion": frozenset({"Tanh"}),
-    "GatherSliceToSplitFusion": frozenset({"Gather", "Slice"}),
     "GatherToSliceFusion": frozenset({"Gather"}),
     "GeluFusionL1": frozenset({"Erf"}),
     "GeluFusionL2": frozenset({"Erf"}),

@@ -25,7 +25,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionErr
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
-from amp_transpiler.runtime.graph_optimizers import useless_optimizers
+from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
 
@@ -158,7 +158,7 @@ def _session(
         options,
         providers=_providers(place, settings, fallback),
         enable_fallback=0,
-        disabled_optimizers=[*unbounded_optimizers(), *useless],
+        disabled_optimizers=[*unbounded_optimizers(), *UNWANTED, *useless],
     )
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering import node_order
+from amp_transpiler.passes.lowering.liveness import plan
 from amp_transpiler.runtime.graph_optimizers import useless_optimizers
 from tests.helpers.benchmark_programs import step as benchmark
 
@@ -111,6 +113,7 @@ def test_a_step_gives_the_same_bits_as_in_the_order_of_the_rules(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(node_order, "listed", lambda nodes, origins, feeds: (nodes, origins))
         patch.setattr(node_order, "handed_on", lambda nodes, origins, scalars, fresh: (nodes, origins))
+        patch.setattr(node_order, "fetched_last", lambda nodes, origins, updates: (nodes, origins))
         expected = _trained()
     for limit in ("_HOT", "_GROUP", "_ROWS"):
         monkeypatch.setattr(node_order, limit, 3)
@@ -123,6 +126,48 @@ def test_few_nodes_wait_in_a_step_of_many_parameters() -> None:
     main, _, loss, _ = _mlp(140)
     lowered = main.lower(amp.CPUPlace(), fetches=[loss])
     assert _waiting(list(lowered.model.graph.node)) < 600  # in the order of the rules 1125
+
+
+def test_what_fetches_alone_need_runs_first() -> None:
+    """So the scores go as soon as the loss and its gradient have read them."""
+    main, loss = benchmark("mlp", "pure")
+    lowered = main.lower(amp.CUDAPlace(0), fetches=[loss])
+    live = plan(lowered)
+    step = {name: number for number, node in enumerate(live.order) for name in node.outputs}
+    first_gradient = min(step[name] for name in step if name.startswith("fc_1.tmp_1@GRAD"))
+    assert step[lowered.fetches[0].tensor] < first_gradient
+    scores = live.merged.get("fc_2.tmp_1", "fc_2.tmp_1")
+    assert live.spans[scores][1] < first_gradient
+
+
+def test_a_feed_is_cast_again_for_the_backward_pass(tmp_path: Path) -> None:
+    """And stays so: onnxruntime does not make one cast of two. A feed that only one of them reads is cast once."""
+    main, loss = benchmark("mlp", "pure")
+    lowered = main.lower(amp.CUDAPlace(0), fetches=[loss])
+    live, views, nodes = plan(lowered), {"image"}, []
+    for node in lowered.model.graph.node:
+        if node.op_type in ("Cast", "Reshape") and node.input[0] in views:
+            nodes.append(node)
+            views.add(node.output[0])
+    assert [node.op_type for node in nodes] == ["Cast", "Reshape", "Cast", "Reshape"]
+    step = {node.proto.name: number for number, node in enumerate(live.order)}
+    read = {name: number for number, node in enumerate(live.order) for name in node.inputs}
+    narrow, again = nodes[0], nodes[3]
+    assert read[narrow.output[0]] - step[narrow.name] < 5 and read[again.output[0]] - step[again.name] < 5
+    assert read[again.output[0]] - read[narrow.output[0]] > 20
+    outputs = [helper.make_tensor_value_info(n.output[0], TensorProto.FLOAT16, [256, 784]) for n in (narrow, again)]
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, [256, 784])
+    graph = helper.make_graph(nodes, "g", [image], outputs, lowered.model.graph.initializer)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert [n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node].count("Cast") == 2
+    fed = np.random.default_rng(0).standard_normal((256, 784)).astype(np.float32)
+    fed[0, :5] = 7e4, -0.0, np.inf, np.nan, 6e-8
+    one, two = session.run(None, {"image": fed})
+    with np.errstate(over="ignore"):
+        assert one.tobytes() == two.tobytes() == fed.astype(np.float16).tobytes()
 
 
 @pytest.mark.parametrize(("name", "mode"), [("bert", "fp32"), ("cnn", "mixed"), ("lstm", "pure"), ("mlp", "pure")])

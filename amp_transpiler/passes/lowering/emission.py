@@ -115,8 +115,9 @@ class _Emission(EmulatedStorage):
             self.operator(op)
             self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
         outputs = self._ports()
-        kept = {info.name for info in outputs}, {port.tensor for port in self.result.feeds}
-        self.e.nodes, self.result.origins = arranged(self.e, self.result.origins, *kept)
+        wanted, updates = {info.name for info in outputs}, {port.tensor for port in self.result.updates}
+        feeds = {port.tensor: port.shape for port in self.result.feeds}
+        self.e.nodes, self.result.origins = arranged(self.e, self.result.origins, wanted, updates, feeds)
         graph = onnx.GraphProto(name=self.program.graph_name)
         graph.node.extend(self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it

@@ -137,12 +137,13 @@ class _Planner:
 
     # -- what the optimiser does ---------------------------------------------------------------------
     def _simplified(self) -> list[Node]:
-        """The nodes without constant ones, Identity and repetitions."""
+        """The nodes without constant ones, Identity and repetitions: of equal ones the first that would run stays."""
+        protos = [Node(i, p, sorted(used_tensors([p])), list(p.output)) for i, p in enumerate(self.graph.node)]
         known: dict[tuple[object, ...], list[str]] = {}
         nodes = []
-        for index, proto in enumerate(self.graph.node):
+        for node in _order(protos):
+            proto, outputs = node.proto, node.outputs
             inputs = [self.merged.get(name, name) for name in proto.input]
-            outputs = list(proto.output)
             nested = any(a.HasField("g") or a.graphs for a in proto.attribute)
             kept = nested or any(name in self.outputs for name in outputs)
             kept |= traits_of(proto.op_type, proto.domain).random
@@ -160,8 +161,8 @@ class _Planner:
             known.setdefault(key, outputs)
             if nested:
                 inputs += sorted(self.merged.get(name, name) for name in used_tensors([proto]) - set(proto.input))
-            nodes.append(Node(index, proto, inputs, outputs))
-        return nodes
+            nodes.append(Node(node.index, proto, inputs, outputs))
+        return sorted(nodes, key=lambda node: node.index)
 
     def _fused(self, nodes: list[Node]) -> list[Node]:
         """The nodes without transpositions that a matrix product takes on itself, and with a bias inside its product.
