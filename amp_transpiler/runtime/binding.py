@@ -14,91 +14,18 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ExecutionError, ScopeError
-from amp_transpiler.ir.types import HALF, numpy_dtype
+from amp_transpiler.errors import ExecutionError
+from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
-from amp_transpiler.runtime.flat_values import FlatValue, empty_flat, flat_from, flat_of, flat_over
+from amp_transpiler.runtime.flat_values import empty_flat, flat_over
+from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.session import plain_message
-
-_NEVER = object()
-
-
-class _State:
-    """A state input: the value bound now, and the one last found to fit."""
-
-    def __init__(self, port: Port) -> None:
-        self.port, self.name, self.tensor = port, port.variable, port.tensor
-        self.bound: Any = _NEVER
-        self.checked: Any = _NEVER
-        self.parts = [_State(Port(s.variable, port.tensor, port.dtype, s.shape)) for s in port.segments]
-        self.flat: FlatValue | None = None
-
-
-class _States:
-    """The states of one program on one place."""
-
-    def __init__(self, ports: Sequence[Port], place: Place, program: str, startup: str) -> None:
-        self.place, self.program, self.startup = place, program, startup
-        states = [_State(port) for port in ports]
-        self.flat = [state for state in states if state.parts]
-        self.all = [state for state in states if not state.parts]
-
-    def bind(self, scope: Scope, binding: Any) -> None:
-        """Bind every state whose value is another than the one bound."""
-        values = scope.ort_values
-        for state in self.flat:  # first: the variables in them have inputs of their own too
-            whole = self.gather(scope, state).whole
-            if whole is not state.bound:
-                binding.bind_ortvalue_input(state.tensor, whole)
-                state.bound = whole
-        for state in self.all:
-            value = values.get(state.name)
-            if value is not state.bound:
-                if value is not state.checked:
-                    value = self.admit(scope, state)
-                binding.bind_ortvalue_input(state.tensor, value)
-                state.bound = state.checked = value
-
-    def gather(self, scope: Scope, state: _State) -> FlatValue:
-        """The value of a flat state, of which the scope holds the views; ScopeError where a variable does not fit."""
-        if state.flat is None or not state.flat.is_in(scope.ort_values):
-            values = [self.admit(scope, part) for part in state.parts]
-            state.flat = flat_of(state.port, values, self.place)
-            if state.flat is None:
-                state.flat = flat_from(state.port, values, self.place)
-                scope.hold(state.flat.held())
-        return state.flat
-
-    def admit(self, scope: Scope, state: _State) -> Any:
-        """The state's value on this place, found to fit; ScopeError where it is missing or does not."""
-        value = scope.ort_values.get(state.name)
-        if value is None:
-            raise ScopeError(self._missing(scope, state))
-        found, wanted = device_tensors.dtype_of(value), state.port.dtype
-        if found != wanted:
-            raise ScopeError(type_message(state.name, self.program, found, wanted))
-        shape = state.port.shape
-        if shape is not None and not fits(value.shape(), shape):
-            raise ScopeError(
-                f"variable '{state.name}' has shape {list(value.shape())} in the scope; program '{self.program}' "
-                f"declares {list(shape)}. Programs that share a scope must give different variables different names"
-            )
-        return scope.ort_value_on(self.place, state.name)
-
-    def _missing(self, scope: Scope, state: _State) -> str:
-        names = {s.name for each in (*self.all, *self.flat) for s in each.parts or (each,)}
-        count = len(names - scope.ort_values.keys())
-        more = f" (and {count - 1} more of its variables)" if count > 1 else ""
-        startup = f"startup program '{self.startup}'" if self.startup else "startup program"
-        return (
-            f"variable '{state.name}'{more} of program '{self.program}' is not in the scope; run its {startup} first, "
-            "into this scope"
-        )
+from amp_transpiler.runtime.states import NEVER, State, States
 
 
 @dataclass
@@ -172,7 +99,7 @@ class Step:
 class _Target:
     """Where an update goes. ``spare`` is the second buffer of one that is not in place."""
 
-    def __init__(self, update: Update, state: _State | None) -> None:
+    def __init__(self, update: Update, state: State | None) -> None:
         self.port, self.name, self.tensor, self.state = update.port, update.name, update.tensor, state
         self.names = update.names
         self.in_place = not update.refusal
@@ -189,7 +116,7 @@ class _Bindings:
         self.session, self.place, self.program = step.session, step.place, step.program
         self.binding = step.session.io_binding()
         self.feeds = step.feeds
-        self.states = _States(step.states, step.place, step.program, step.startup)
+        self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
         self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
         by_tensor = {target.tensor: target for target in self.targets}
@@ -221,26 +148,22 @@ class _Bindings:
     def _execute_within(self, options: Any) -> None:
         try:
             if self.place.kind == "cuda":
-                self.binding.synchronize_inputs()
-            self.session.run_with_iobinding(self.binding, options)
-            if self.place.kind == "cuda":
-                self.binding.synchronize_outputs()
+                with DEVICES.reading():
+                    self.binding.synchronize_inputs()
+                    self.session.run_with_iobinding(self.binding, options)
+                    self.binding.synchronize_outputs()
+            else:
+                self.session.run_with_iobinding(self.binding, options)
         except Exception as error:  # onnxruntime's errors have no common base class
             self._forget()
+            names = [name for target in self.targets if target.in_place for name in target.names]
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}{self._half_done()}"
+                f"onnxruntime failed while it ran program '{self.program}': {failure(error)}{half_done(names)}"
             ) from None
-
-    def _half_done(self) -> str:
-        names = [name for target in self.targets if target.in_place for name in target.names]
-        if not names:
-            return ""
-        some = ", ".join(f"'{name}'" for name in names[:3]) + (" …" if len(names) > 3 else "")
-        return f". Variables that are updated in place may have been updated before it failed: {some}"
 
     def _forget(self) -> None:
         for state in (*self.states.flat, *self.states.all):
-            state.bound = _NEVER
+            state.bound = NEVER
         for target in self.targets:
             target.bound = None
 
@@ -334,7 +257,7 @@ class PlainStep:
     def __init__(self, session: Any, lowered: Lowered, place: Place, program: str, startup: str) -> None:
         self.session, self.place, self.program = session, place, program
         self.feeds, self.fetches, self.scalars = lowered.feeds, lowered.fetches, lowered.scalars
-        self.states = _States(lowered.states, place, program, startup)
+        self.states = States(lowered.states, place, program, startup)
         why = "the program feeds or fetches what is no tensor of numbers"
         self.updates = [Update(port, port.variable, port.tensor, why) for port in lowered.updates]
 
@@ -350,7 +273,7 @@ class PlainStep:
                 results = self.session.run(names, inputs, options)
             except Exception as error:
                 raise ExecutionError(
-                    f"onnxruntime failed while it ran program '{self.program}': {_failure(error)}"
+                    f"onnxruntime failed while it ran program '{self.program}': {failure(error)}"
                 ) from None
         count = len(self.fetches)
         if self.updates:
@@ -365,32 +288,17 @@ def needs_plain(lowered: Lowered) -> bool:
     return any(port.dtype in ("", "string", "complex64", "complex128") for port in (*lowered.feeds, *lowered.fetches))
 
 
-def _failure(error: Exception) -> str:
+def half_done(names: Sequence[str]) -> str:
+    """What to say where a run failed that updates these variables in place."""
+    if not names:
+        return ""
+    some = ", ".join(f"'{name}'" for name in names[:3]) + (" …" if len(names) > 3 else "")
+    return f". Variables that are updated in place may have been updated before it failed: {some}"
+
+
+def failure(error: Exception) -> str:
     """onnxruntime's message, with what usually is behind it."""
     text = plain_message(error)
     if re.search(r"out of (data )?bounds|out of range", text, re.IGNORECASE):
         text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below the number of classes"
     return text
-
-
-def type_message(name: str, program: str, found: str, wanted: str) -> str:
-    """What to say of a variable that the scope holds in another element type than the program declares."""
-    head = f"variable '{name}' is {found} in the scope, and program '{program}' declares {wanted}"
-    if wanted in HALF:
-        return (
-            f"{head}; call the optimizer's amp_init(place, scope) after the startup program, or "
-            "cast_parameters_to_fp16(place, program)"
-        )
-    if found in HALF:
-        return (
-            f"{head}; amp_init has cast it for a 16-bit program. Give this program to amp_init(place, scope, "
-            "test_program=...), or run its startup program into a scope of its own"
-        )
-    return f"{head}; set it with an array of that type, or run the startup program again"
-
-
-def fits(shape: Sequence[int], declared: Sequence[Any]) -> bool:
-    """Whether a shape agrees with a declared one, whose unknown sizes are names, None or -1."""
-    return len(shape) == len(declared) and all(
-        not isinstance(d, int) or d < 0 or d == s for s, d in zip(shape, declared, strict=True)
-    )

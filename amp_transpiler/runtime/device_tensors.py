@@ -76,6 +76,15 @@ def from_array(array: Any, place: Place = _CPU, dtype: str | None = None) -> Any
     return value
 
 
+def write(value: Any, content: Any) -> None:
+    """Give a value the content of an array, or of another value on any device, of its shape and element type."""
+    if isinstance(content, np.ndarray):
+        dtype = dtype_of(value)
+        packed = dtype in _PACKED
+        content = _from_packed(content, dtype, _CPU) if packed else _plain(np.asarray(content, order="C"))
+    value.update_inplace(content)
+
+
 def alias(array: np.ndarray, dtype: str) -> Any:
     """A value on CPU that shares the memory of a contiguous array."""
     if dtype in _PACKED:

@@ -7,8 +7,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place, che
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
+from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.locks import Uninterrupted
 from amp_transpiler.runtime.plan import (
     Plan,
@@ -51,6 +52,7 @@ from amp_transpiler.runtime.report import ReportRequest, expanded, joined, reque
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.session import Settings, create_session, release_memory, require_cuda
 from amp_transpiler.runtime.session_cache import SessionCache
+from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.warn import AmpWarning
 
 
@@ -75,8 +77,13 @@ class Executor:
     ``CPUPlace()`` with a warning.
 
     ``cache_dir`` names a folder in which the models of sessions are kept as onnxruntime has optimised them: a program
-    that was run before then starts in a third of the time, also in another process. It holds at most 1 GiB, what was
+    that was run before then starts in half the time, also in another process. It holds at most 1 GiB, what was
     used longest ago goes first, and may be removed at any time. Name a folder that nobody else writes into.
+
+    ``cuda_graph``: steps are captured as CUDA graphs, one for each signature, scope and thread, and launched as one
+    from then on, which saves what launching their kernels one by one takes. The first run of a signature runs the step
+    four times, three of them without effect, and nothing else may use CUDA meanwhile. A program that cannot be
+    captured is a PlaceError that says why; startup programs run once and are not captured.
 
     Threads may share an executor, and several executors a scope: no update is lost. The first run of a signature
     (program, fetches, feed shapes) makes its session while others that need it wait; sessions of other signatures are
@@ -98,10 +105,14 @@ class Executor:
         allow_cpu_fallback: bool = False,
         max_sessions: int = 32,
         cache_dir: str | os.PathLike[str] | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         self.place: Place = CPUPlace() if place is None else check_place(place, "Executor")
         cache = None if cache_dir is None else SessionCache(cache_dir)
-        self.settings = Settings(optimization_level, threads, tf32, allow_cpu_fallback, cache)
+        self.settings = Settings(optimization_level, threads, tf32, allow_cpu_fallback, cache, cuda_graph)
+        if cuda_graph and (self.place.kind != "cuda" or allow_cpu_fallback):
+            found = "allow_cpu_fallback lets operators leave it" if allow_cpu_fallback else f"the place is {self.place}"
+            raise ArgumentError(f"cuda_graph=True is for programs that run on a CUDAPlace alone; {found}")
         if not is_whole(max_sessions) or max_sessions < 1:
             raise ArgumentError(f"max_sessions is a number, at least 1; got {max_sessions!r}")
         self.max_sessions = max_sessions
@@ -176,6 +187,26 @@ class Executor:
                 scope.set_var(window.counter.name, np.array((now + 1) % window.steps, np.int32))
                 return results
             return self._run(program, plan, step, feeds, scope, return_numpy)
+
+    def stage(self, feed: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The feed with its arrays copied to the place: what :meth:`run` takes as well, without a copy in the step.
+
+        Python numbers and strings stay as they are. Checks of names, types and shapes are the run's.
+        """
+        return staged(feed, self.place)
+
+    def prefetch(self, batches: Iterable[Mapping[Any, Any]], ahead: int = 1) -> Prefetch:
+        """The feeds of ``batches``, each staged (:meth:`stage`) by a thread while earlier ones are run::
+
+            for feed in exe.prefetch(batches):
+                exe.run(program, feed, [loss])
+
+        At most ``ahead`` of them lie on the place before they are asked for. A batch may be written over as soon as the
+        next one is asked for: what is staged is a copy, on every place. An error of ``batches`` is raised where its
+        batch would have come. A loop that is left early drops what is staged; ``close()``, or the end of
+        ``with exe.prefetch(batches) as feeds: ...``, waits for the batch that is being made.
+        """
+        return Prefetch(batches, self.stage, ahead)
 
     def memory_report(self, program: Program | None = None) -> MemoryReport:
         """Which updated variables the last run of ``program`` kept in place. OrderError where it never ran."""
@@ -269,11 +300,15 @@ class Executor:
         updates = program.accumulation.updates if plan.spread and program.accumulation is not None else True
         lowered = lower(program, self.place.kind, tensors_fed, fetches, updates, declared=True)
         in_place = bool(lowered.updates) and not plan.initialises
-        session, graph = create_session(lowered.model, self.place, self.settings, program.name, keep_graph=in_place)
+        settings = replace(self.settings, cuda_graph=self.settings.cuda_graph and not plan.initialises)
+        if settings.cuda_graph:
+            check_capturable(lowered, program.name)
+        session, graph = create_session(lowered.model, self.place, settings, program.name, keep_graph=in_place)
         startup = program.startup.name if program.startup is not None else ""
         if needs_plain(lowered):
             return PlainStep(session, lowered, self.place, program.name, startup)
-        return Step(session, graph, lowered, self.place, program.name, startup)
+        make = CapturedStep if settings.cuda_graph else Step
+        return make(session, graph, lowered, self.place, program.name, startup)
 
     # -- running --------------------------------------------------------------------------------------
     def _run(

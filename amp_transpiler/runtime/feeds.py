@@ -17,7 +17,7 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import literal, near_names
 
 #: Python numbers, which take the declared element type.
-_LITERALS = (bool, int, float, list, tuple)
+LITERALS = (bool, int, float, list, tuple)
 
 #: What exporters write for a size that has no name.
 _ANONYMOUS = frozenset({"", "?", "-1", "None", "unk", "unknown"})
@@ -141,7 +141,7 @@ class Feeds:
         if hasattr(value, "data_ptr") and hasattr(value, "device_name"):
             self._check_type(declared, device_tensors.dtype_of(value) if value.is_tensor() else "no tensor", "")
             return value
-        if isinstance(value, _LITERALS) and not _holds_arrays(value) and declared.dtype != "string":
+        if isinstance(value, LITERALS) and not _holds_arrays(value) and declared.dtype != "string":
             try:
                 return literal(value, declared.dtype, f"feed '{declared.name}' of program '{self.program}'")
             except ArgumentError as error:

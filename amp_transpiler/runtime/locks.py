@@ -2,7 +2,7 @@
 
 Locks are taken in this order, each kind only while none of a later kind is held: the lock of a scope
 (:class:`StepLock`), that of one signature while its session is made, that of an executor's tables (held for a look-up
-alone). So nobody waits in a circle.
+alone), that of a step of which one run goes on at a time, that of the devices. So nobody waits in a circle.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class StepLock:
             while any(reader != me for reader in list(self._readers.values())):
                 self._left.wait(1)  # and look again: Ctrl-C may have kept a reader from telling
             self._waits = False
+
+
+#: Of all CUDA devices: runs and copies read, what must have them for itself (the capture of a graph) writes.
+DEVICES = StepLock()
 
 
 class Uninterrupted:

@@ -48,6 +48,7 @@ class Settings:
     tf32: bool = False
     allow_cpu_fallback: bool = False
     cache: SessionCache | None = None
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.optimization_level not in _LEVELS:
@@ -200,15 +201,20 @@ def release_memory() -> None:
 def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
     if not isinstance(place, CUDAPlace):
         return [_CPU]
-    cuda = (_CUDA, {"device_id": str(place.device_id), "use_tf32": str(int(settings.tf32))})
+    options = {
+        "device_id": place.device_id,
+        "use_tf32": int(settings.tf32),
+        "enable_cuda_graph": int(settings.cuda_graph),
+    }
+    cuda = (_CUDA, {name: str(value) for name, value in options.items()})
     return [cuda, _CPU] if fallback else [cuda]
 
 
 # -- what went wrong -----------------------------------------------------------------------------------
 def _creation_error(error: Exception, data: bytes, place: Place, settings: Settings, name: str) -> Exception:
     text = plain_message(error)
-    if isinstance(place, CUDAPlace) and "fallback" in text:
-        found = cpu_operators(data, place, settings)
+    if isinstance(place, CUDAPlace) and ("fallback" in text or "graph capture" in text or "CUDA Graph" in text):
+        found = cpu_operators(data, place, replace(settings, cuda_graph=False))
         some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         return PlaceError(
             f"program '{name}' does not run on {place!r} alone: onnxruntime has no CUDA kernel for "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -15,13 +16,17 @@ from tests.tools import cuda_placement
 pytestmark = needs_placement_tool
 
 SCRIPT = """
+import os
+import threading
 import warnings
+from pathlib import Path
 import numpy as np
 from onnx import parser
 import amp_transpiler as amp
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.in_place import refusals
 from amp_transpiler.runtime.session import Settings, create_session
+from tests.helpers.programs import build
 
 def model(signature, body):
     text = f'<ir_version: 10, opset_import: ["" : 21]> net {signature} {{ {body} }}'
@@ -49,6 +54,28 @@ gated = model(
     "ok = Equal(x, x) t = Sub(s, x) n = Where(ok, t, s)")
 _, graph = create_session(lower(gated, "cuda", {}, [gated.var("n")]).model, amp.CUDAPlace(0), Settings(), "net", True)
 print("in place |", refusals(graph, [("s", "n")]))
+
+log = Path(os.environ["CUDA_STUB_LOG"])
+net = build("mlp", "pure-fp16")
+scope, graphs = amp.Scope(), amp.Executor(amp.CUDAPlace(0), cuda_graph=True)
+exe.run(net.startup, scope=scope)
+net.optimizer.amp_init(amp.CUDAPlace(0), scope=scope)
+
+def asked(label, of=graphs, where=scope, feeds=net.feeds):
+    log.write_text("")
+    of.run(net.main, feeds, [net.loss], where)
+    print(label, "|", " ".join(log.read_text().split()))
+
+asked("captured"), asked("launched"), asked("launched again", feeds=graphs.stage(net.feeds))
+thread = threading.Thread(target=asked, args=("in a thread",))
+thread.start(), thread.join()
+asked("launched then"), asked("one by one", exe)
+print("sizes |", *[a.nbytes for a in net.feeds.values()])
+chosen = model("(float[2] x, bool c) => (float[2] y)",
+    "y = If (c) <then_branch = t () => (float[2] p) { p = Neg(x) }, else_branch = e () => (float[2] q) { q = Abs(x) }>")
+x = np.ones(2, np.float32)
+attempt("control flow", lambda: graphs.run(chosen, {"x": x, "c": np.array(True)}, ["y"]))
+attempt("on the processor", lambda: graphs.run(alone, {"x": np.ones((1, 2, 2), np.float32)}, ["y"]))
 """
 
 
@@ -64,7 +91,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         text=True,
         timeout=300,
         cwd=ROOT,
-        env=dict(os.environ, LD_LIBRARY_PATH=path),
+        env=dict(os.environ, LD_LIBRARY_PATH=path, CUDA_STUB_LOG=str(folder / "asked")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(line.split(" | ", 1) for line in done.stdout.splitlines() if " | " in line)
@@ -89,3 +116,50 @@ def test_an_element_type_without_a_kernel(lines: dict[str, str]) -> None:
 
 def test_the_graph_that_cuda_runs_is_proved(lines: dict[str, str]) -> None:
     assert lines["in place"] == "['']"
+
+
+# -- CUDA graphs ---------------------------------------------------------------------------------------------------
+def asked(line: str, *kinds: str) -> list[tuple[str, str, int]]:
+    """What was asked of CUDA: what, where, bytes."""
+    rows = [call.split(":") for call in line.split()]
+    return [(what, at, int(size)) for what, at, size in rows if what in kinds]
+
+
+def test_a_graph_is_recorded_once_and_launched_from_then_on(lines: dict[str, str]) -> None:
+    """The call that records launches as well: the states are brought back, and the step's own launch follows."""
+    kinds = ("record", "launch")
+    graph = asked(lines["captured"], "launch")[0]
+    assert [what for what, *_ in asked(lines["captured"], *kinds)] == ["record", "launch", "launch"]
+    assert asked(lines["launched"], *kinds) == asked(lines["launched again"], *kinds) == [graph]
+    assert asked(lines["launched then"], *kinds) == [graph]
+    assert asked(lines["one by one"], *kinds) == []
+
+
+def test_states_come_back_between_recording_and_launch(lines: dict[str, str]) -> None:
+    calls = asked(lines["captured"], "download", "upload", "launch")
+    first, second = (i for i, (what, *_) in enumerate(calls) if what == "launch")
+    kept = {(at, size) for what, at, size in calls[:first] if what == "download"}
+    back = {(at, size) for what, at, size in calls[first:second] if what == "upload"}
+    assert kept == back and sum(size for _, size in kept) > 1 << 20, "parameters, masters and what else is in place"
+
+
+def test_a_thread_has_graphs_of_its_own(lines: dict[str, str]) -> None:
+    found = asked(lines["in a thread"], "record", "launch")
+    assert [what for what, *_ in found] == ["record", "launch", "launch"]
+    assert found[-1] != asked(lines["launched"], "launch")[0]
+
+
+def test_feeds_are_copied_to_where_the_graph_reads_them(lines: dict[str, str]) -> None:
+    sizes = sorted(int(size) for size in lines["sizes"].split())
+    launched = asked(lines["launched"], "upload")
+    assert sorted(size for *_, size in launched) == sizes
+    assert asked(lines["launched then"], "upload") == launched
+    staged = [(at, size) for _, at, size in asked(lines["launched again"], "copy")]
+    assert {(at, size) for _, at, size in launched} <= set(staged), "from the device, not from the host"
+
+
+@pytest.mark.parametrize(
+    ("label", "why"), [("control flow", "If 'y.*' decides in the run"), ("on the processor", "no CUDA kernel for Det")]
+)
+def test_what_cannot_be_captured_is_told(label: str, why: str, lines: dict[str, str]) -> None:
+    assert re.match(f"PlaceError program 'net' .*{why}", lines[label])

@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 
+# Where CUDA_STUB_LOG names a file, the libraries append to it what is asked of CUDA: copies, and graphs.
 CUDART_SPECIAL = r"""
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "driver_types.h"
@@ -41,8 +43,17 @@ int cudaHostAlloc(void**p,size_t n,unsigned f){return take(p,n);}
 int cudaMallocHost(void**p,size_t n){return take(p,n);}
 int cudaFree(void*p){free(p);return 0;}
 int cudaFreeHost(void*p){free(p);return 0;}
-int cudaMemcpy(void*d,const void*s,size_t n,int k){memcpy(d,s,n);return 0;}
-int cudaMemcpyAsync(void*d,const void*s,size_t n,int k,void*st){memcpy(d,s,n);return 0;}
+static void note(const char*what,const void*at,size_t n){const char*path=getenv("CUDA_STUB_LOG");
+ FILE*f=path?fopen(path,"a"):0;if(f){fprintf(f,"%s:%p:%zu\n",what,at,n);fclose(f);}}
+static int copy(const char*what,void*d,const void*s,size_t n,int k){note(k==1?"upload":k==2?"download":what,k==2?s:d,n);
+ memcpy(d,s,n);return 0;}
+int cudaMemcpy(void*d,const void*s,size_t n,int k){return copy("copy",d,s,n,k);}
+int cudaMemcpyAsync(void*d,const void*s,size_t n,int k,void*st){return copy("copy_in_step",d,s,n,k);}
+int cudaStreamBeginCapture(void*s,int m){note("record",0,0);return 0;}
+int cudaStreamEndCapture(void*s,void**g){*g=malloc(8);return 0;}
+int cudaGraphInstantiate(void**e,void*g,void*a,void*b,size_t c){*e=malloc(8);return 0;}
+int cudaGraphLaunch(void*e,void*s){note("launch",e,0);return 0;}
+int cudaStreamSynchronize(void*s){note("wait",0,0);return 0;}
 const char*cudaGetErrorName(int e){return "stub";}
 const char*cudaGetErrorString(int e){return "stub";}
 void**__cudaRegisterFatBinary(void*x){static void*h[4];return h;}

@@ -35,7 +35,6 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.binding import fits, type_message
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.restore import Stored, restore
@@ -58,6 +57,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
 from amp_transpiler.warn import AmpWarning
 

@@ -20,7 +20,6 @@ from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.binding import fits
 from amp_transpiler.runtime.checkpoint.state_slots import (
     BEFORE,
     INFERENCE,
@@ -35,6 +34,7 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
 )
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope
+from amp_transpiler.runtime.states import fits
 
 _SHOWN = 200  # names of each kind in a message
 

@@ -1,0 +1,116 @@
+"""The states of a compiled program: their values in a scope, found to fit, and bound to a session.
+
+States are bound from the scope without copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from amp_transpiler.errors import ScopeError
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.passes.lowering.lowered import Port
+from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.flat_values import FlatValue, flat_from, flat_of
+from amp_transpiler.runtime.scope import Scope
+
+#: Bound where nothing is.
+NEVER = object()
+
+
+class State:
+    """A state input: the value bound now, and the one last found to fit."""
+
+    def __init__(self, port: Port) -> None:
+        self.port, self.name, self.tensor = port, port.variable, port.tensor
+        self.bound: Any = NEVER
+        self.checked: Any = NEVER
+        self.parts = [State(Port(s.variable, port.tensor, port.dtype, s.shape)) for s in port.segments]
+        self.flat: FlatValue | None = None
+
+
+class States:
+    """The states of one program on one place."""
+
+    def __init__(self, ports: Sequence[Port], place: Place, program: str, startup: str) -> None:
+        self.place, self.program, self.startup = place, program, startup
+        states = [State(port) for port in ports]
+        self.flat = [state for state in states if state.parts]
+        self.all = [state for state in states if not state.parts]
+
+    def bind(self, scope: Scope, binding: Any) -> None:
+        """Bind every state whose value is another than the one bound."""
+        values = scope.ort_values
+        for state in self.flat:  # first: the variables in them have inputs of their own too
+            whole = self.gather(scope, state).whole
+            if whole is not state.bound:
+                binding.bind_ortvalue_input(state.tensor, whole)
+                state.bound = whole
+        for state in self.all:
+            value = values.get(state.name)
+            if value is not state.bound:
+                if value is not state.checked:
+                    value = self.admit(scope, state)
+                binding.bind_ortvalue_input(state.tensor, value)
+                state.bound = state.checked = value
+
+    def gather(self, scope: Scope, state: State) -> FlatValue:
+        """The value of a flat state, of which the scope holds the views; ScopeError where a variable does not fit."""
+        if state.flat is None or not state.flat.is_in(scope.ort_values):
+            values = [self.admit(scope, part) for part in state.parts]
+            state.flat = flat_of(state.port, values, self.place)
+            if state.flat is None:
+                state.flat = flat_from(state.port, values, self.place)
+                scope.hold(state.flat.held())
+        return state.flat
+
+    def admit(self, scope: Scope, state: State) -> Any:
+        """The state's value on this place, found to fit; ScopeError where it is missing or does not."""
+        value = scope.ort_values.get(state.name)
+        if value is None:
+            raise ScopeError(self._missing(scope, state))
+        found, wanted = device_tensors.dtype_of(value), state.port.dtype
+        if found != wanted:
+            raise ScopeError(type_message(state.name, self.program, found, wanted))
+        shape = state.port.shape
+        if shape is not None and not fits(value.shape(), shape):
+            raise ScopeError(
+                f"variable '{state.name}' has shape {list(value.shape())} in the scope; program '{self.program}' "
+                f"declares {list(shape)}. Programs that share a scope must give different variables different names"
+            )
+        return scope.ort_value_on(self.place, state.name)
+
+    def _missing(self, scope: Scope, state: State) -> str:
+        names = {s.name for each in (*self.all, *self.flat) for s in each.parts or (each,)}
+        count = len(names - scope.ort_values.keys())
+        more = f" (and {count - 1} more of its variables)" if count > 1 else ""
+        startup = f"startup program '{self.startup}'" if self.startup else "startup program"
+        return (
+            f"variable '{state.name}'{more} of program '{self.program}' is not in the scope; run its {startup} first, "
+            "into this scope"
+        )
+
+
+def type_message(name: str, program: str, found: str, wanted: str) -> str:
+    """What to say of a variable that the scope holds in another element type than the program declares."""
+    head = f"variable '{name}' is {found} in the scope, and program '{program}' declares {wanted}"
+    if wanted in HALF:
+        return (
+            f"{head}; call the optimizer's amp_init(place, scope) after the startup program, or "
+            "cast_parameters_to_fp16(place, program)"
+        )
+    if found in HALF:
+        return (
+            f"{head}; amp_init has cast it for a 16-bit program. Give this program to amp_init(place, scope, "
+            "test_program=...), or run its startup program into a scope of its own"
+        )
+    return f"{head}; set it with an array of that type, or run the startup program again"
+
+
+def fits(shape: Sequence[int], declared: Sequence[Any]) -> bool:
+    """Whether a shape agrees with a declared one, whose unknown sizes are names, None or -1."""
+    return len(shape) == len(declared) and all(
+        not isinstance(d, int) or d < 0 or d == s for s, d in zip(shape, declared, strict=True)
+    )
