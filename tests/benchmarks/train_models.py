@@ -11,7 +11,6 @@ blocks of steps, each of which fetches the loss; torch's memory is then that of 
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import resource
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from tests.benchmarks.profiled import largest_costs
 
 #: Steps in a block.
 STEPS = {"resnet50": 1, "bert": 1, "lstm": 4}
@@ -56,37 +56,15 @@ def serve(folder: str, name: str, mode: str, place_name: str) -> None:
         if line.strip() == "peak":
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
         elif line.strip() == "costs":
-            print(json.dumps({"built": built, "costs": costs(program, loss, feed, scope)}), flush=True)
+            print(
+                json.dumps({"built": built, "costs": largest_costs(program, loss, feed, scope, amp.CPUPlace())}),
+                flush=True,
+            )
         else:
             begin = clock()
             for _ in range(int(line)):
                 executor.run(program, feed=feed, fetch_list=[loss], scope=scope)
             print((clock() - begin) * 1e3 / int(line), flush=True)
-
-
-def costs(program: amp.Program, loss: amp.Variable, feed: dict[str, np.ndarray], scope: amp.Scope) -> list[str]:
-    """The operators that take most of a step, by onnxruntime's profile."""
-    import onnxruntime as ort
-
-    lowered = program.lower(amp.CPUPlace(), feed_shapes={n: v.shape for n, v in feed.items()}, fetches=[loss])
-    options = ort.SessionOptions()
-    options.enable_profiling, options.intra_op_num_threads, options.log_severity_level = True, 1, 3
-    with tempfile.TemporaryDirectory() as folder:
-        lowered.to_onnx(f"{folder}/step.onnx")
-        options.profile_file_prefix = f"{folder}/profile"
-        session = ort.InferenceSession(f"{folder}/step.onnx", options, providers=["CPUExecutionProvider"])
-        values = {port.tensor: scope.find_var(port.variable) for port in lowered.states}
-        values |= {port.tensor: feed[port.variable] for port in lowered.feeds}
-        values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
-        for _ in range(3):
-            session.run(None, values)
-        events = json.loads(Path(session.end_profiling()).read_text())
-    spent: collections.Counter[str] = collections.Counter()
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            spent[event["args"]["op_name"]] += event["dur"]
-    total = sum(spent.values())
-    return [f"{name} {100 * time_ / total:.0f} %" for name, time_ in spent.most_common(3)]
 
 
 class Worker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import amp_transpiler as amp
@@ -29,8 +29,14 @@ def bert(batch: int = 8, length: int = 64, width: int = 256, layers: int = 2, he
     return F.span_loss(*[F.squeeze(part, 2) for part in F.split(both, 2, axis=2)], start, end)
 
 
-def resnet(batch: int = 16, size: int = 64) -> Any:
-    """A stem and two stages of one bottleneck each."""
+def resnet(
+    batch: int = 16,
+    size: int = 64,
+    stem: int = 32,
+    stages: Sequence[tuple[int, int]] = ((1, 32), (1, 64)),
+    classes: int = 100,
+) -> Any:
+    """A stem and stages of bottlenecks, each with its number of blocks and inner channels."""
     image, label = amp.data("image", [batch, 3, size, size], "float32"), amp.data("label", [batch, 1], "int64")
 
     def conv(x: Any, channels: int, kernel: int, stride: int = 1, act: str | None = None) -> Any:
@@ -38,11 +44,13 @@ def resnet(batch: int = 16, size: int = 64) -> Any:
         return amp.nn.batch_norm(x, act=act)
 
     with amp.fp16_guard():
-        x = F.max_pool2d(conv(image, 32, 7, 2, "relu"), 3, 2, 1)
-        for channels, stride in ((32, 1), (64, 2)):
-            inner = conv(conv(x, channels, 1, 1, "relu"), channels, 3, stride, "relu")
-            x = F.relu(conv(inner, 4 * channels, 1) + conv(x, 4 * channels, 1, stride))
-        logits = amp.nn.fc(F.mean(x, axis=[2, 3]), 100)
+        x = F.max_pool2d(conv(image, stem, 7, 2, "relu"), 3, 2, 1)
+        for stage, (blocks, channels) in enumerate(stages):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                inner = conv(conv(x, channels, 1, 1, "relu"), channels, 3, stride, "relu")
+                x = F.relu(conv(inner, 4 * channels, 1) + (x if block else conv(x, 4 * channels, 1, stride)))
+        logits = amp.nn.fc(F.mean(x, axis=[2, 3]), classes)
     return F.cross_entropy(logits, label)
 
 
@@ -77,11 +85,11 @@ def lstm(batch: int = 16, length: int = 8, width: int = 128) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {"bert": bert, "resnet": resnet, "mlp": mlp, "cnn": cnn, "lstm": lstm}
 
 
-def step(name: str, mode: str) -> tuple[amp.Program, Any]:
-    """A whole training step (Adam, Momentum for the ResNet) in a mode, and its loss."""
+def training(name: str, mode: str, **sizes: Any) -> tuple[amp.Program, amp.Program, Any, Any]:
+    """A whole training step (Adam, Momentum for the ResNet) in a mode: programs, loss and optimizer."""
     main, startup = amp.Program(name), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
-        loss = PROGRAMS[name]()
+        loss = PROGRAMS[name](**sizes)
         wide = mode == "pure"
         optimizer: Any = (
             amp.optimizer.Momentum(0.1, 0.9, multi_precision=wide)
@@ -91,4 +99,10 @@ def step(name: str, mode: str) -> tuple[amp.Program, Any]:
         if mode != "fp32":
             optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure")
         optimizer.minimize(loss, startup)
+    return main, startup, loss, optimizer
+
+
+def step(name: str, mode: str) -> tuple[amp.Program, Any]:
+    """The training step that is recorded, and its loss."""
+    main, _, loss, _ = training(name, mode)
     return main, loss

@@ -1,0 +1,121 @@
+"""The GPU benchmark runs: up to the first call of CUDA where there is none, and on the processor to its last line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amp_transpiler.runtime.session import cuda_missing
+from tests.benchmarks import gpu
+from tests.helpers.where import ROOT
+
+SHORT = ["--tiny", "--models", "bert", "--modes", "pure"]
+
+
+class Elsewhere:
+    """torch's side, where there is none."""
+
+    def ask(self, what: str) -> Any:
+        return 2.0
+
+    def close(self) -> None:
+        pass
+
+
+def begin(asked: gpu.Asked, torch: str | None = None, profiled: bool = False) -> Any:
+    """Ours in this process."""
+    return gpu.Ours(asked) if torch is None else Elsewhere()
+
+
+@pytest.mark.skipif(cuda_missing(0) is None, reason="there is a device")
+def test_without_a_device_everything_before_is_done(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu.main([*SHORT, "--out", str(tmp_path / "table.md")]) == 2
+    built, message = capsys.readouterr().out.splitlines()
+    assert built.startswith("built bert pure: ") and "MiB forecast at the peak" in built
+    assert message.startswith("GPU benchmark not run: ") and "Everything before" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_the_processor_the_table_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "table.md"
+    arguments = ["--tiny", "--models", "bert", "--modes", "mixed", "--place", "cpu", "--steps", "1", "--blocks", "2"]
+    assert gpu.main([*arguments, "--device", "T4", "--out", str(out)], begin) == 0
+    head, rule, *rows = out.read_text(encoding="utf-8").splitlines()
+    assert head.strip("| ").split(" | ") == list(gpu.COLUMNS) and rule.count("---") == len(gpu.COLUMNS)
+    cells = [row.strip("|").split("|") for row in rows]
+    assert [(row[0].strip(), row[1].strip()) for row in cells] == [
+        ("bert mixed, 2", side) for side in ("ours", "torch, eager", "torch, compiled")
+    ]
+    ours, torch = cells[0], cells[1]
+    assert float(ours[2].replace(",", "")) == pytest.approx(2e3 / float(ours[3]), rel=0.02)
+    assert float(ours[5].replace(",", "")) > 10 and float(ours[6]) > 0 and ours[7].count("%") == 3
+    assert [cell.strip() for cell in torch[2:6]] == ["1,000.0", "2.00", "±0.0 %", "2"]
+    assert "\n".join([head, rule, *rows]) in capsys.readouterr().out
+
+
+def test_a_side_that_fails_says_so_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(asked: gpu.Asked, **_: Any) -> Any:
+        raise gpu.SideFailed("out of memory | on line 3")
+
+    assert gpu.main([*SHORT, "--place", "cpu"], fails) == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.count("|") == len(gpu.COLUMNS) + 1 and row.count("not run: out of memory / on line 3") == 2
+
+
+def test_what_cannot_be_written_is_refused_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for wrong in (["--out", str(tmp_path)], ["--steps", "0"], ["--models", "gpt"]):
+        with pytest.raises(SystemExit) as caught:
+            gpu.main([*SHORT, *wrong])
+        assert caught.value.code == 2
+    assert "built" not in capsys.readouterr().out
+
+
+def test_a_process_answers_or_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "print('noise'); print('{\"ready\": \"1\"}', flush=True); print(len(input())); raise SystemExit('no memory')"
+    )
+    side = gpu.Process([sys.executable, "-c", script], {})
+    assert side.ready == "1" and side.ask("memory") == 6
+    for _ in range(2):
+        with pytest.raises(gpu.SideFailed, match="no memory"):
+            side.ask("memory")
+    side.close()
+    with pytest.raises(gpu.SideFailed, match="ended with status 3"):
+        gpu.Process([sys.executable, "-c", "raise SystemExit(3)"], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("NVIDIA A1000", None),
+        ("", None),
+    ],
+)
+def test_forecasts_are_those_of_the_card(name: str, key: str | None) -> None:
+    assert gpu.named_device(name) == key
+
+
+@pytest.mark.parametrize("model", ["bert", "resnet"])
+def test_the_torch_side_answers(model: str, torch_python: str) -> None:
+    asked = asdict(gpu.Asked(model, "mixed", False, "cpu", gpu.TINY[model], False))
+    script = ROOT / "tests" / "benchmarks" / "torch_gpu.py"
+    done = subprocess.run(
+        [torch_python, str(script), json.dumps(asked)],
+        input="block 1\nmemory\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and lines[0]["ready"].startswith("torch") and min(lines[1:]) > 0, done.stderr
