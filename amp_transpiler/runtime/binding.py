@@ -301,4 +301,6 @@ def failure(error: Exception) -> str:
     text = plain_message(error)
     if re.search(r"out of (data )?bounds|out of range", text, re.IGNORECASE):
         text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below the number of classes"
+    if "cuDNN is unavailable" in text:
+        text = f"{text.rstrip('.')}. Install it: onnxruntime-gpu[cuda,cudnn]"
     return text

@@ -281,6 +281,7 @@ def cuda_missing(device_id: int) -> str | None:
     ort.preload_dlls()
     try:
         session = _session(_probe(), CUDAPlace(device_id), Settings(), fallback=True)
+        session.run(None, {"x": np.zeros(2, np.float32)})  # a device too old for this build takes a session, and no run
     except Exception as error:
         return f"onnxruntime cannot use device {device_id}: {plain_message(error)}"
     if _CUDA in session.get_providers():

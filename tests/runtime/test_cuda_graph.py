@@ -91,6 +91,17 @@ def test_captured_steps_are_the_steps(flat: bool, plain: amp.Executor, monkeypat
     assert (calls.kinds().count("record"), calls.kinds().count("launch")) == (3 + 3, len(found))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mlp", "use_case"])
+def test_on_cuda_captured_steps_are_the_steps(name: str) -> None:
+    net = build(name, "pure-fp16")
+    expected, final = in_turn(net, amp.Executor(amp.CUDAPlace(0)))
+    found, held = in_turn(net, amp.Executor(amp.CUDAPlace(0), cuda_graph=True))
+    for one, two in zip(found, expected, strict=True):
+        assert [a.tobytes() for a in one] == [b.tobytes() for b in two]
+    assert held == final
+
+
 def test_two_buffers_are_copied_back(plain: amp.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for exe in (plain, capturing(monkeypatch)[0]):

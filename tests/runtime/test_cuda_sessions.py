@@ -71,6 +71,9 @@ thread = threading.Thread(target=asked, args=("in a thread",))
 thread.start(), thread.join()
 asked("launched then"), asked("one by one", exe)
 print("sizes |", *[a.nbytes for a in net.feeds.values()])
+pixels = np.ones((1, 1, 3, 3), np.float32)
+folded = model("(float[1,1,3,3] x, float[1,1,1,1] w) => (float[1,1,3,3] y)", "y = Conv(x, w)")
+attempt("no cuDNN", lambda: exe.run(folded, {"x": pixels, "w": pixels[..., :1, :1]}, ["y"]))
 chosen = model("(float[2] x, bool c) => (float[2] y)",
     "y = If (c) <then_branch = t () => (float[2] p) { p = Neg(x) }, else_branch = e () => (float[2] q) { q = Abs(x) }>")
 x = np.ones(2, np.float32)
@@ -116,6 +119,10 @@ def test_an_element_type_without_a_kernel(lines: dict[str, str]) -> None:
 
 def test_the_graph_that_cuda_runs_is_proved(lines: dict[str, str]) -> None:
     assert lines["in place"] == "['']"
+
+
+def test_a_library_that_is_not_there_is_named(lines: dict[str, str]) -> None:
+    assert re.match(r"ExecutionError .*libcudnn.*Install it: onnxruntime-gpu\[cuda,cudnn\]", lines["no cuDNN"])
 
 
 # -- CUDA graphs ---------------------------------------------------------------------------------------------------
