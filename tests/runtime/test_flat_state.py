@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def values(scope: Scope) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture
 def flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_layout, "FLAT_PLACES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setitem(flat_layout.WORTH, "cpu", flat_layout.Worth(fewest=2))
 
 
 def trained(feeds: list[dict[str, Any]], *args: Any, **options: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -73,7 +74,7 @@ def test_a_flat_step_is_the_step_of_single_parameters(
         return trained([FEEDS, FEEDS, BAD if mode == "pure" else FEEDS, FEEDS], optimizer, mode)
 
     expected = run()
-    monkeypatch.setattr(flat_layout, "FLAT_PLACES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setitem(flat_layout.WORTH, "cpu", flat_layout.Worth(fewest=2))
     found = run()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -148,3 +149,32 @@ def test_views_share_memory_and_keep_it() -> None:
         assert device_tensors.to_array(whole).astype(int).tolist() == [0, 1, 2, *[7] * 8, 11]
         del whole
         assert device_tensors.to_array(single) == 11 and device_tensors.whole(view).shape() == [12]
+
+
+def test_many_small_parameters_lie_together_on_cpu_and_large_ones_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any], int]:
+        main, startup = amp.Program(), amp.Program("startup")
+        main.random_seed = startup.random_seed = 3
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            hidden = amp.nn.fc(amp.data("x", [8, 20], "float32"), 1024)
+            for _ in range(4):
+                hidden = amp.nn.fc(hidden, 17, act="tanh")
+            opt = amp.decorate(amp.optimizer.Adam(0.01, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+            opt.minimize(F.mean(hidden * hidden), startup)
+        scope = Scope()
+        exe = started(main, startup, opt, "pure", scope)
+        for x in (FEEDS["x"], np.full((8, 20), 1e38, np.float32), FEEDS["x"] * 3):
+            exe.run(main, feed={"x": x}, scope=scope)
+        wholes = {name: device_tensors.whole(value) for name, value in scope.ort_values.items()}
+        return values(scope), wholes, len(main.lower(amp.CPUPlace()).model.graph.node)
+
+    expected, wholes, nodes = run()
+    assert set(wholes.values()) == {None}, "8 small ones are too few"
+    monkeypatch.setitem(flat_layout.WORTH, "cpu", dataclasses.replace(flat_layout.WORTH["cpu"], fewest=8))
+    found, wholes, fewer = run()
+    assert fewer < nodes - 80
+    assert wholes["fc_0.w_0"] is wholes["fc_1.w_0"] is None, "20480 and 17408 elements"
+    assert wholes["fc_0.b_0"] is wholes["fc_4.w_0"] is not None
+    assert all(value.tobytes() == found[name].tobytes() for name, value in expected.items())

@@ -3,8 +3,9 @@
 And which running statistics: those of all layers, so that one update serves them.
 
 Rows of an update whose parameters have one element type, and whose gradients take one way, are worked on together:
-the update, the clip and the check before it see one tensor. On a GPU that makes a handful of kernels of thousands;
-on CPU, where a gradient would be copied for it and nothing is launched, every parameter stays by itself.
+the update, the clip and the check before it see one tensor. On a GPU that makes a handful of kernels of thousands. On
+CPU nothing is launched and a gradient is copied for it: there it pays for small parameters, where the step has many,
+since a session takes more than its share of time to make for every node.
 """
 
 from __future__ import annotations
@@ -22,8 +23,21 @@ from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
 from amp_transpiler.passes.lowering.lowered import Port, static
 
-#: The places, by kind, on which parameters lie in flat buffers.
-FLAT_PLACES = frozenset({"cuda"})
+
+@dataclass(frozen=True)
+class Worth:
+    """What is worth a buffer: so many parameters or statistics, each of so many elements at most (None: any)."""
+
+    fewest: int
+    largest: int | None = None
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Whether one of this shape is not too large."""
+        return self.largest is None or math.prod(shape) <= self.largest
+
+
+#: What is worth a buffer on a place, by its kind; on others nothing is.
+WORTH = {"cuda": Worth(fewest=2), "cpu": Worth(fewest=64, largest=16384)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,8 @@ def flat_layout(
 ) -> FlatLayout:
     """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates."""
     layout = FlatLayout()
-    if place not in FLAT_PLACES or shapes is None:
+    worth = WORTH.get(place)
+    if worth is None or shapes is None:
         return layout
     taken: dict[int, int] = {}
     for op in operators:
@@ -89,17 +104,21 @@ def flat_layout(
             continue
         groups: dict[tuple[object, ...], list[_Row]] = {}
         for row in _rows(op, updates, shapes):
-            if all(taken[state.key] == 1 for state, _ in row.states.values()):
+            if worth.takes(row.shape) and all(taken[state.key] == 1 for state, _ in row.states.values()):
                 groups.setdefault(row.kind, []).append(row)
         for rows in groups.values():
-            if len(rows) > 1:
+            if len(rows) >= worth.fewest:
                 _add(layout, op, rows)
-    _add_statistics(layout, operators, updates, shapes)
+    _add_statistics(layout, operators, updates, shapes, worth)
     return layout
 
 
 def _add_statistics(
-    layout: FlatLayout, operators: Sequence[Operator], updates: Mapping[Variable, Variable], shapes: Shapes
+    layout: FlatLayout,
+    operators: Sequence[Operator],
+    updates: Mapping[Variable, Variable],
+    shapes: Shapes,
+    worth: Worth,
 ) -> None:
     """The running statistics of all layers that have them: those of one slot in one flat state."""
     groups: dict[tuple[str, int, str | None], dict[Variable, tuple[int, ...]]] = {}
@@ -109,10 +128,10 @@ def _add_statistics(
             if state is None or not state.persistable or state not in updates:
                 continue
             shape = static(shapes[state][1])
-            if shape is not None and 0 not in shape:
+            if shape is not None and 0 not in shape and worth.takes(shape):
                 groups.setdefault((op.type, slot, state.dtype), {})[state] = shape
     for (type_, slot, dtype), found in groups.items():
-        if len(found) > 1:
+        if len(found) >= worth.fewest:
             rows = Rows(tuple(range(len(found))), tuple(found.values()))
             news = tuple(updates[state] for state in found)
             layout.states.append(FlatState(f"@{type_}/{slot}", dtype or "", rows, tuple(found), news))
