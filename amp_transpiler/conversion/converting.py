@@ -21,6 +21,7 @@ from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, 
 from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.conversion.write_norms import WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.pipeline import Context, Pipeline, apply
@@ -140,7 +141,7 @@ def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | st
     path = None if isinstance(model_or_path, onnx.ModelProto) else Path(model_or_path)
     options.tell("reading")
     with collector_paused():
-        program = Program.from_onnx(model_or_path)
+        program = load(model_or_path, Program, weights=False)
         before = record_program(program, path) if options.record else None
         reference = program.clone() if options.check else None
         if reference is not None:

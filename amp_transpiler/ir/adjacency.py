@@ -1,4 +1,4 @@
-"""The dictionaries that networkx keeps a graph in: its public views cost several times as much to read."""
+"""The dictionaries that networkx keeps a graph in: its methods and views cost several times as much."""
 
 from __future__ import annotations
 
@@ -27,3 +27,24 @@ def contents(graph: nx.MultiDiGraph) -> Mapping[int, Mapping[str, Any]]:
     """By key, the node's variable or operator under ``"item"``."""
     found: Mapping[int, Mapping[str, Any]] = graph._node
     return found
+
+
+def add_node(graph: nx.MultiDiGraph, key: int, item: Any) -> None:
+    """What ``graph.add_node(key, item=item)`` does for a new key."""
+    graph._succ[key], graph._pred[key], graph._node[key] = {}, {}, {"item": item}
+    _changed(graph)
+
+
+def add_edge(graph: nx.MultiDiGraph, tail: int, head: int, slot: int | str) -> None:
+    """What ``graph.add_edge(tail, head, key=slot)`` does between nodes that are there."""
+    slots = graph._succ[tail].get(head)
+    if slots is None:
+        slots = graph._succ[tail][head] = graph._pred[head][tail] = {}
+    slots.setdefault(slot, {})
+    _changed(graph)
+
+
+def _changed(graph: nx.MultiDiGraph) -> None:
+    """Forget what networkx's backends made of the graph."""
+    if graph.__networkx_cache__:
+        graph.__networkx_cache__.clear()

@@ -27,29 +27,37 @@ def annotate(program: Graph, model: onnx.ModelProto | None = None) -> None:
     """
     inferred = inferred_types(model or weightless(program))
     if inferred is not None:  # else it gave up on the model as a whole; operator by operator it may not
-        _assign(program, inferred.graph)
+        _assign(program, inferred.graph, {})
     _complete(program)
 
 
-def _assign(program: Graph, graph: onnx.GraphProto) -> None:
+#: What inference says of a tensor, by the bytes of its type: a program has few types, and thousands of tensors.
+_Said = dict[bytes, tuple[str | None, Shape | None]]
+
+
+def _assign(program: Graph, graph: onnx.GraphProto, said: _Said) -> None:
     for info in (*graph.input, *graph.value_info, *graph.output):
-        if program.has_var(info.name):
-            _put(program.var(info.name), info.type)
+        variable = program.find(info.name)
+        if variable is not None:
+            _put(variable, info.type, said)
     for op, node in zip(program.operators, graph.node, strict=True):
         for attribute in node.attribute if op.attrs.graphs else ():
             nested = op.attrs.graphs.get(attribute.name)
             if isinstance(nested, list):
                 for one, inner in zip(nested, attribute.graphs, strict=True):
-                    _assign(one, inner)
+                    _assign(one, inner, said)
             elif nested is not None:
-                _assign(nested, attribute.g)
+                _assign(nested, attribute.g, said)
 
 
-def _put(variable: Variable, proto: onnx.TypeProto) -> None:
+def _put(variable: Variable, proto: onnx.TypeProto, said: _Said) -> None:
     """Fill in what the variable does not say itself."""
     if proto.HasField("tensor_type"):
-        dtype, shape = from_type_proto(proto, variable.name)
-        _fill(variable, dtype, shape)
+        key = proto.SerializeToString()
+        if key not in said:
+            dtype, shape = from_type_proto(proto, variable.name)
+            said[key] = dtype, _known_sizes(shape)
+        _fill(variable, *said[key])
     elif proto.WhichOneof("value") and variable.dtype is None and variable.type_proto is None:
         variable.type_proto = onnx.TypeProto()
         variable.type_proto.CopyFrom(proto)
@@ -65,9 +73,9 @@ def _fill(variable: Variable, dtype: str | None, shape: Shape | None) -> None:
 
 def refine(variable: Variable, shape: Shape | None) -> None:
     """Fill in the sizes that the variable does not say itself."""
+    shape = _known_sizes(shape)
     if shape is None:
         return
-    shape = tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size_of(size) for size in shape)
     if variable.shape is None:
         variable.shape = shape
     elif len(shape) == len(variable.shape):
@@ -75,6 +83,13 @@ def refine(variable: Variable, shape: Shape | None) -> None:
             new if old is None or (isinstance(new, int) and isinstance(old, str)) else old
             for old, new in zip(variable.shape, shape, strict=True)
         )
+
+
+def _known_sizes(shape: Shape | None) -> Shape | None:
+    """A shape without the names that inference makes up."""
+    if shape is None or all(isinstance(size, int) for size in shape):
+        return shape
+    return tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size_of(size) for size in shape)
 
 
 def _typed(variable: Variable) -> bool:

@@ -70,6 +70,18 @@ class Attributes(MutableMapping[str, Any]):
             self._graphs.pop(name, None)
             self._protos[name] = proto
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._order
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an attribute, or ``default``; without the exception that a mapping makes of a missing one."""
+        return self[name] if name in self._order else default
+
+    def keep(self, proto: onnx.AttributeProto) -> None:
+        """Take in an attribute that holds no graph, as a file has it, under a name that is new."""
+        self._order[proto.name] = None
+        self._protos[proto.name] = proto
+
     def __delitem__(self, name: str) -> None:
         del self._order[name]
         for held in (self._values, self._graphs, self._protos):
@@ -117,7 +129,7 @@ class Attributes(MutableMapping[str, Any]):
         """The attributes that hold no graph, shared (protobufs are never changed in place)."""
         new = Attributes()
         for proto in self.protos():
-            new[proto.name] = proto
+            new.keep(proto)
         return new
 
     def copy_with(self, program: Callable[[Graph], Graph]) -> Attributes:

@@ -18,6 +18,7 @@ import networkx as nx
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
+from amp_transpiler.ir.adjacency import add_node
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable
@@ -149,6 +150,10 @@ class Graph:
             raise GraphError(f"program '{self.name}' has no variable '{name}'{hint}")
         return found
 
+    def find(self, name: str) -> Variable | None:
+        """The variable called ``name``; None where there is none."""
+        return self._variables.get(name)
+
     def has_var(self, name: str) -> bool:
         """Whether a variable of this name exists."""
         return name in self._variables
@@ -179,7 +184,7 @@ class Graph:
 
     def _ordered(self) -> tuple[int, list[Operator], list[Operator]]:
         if self._order is None or self._order[0] != self._version:
-            order = topological_order(self.graph, self._operators, self.name)
+            order = topological_order(self._operators, self.name)
             self._order = (self._version, order, [op for op in order if op.attrs.programs])
         return self._order
 
@@ -241,7 +246,7 @@ class Graph:
         )
         variable.persistable, variable.trainable, variable.data = persistable, trainable, data
         self._variables[name] = variable
-        self.graph.add_node(key, item=variable)
+        add_node(self.graph, key, variable)
         self.touch()
         return variable
 
@@ -273,14 +278,13 @@ class Graph:
         """
         key = self._next_key
         self._next_key += 1
-        op = Operator(self, key, type, domain)
+        op = Operator(self, key, type, domain, attrs if isinstance(attrs, Attributes) else Attributes(attrs))
         op.name = name
-        op.attrs = attrs if isinstance(attrs, Attributes) else Attributes(attrs)
         op.role = role or _role(inputs)
         op.guard = context.in_fp16_guard()
         op.scope = context.scope_name()
         self._operators[key] = op
-        self.graph.add_node(key, item=op)
+        add_node(self.graph, key, op)
         op.connect(inputs, outputs)
         for nested in op.attrs.programs:
             nested.parent = op

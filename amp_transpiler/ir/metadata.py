@@ -10,7 +10,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator
-from amp_transpiler.ir.reasons import Kind, Reason, pack, unpack
+from amp_transpiler.ir.reasons import Kind, Reason, unpack, written
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.ir.weights import not_a_weight
 
@@ -34,6 +34,9 @@ def inserted(op: Operator | None) -> bool:
 
 def read_marks(op: Operator, metadata: dict[str, str]) -> None:
     """Take the marks out of a node's metadata and put them on the operator; the rest becomes ``op.metadata``."""
+    if not metadata:
+        op.metadata, op.scope = metadata, derived_scope(op)
+        return
     rest = dict(metadata)
     if rest.get(PREFIX + "role") in ROLES:
         op.role = rest.pop(PREFIX + "role")
@@ -59,8 +62,7 @@ def written_marks(op: Operator) -> dict[str, str]:
     if op.precision != _said(op.why):
         marks[PREFIX + "precision"] = op.precision
     if op.why is not None:
-        marks[PREFIX + "reason"] = op.reason
-        packed = pack(op.why)
+        marks[PREFIX + "reason"], packed = written(op.why)
         if packed:
             marks[_WHY] = packed
     return marks

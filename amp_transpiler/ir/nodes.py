@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
-from amp_transpiler.ir.adjacency import predecessors, successors
+from amp_transpiler.ir.adjacency import add_edge, contents, predecessors, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -122,9 +122,10 @@ class Variable:
     @property
     def readers(self) -> list[tuple[Operator, int | str]]:
         """(operator, slot) for each use, in the order in which the operators were added."""
-        nodes, reads = self.program.graph.nodes, successors(self.program.graph)[self.key]
+        nodes, reads = contents(self.program.graph), successors(self.program.graph)[self.key]
         found = [(nodes[key]["item"], slot) for key, slots in reads.items() for slot in slots]
-        found.sort(key=lambda use: (use[0].key, str(use[1])))
+        if len(found) > 1:
+            found.sort(key=lambda use: (use[0].key, str(use[1])))
         return found
 
     # -- python's operators ----------------------------------------------------------------------
@@ -228,14 +229,14 @@ class Operator:
         "why",
     )
 
-    def __init__(self, program: Graph, key: int, type: str, domain: str) -> None:
+    def __init__(self, program: Graph, key: int, type: str, domain: str, attrs: Attributes | None = None) -> None:
         self.program = program
         self.key = key
         self.type = type
         self.domain = domain
         self.name = ""
         self.overload = ""
-        self.attrs = Attributes()
+        self.attrs = Attributes() if attrs is None else attrs
         self.role = FORWARD
         self.guard = False
         self.scope = ""
@@ -314,10 +315,12 @@ class Operator:
 
     def connect(self, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None]) -> None:
         """Give a new operator what it reads and writes."""
+        program, graph = self.program, self.program.graph
         for slot, variable in enumerate(inputs):
             if variable is not None:
-                self.program.must_own(variable)
-                self.program.graph.add_edge(variable.key, self.key, key=slot)
+                if variable.program is not program:
+                    program.must_own(variable)
+                add_edge(graph, variable.key, self.key, slot)
             self._inputs.append(variable)
         for slot, variable in enumerate(outputs):
             self._outputs.append(None)
@@ -335,7 +338,7 @@ class Operator:
         self._inputs[slot] = variable
         if variable is not None:
             self.program.must_own(variable)
-            graph.add_edge(variable.key, self.key, key=slot)
+            add_edge(graph, variable.key, self.key, slot)
         else:
             _trim(self._inputs)
         self.program.touch()
@@ -358,7 +361,7 @@ class Operator:
                     f"'{self.label}'; a variable is written once"
                 )
             variable.producer, variable.producer_slot = self, slot
-            graph.add_edge(self.key, variable.key, key=slot)
+            add_edge(graph, self.key, variable.key, slot)
         else:
             _trim(self._outputs)
         self.program.touch()
@@ -367,7 +370,7 @@ class Operator:
         """Record that a nested graph of this operator reads ``variable``."""
         self.program.must_own(variable)
         if not self.program.graph.has_edge(variable.key, self.key, key=CAPTURE):
-            self.program.graph.add_edge(variable.key, self.key, key=CAPTURE)
+            add_edge(self.program.graph, variable.key, self.key, CAPTURE)
             self.program.touch()
 
     def remove_capture(self, variable: Variable) -> None:

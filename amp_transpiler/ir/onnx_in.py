@@ -23,7 +23,7 @@ from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
 from amp_transpiler.ir.tensors import stripped, tensor_array, tensor_type
-from amp_transpiler.ir.verify import operator_clashes
+from amp_transpiler.ir.verify import all_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.ir.wellformed import node_label
 
@@ -41,19 +41,21 @@ def load(
     *,
     name: str | None = None,
     external_data_dir: str | os.PathLike[str] | None = None,
+    weights: bool = True,
 ) -> G:
     """A program, and its startup program, from a model file or ModelProto; see ``Program.from_onnx``.
 
-    ``made`` makes an empty one from its name, for each graph of the model.
+    ``made`` makes an empty one from its name, for each graph of the model. Without ``weights`` nobody asks which of the
+    constants are trainable.
     """
     read = read_model(model_or_path, external_data_dir)
     try:
-        return program_of(read, made, name)
+        return program_of(read, made, name, weights)
     except GraphError as error:
         raise GraphError(f"{read.label}: {error}") from None
 
 
-def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = None) -> G:
+def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = None, weights: bool = True) -> G:
     """The program of a model that was read."""
     model = read.model
     reader = _Reader(DataFiles(read.label, read.folder, read.path), made)
@@ -73,9 +75,9 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     source.path, source.external = read.path, reader.files.tensors
     source.model = reader.files.embedded(copy_without(model, ("graph", "functions")))
     _check_domain(program, read.label)
-    _mark_parameters(program)
+    _mark_parameters(program, weights)
     annotate(program, _as_read(program, model))
-    clashes = [clash for op in program.walk() for clash in operator_clashes(op)]
+    clashes = all_clashes(program)
     if clashes:
         raise GraphError("; ".join(clashes[:3]))
     _settle(program)
@@ -108,13 +110,13 @@ def _check_domain(program: Graph, label: str) -> None:
             )
 
 
-def _mark_parameters(program: Graph) -> None:
+def _mark_parameters(program: Graph, weights: bool) -> None:
     """Find the persistable variables, and make the startup program that sets them.
 
     A program that was written by this package says which they are. In any other file weights are (trainable ones)
     and running statistics; other float initializers are constants.
     """
-    if not read_state(program):
+    if not read_state(program) and weights:
         for variable in program.variables:
             data = variable.data
             if data is not None and not isinstance(data, onnx.SparseTensorProto) and variable.producer is None:
@@ -159,8 +161,9 @@ class _Frame(Generic[G]):
 
     def find(self, name: str) -> Variable | None:
         """The variable called ``name`` here or, captured at every level in between, around here."""
-        if self.program.has_var(name):
-            return self.program.var(name)
+        found = self.program.find(name)
+        if found is not None:
+            return found
         around = None if self.outer is None else self.outer.find(name)
         if around is None:
             return None
@@ -259,7 +262,7 @@ class _Reader(Generic[G]):
             role=FORWARD,
         )
         op.overload, op.doc, op.guard = node.overload, node.doc_string, False
-        read_marks(op, _entries(node.metadata_props))
+        read_marks(op, _entries(node.metadata_props) if node.metadata_props else {})
         op.source = leftover(node)
         if op.domain == OWN and op.type == INITIALIZER and outputs[0] is not None and "value" in attributes:
             outputs[0].data, outputs[0].persistable = attributes.pop("value"), True
@@ -280,7 +283,7 @@ class _Reader(Generic[G]):
         self, attributes: Attributes, attribute: onnx.AttributeProto, frame: _Frame[G], captured: dict[Variable, None]
     ) -> None:
         if not attribute.HasField("g") and not attribute.graphs:
-            attributes[attribute.name] = self.files.embedded(attribute)
+            attributes.keep(self.files.embedded(attribute))
             return
         programs: list[Graph] = []
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import networkx as nx
+from collections.abc import Mapping, Sequence
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.adjacency import contents, predecessors
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 
 
-def topological_order(graph: nx.MultiDiGraph, operators: Mapping[int, Operator], name: str) -> list[Operator]:
+def topological_order(operators: Mapping[int, Operator], name: str) -> list[Operator]:
     """The operators of program ``name`` in stable order: as added, each after its producers. GraphError on a cycle."""
     added = [operators[key] for key in sorted(operators)]
-    pred, nodes = predecessors(graph), contents(graph)
-    if all(p is None or p.key < op.key for op in added for v in pred[op.key] for p in (nodes[v]["item"].producer,)):
+    if all(map(_after_producers, added)):
         return added  # as a file is written, and a program is built
     done: set[int] = set()
     open_: set[int] = set()
@@ -38,7 +34,7 @@ def topological_order(graph: nx.MultiDiGraph, operators: Mapping[int, Operator],
                 raise GraphError(f"program '{name}' has a cycle through operator '{label}'")
             open_.add(key)
             stack.append((key, True))
-            producers = {p.key for v in pred[key] if (p := nodes[v]["item"].producer) is not None}
+            producers = {v.producer.key for v in _reads(operators[key]) if v is not None and v.producer is not None}
             for producer in sorted(producers - done, reverse=True):
                 if producer in open_:
                     raise GraphError(
@@ -47,3 +43,16 @@ def topological_order(graph: nx.MultiDiGraph, operators: Mapping[int, Operator],
                     )
                 stack.append((producer, False))
     return order
+
+
+def _after_producers(op: Operator) -> bool:
+    """Whether the operator was added after all that makes what it reads."""
+    for variable in _reads(op):
+        if variable is not None and variable.producer is not None and variable.producer.key >= op.key:
+            return False
+    return True
+
+
+def _reads(op: Operator) -> Sequence[Variable | None]:
+    """What the operator and its nested graphs read."""
+    return (*op.inputs, *op.captures) if op.attrs.programs else op.inputs

@@ -147,15 +147,21 @@ def set_source(program: Graph, source: Source) -> None:
     program.info.extra[_KEY] = source
 
 
+#: The fields of a NodeProto that are text, and may be there and empty.
+_TEXTS = ("name", "op_type", "domain", "overload", "doc_string")
+
+
 def leftover(node: onnx.NodeProto) -> onnx.NodeProto | None:
     """What of a node an Operator has no place for: fields that are present but empty, device configurations, …"""
-    rest = onnx.NodeProto()
-    for name in ("name", "op_type", "domain", "overload", "doc_string"):
-        value = getattr(node, name)
-        if (node.HasField(name) and not value) or (name == "domain" and value in DEFAULT_DOMAINS[1:]):
-            setattr(rest, name, value)
-    rest.device_configurations.extend(node.device_configurations)
     props = node.metadata_props
+    present = {name: getattr(node, name) for name in _TEXTS if node.HasField(name)}
+    kept = [name for name, value in present.items() if not value or (name == "domain" and value in DEFAULT_DOMAINS[1:])]
+    if not (kept or props or node.device_configurations):
+        return None
+    rest = onnx.NodeProto()
+    for name in kept:
+        setattr(rest, name, present[name])
+    rest.device_configurations.extend(node.device_configurations)
     partial = any(not (entry.HasField("key") and entry.HasField("value")) for entry in props)
     if partial or len({entry.key for entry in props}) < len(props):
         rest.metadata_props.extend(props)

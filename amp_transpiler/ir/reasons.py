@@ -133,7 +133,7 @@ class Reason:
 
     def running(self, runs: str) -> Reason:
         """The reason for which an operator runs in this way."""
-        return Reason(self.kind, self.subject, self.detail, self.cause, runs)
+        return self if self.runs == runs else Reason(self.kind, self.subject, self.detail, self.cause, runs)
 
     def __str__(self) -> str:
         return self._text(self.subject, self.detail, str(self.cause))
@@ -202,6 +202,12 @@ def _parsed(text: str, causes: int) -> Reason:
             detail = tuple(value for field, value in fields if field == "detail")
             return Reason(kind, subject, detail, _parsed(cause, causes - 1) if cause else None)
     return Reason(Kind.TEXT, detail=(text,))
+
+
+@lru_cache(maxsize=65536)  # a program has few reasons, and thousands of operators for each
+def written(reason: Reason) -> tuple[str, str]:
+    """The text of a reason, and what :func:`pack` says of it."""
+    return str(reason), pack(reason)
 
 
 def pack(reason: Reason) -> str:

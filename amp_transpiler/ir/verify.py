@@ -209,6 +209,27 @@ def _slots(type: str, opset: int, domain: str) -> tuple[tuple[Any, ...], tuple[A
     return rules(schema.inputs), rules(schema.outputs)
 
 
+def all_clashes(program: Graph) -> list[str]:
+    """:func:`operator_clashes` of every operator; each kind of operator on each row of types is looked at once."""
+    found: list[str] = []
+    fit: set[tuple[Any, ...]] = set()
+    for op in program.walk():
+        types = (
+            *[None if v is None else v.dtype for v in op.inputs],
+            "->",
+            *[None if v is None else v.dtype for v in op.outputs],
+        )
+        kind = (op.type, op.domain, types)
+        if kind in fit:
+            continue
+        clashes = list(operator_clashes(op))
+        found += clashes
+        named = all(v is None or v.dtype is not None for v in (*op.inputs, *op.outputs))
+        if not clashes and named and op.type != "Cast":  # a type may be none of a tensor, and a cast has one of its own
+            fit.add(kind)
+    return found
+
+
 def operator_clashes(op: Operator) -> Iterator[str]:
     """Where an operator's variables break its schema: a type it does not take, two types for one type variable."""
     if op.domain == OWN:

@@ -49,6 +49,7 @@ _FIELDS = {
     _Attribute.TYPE_PROTOS: "type_protos",
 }
 _VALUES = frozenset(_FIELDS.values())
+_NUMBERS = frozenset({_Attribute.FLOAT, _Attribute.INT, _Attribute.FLOATS, _Attribute.INTS})
 _CONTENT = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 #: Attributes of standard operators that are element types, without a number that means another one's.
 _ELEMENT_TYPES = frozenset({"to", "dtype"})
@@ -94,6 +95,13 @@ def _check_text(message: Any, depth: int = 0) -> None:
     if depth > 3 * NESTED + 1 and isinstance(message, onnx.GraphProto):
         raise GraphError(too_deep("the model"))
     tensor = isinstance(message, onnx.TensorProto)
+    if tensor and _plain(message):
+        return
+    if isinstance(message, onnx.NodeProto) and _plain_node(message):
+        for attribute in message.attribute:
+            if attribute.type not in _NUMBERS or not _plain_number(attribute):
+                _check_text(attribute, depth + 1)
+        return
     for field, value in _labels(message) if tensor else message.ListFields():
         kind = field.type
         if kind == FieldDescriptor.TYPE_MESSAGE:
@@ -108,6 +116,28 @@ def _check_text(message: Any, depth: int = 0) -> None:
                     )
     if tensor and message.data_type == onnx.TensorProto.STRING:
         _check_strings(message)
+
+
+def _plain(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor holds no text but its name, and that decodes: nearly every one."""
+    named = isinstance(tensor.name, str) and not tensor.doc_string and tensor.data_type != onnx.TensorProto.STRING
+    return named and not tensor.external_data and not tensor.metadata_props
+
+
+def _plain_node(node: onnx.NodeProto) -> bool:
+    """Whether the text of a node, but for its attributes, decodes, and there is none where there seldom is."""
+    kinds = {type(node.name), type(node.op_type), type(node.domain), *map(type, node.input), *map(type, node.output)}
+    return kinds == {str} and not (
+        node.doc_string or node.overload or node.metadata_props or node.device_configurations
+    )
+
+
+def _plain_number(attribute: onnx.AttributeProto) -> bool:
+    """Whether an attribute holds numbers and no text but its name, and that decodes."""
+    texts = attribute.doc_string or attribute.ref_attr_name or attribute.s or attribute.strings
+    nested = attribute.HasField("t") or attribute.HasField("g") or attribute.HasField("tp") or attribute.tensors
+    more = attribute.graphs or attribute.type_protos or attribute.sparse_tensors or attribute.HasField("sparse_tensor")
+    return isinstance(attribute.name, str) and not (texts or nested or more)
 
 
 def _repeated(value: Any) -> bool:

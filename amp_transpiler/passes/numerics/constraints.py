@@ -62,7 +62,8 @@ class Constraints:
             return None
         if op in self.operators:
             return self.operators[op]
-        for variable in (*op.outputs, *op.inputs):
-            if variable is not None and source(variable) in self.tensors:
-                return self.tensors[source(variable)]
+        for variable in (*op.outputs, *op.inputs) if self.tensors else ():
+            why = None if variable is None else self.tensors.get(source(variable))
+            if why is not None:
+                return why
         return None

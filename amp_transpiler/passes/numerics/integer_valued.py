@@ -56,6 +56,8 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
             if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
                 counted[made] = read.name
             continue
+        if not counted:
+            continue
         if not (name in _ARITHMETIC or _ends(op) or moves(op) or _outer_product(op, name)):
             continue
         read_floats = [source(v) for v in _operands(op)]
@@ -102,6 +104,8 @@ def _backwards(ops: list[Operator], constraints: Constraints) -> None:
             read, made = op.input(0), op.output(0)
             if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:
                 becomes.setdefault(source(read), made.name)
+            continue
+        if not becomes:
             continue
         target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
         if target is None or not (name in _ROUNDS or moves(op)):

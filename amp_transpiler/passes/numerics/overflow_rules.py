@@ -15,7 +15,7 @@ bfloat16 has the range of float32, so that only the squares remain there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from amp_transpiler.ir.graph import Graph
@@ -61,17 +61,24 @@ class Bounds(Protocol):
 
 
 def apply_overflow_rules(
-    program: Graph, dtype: str, ranges: Bounds, constraints: Constraints, flow: Flow | None = None
+    program: Graph,
+    dtype: str,
+    ranges: Bounds,
+    constraints: Constraints,
+    flow: Flow | None = None,
+    largest: Mapping[Variable, float] | None = None,
 ) -> None:
     """Add to ``constraints`` what patterns and intervals rule out in ``dtype`` ("float16" or "bfloat16").
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
     conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
+    ``largest``: the largest finite magnitudes of constants, of those that are known.
     """
     flow, limit = flow or Flow(program), LIMITS[dtype].largest
     binary = binary_tensors(flow)
     propagation = OverflowPropagation(flow, dtype, constraints, binary, lambda v: ranges.within(v, limit))
-    for variable, bit in masking(flow, limit, maskable(flow, binary)).items():
+    far = any(_reaches(variable, limit, largest or {}) for variable in flow.uses)
+    for variable, bit in masking(flow, limit, maskable(flow, binary)).items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     rules = _OverflowRules(propagation, ranges)
     for variable in program.inputs:
@@ -179,8 +186,10 @@ class _OverflowRules:
         return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
 
     def _squares(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
-        square = Reason(Kind.SQUARE_RANGE if self.float16 else Kind.SQUARE_DIGITS)
         traits = traits_of(op)
+        if made not in self.squares and traits.reduces != "squares" and traits.overflows_inside is None:
+            return None
+        square = Reason(Kind.SQUARE_RANGE if self.float16 else Kind.SQUARE_DIGITS)
         if (made in self.squares and made in self.summed) or traits.reduces == "squares":
             return SQUARE, Reason(Kind.SUMS_SQUARES, cause=square)
         if made in self.squares and made in self.logged and self.float16:
@@ -283,6 +292,13 @@ class _OverflowRules:
             top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
         reduce = top.producer if top is not None else None
         return reduce is not None and operator_name(reduce) == "ReduceMax" and self.flow.inputs[reduce][0] is data
+
+
+def _reaches(variable: Variable, limit: float, largest: Mapping[Variable, float]) -> bool:
+    """Whether it is a constant that may hold a number as far out as the limit."""
+    if largest.get(variable, limit) < limit:
+        return False
+    return constants.content(variable) is not None or constants.fill(variable.producer) is not None
 
 
 def _sums(op: Operator) -> bool:

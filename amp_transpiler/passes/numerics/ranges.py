@@ -52,8 +52,10 @@ class Ranges:
             if inserted(op):
                 continue
             rule = _rule(op)
-            for variable in op.outputs if moves(op) else op.outputs[:1]:
-                if rule is not None and variable is not None and variable.dtype in FLOATS:
+            if rule is None:
+                continue
+            for variable in op.outputs if len(op.outputs) > 1 and moves(op) else op.outputs[:1]:
+                if variable is not None and variable.dtype in FLOATS:
                     found = rule(op, self)
                     self._bounds[variable] = found if found is not None and _says_something(found) else None
 

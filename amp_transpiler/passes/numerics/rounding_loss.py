@@ -9,6 +9,7 @@ elements of a larger tensor that become zero are ordinary rounding. Every elemen
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,19 +34,24 @@ TOLERANCE = 2.0**-7
 #: Elements that are read at once: few enough to stay in the cache between the looks at them.
 CHUNK = 1 << 17
 
+#: Elements of arrays that are looked at together.
+_SMALL = 1 << 10
+
 #: As what a constant is read. A bias is added to a sum of products (or a variance to the eps of its
 #: norm), beside which what vanishes is nothing.
 ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
 
 
-def check_constants(program: Graph, dtype: str, constraints: Constraints, flow: Flow | None = None) -> None:
+def check_constants(
+    program: Graph, dtype: str, constraints: Constraints, flow: Flow | None = None
+) -> dict[Variable, float]:
     """Add to ``constraints`` the constants that ``dtype`` does not hold ("float16" or "bfloat16"), and a note of each.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
     they are in any format. The program is not changed: see :func:`.constants.saturate` for ``constraints.replaced``.
-    ``flow``: that of the program, where the caller has it.
+    ``flow``: that of the program, where the caller has it. Gives the largest finite magnitude of what was read.
     """
-    _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check()
+    return _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check()
 
 
 @dataclass
@@ -84,6 +90,29 @@ def losses(array: np.ndarray, dtype: str) -> Losses:
                 found.vanishing += lost.size
                 found.smallest = min(found.smallest, float(lost.min()))
     return found
+
+
+def _is_small(variable: Variable) -> bool:
+    sizes = [size for size in variable.shape or (_SMALL + 1,) if isinstance(size, int)]
+    return math.prod(sizes) <= _SMALL
+
+
+def _small_losses(held: Mapping[Variable, np.ndarray | None], dtype: str) -> dict[Variable, Losses]:
+    """:func:`losses` of the small float32 arrays of which nothing is lost, all at once: a program has thousands."""
+    small = {v: a for v, a in held.items() if a is not None and a.size and a.dtype == np.float32}
+    if not small:
+        return {}
+    sizes = np.array([array.size for array in small.values()])
+    size = np.abs(np.concatenate([array.reshape(-1) for array in small.values()]))
+    starts = np.cumsum(sizes) - sizes
+    top = np.maximum.reduceat(size, starts)
+    lost = np.add.reduceat((size <= np.float32(LIMITS[dtype].vanish)) & (size != 0), starts)
+    whole = (top < np.float32(LIMITS[dtype].overflow)) & (lost == 0)  # false for NaN
+    return {
+        variable: Losses(int(count), float(most))
+        for variable, count, most, fits in zip(small, sizes, top, whole, strict=True)
+        if fits
+    }
 
 
 def _overflow(found: Losses, chunk: np.ndarray, size: np.ndarray, over: np.float32) -> float:
@@ -130,16 +159,21 @@ class _RoundingLoss:
     def maskable(self) -> dict[Variable, int]:
         return maskable(self.flow, self.binary)
 
-    def check(self) -> None:
-        for variable in every_variable(self.program):
-            read = variable in self.flow.uses or variable in self.flow.results
-            array = _content(variable) if read and variable.dtype != self.dtype else None
+    def check(self) -> dict[Variable, float]:
+        read = [v for v in every_variable(self.program) if v in self.flow.uses or v in self.flow.results]
+        read = [variable for variable in read if variable.dtype != self.dtype]
+        small = {variable: _content(variable) for variable in read if _is_small(variable)}
+        known = _small_losses(small, self.dtype)
+        largest: dict[Variable, float] = {}
+        for variable in read:
+            array = small[variable] if variable in small else _content(variable)
             if array is None or not array.size:
                 continue
             if array.dtype != np.float32:
                 self._elsewhere(variable, array)
                 continue
-            found = losses(array, self.dtype)
+            found = known[variable] if variable in known else losses(array, self.dtype)
+            largest[variable] = found.largest
             suspect = found.beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
             if suspect and self._narrow(variable):
                 if found.beyond:
@@ -151,6 +185,7 @@ class _RoundingLoss:
             for variable, (bits, why) in self.kept.items():
                 propagation.mark(variable, bits, (None, why))
             propagation.sweep(lambda op, name: None)
+        return largest
 
     def _elsewhere(self, variable: Variable, array: np.ndarray) -> None:
         """Mark a constant of another type, such as bfloat16, of which the operators that read it stay in theirs.

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.kernel_cost import cast_bytes, moved_bytes, tensor_bytes
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -112,7 +113,10 @@ class _Choices(Rules):
         self.kernel_opset, self.lowers = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
-        self.because = {"pure": Kind.PURE, "auto": Kind.FREE}.get(mode, Kind.BETWEEN)
+        because, short = {"pure": Kind.PURE, "auto": Kind.FREE}.get(mode, Kind.BETWEEN), SHORT[self.dtype]
+        #: The reasons that most operators have.
+        self.white, self.because = Reason(Kind.WHITE_LIST, runs=short), Reason(because, runs=short)
+        self.cheaper = Reason(Kind.CHEAPER, runs=SHORT["float32"])
 
     def collect(self) -> dict[Operator, Decision | Free]:
         """The choices of every operator, in program order."""
@@ -144,10 +148,10 @@ class _Choices(Rules):
             return self.constrained(op, constraint)
         if self.mode == "mixed" and black:
             return self.full(op, Reason(Kind.BLACK_LIST))
-        half = self.half(op, Reason(Kind.WHITE_LIST if white else self.because))
+        half = self.half(op, self.white if white else self.because)
         if half.precision != self.dtype or white or self._literal:
             return half
-        full = self.full(op, Reason(Kind.CHEAPER))
+        full = self.full(op, self.cheaper)
         return Free(half, full) if full.precision == "float32" else half
 
     @property
@@ -274,8 +278,7 @@ class _Problem:
                 if ends is not None and variable not in inner:
                     ends.fixed(self._io_type(variable), dtype)
         self.tensors = [
-            Tensor(e.producer, tuple(e.readers), e.half, e.full, cast_bytes(nominal(v.shape), dtype, "float32"))
-            for v, e in self.ends.items()
+            Tensor(e.producer, tuple(e.readers), e.half, e.full, _cast(v.shape, dtype)) for v, e in self.ends.items()
         ]
 
     def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
@@ -330,4 +333,14 @@ def _moved(op: Operator, decision: Decision) -> int:
 
 
 def _bytes(variable: Variable | None, dtype: str | None) -> int:
-    return 0 if variable is None or dtype not in FLOATS else tensor_bytes((dtype, nominal(variable.shape)))
+    return 0 if variable is None or dtype not in FLOATS else _held(variable.shape, dtype)
+
+
+@lru_cache(maxsize=4096)  # a program has few shapes, and thousands of tensors of each
+def _held(shape: Shape | None, dtype: str) -> int:
+    return tensor_bytes((dtype, nominal(shape)))
+
+
+@lru_cache(maxsize=4096)
+def _cast(shape: Shape | None, dtype: str) -> int:
+    return cast_bytes(nominal(shape), dtype, "float32")

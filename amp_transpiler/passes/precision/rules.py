@@ -152,11 +152,12 @@ class Rules:
             return self.decisions[parent].inner
         if FULL in op.metadata:
             return parse(op.metadata[FULL])
+        listed = self.lists.black_varnames
         for variable in (*op.inputs, *op.outputs):
             if variable is None:
                 continue
             name = source(variable).name
-            if name in self.lists.black_varnames or variable.name in self.lists.black_varnames:
+            if listed and (name in listed or variable.name in listed):
                 return Reason(Kind.BLACK_NAME, name)
             if "learning_rate" in name:
                 return Reason(Kind.LEARNING_RATE, name)

@@ -65,7 +65,10 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtype: str, reader: str) -> None:
-    lost = np.isfinite(array) & ~np.isfinite(result)
+    finite = np.isfinite(result)
+    if finite.all():
+        return
+    lost = np.isfinite(array) & ~finite
     if lost.any():
         worst, kind = float(np.abs(array[lost]).max()), "parameter" if variable.persistable else "constant"
         raise PrecisionError(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.view.typing import origin
 
 
 def source(variable: Variable) -> Variable:
     """The variable of the program as it was written: through inserted casts and out of nested graphs."""
-    while True:
-        variable = origin(variable)
+    while True:  # the question that passes ask most: without a call inside
+        while variable.outer is not None:
+            variable = variable.outer
         producer = variable.producer
-        if producer is None or not inserted(producer) or producer.inputs[0] is None:
+        if producer is None or not producer.inserted or producer.inputs[0] is None:
             return variable
         variable = producer.inputs[0]
 

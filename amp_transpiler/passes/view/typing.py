@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import onnx
 import onnx.shape_inference
@@ -88,8 +89,7 @@ class _Group:
 Dtypes = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class _Typed:
+class _Typed(NamedTuple):
     """An operator as its typing sees it: what it is and the element types that its slots hold."""
 
     type: str
