@@ -55,9 +55,10 @@ def mul(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
 
 @gradient("Div", reads="x1 y0 dy0", native=True)
 def div(e: Emitter, op: Operator, x1: Value, y: Value, dy: Value) -> Grads:
-    """dx1 = -(dy y) / x1: dy / x1 may leave 16 bit where the quotient brings the result back."""
-    dx0 = summed(e, e.Div(dy, x1), dy, 0) if e.wants(0) else None
-    dx1 = e.Neg(e.Div(summed(e, e.Mul(dy, y), dy, 1), x1)) if e.wants(1) else None
+    """dx0 = dy / x1, dx1 = -dx0 y: what leaves 16 bit on the way leaves it in dx0 as well."""
+    by_x1 = e.Div(dy, x1)
+    dx0 = summed(e, by_x1, dy, 0) if e.wants(0) else None
+    dx1 = e.Neg(summed(e, e.Mul(by_x1, y), dy, 1)) if e.wants(1) else None
     return [dx0, dx1]
 
 
