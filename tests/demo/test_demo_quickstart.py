@@ -36,6 +36,15 @@ def test_learns_in_every_mode_and_leaves_a_model_to_convert(
     assert command(["convert", str(tmp_path / "quickstart_fp32.onnx"), str(tmp_path / "half.onnx"), "--check"]) == 0
 
 
+def test_a_bfloat16_model_is_saved_and_not_served_on_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--out", str(tmp_path), "--epochs", "1", "--mode", "pure", "--dtype", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["demo", *options])
+    assert quickstart.main() == 0
+    assert "quickstart_pure.onnx" in (told := capsys.readouterr().out) and "for a CUDA device" in told
+
+
 def test_the_network_has_an_output_for_each_digit_and_no_softmax_of_its_own() -> None:
     program = amp.Program()
     with amp.program_guard(program, amp.Program("startup")), amp.unique_name.guard():
