@@ -152,6 +152,10 @@ NETS: dict[str, tuple[list[tuple[int, ...]], str, Callable[..., Any]]] = {
 }
 
 
+#: Those whose operators have bfloat16 in ONNX at opset 21.
+BRAIN = ("block", "attention", "group norm", "quotients", "gelu tanh", "sigmoid", "tanh", "leaky relu", "erf")
+
+
 def arrays_of(name: str) -> list[Array]:
     """x, the cotangent of y, and the parameters, in float16."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
