@@ -2,16 +2,18 @@
 
 Runs in an environment of its own that has torch, onnx and numpy:
 
-    python torch_graph.py gradients MODEL.onnx FEEDS.npz OUT.npz [float64]
+    python torch_graph.py gradients MODEL.onnx FEEDS.npz OUT.npz DTYPE      # of float64, float32, float16, bfloat16
     python torch_graph.py steps MODEL.onnx FEEDS.npz COUNT
 
-The loss is the mean squared distance of the first output to ``FEEDS["target"]``. ``gradients`` writes the loss and
-the gradient of every float initializer; ``steps`` runs Adam (1e-4) steps, and prints the process time of each in ms
-and the peak memory in MiB.
+The loss is the first output where that is a scalar, else its mean squared distance to ``FEEDS["target"]``, in fp32 or
+wider. ``gradients`` writes the loss, the loss scale (not 1 in float16 alone), and the scaled gradient of every float
+initializer, computed with all weights and activations in DTYPE; ``steps`` runs Adam (1e-4) steps, and prints the
+process time of each in ms and the peak memory in MiB.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 import resource
 import sys
@@ -22,6 +24,7 @@ import onnx
 import torch
 import torch.nn.functional as F
 from onnx import numpy_helper
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 OPS = {}
 
@@ -55,15 +58,21 @@ simple(
     Equal=torch.eq,
     And=torch.logical_and,
     IsNaN=torch.isnan,
+    Less=torch.lt,
+    Max=torch.maximum,
     LessOrEqual=torch.le,
     GreaterOrEqual=torch.ge,
     MatMul=torch.matmul,
     HardSwish=F.hardswish,
     Identity=lambda x: x,
-    Shape=lambda x: torch.tensor(x.shape),
     Expand=lambda x, s: x.broadcast_to(torch.broadcast_shapes(tuple(x.shape), tuple(s.tolist()))),
     Div=lambda x, y: x / y if x.dtype.is_floating_point else torch.div(x, y, rounding_mode="trunc"),
 )
+
+
+@op("Shape")
+def shape(a, x):
+    return torch.tensor(x.shape[a.get("start", 0) :])
 
 
 @op("Where")
@@ -190,6 +199,11 @@ def reduce_mean(a, x, axes=None):
     return x.mean(axes, keepdim=bool(a.get("keepdims", 1)))
 
 
+@op("ReduceSum")
+def reduce_sum(a, x, axes=None):
+    return x.sum(list(range(x.dim())) if axes is None else axes.tolist(), keepdim=bool(a.get("keepdims", 1)))
+
+
 @op("LayerNormalization")
 def layer_norm(a, x, scale, bias=None):
     return F.layer_norm(x, scale.shape, scale, bias, a.get("epsilon", 1e-5))
@@ -198,8 +212,8 @@ def layer_norm(a, x, scale, bias=None):
 @op("Gemm")
 def gemm(a, x, y, c=None):
     x, y = (x.T if a.get("transA") else x), (y.T if a.get("transB") else y)
-    out = a.get("alpha", 1.0) * (x @ y)
-    return out if c is None else out + a.get("beta", 1.0) * c
+    alpha = a.get("alpha", 1.0)
+    return alpha * (x @ y) if c is None else torch.addmm(c, x, y, beta=a.get("beta", 1.0), alpha=alpha)
 
 
 @op("Conv")
@@ -223,45 +237,65 @@ def global_average_pool(a, x):
     return x.mean(list(range(2, x.dim())), keepdim=True)
 
 
-def recurrent(x, h, c, w, r, b, kind):
-    """One direction; ONNX's gate orders are iofc and zrh."""
-    size = r.shape[-1]
-    wb, rb = (b[: len(b) // 2], b[len(b) // 2 :]) if b is not None else (0, 0)
-    rows = []
-    for step in x:
-        if kind == "LSTM":
-            i, o, f, g = (step @ w.T + h @ r.T + wb + rb).split(size, -1)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            h = torch.sigmoid(o) * torch.tanh(c)
-        else:
-            zx, rx, hx = (step @ w.T + wb).split(size, -1)
-            zh, rh, hh = (h @ r.T + rb).split(size, -1)  # linear_before_reset, as torch has it
-            z, reset = torch.sigmoid(zx + zh), torch.sigmoid(rx + rh)
-            h = (1 - z) * torch.tanh(hx + reset * hh) + z * h
-        rows.append(h)
-    return torch.stack(rows), h, c
+@op("BatchNormalization")
+def batch_norm(a, x, scale, bias, mean, var):
+    training = bool(a.get("training_mode", 0))
+    statistics = (None, None) if training else (mean, var)
+    return F.batch_norm(x, *statistics, scale, bias, training, eps=a.get("epsilon", 1e-5))
+
+
+#: The places of torch's gates among those of ONNX: LSTM i, f, g, o of i, o, f, g; GRU r, z, n of z, r, n.
+GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
+
+
+def gates(w, kind):
+    """Rows of one direction in torch's order."""
+    blocks = w.chunk(len(GATES[kind]))
+    return torch.cat([blocks[i] for i in GATES[kind]])
 
 
 @op("LSTM", "GRU")
 def rnn(a, x, w, r, b=None, lengths=None, h0=None, c0=None, *, kind):
-    assert lengths is None and (kind == "LSTM" or a.get("linear_before_reset"))
-    ys, hs, cs = [], [], []
-    for d in range(w.shape[0]):
-        start = x.new_zeros(x.shape[1], r.shape[-1])
-        back = a.get("direction", b"forward") == b"reverse" or d == 1
-        y, h, c = recurrent(
-            x.flip(0) if back else x,
-            start if h0 is None else h0[d],
-            start if c0 is None else c0[d],
-            w[d],
-            r[d],
-            None if b is None else b[d],
-            kind,
-        )
-        ys.append(y.flip(0) if back else y)
-        hs.append(h)
-        cs.append(c)
-    return torch.stack(ys, 1), torch.stack(hs), torch.stack(cs)
+    """torch's own recurrent layer."""
+    assert kind == "LSTM" or a.get("linear_before_reset")
+    assert a.get("direction", b"forward") in (b"forward", b"bidirectional")
+    weights = []
+    for d in range(len(w)):
+        weights += [gates(w[d], kind), gates(r[d], kind)]
+        weights += [gates(half, kind) for half in b[d].chunk(2)] if b is not None else []
+    start = x.new_zeros(len(w), x.shape[1], r.shape[-1])
+    states = [start if s is None else s for s in (h0, c0)[: 1 + (kind == "LSTM")]]
+    packed, sizes, order = x, None, None
+    if lengths is not None:
+        packed, sizes, order, back = pack_padded_sequence(x, lengths.long(), enforce_sorted=False)
+        states = [s[:, order] for s in states]
+    hidden = states if kind == "LSTM" else states[0]
+    run = torch._VF.lstm if kind == "LSTM" else torch._VF.gru
+    options = (weights, b is not None, 1, 0.0, False, len(w) == 2)
+    if lengths is None:
+        y, *last = run(packed, hidden, *options, False)
+    else:
+        y, *last = run(packed, sizes, hidden, *options)
+        y = pad_packed_sequence(PackedSequence(y, sizes, order, back), total_length=len(x))[0]
+        last = [s[:, back] for s in last]
+    return y.unflatten(-1, (len(w), -1)).transpose(1, 2), *last
+
+
+@op("SoftmaxCrossEntropyLoss")
+def cross_entropy(a, x, label):
+    ignored, reduction = a.get("ignore_index", -100), a.get("reduction", b"mean").decode()
+    return F.cross_entropy(loss_type(x), label.long(), ignore_index=ignored, reduction=reduction)
+
+
+@op("CTCLoss")
+def ctc_loss(a, x, labels, steps, symbols):
+    p = F.log_softmax(loss_type(x), -1)
+    return F.ctc_loss(p, labels.long(), steps.long(), symbols.long(), a["blank"], a["reduction"].decode())
+
+
+def loss_type(x):
+    """Of what a loss reads: no 16-bit type."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class Graph:
@@ -278,6 +312,17 @@ class Graph:
                 value.requires_grad_()
                 self.leaves[tensor.name] = value
             self.values[tensor.name] = value
+        self.linear = dict(self.biased_products())
+
+    def biased_products(self):
+        """The sums and products that are one linear layer of torch, which rounds once: (output of Add, its parts)."""
+        readers = collections.Counter(name for node in self.nodes for name in node.input)
+        products = {n.output[0]: n.input for n in self.nodes if n.op_type == "MatMul" and readers[n.output[0]] == 1}
+        for node in self.nodes:
+            for product, bias in (node.input, node.input[::-1]) if node.op_type == "Add" else ():
+                x, weight = products.get(product, ("", ""))
+                if weight in self.leaves and bias in self.leaves and self.leaves[bias].dim() == 1:
+                    yield node.output[0], (x, weight, bias)
 
     def tensor(self, array):
         value = torch.from_numpy(np.array(array))
@@ -289,12 +334,31 @@ class Graph:
             attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
             inputs = [env[name] if name else None for name in node.input]
             more = {"kind": node.op_type} if node.op_type in ("LSTM", "GRU") else {}
-            out = OPS[node.op_type](attributes, *inputs, **more)
+            if node.output[0] in self.linear:
+                x, weight, bias = (env[name] for name in self.linear[node.output[0]])
+                out = F.linear(x, weight.T, bias)
+            else:
+                out = OPS[node.op_type](attributes, *inputs, **more)
             if node.op_type in ("Constant", "ConstantOfShape", "Cast") and out.dtype.is_floating_point:
                 out = out.to(self.dtype)
             for name, value in zip(node.output, out if isinstance(out, tuple) else (out,), strict=False):
                 env[name] = value
-        return ((env[self.outputs[0]] - env["target"]) ** 2).mean()
+        out = env[self.outputs[0]]
+        return F.mse_loss(loss_type(out), loss_type(env["target"])) if out.dim() else out
+
+
+def gradients(graph, feeds):
+    """The loss, the loss scale, and gradients times it by name: in float16, the scale at which all are finite."""
+    scale = 2.0**16 if graph.dtype == torch.float16 else 1.0  # where torch's GradScaler starts
+    while True:
+        loss = graph.loss(feeds)
+        (loss * scale).backward()
+        found = {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}
+        if scale == 1.0 or all(bool(grad.isfinite().all()) for grad in found.values()):
+            return loss.item(), scale, found
+        scale /= 2
+        for leaf in graph.leaves.values():
+            leaf.grad = None
 
 
 def main():
@@ -302,14 +366,10 @@ def main():
     what, path, feeds, *rest = sys.argv[1:]
     feeds = dict(np.load(feeds))
     if what == "gradients":
-        graph = Graph(path, torch.float64 if rest[1:] == ["float64"] else torch.float32)
-        loss = graph.loss(feeds)
-        loss.backward()
-        np.savez(
-            rest[0],
-            loss=loss.detach().numpy(),
-            **{f"d:{n}": v.grad.numpy() for n, v in graph.leaves.items() if v.grad is not None},
-        )
+        out, dtype = rest
+        loss, scale, found = gradients(Graph(path, getattr(torch, dtype)), feeds)
+        wide = torch.float64 if dtype == "float64" else torch.float32
+        np.savez(out, loss=loss, scale=scale, **{f"d:{name}": grad.to(wide).numpy() for name, grad in found.items()})
         return
     torch.set_num_threads(1)
     graph = Graph(path, torch.float32)
