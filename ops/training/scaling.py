@@ -116,6 +116,27 @@ def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
     return e.op("GatedAdd", x, y, e.shared[key][0], domain="com.microsoft", dtype=x.dtype, shape=shape)
 
 
+def blended(e: Emitter, switch: Switch, x: Value, keep: float, y: Value, share: Value) -> Value:
+    """``x * keep + y * share``, x an accumulator and both factors scalars; x on a bad step, where y is 0.
+
+    Of flat tensors on CUDA it is one kernel. That adds up from 0.0, so it never makes -0.0 (nor does an underflow, of a
+    factor above a half), and would return 0.0 for one that was set.
+    """
+    kept = switch.keep(e.like(keep, x))
+    shape = x.shape
+    if e.place != "cuda" or x.dtype != "float32" or shape is None or len(shape) != 2 or shape[0] != 1 or keep <= 0.5:
+        return add_product(e, e.Mul(x, kept), y, share)
+    return e.op(
+        "HyperConnectionPostMix",
+        x,
+        e.reshape(y, shape[1:]),
+        e.reshape(share, (1,)),
+        e.reshape(kept, (1, 1)),
+        domain="com.microsoft",
+        shape=shape,
+    )
+
+
 def gate(e: Emitter, found_inf: Value | None) -> Gate:
     """``f(new, old)``: ``new`` on a good step, ``old`` bit for bit on a bad one; ``new`` where nothing is checked."""
     if found_inf is None:
@@ -142,7 +163,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
 
     Of fp16 gradients in a flat tensor the mean of the scaled ones is looked at, with the inverse scale beside it. The
     mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16 times their number. An
-    unscaled one is finite then unless the inverse is above 2**111, which counts as infinite.
+    unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of fp32 ones it is the sum
+    of magnitudes, unscaled: no two large ones cancel.
     """
     one = e.cast(e.reshape(scale, ()), "float32")
     inverse = e.op("Div", e.like(1, one), one, shape=())
@@ -152,12 +174,14 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         raw = joined(e, rows, [grads[number] for number in rows.numbers])
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
-        if rows.shapes and raw.dtype == "float16":
+        if rows.shapes and raw.dtype in ("float16", "float32"):
             e.shared[_scaled(new)] = (raw, inverse)
-            total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
-            zeros.append(
-                e.op("Mul", e.op("Mul", inverse, e.const(2.0**16, "float32"), shape=()), e.like(0, one), shape=())
-            )
+            if raw.dtype == "float16":
+                total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
+                largest = e.op("Mul", inverse, e.const(2.0**16, "float32"), shape=())
+                zeros.append(e.op("Mul", largest, e.like(0, one), shape=()))
+            else:
+                total = e.op("Mul", e.op("ReduceL1", raw, keepdims=0, shape=()), inverse, shape=())
         else:
             total = e.cast(e.reduce_sum(new), "float32")
         zeros.append(e.op("Mul", total, e.like(0, total), shape=()))
@@ -312,6 +336,7 @@ __all__ = [
     "Gate",
     "Switch",
     "add_product",
+    "blended",
     "finite_step",
     "gate",
     "master_type",

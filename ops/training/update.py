@@ -21,7 +21,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
-from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, gate, scaled
+from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, gate, scaled
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
@@ -161,7 +161,7 @@ def _momentum(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list
     def step(index: int, p: Value, g: Gradient, velocity: Value) -> tuple[Value, ...]:
         rate = e.cast(lr, p.dtype)
         g = g.changed(_decayed(e, op, index, _rescaled(e, op, g.value), p))
-        new = add_product(e, e.Mul(velocity, switch.keep(e.like(mu, p))), g.tensor, g.share(e.like(1, p)))
+        new = blended(e, switch, velocity, mu, g.tensor, g.share(e.like(1, p)))
         if not op.attrs["use_nesterov"]:
             return _moved(e, switch, p, new, e.Neg(rate)), new
         way = e.Add(e.Mul(new, e.Mul(rate, e.like(mu, p))), e.Mul(g.value, rate))
@@ -217,12 +217,10 @@ class _Moments:
     def step(self, g: Gradient, m: Value, v: Value) -> tuple[Value, Value, Value]:
         """New moments, and ``m / (sqrt(v) + eps * root)`` of them."""
         e, tensor = self.e, g.tensor
-        m = add_product(e, self._kept(m, self.beta1), tensor, g.share(e.like(1 - self.beta1, m)))
-        v = add_product(e, self._kept(v, self.beta2), e.Mul(tensor, tensor), g.share(e.like(1 - self.beta2, v), 2))
+        m = blended(e, self.switch, m, self.beta1, tensor, g.share(e.like(1 - self.beta1, m)))
+        square = e.Mul(tensor, tensor)
+        v = blended(e, self.switch, v, self.beta2, square, g.share(e.like(1 - self.beta2, v), 2))
         return m, v, e.Div(m, e.Add(e.Sqrt(v), e.cast(self.eps, v.dtype)))
-
-    def _kept(self, moment: Value, beta: float) -> Value:
-        return self.e.Mul(moment, self.switch.keep(self.e.like(beta, moment)))
 
 
 @_update("Adam", _BETAS, _MOMENTS)

@@ -16,7 +16,7 @@ FILE = RECORDED / "costs.json"
 
 
 def costs(name: str, mode: str) -> dict[str, Any]:
-    """Kernels and casts, bytes by element type and of casts, arithmetic, and temporaries at the peak."""
+    """Kernels and casts, bytes by element type and of casts, and their share, arithmetic, and temporaries at the peak."""
     main, loss = step(name, mode)
     found = main.cost_estimate(amp.CUDAPlace(0), fetch_list=[loss])
     return {
@@ -24,6 +24,7 @@ def costs(name: str, mode: str) -> dict[str, Any]:
         "casts": found.casts,
         "bytes": found.bytes_by_type,
         "cast_bytes": found.cast_bytes,
+        "cast_share": round(found.cast_bytes / found.bytes, 4),
         "flops": [found.flops_16, found.flops_32],
         "temporaries": found.temporaries,
     }

@@ -19,19 +19,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 
-from amp_transpiler.passes.lowering.lowered import Port
+from amp_transpiler.passes.lowering.lowered import Port, is_row
 
 #: Operators that write every output to memory of its own.
 _COMPUTES = frozenset(
     """
     Abs Add And ArgMax ArgMin AveragePool BiasGelu BiasSoftmax Cast Ceil Clip Concat Conv ConvTranspose Cos
     CumSum Div Equal Erf Exp Expand FastGelu Floor FusedConv FusedGemm FusedMatMul GatedAdd Gather GatherElements
-    GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual IsInf IsNaN LayerNormalization
-    LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool Mean Min Mod Mul Neg Not OneHot Or Pad Pow
-    QuickGelu RMSNormalization Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
-    ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Round ScatterElements ScatterND Shape Sigmoid Sign
-    SimplifiedLayerNormalization Sin Size SkipLayerNormalization Slice Softmax Softplus Split Sqrt Sub Sum Tanh
-    Tile TopK Transpose Where
+    GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual HyperConnectionPostMix IsInf IsNaN
+    LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool Mean Min Mod Mul Neg Not
+    OneHot Or Pad Pow QuickGelu RMSNormalization Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp
+    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Round ScatterElements ScatterND Shape
+    Sigmoid Sign SimplifiedLayerNormalization Sin Size SkipLayerNormalization Slice Softmax Softplus Split Sqrt
+    Sub Sum Tanh Tile TopK Transpose Where
     """.split()  # noqa: SIM905
 )
 _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
@@ -44,6 +44,7 @@ _ELEMENTWISE = {
     ("", "Div"): (0, 1),
     ("", "Where"): (1, 2),
     ("com.microsoft", "GatedAdd"): (0, 1),
+    ("com.microsoft", "HyperConnectionPostMix"): (0,),  # of a row, which is one stream
 }
 
 
@@ -74,6 +75,7 @@ class _Proof:
         self.types = {
             info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
         }
+        self.flat = {info.name for info in graph.input if is_row(info)}
         self.producer: dict[str, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.reads: list[set[str]] = []
@@ -151,7 +153,8 @@ class _Proof:
         slots = [slot for slot, name in enumerate(node.input) if name in views]
         direct = all(node.input[slot] == state for slot in slots)
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if not direct or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
+        one = node.op_type != "HyperConnectionPostMix" or state in self.flat
+        if not direct or not one or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"
         return ""
 
