@@ -28,6 +28,7 @@ from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember
+from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.lowered import (
@@ -102,6 +103,7 @@ class _Emission(EmulatedStorage):
         self.result = Lowered(onnx.ModelProto(), place)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)
         self.e.rows = self.layout.rows
+        self.biased = biased_products(self.order, place, wanted.keep_fp32)
         self.domains = {"": self.opset}
 
     # -- the whole -----------------------------------------------------------------------------------
@@ -227,13 +229,13 @@ class _Emission(EmulatedStorage):
             self._body(op)
         elif op.domain == OWN:
             raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-        else:
+        elif op.key not in self.biased or not emit_biased(self, self.biased[op.key], op):
             self._standard(op)
 
     def _cast(self, op: Operator) -> None:
         source, target = op.inputs[0], op.outputs[0]
         assert source is not None and target is not None and target.dtype is not None
-        value = self._read(op, source)
+        value = self.read(op, source)
         if source.dtype == target.dtype:
             self.env[target.key] = value
             return
@@ -276,13 +278,13 @@ class _Emission(EmulatedStorage):
                     raise GraphError(
                         f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"
                     )
-                self.env[variable.key] = self._finished(variable, value, found.exact)
+                self.env[variable.key] = self.finished(variable, value, found.exact)
 
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
         exact = found is not None and found.exact
         real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits)
-        inputs = [None if v is None else self._read(op, v) for v in op.inputs]
+        inputs = [None if v is None else self.read(op, v) for v in op.inputs]
         if real:
             inputs = [
                 None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)
@@ -307,7 +309,7 @@ class _Emission(EmulatedStorage):
         self.e.nodes.append(node)
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
-                self.env[v.key] = self._emulated(value) if real else self._finished(v, value, exact)
+                self.env[v.key] = self._emulated(value) if real else self.finished(v, value, exact)
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         protos = op.attrs.protos()

@@ -34,7 +34,7 @@ class EmulatedStorage:
         self.e.narrow[emulated.name] = value
         return emulated
 
-    def _read(self, op: Operator, variable: Variable) -> Value:
+    def read(self, op: Operator, variable: Variable) -> Value:
         """A variable as ``op`` reads it: rounded where it is held in fp32 and the operator does not run so."""
         value = self.env[variable.key]
         if not self.cpu or variable.dtype not in HALF or variable.name not in self.keep_fp32:
@@ -53,13 +53,13 @@ class EmulatedStorage:
             if shape is None:
                 self.shapes.shape(variable)  # raises, naming the variable
             self.env[variable.key] = Value(value.name, value.dtype, shape)
-        return self._read(op, variable)
+        return self.read(op, variable)
 
     def _stands_for(self, variable: Variable, value: Value) -> Value:
         """The fp32 tensor of a 16-bit variable as a value of its type."""
         return Value(value.name, variable.dtype, value.shape) if variable.dtype in HALF else value
 
-    def _finished(self, variable: Variable, value: Value, exact: bool) -> Value:
+    def finished(self, variable: Variable, value: Value, exact: bool) -> Value:
         """A rule's or operator's raw result as the variable is held here, rounded where that is due."""
         if variable.dtype is None or value.dtype == "":
             return value

@@ -1,0 +1,83 @@
+"""Biases: a product of matrices and the sum with a bias behind it are one kernel that rounds once, as Gemm is.
+
+onnxruntime would fuse them so by itself, and a 16-bit product would not be rounded before its bias is added. So what is
+lowered says it: on CUDA it is one Gemm, and on CPU, where 16 bit is emulated, the product is not rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+from amp_transpiler.passes.lowering.lowered import static
+
+
+def biased_products(order: Sequence[Operator], place: str, keep_fp32: Container[str]) -> dict[int, Operator]:
+    """Of each Add (its key) that adds a bias to a product of matrices and alone reads it: the product."""
+    types = {"cuda": (*HALF, "float32"), "cpu": tuple(HALF)}.get(place, ())
+    found = {}
+    for op in order:
+        if op.full_type != "Add" or len(op.inputs) != 2:
+            continue
+        for product, bias in (op.inputs, op.inputs[::-1]):
+            if product is not None and bias is not None and _is_biased(op, product, bias, types, keep_fp32):
+                assert product.producer is not None
+                found[op.key] = product.producer
+                break
+    return found
+
+
+def _is_biased(
+    add: Operator, product: Variable, bias: Variable, types: Container[str | None], keep_fp32: Container[str]
+) -> bool:
+    made, result = product.producer, add.outputs[0]
+    if made is None or made.full_type != "MatMul" or made.program is not add.program or result is None:
+        return False
+    a, b = made.input(0), made.input(1)
+    fits = a is not None and b is not None and _rank(b) == 2 and (_rank(a) or 0) >= 2 and _rank(bias) == 1
+    width = b.shape[1] if fits and b is not None and b.shape is not None else None
+    return (
+        isinstance(width, int)
+        and bias.shape == (width,)
+        and result.dtype in types
+        and {v.dtype for v in (*made.inputs, product, bias) if v is not None} == {result.dtype}
+        and len(product.readers) == 1
+        and product.name not in keep_fp32
+        and result.name not in keep_fp32
+    )
+
+
+def _rank(variable: Variable) -> int | None:
+    return None if variable.shape is None else len(variable.shape)
+
+
+def emit_biased(storage: EmulatedStorage, product: Operator, add: Operator) -> bool:
+    """Emit the product with its bias, for the variable that the Add makes; False where a shape is not fixed."""
+    e, result = storage.e, add.outputs[0]
+    (of_product,) = product.outputs
+    (bias,) = (v for v in add.inputs if v is not of_product)
+    variables = [*product.inputs, bias]
+    assert result is not None
+    a, b, c = (storage.read(op, v) for op, v in zip((product, product, add), variables, strict=True) if v is not None)
+    if storage.cpu:
+        total = e.op("Add", e.op("MatMul", a, b, dtype="float32"), c, dtype="float32")
+        storage.env[result.key] = storage.finished(result, total, False)
+        return True
+    of_a, of_b = (_fixed(storage, v) for v in variables[:2])
+    if of_a is None or of_b is None:
+        return False
+    count = math.prod(of_a[:-1])
+    rows = e.reshape(Value(a.name, a.dtype, of_a), (count, of_a[-1]))
+    storage.env[result.key] = e.reshape(e.Gemm(rows, b, c, shape=(count, of_b[1])), (*of_a[:-1], of_b[1]))
+    return True
+
+
+def _fixed(storage: EmulatedStorage, variable: Variable | None) -> tuple[int, ...] | None:
+    """The shape of a variable where it is fixed."""
+    if variable is None:
+        return None
+    return static(variable.shape if storage.shapes is None else storage.shapes[variable][1])
