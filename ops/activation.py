@@ -9,6 +9,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing, product
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu, rounded_once
 
@@ -90,12 +91,23 @@ def softplus(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Mul(dy, e.Sigmoid(x))]
 
 
-@gradient("Mish", reads="x0 dy0")
+@gradient("Mish", reads="x0 dy0", native=True)
 def mish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    """Left of 0 the slope needs a wider range than a table of 16-bit steps has."""
-    t = e.Tanh(e.Softplus(x))
-    inner = e.Mul(e.Mul(x, e.Sigmoid(x)), e.Sub(e.like(1, x), e.Mul(t, t)))
-    return [e.Mul(dy, e.Add(t, inner))]
+    """t + x σ(x) (1 - t²) with t = tanh(softplus(x)).
+
+    In 16 bit with b = σ(-x) = exp(-softplus(x)): t = σ(x) (1 + b) / (1 + b²) and 1 - t² = 4 b² / (1 + b²)², of which
+    neither loses digits on either side of 0.
+    """
+    if x.dtype not in HALF:
+        t = e.Tanh(e.Softplus(x))
+        inner = e.Mul(e.Mul(x, e.Sigmoid(x)), e.Sub(e.like(1, x), e.Mul(t, t)))
+        return [e.Mul(dy, e.Add(t, inner))]
+    one, b = e.like(1, x), e.Sigmoid(e.Neg(x))
+    square = e.Mul(b, b)
+    below = e.Add(square, one)
+    bend = e.Div(e.Mul(e.Mul(x, e.like(4, x)), square), below)
+    slope = e.Mul(e.Div(e.Sigmoid(x), below), e.Add(e.Add(one, b), bend))
+    return [e.Mul(dy, slope)]
 
 
 @gradient("HardSigmoid", reads="y0 dy0", native=True)

@@ -7,7 +7,7 @@ Gradients of inputs that were broadcast are summed back, in fp32. Formulas: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -103,14 +103,14 @@ def abs_(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Mul(dy, e.Sign(x))]
 
 
-@gradient("Mod", reads="x0 x1 y0 dy0")
+@gradient("Mod", reads="x0 x1 y0 dy0", native=True)
 def mod(e: Emitter, op: Operator, x0: Value, x1: Value, y: Value, dy: Value) -> Grads:
     """y = x0 - q x1 with an integer q, which has no slope. Read from y: x0 / x1 itself may round up to it."""
     dx0 = summed(e, dy, dy, 0) if e.wants(0) else None
     dx1 = None
     if e.wants(1):
-        q = e.Round(e.Div(e.Sub(x0, y), x1), shape=dy.shape)
-        dx1 = summed(e, e.Neg(e.Mul(dy, q)), dy, 1)
+        q = e.Round(comparable(e, e.Div(e.Sub(x0, y), x1)), shape=dy.shape)  # nor has CUDA a Round of bfloat16
+        dx1 = summed(e, e.Neg(e.Mul(dy, e.cast(q, dy.dtype))), dy, 1)
     return [dx0, dx1]
 
 
@@ -185,9 +185,7 @@ def grad_sum(e: Emitter, op: Operator, *values: Value) -> Grads:
     if len(values) < 3:
         return [e.Add(*values) if len(values) == 2 else values[0]]
     if on_gpu(e) and values[0].dtype in HALF:
-        rows = [e.reshape(v, (1, math.prod(size_of(v)))) for v in values]
-        stacked = e.Concat(*rows, axis=0, shape=(len(rows), *size_of(rows[0])[1:]))
-        return [e.reshape(e.ReduceSum(stacked, e.ints(0), keepdims=1), size_of(values[0]))]
+        return [e.reshape(e.ReduceSum(_stacked(e, values), e.ints(0), keepdims=1), size_of(values[0]))]
     return [e.Sum(*values, shape=values[0].shape)]
 
 
@@ -198,10 +196,19 @@ def sum_body(e: Emitter, op: Operator, *values: Value) -> Grads:
     return [e.cast(e.Sum(*(e.f32(v) for v in values)), values[0].dtype)]
 
 
-@lowering_rule("Mean")
+@lowering_rule("Mean", native=True)
 def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
-    """CUDA has no kernel of Mean."""
-    return [e.Mul(e.Sum(*values), e.like(1 / len(values), values[0]))]
+    """CUDA has no kernel of Mean. In 16 bit the sum may not fit."""
+    if on_gpu(e) and values[0].dtype in HALF and len({size_of(v) for v in values}) == 1:
+        return [e.reshape(e.ReduceMean(_stacked(e, values), e.ints(0), keepdims=1), size_of(values[0]))]
+    wide = [e.f32(v) for v in values]
+    return [e.cast(e.Mul(e.Sum(*wide), e.like(1 / len(wide), wide[0])), values[0].dtype)]
+
+
+def _stacked(e: Emitter, values: Sequence[Value]) -> Value:
+    """Tensors of one shape as the rows of a matrix."""
+    rows = [e.reshape(v, (1, math.prod(size_of(v)))) for v in values]
+    return e.Concat(*rows, axis=0, shape=(len(rows), *size_of(rows[0])[1:]))
 
 
 _ADD = ("Add", "Sub", "Sum", "Mean", "Max", "Min")

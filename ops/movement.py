@@ -192,10 +192,10 @@ def tile(e: Emitter, op: Operator, dy: Value) -> Grads:
     axes = [2 * i for i, count in enumerate(repeats) if count != 1]
     if not axes:
         return [dy]
-    return [e.reshape(e.reduce_sum(e.reshape(dy, apart), axes), shape)]
+    return [e.reshape(e.ReduceSum(e.reshape(dy, apart), e.ints(*axes), keepdims=0), shape)]
 
 
-@gradient("ReverseSequence", reads="x1 dy0", inputs=[0])
+@gradient("ReverseSequence", reads="x1 dy0", inputs=[0], native=True)
 def reverse_sequence(e: Emitter, op: Operator, lengths: Value, dy: Value) -> Grads:
     axes = {name: op.attrs[name] for name in ("batch_axis", "time_axis") if name in op.attrs}
     return [e.ReverseSequence(dy, lengths, shape=dy.shape, **axes), None]

@@ -14,6 +14,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, magnitude, same, 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ops.common import comparable
 from amp_transpiler.ops.window import Window, window_of
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
@@ -151,12 +152,12 @@ def global_average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     return [e.op("Expand", e.Div(dy, e.like(prod(shape[2:]), dy)), e.ints(*shape), shape=shape)]
 
 
-@gradient("GlobalMaxPool", "x0 dy0")
+@gradient("GlobalMaxPool", "x0 dy0", native=True)
 def global_max_pool(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[Any]:
     """dy at the first maximum of each channel."""
     assert x.shape is not None
     flat = (*x.shape[:2], prod(x.shape[2:]))
-    place = e.ArgMax(e.reshape(x, flat), axis=2, keepdims=1)
+    place = e.ArgMax(comparable(e, e.reshape(x, flat)), axis=2, keepdims=1)
     zeros = e.zeros(flat, dy.dtype)
     return [e.reshape(e.ScatterElements(zeros, place, e.reshape(dy, (*flat[:2], 1)), axis=2), x.shape)]
 
@@ -197,22 +198,26 @@ def max_unpool_gradient(e: Emitter, op: Operator, indices: Value, dy: Value) -> 
     return [e.reshape(taken, shape)]
 
 
-@lowering_rule("GlobalLpPool")
+@lowering_rule("GlobalLpPool", native=True)
 def global_lp_pool(e: Emitter, op: Operator, x: Value) -> Sequence[Any]:
-    """y = (sum of |x|^p)^(1/p) over each channel; CUDA has no kernel of it."""
+    """y = (sum of |x|^p)^(1/p) over each channel; CUDA has no kernel of it. Powers are fp32, where no norm has them."""
     power = float(op.attrs.get("p", 2))
     if e.place == "cpu":
         return [e.GlobalLpPool(x, p=int(power))]
     assert x.shape is not None
-    total = e.reduce_sum(e.Pow(e.Abs(x), e.like(power, x)), range(2, len(x.shape)), keepdims=True)
-    return [e.Pow(total, e.like(1 / power, x))]
+    axes, dtype = range(2, len(x.shape)), x.dtype
+    if power in (1, 2) and dtype != "bfloat16":
+        return [e.op(f"ReduceL{int(power)}", x, e.ints(*axes), keepdims=1)]
+    x = e.f32(x)
+    total = e.reduce_sum(e.Pow(e.Abs(x), e.like(power, x)), axes, keepdims=True)
+    return [e.cast(e.Pow(total, e.like(1 / power, x)), dtype)]
 
 
-@gradient("GlobalLpPool", "x0 y0 dy0")
+@gradient("GlobalLpPool", "x0 y0 dy0", native=True)
 def global_lp_pool_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
     """The slope is sign(x) (|x| / y)^(p-1), and 0 where all of a channel is 0."""
-    zero = e.like(0, y)
-    nothing = e.Equal(y, zero)
+    zero, plain = e.like(0, y), comparable(e, y)
+    nothing = e.Equal(plain, e.like(0, plain))
     share = e.Div(e.Abs(x), e.Where(nothing, e.like(1, y), y))
     slope = e.Mul(e.Sign(x), e.Pow(share, e.like(float(op.attrs.get("p", 2)) - 1, x)))
     return [e.Mul(e.Where(nothing, zero, dy), slope)]

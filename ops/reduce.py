@@ -10,7 +10,8 @@ from amp_transpiler.ir.intervals import INF, Interval, RangeRule, Ranges, magnit
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
-from amp_transpiler.ops.common import Grads, integers, shape_of
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.common import Grads, comparable, integers, shape_of
 
 
 def _axes(e: Emitter, op: Operator, slot: int) -> list[int]:
@@ -49,13 +50,17 @@ def reduce_mean(e: Emitter, op: Operator, axes: Value | None, dy: Value) -> Grad
 
 def _extreme(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:
     """ReduceMax and ReduceMin: equal extremes share the gradient."""
-    mask = e.cast(e.Equal(x, _kept(e, op, 1, y)), x.dtype)
-    ties = e.reduce_sum(mask, _axes(e, op, 1), keepdims=True)
-    return [e.Mul(mask, e.Div(_kept(e, op, 1, dy), ties))]
+    reduced = _axes(e, op, 1)
+    mask = e.Equal(comparable(e, x), comparable(e, _kept(e, op, 1, y)))
+    dy = _kept(e, op, 1, dy)
+    if reduced:
+        ties = e.f32(e.ReduceSum(e.cast(mask, x.dtype), e.ints(*reduced), keepdims=1, shape=dy.shape))
+        dy = e.cast(e.Div(e.cast(dy, ties.dtype), ties), x.dtype)
+    return [e.Where(mask, dy, e.like(0, x))]
 
 
-gradient("ReduceMax", reads="x0 x1 y0 dy0")(_extreme)
-gradient("ReduceMin", reads="x0 x1 y0 dy0")(_extreme)
+gradient("ReduceMax", reads="x0 x1 y0 dy0", native=True)(_extreme)
+gradient("ReduceMin", reads="x0 x1 y0 dy0", native=True)(_extreme)
 
 
 @gradient("ReduceSumSquare", reads="x0 x1 dy0", native=True)
@@ -68,20 +73,24 @@ def reduce_l1(e: Emitter, op: Operator, x: Value, axes: Value | None, dy: Value)
     return [e.Mul(e.Sign(x), _kept(e, op, 1, dy))]
 
 
-@gradient("ReduceL2", reads="x0 x1 y0 dy0")
+@gradient("ReduceL2", reads="x0 x1 y0 dy0", native=True)
 def reduce_l2(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:
-    """x / |x|, and 0 where the norm is 0."""
-    zero = e.like(0, y)
-    ratio = e.Where(e.Equal(y, zero), zero, e.Div(dy, y))
-    return [e.Mul(x, _kept(e, op, 1, ratio))]
+    """x / |x|, and 0 where the norm is 0. In 16 bit dy / |x| may not fit where x / |x| does."""
+    zero, plain = e.like(0, y), comparable(e, y)
+    nothing = e.Equal(plain, e.like(0, plain))
+    if x.dtype in HALF:
+        share = e.Where(nothing, zero, dy)
+        return [e.Mul(e.Div(x, _kept(e, op, 1, e.Where(nothing, e.like(1, y), y))), _kept(e, op, 1, share))]
+    return [e.Mul(x, _kept(e, op, 1, e.Where(nothing, zero, e.Div(dy, y))))]
 
 
-@gradient("ReduceLogSum", reads="x0 x1 y0 dy0")
+@gradient("ReduceLogSum", reads="x0 x1 y0 dy0", native=True)
 def reduce_log_sum(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:
-    return [_expanded(e, _kept(e, op, 1, e.Mul(dy, e.Exp(e.Neg(y)))))]
+    share = e.Mul(e.f32(dy), e.Exp(e.Neg(e.f32(y))))
+    return [_expanded(e, _kept(e, op, 1, e.cast(share, dy.dtype)))]
 
 
-@gradient("ReduceLogSumExp", reads="x0 x1 y0 dy0")
+@gradient("ReduceLogSumExp", reads="x0 x1 y0 dy0", native=True)
 def reduce_log_sum_exp(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:
     return [e.Mul(_kept(e, op, 1, dy), e.Exp(e.Sub(x, _kept(e, op, 1, y))))]
 
@@ -107,11 +116,19 @@ def cum_sum(e: Emitter, op: Operator, axis: Value, dy: Value) -> Grads:
 
 
 def _in_fp32(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
-    """These square, multiply or exponentiate inside: 300² is beyond fp16 although its root is not."""
+    """These multiply or exponentiate inside, and nobody says in which type."""
     return [e.op(op.type, x, *axes, **{name: op.attrs[name] for name in op.attrs})]
 
 
-for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd"):
+def _wide_inside(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
+    """CUDA's kernels square and add up in fp32 (300² is beyond fp16 although its root is not), and take no bfloat16."""
+    x, dtype = comparable(e, x), x.dtype
+    return [e.cast(e.op(op.type, x, *axes, **{name: op.attrs[name] for name in op.attrs}), dtype)]
+
+
+for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare"):
+    lowering_rule(_type, native=True)(_wide_inside)
+for _type in ("ReduceLogSum", "ReduceLogSumExp", "ReduceProd"):
     lowering_rule(_type)(_in_fp32)
 
 for _how, _types in {

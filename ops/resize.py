@@ -1,6 +1,6 @@
 """Resize. It is linear in its input and separable: along each axis a small matrix that depends on sizes alone.
 
-The gradient is the product with the transposed matrix of each resized axis, in fp32. Coordinates and weights:
+The gradient is the product with the transposed matrix of each resized axis. Coordinates and weights:
 https://onnx.ai/onnx/operators/onnx__Resize.html; where that leaves a choice, onnxruntime's
 (``core/providers/cpu/tensor/upsamplebase.h``).
 """
@@ -21,7 +21,7 @@ from amp_transpiler.ops.common import Grads, integers, shape_of, size_of
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-@gradient("Resize", reads="x1 x2 x3 dy0", inputs=[0])
+@gradient("Resize", reads="x1 x2 x3 dy0", inputs=[0], native=True)
 def resize(e: Emitter, op: Operator, roi: Value | None, scales: Value | None, sizes: Value | None, dy: Value) -> Grads:
     shape, resized = shape_of(e, 0), size_of(dy)
     maps: dict[int, Array] = {}
@@ -33,8 +33,8 @@ def resize(e: Emitter, op: Operator, roi: Value | None, scales: Value | None, si
 
 
 def through_maps(e: Emitter, dy: Value, maps: dict[int, Array]) -> Value:
-    """``dy`` times the transpose of the matrix [resized, original] of each axis, in fp32 for 16-bit values."""
-    dy, maps = _repeats_summed(e, e.f32(dy), maps)
+    """``dy`` times the transpose of the matrix [resized, original] of each axis."""
+    dy, maps = _repeats_summed(e, dy, maps)
     for axis, matrix in sorted(maps.items(), key=lambda item: item[1].shape[1] / item[1].shape[0]):
         shape = size_of(dy)
         before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
@@ -63,7 +63,7 @@ def _repeats_summed(e: Emitter, dy: Value, maps: dict[int, Array]) -> tuple[Valu
         if axis in repeats:
             summed.append(len(apart))
             apart.append(count)
-    total = e.reshape(e.reduce_sum(e.reshape(dy, apart), summed, keepdims=True), kept)
+    total = e.reshape(e.ReduceSum(e.reshape(dy, apart), e.ints(*summed), keepdims=1), kept)
     return total, {axis: matrix for axis, matrix in maps.items() if axis not in repeats}
 
 

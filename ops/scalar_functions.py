@@ -10,6 +10,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, increasing
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads
 from amp_transpiler.ops.gpu_kernels import rounded_once
 
@@ -45,9 +46,10 @@ def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Neg(e.Mul(dy, e.Sin(x)))]
 
 
-@gradient("Tan", reads="y0 dy0")
+@gradient("Tan", reads="y0 dy0", native=True)
 def tan(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Add(e.Mul(y, y), e.like(1, y)))]
+    """dy (y² + 1), without the square alone: it leaves fp16 from 256 on."""
+    return [e.Add(e.Mul(e.Mul(dy, y), y), dy)]
 
 
 def _arc(e: Emitter, x: Value) -> Value:
@@ -56,52 +58,68 @@ def _arc(e: Emitter, x: Value) -> Value:
     return e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
 
 
-@gradient("Asin", reads="x0 dy0")
+@gradient("Asin", reads="x0 dy0", native=True)
 def asin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Div(dy, _arc(e, x))]
 
 
-@gradient("Acos", reads="x0 dy0")
+@gradient("Acos", reads="x0 dy0", native=True)
 def acos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Neg(e.Div(dy, _arc(e, x)))]
 
 
-@gradient("Atan", reads="x0 dy0")
+def _square_and_one(e: Emitter, x: Value) -> tuple[Value | None, Value]:
+    """m and s with 1 + x² = m² s; where x² fits the type, m is 1, and None."""
+    one = e.like(1, x)
+    if x.dtype not in HALF:
+        return None, e.Add(e.Mul(x, x), one)
+    m = e.Max(e.Abs(x), one)
+    shares = [e.Div(v, m) for v in (x, one)]
+    return m, e.Add(*(e.Mul(share, share) for share in shares))
+
+
+@gradient("Atan", reads="x0 dy0", native=True)
 def atan(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, e.Add(e.Mul(x, x), e.like(1, x)))]
+    m, s = _square_and_one(e, x)
+    return [e.Div(dy if m is None else e.Div(e.Div(dy, m), m), s)]
 
 
-def _cosh(e: Emitter, x: Value) -> Value:
-    """CUDA has no kernel of Cosh."""
-    return e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), e.like(0.5, x))
+def _times_cosh(e: Emitter, dy: Value, x: Value) -> Value:
+    """dy cosh(x), of which CUDA has no kernel. In 16 bit exp(x) may not fit where half of it does."""
+    half = e.like(0.5, x)
+    if x.dtype not in HALF:
+        return e.Mul(dy, e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), half))
+    root, dy = e.Exp(e.Mul(x, half)), e.Mul(dy, half)
+    return e.Add(e.Mul(e.Mul(dy, root), root), e.Div(e.Div(dy, root), root))
 
 
-@gradient("Sinh", reads="x0 dy0")
+@gradient("Sinh", reads="x0 dy0", native=True)
 def sinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, _cosh(e, x))]
+    return [_times_cosh(e, dy, x)]
 
 
-@gradient("Cosh", reads="x0 dy0")
+@gradient("Cosh", reads="x0 dy0", native=True)
 def cosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     # sinh as tanh * cosh: the difference of two exponentials cancels near 0.
-    return [e.Mul(dy, e.Mul(e.Tanh(x), _cosh(e, x)))]
+    return [_times_cosh(e, e.Mul(dy, e.Tanh(x)), x)]
 
 
-@gradient("Asinh", reads="x0 dy0")
+@gradient("Asinh", reads="x0 dy0", native=True)
 def asinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, e.Sqrt(e.Add(e.Mul(x, x), e.like(1, x))))]
+    m, s = _square_and_one(e, x)
+    return [e.Div(dy if m is None else e.Div(dy, m), e.Sqrt(s))]
 
 
-@gradient("Acosh", reads="x0 dy0")
+@gradient("Acosh", reads="x0 dy0", native=True)
 def acosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     one = e.like(1, x)
-    return [e.Div(dy, e.Sqrt(e.Mul(e.Sub(x, one), e.Add(x, one))))]
+    return [e.Div(e.Div(dy, e.Sqrt(e.Sub(x, one))), e.Sqrt(e.Add(x, one)))]
 
 
-@gradient("Atanh", reads="x0 dy0")
+@gradient("Atanh", reads="x0 dy0", native=True)
 def atanh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     one = e.like(1, x)
-    return [e.Div(dy, e.Mul(e.Sub(one, x), e.Add(one, x)))]
+    return [e.Div(e.Div(dy, e.Sub(one, x)), e.Add(one, x))]
 
 
 @gradient("Erf", reads="x0 dy0", native=True)

@@ -5,6 +5,7 @@ LpNormalization and LRN have gradients; the others are decomposed. Definitions: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -17,45 +18,55 @@ from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.gpu_kernels import along_rows
 from amp_transpiler.ops.norm import normalised_range
 
 
-@gradient("LpNormalization", "x0 y0 dy0")
+@gradient("LpNormalization", "x0 y0 dy0", native=True)
 def lp_normalization_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
     """y = x / |x| along an axis. For p = 2, dX = (dy - y * sum(dy * y)) / |x|; for p = 1 the sign of x in place of the
     last y. Where |x| is 0, y is 0 by definition, and so is dX."""
-    axis = [int(op.attrs.get("axis", -1)) % len(size_of(x))]
-    dot = e.reduce_sum(e.Mul(dy, y), axis, keepdims=True)
-    if int(op.attrs.get("p", 2)) == 1:
-        size, direction = e.reduce_sum(e.Abs(x), axis, keepdims=True), e.Sign(x)
+    axis = int(op.attrs.get("axis", -1)) % len(size_of(x))
+    at, shape = e.ints(axis), tuple(1 if i == axis else d for i, d in enumerate(size_of(x)))
+
+    def small(reduction: str, value: Value) -> Value:
+        return e.f32(e.op(reduction, value, at, keepdims=1, shape=shape))
+
+    dot, first = small("ReduceSum", e.Mul(dy, y)), int(op.attrs.get("p", 2)) == 1
+    if x.dtype in HALF:  # a norm may not fit where its mean does, and y tells the rest
+        above, below = (small("ReduceMean", e.Abs(v)) for v in (x, y))
+        size = e.Div(above, e.Where(e.Equal(below, e.like(0, below)), e.like(1, below), below))
     else:
-        size, direction = e.Sqrt(e.reduce_sum(e.Mul(x, x), axis, keepdims=True)), y
-    zero = e.like(0, x)
-    nothing = e.Equal(size, zero)
-    dx = e.Div(e.Sub(dy, e.Mul(direction, dot)), e.Where(nothing, e.like(1, x), size))
-    return [e.Where(nothing, zero, dx)]
+        size = small("ReduceSum", e.Abs(x)) if first else e.Sqrt(small("ReduceSum", e.Mul(x, x)))
+    nothing = e.Equal(size, e.like(0, size))
+    inverse = e.Where(nothing, e.like(0, size), e.Reciprocal(e.Where(nothing, e.like(1, size), size)))
+    direction = e.Sign(x) if first else y
+    if axis == len(shape) - 1:
+        return [along_rows(e, inverse, dy, e.Neg(e.Mul(dot, inverse)), direction)]
+    return [e.Mul(e.Sub(dy, e.Mul(direction, e.cast(dot, x.dtype))), e.cast(inverse, x.dtype))]
 
 
-@gradient("LRN", "x0 dy0")
+@gradient("LRN", "x0 dy0", native=True)
 def lrn_gradient(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[Any]:
     """y = x * s**-beta with s = bias + alpha / size * (sum of x² over ``size`` neighbouring channels).
 
     dX = dy * s**-beta - 2 alpha beta / size * x * t, with t the sum of dy * x * s**(-beta - 1) over the channels whose
-    neighbour this one is.
+    neighbour this one is. The root of alpha / size goes into x, whose square would not fit 16 bit.
     """
     assert x.shape is not None
     size, alpha = int(op.attrs["size"]), float(op.attrs.get("alpha", 1e-4))
     beta, bias = float(op.attrs.get("beta", 0.75)), float(op.attrs.get("bias", 1.0))
     neighbours = _band(x.shape[1], (size - 1) // 2, size // 2)
     flat = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-    x3, dy3 = e.reshape(x, flat), e.reshape(dy, flat)
-    squares = e.MatMul(e.const(neighbours, x.dtype), e.Mul(x3, x3))
-    s = e.Add(e.Mul(squares, e.like(alpha / size, x)), e.like(bias, x))
+    dy3 = e.reshape(dy, flat)
+    share = e.Mul(e.reshape(x, flat), e.like(math.sqrt(alpha / size), x))
+    s = e.Add(e.MatMul(e.const(neighbours, x.dtype), e.Mul(share, share)), e.like(bias, x))
     scaled = e.Mul(dy3, e.Pow(s, e.like(-beta, x)))
-    around = e.MatMul(e.const(neighbours.T, x.dtype), e.Div(e.Mul(scaled, x3), s))
-    dx = e.Sub(scaled, e.Mul(e.Mul(x3, around), e.like(2 * alpha * beta / size, x)))
+    around = e.MatMul(e.const(neighbours.T, x.dtype), e.Mul(scaled, e.Div(share, s)))
+    dx = e.Sub(scaled, e.Mul(e.Mul(share, around), e.like(2 * beta, x)))
     return [e.reshape(dx, x.shape)]
 
 
