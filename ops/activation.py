@@ -10,7 +10,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing,
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads, comparable, size_of, summed
+from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu, rounded_once
 
 
@@ -171,10 +171,13 @@ def _gelu_tanh_slope(e: Emitter, x: Value) -> Value:
 @gradient("Softmax", reads="y0 dy0", native=True)
 def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     """y dy - y sum(y dy): the sum adds up in fp32 inside, and is at most the largest dy."""
-    axis, weighed = _axis(op, y), e.Mul(dy, y)
+    axis, last = _axis(op, y), len(size_of(y)) - 1
+    base, factor = multiple(e, dy) if axis == last else (dy, 1.0)
+    weighed = e.Mul(base, y)
     dot = e.f32(e.ReduceSum(weighed, e.ints(axis), keepdims=1))
-    if axis == len(size_of(y)) - 1:
-        return [along_rows(e, None, weighed, e.Neg(dot), y)]
+    if axis == last:
+        share = None if factor == 1 else e.like(factor, dot)
+        return [along_rows(e, share, weighed, e.Neg(dot) if share is None else e.Mul(dot, e.Neg(share)), y)]
     return [e.Mul(e.Sub(dy, e.cast(dot, dy.dtype)), y)]
 
 

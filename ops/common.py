@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import onnx
+
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 
+#: Longer constants are made at run time.
+_LONG = 1 << 16
 #: What a gradient rule returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]
 
 
 def summed(e: Emitter, value: Value, source: Value, index: int) -> Value:
     """``value``, of the shape of ``source``, summed to the shape of forward input ``index``."""
+    shape = shape_of(e, index)
     assert source.shape is not None
-    return e.sum_to(value, shape_of(e, index), source.shape)
+    rows, (base, factor) = math.prod(source.shape[:-1]), multiple(e, value)
+    if factor != 1 and shape == source.shape[-1:] != source.shape and rows <= _LONG:  # a product with ones takes it
+        flat = e.Gemm(e.const(np.ones((1, rows)), base.dtype), e.reshape(base, (rows, *shape)), alpha=factor)
+        return e.reshape(Value(flat.name, flat.dtype, (1, *shape)), shape)
+    return e.sum_to(value, shape, source.shape)
 
 
 def shape_of(e: Emitter, index: int) -> tuple[int, ...]:
@@ -30,6 +40,41 @@ def size_of(value: Value) -> tuple[int, ...]:
     """The shape of a rule's input."""
     assert value.shape is not None
     return value.shape
+
+
+def makes_multiples(e: Emitter) -> bool:
+    """Whether :func:`times` makes multiples. On CPU nothing is gained in fp32."""
+    return e.place == "cuda" or e.emulates
+
+
+def times(e: Emitter, base: Value, factor: float) -> Value:
+    """``base * factor``; who takes :func:`multiple` of it may leave the multiplication to a later operator."""
+    new = e.op("Mul", base, e.like(factor, base), shape=base.shape)
+    if makes_multiples(e):
+        e.shared[_multiple(new)] = (base, e.const(factor, "float64"))
+    return new
+
+
+def multiple(e: Emitter, value: Value) -> tuple[Value, float]:
+    """The tensor of which ``value`` is a multiple, and the number; the value itself and 1 where it is none."""
+    found = e.shared.get(_multiple(value))
+    if found is None:
+        return value, 1.0
+    base, factor = found
+    return base, float(onnx.numpy_helper.to_array(e.initializers[factor.name]))
+
+
+def _multiple(value: Value) -> str:
+    return f"a multiple: {value.name}"
+
+
+def reshaped(e: Emitter, value: Value, shape: Sequence[int]) -> Value:
+    """The value in another shape; a multiple is one there too."""
+    new = e.reshape(value, shape)
+    found = e.shared.get(_multiple(value))
+    if found is not None:
+        e.shared[_multiple(new)] = (e.reshape(found[0], shape), found[1])
+    return new
 
 
 def comparable(e: Emitter, value: Value) -> Value:

@@ -29,7 +29,7 @@ from amp_transpiler.ir.intervals import (
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads, comparable, size_of, summed
+from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
 from amp_transpiler.ops.gpu_kernels import on_gpu
 
 
@@ -48,7 +48,12 @@ def sub(e: Emitter, op: Operator, dy: Value) -> Grads:
 @gradient("Mul", reads="x0 x1 dy0", native=True)
 def mul(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
     def side(index: int, other: Value) -> Value | None:
-        return summed(e, e.Mul(dy, other), dy, index) if e.wants(index) else None
+        if not e.wants(index):
+            return None
+        known = e.known(op.inputs[1 - index])
+        if known is not None and known.size == 1 and len(known.shape) <= len(size_of(dy)):
+            return summed(e, times(e, dy, float(known.item())), dy, index)
+        return summed(e, e.Mul(dy, other), dy, index)
 
     return [side(0, x1), side(1, x0)]
 

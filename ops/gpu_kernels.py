@@ -17,7 +17,7 @@ import onnx.reference
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import multiple, size_of
 
 #: A function of one number, elementwise, as a rule writes it.
 Function = Callable[[Emitter, Value], Value]
@@ -31,8 +31,11 @@ def on_gpu(e: Emitter) -> bool:
 def product(e: Emitter, a: Value, b: Value, trans_a: bool = False, trans_b: bool = False, alpha: float = 1.0) -> Value:
     """alpha A' B' over the last two axes, rounded once; A' and B' are transposed as the flags say.
 
-    Gemm and FusedMatMul transpose while they read. Elsewhere onnxruntime fuses Transpose and MatMul by itself.
+    Gemm and FusedMatMul transpose while they read. Elsewhere onnxruntime fuses Transpose and MatMul by itself. Of an
+    operand that is a multiple the number goes into alpha.
     """
+    (a, of_a), (b, of_b) = multiple(e, a), multiple(e, b)
+    alpha *= of_a * of_b
     a_shape, b_shape = size_of(a), size_of(b)
     shape = (
         *(int(d) for d in np.broadcast_shapes(a_shape[:-2], b_shape[:-2])),
@@ -48,8 +51,11 @@ def product(e: Emitter, a: Value, b: Value, trans_a: bool = False, trans_b: bool
         return e.op(
             "FusedMatMul", a, b, domain=DOMAIN, shape=shape, transA=int(trans_a), transB=int(trans_b), alpha=alpha
         )
-    y = e.MatMul(_swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b, shape=shape)
-    return y if alpha == 1 else e.Mul(y, e.like(alpha, y))
+    a, b = _swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b
+    if alpha == 1:
+        return e.MatMul(a, b, shape=shape)
+    y = e.MatMul(e.f32(a), e.f32(b), shape=shape)
+    return e.cast(e.Mul(y, e.like(alpha, y)), a.dtype)
 
 
 def _swapped(e: Emitter, value: Value) -> Value:
@@ -60,13 +66,19 @@ def _swapped(e: Emitter, value: Value) -> Value:
 def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Value:
     """a x + b y, computed in fp32 and rounded once.
 
-    X and Y are alike; a (1 where None) and b are fp32, with one number for each row: of size 1 along the last axis.
+    X and Y are alike; a (1 where None) and b are fp32, with one number for each row: of size 1 along the last axis. One
+    number may be a for all rows.
     """
     if not on_gpu(e):
         wide = e.f32(x) if a is None else e.Mul(e.f32(x), a)
         return e.cast(e.Add(wide, e.Mul(e.f32(y), b)), x.dtype)
     shape = size_of(x)
     rows, width = math.prod(shape[:-1]), shape[-1]
+    if a is not None and a.shape == ():
+        key = f"{a.name} for {rows} rows"
+        if key not in e.shared:
+            e.shared[key] = (e.Expand(a, e.ints(rows, 1, 1), shape=(rows, 1, 1)),)
+        a = e.shared[key][0]
     mixed = e.op(
         "HyperConnectionPostMix",
         e.reshape(x, (rows, 1, width)),

@@ -20,7 +20,7 @@ from amp_transpiler.ir.intervals import Interval, Ranges, total, weighted
 from amp_transpiler.ir.intervals import product as interval_product
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
-from amp_transpiler.ops.common import Grads, shape_of, size_of, summed
+from amp_transpiler.ops.common import Grads, reshaped, shape_of, size_of, summed
 from amp_transpiler.ops.gpu_kernels import product
 
 
@@ -32,7 +32,7 @@ def matmul(e: Emitter, op: Operator, a: Value, b: Value, dy: Value) -> Grads:
     b_shape = (*size_of(b), 1) if len(size_of(b)) == 1 else size_of(b)
     a_shape, b_shape = ((1,) * (rank - len(s)) + s for s in (a_shape, b_shape))
     batch = tuple(max(p, q) if p and q else 0 for p, q in zip(a_shape[:-2], b_shape[:-2], strict=True))
-    dy = e.reshape(dy, (*batch, a_shape[-2], b_shape[-1]))
+    dy = reshaped(e, dy, (*batch, a_shape[-2], b_shape[-1]))
     da = db = None
     if e.wants(0):
         da = e.reshape(_da(e, b, b_shape, dy, a_shape), shape_of(e, 0))
@@ -55,7 +55,8 @@ def _folded(e: Emitter, value: Value, dims: Sequence[int], row: int) -> Value:
     perm = [*batch, *dims, m, n] if row == -2 else [*batch, m, *dims, n]
     count = math.prod(shape[i] for i in dims)
     matrix = [count * shape[m], shape[n]] if row == -2 else [shape[m], count * shape[n]]
-    return e.reshape(e.transpose(value, perm), [*(shape[i] for i in batch), *matrix])
+    turned = value if perm == list(range(rank)) else e.transpose(value, perm)
+    return reshaped(e, turned, [*(shape[i] for i in batch), *matrix])
 
 
 def _without_batch(e: Emitter, value: Value, shape: Sequence[int]) -> Value:
@@ -68,7 +69,7 @@ def _da(e: Emitter, b: Value, b_shape: tuple[int, ...], dy: Value, a_shape: tupl
     if not dims:
         b = _without_batch(e, b, b_shape)
         if len(size_of(b)) == 2:  # one product of matrices
-            dy = e.reshape(dy, (math.prod(size_of(dy)[:-1]), b_shape[-1]))
+            dy = reshaped(e, dy, (math.prod(size_of(dy)[:-1]), b_shape[-1]))
         return product(e, dy, b, trans_b=True)
     return product(e, _folded(e, dy, dims, -1), _folded(e, e.reshape(b, b_shape), dims, -1), trans_b=True)
 

@@ -365,13 +365,11 @@ class Emitter:
         value = self.f32(value)
         if axes is not None and not list(axes):
             return value
-        ins = [value] if axes is None else [value, self.ints(*axes)]
-        return self.op("ReduceSum", *ins, keepdims=int(keepdims))
+        return self.op("ReduceSum", value, *([] if axes is None else [self.ints(*axes)]), keepdims=int(keepdims))
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Value:
         """Zeros that cost no memory in the session: a run-time scalar, expanded."""
-        zero = self.cast(self.scalar("zero"), dtype)
-        return self.op("Expand", zero, self.ints(*shape), shape=shape)
+        return self.op("Expand", self.cast(self.scalar("zero"), dtype), self.ints(*shape), shape=shape)
 
     def sum_to(self, value: Value, shape: Sequence[int], source: Sequence[int]) -> Value:
         """Undo broadcasting: sum ``value`` of shape ``source`` to ``shape``, in its type; kernels add up in fp32."""

@@ -35,6 +35,7 @@ from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
 from amp_transpiler.lists import keep_fp32
+from amp_transpiler.ops.common import makes_multiples, times
 
 SEED, STEP = "@rng_seed", "@rng_step"
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
@@ -263,7 +264,10 @@ class _Rate:
         """
         if self.known is not None:
             ratio = self.known if self.known.dtype == np.float64 else np.float32(self.known.item())
-            scale = e.like(float(1 / (1 - ratio)), value)
+            factor = float(1 / (1 - ratio))
+            if makes_multiples(e):
+                return times(e, e.Where(mask, value, e.like(0, value), shape=value.shape), factor)
+            scale = e.like(factor, value)
         else:
             assert self.ratio is not None
             wide = e.f32(self.ratio)

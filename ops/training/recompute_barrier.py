@@ -11,6 +11,7 @@ from __future__ import annotations
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import lowering_rule, own, traits
+from amp_transpiler.ops.common import multiple, times
 from amp_transpiler.ops.training.random import masked
 
 TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
@@ -34,10 +35,12 @@ def _like_input(op: Operator) -> _Types:
 
 @lowering_rule(own(INPUT), native=True, infer=_like_input)
 def recompute_input(e: Emitter, op: Operator, zero: Value, x: Value) -> list[Value]:
-    """``x``, bit for bit."""
+    """``x``, bit for bit; a multiple is one still, or its readers would round otherwise."""
     if x.dtype == "bool":
         return [e.Or(x, e.cast(zero, "bool"), shape=x.shape)]
-    return [e.Add(x, e.cast(zero, x.dtype), shape=x.shape)]
+    base, factor = multiple(e, x)
+    late = e.Add(base, e.cast(zero, x.dtype), shape=x.shape)
+    return [late if factor == 1 else times(e, late, factor)]
 
 
 traits(own(INPUT), exact=True)

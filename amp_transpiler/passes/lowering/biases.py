@@ -12,6 +12,7 @@ from collections.abc import Container, Sequence
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.common import multiple
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.lowered import static
 
@@ -55,24 +56,30 @@ def _rank(variable: Variable) -> int | None:
     return None if variable.shape is None else len(variable.shape)
 
 
-def emit_biased(storage: EmulatedStorage, product: Operator, add: Operator) -> bool:
-    """Emit the product with its bias, for the variable that the Add makes; False where a shape is not fixed."""
+def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operator) -> bool:
+    """Emit the product with its bias, for the variable that the Add makes; False with no product, or no fixed shape."""
+    if product is None:
+        return False
     e, result = storage.e, add.outputs[0]
     (of_product,) = product.outputs
     (bias,) = (v for v in add.inputs if v is not of_product)
     variables = [*product.inputs, bias]
     assert result is not None
     a, b, c = (storage.read(op, v) for op, v in zip((product, product, add), variables, strict=True) if v is not None)
+    base, alpha = multiple(e, a)
     if storage.cpu:
-        total = e.op("Add", e.op("MatMul", a, b, dtype="float32"), c, dtype="float32")
+        total = e.op("MatMul", base, b, dtype="float32")
+        total = total if alpha == 1 else e.Mul(total, e.like(alpha, total))
+        total = e.op("Add", total, c, dtype="float32")
         storage.env[result.key] = storage.finished(result, total, False)
         return True
     of_a, of_b = (_fixed(storage, v) for v in variables[:2])
     if of_a is None or of_b is None:
         return False
     count = math.prod(of_a[:-1])
-    rows = e.reshape(Value(a.name, a.dtype, of_a), (count, of_a[-1]))
-    storage.env[result.key] = e.reshape(e.Gemm(rows, b, c, shape=(count, of_b[1])), (*of_a[:-1], of_b[1]))
+    rows = e.reshape(Value(base.name, base.dtype, of_a), (count, of_a[-1]))
+    flat = e.op("Gemm", rows, b, c, alpha=None if alpha == 1 else alpha, shape=(count, of_b[1]))
+    storage.env[result.key] = e.reshape(flat, (*of_a[:-1], of_b[1]))
     return True
 
 

@@ -41,6 +41,7 @@ from amp_transpiler.passes.lowering.lowered import (
     static,
     used_tensors,
 )
+from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
@@ -229,7 +230,7 @@ class _Emission(EmulatedStorage):
             self._body(op)
         elif op.domain == OWN:
             raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-        elif op.key not in self.biased or not emit_biased(self, self.biased[op.key], op):
+        elif not emit_biased(self, self.biased.get(op.key), op) and not emit_multiple(self, op):
             self._standard(op)
 
     def _cast(self, op: Operator) -> None:
@@ -239,8 +240,7 @@ class _Emission(EmulatedStorage):
         if source.dtype == target.dtype:
             self.env[target.key] = value
             return
-        proto = op.attrs.proto("saturate") if "saturate" in op.attrs else None
-        extra: dict[str, Any] = {"saturate": proto.i} if proto is not None else {}
+        extra: dict[str, Any] = {"saturate": op.attrs.proto("saturate").i} if "saturate" in op.attrs else {}
         if target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
             self.env[target.key] = self.e.cast(value, "float32")
         elif target.dtype in HALF:
@@ -268,7 +268,7 @@ class _Emission(EmulatedStorage):
         )
         if emulation:
             inputs = [
-                i if v is None or i is None else self._stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)
+                i if v is None or i is None else self.stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)
             ]
         with rule_of(op), self.e.emulation() if emulation else nullcontext():
             results = list(function(self.e, op, *group_inputs(op, inputs)))

@@ -55,7 +55,7 @@ class EmulatedStorage:
             self.env[variable.key] = Value(value.name, value.dtype, shape)
         return self.read(op, variable)
 
-    def _stands_for(self, variable: Variable, value: Value) -> Value:
+    def stands_for(self, variable: Variable, value: Value) -> Value:
         """The fp32 tensor of a 16-bit variable as a value of its type."""
         return Value(value.name, variable.dtype, value.shape) if variable.dtype in HALF else value
 
