@@ -1,10 +1,12 @@
-"""Convert models beside onnxruntime's converter and onnxconverter-common, each in a process of its own.
+"""Convert models beside onnxruntime's converter, onnxsim and onnxconverter-common, each in a process of its own.
 
     convert_peers.py --peers-python PYTHON [--models FILE...] [--nodes 1000 5000 ...] [--repeat 3]
 
-PYTHON has onnxruntime and onnxconverter-common installed. A run reads the file, converts to float16 with float32 inputs
-and outputs, and writes the file; the runs of the three alternate, and medians are printed with ratios to ours. Casts and
-16-bit operators are counted in what each wrote; ``x`` is a run that failed or took longer than --limit seconds.
+PYTHON has onnxruntime, onnxconverter-common and onnxsim installed, in an environment of their own. A run reads the file,
+converts to float16 with float32 inputs and outputs (onnxruntime's without shape inference), and writes the file; the runs
+alternate, and medians of their processor time, which other work on the machine changes least, are printed with ratios to
+ours. Casts and 16-bit operators are counted in what each wrote; ``x`` is a run that failed or took longer than --limit
+seconds.
 """
 
 from __future__ import annotations
@@ -26,19 +28,26 @@ from tests.helpers.where import ROOT
 OURS = """
 import sys, time
 import amp_transpiler as amp
-start = time.perf_counter()
+start = time.process_time()
 amp.convert(sys.argv[1]).to_onnx(sys.argv[2])
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 ONNXRUNTIME = """
 import sys, time, onnx
 from onnxruntime.transformers.float16 import convert_float_to_float16
-start = time.perf_counter()
-onnx.save(convert_float_to_float16(onnx.load(sys.argv[1]), keep_io_types=True), sys.argv[2])
-print(time.perf_counter() - start)
+start = time.process_time()
+model = convert_float_to_float16(onnx.load(sys.argv[1]), keep_io_types=True, disable_shape_infer=True)
+onnx.save(model, sys.argv[2])
+print(time.process_time() - start)
 """
 COMMON = ONNXRUNTIME.replace("onnxruntime.transformers.float16", "onnxconverter_common.float16")
-CONVERTERS = {"ours": OURS, "onnxruntime": ONNXRUNTIME, "common": COMMON}
+ONNXSIM = """
+import sys, time, onnx, onnxsim
+start = time.process_time()
+onnx.save(onnxsim.quantize_fp16(onnx.load(sys.argv[1])), sys.argv[2])
+print(time.process_time() - start)
+"""
+CONVERTERS = {"ours": OURS, "onnxruntime": ONNXRUNTIME, "onnxsim": ONNXSIM, "common": COMMON}
 
 
 def chain(nodes: int, width: int = 8) -> onnx.ModelProto:
@@ -121,13 +130,15 @@ def compare(name: str, source: str, pythons: dict[str, str], repeat: int, limit:
 def main() -> None:
     """Read the arguments and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", required=True, help="Python with onnxruntime and onnxconverter-common")
+    parser.add_argument(
+        "--peers-python", required=True, help="Python with onnxruntime, onnxconverter-common and onnxsim"
+    )
     parser.add_argument("--models", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--nodes", nargs="*", type=int, default=[1000, 5000, 20000, 50000], metavar="N")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--limit", type=float, default=100.0, metavar="SECONDS")
     options = parser.parse_args()
-    pythons = {"ours": sys.executable, "onnxruntime": options.peers_python, "common": options.peers_python}
+    pythons = dict.fromkeys(CONVERTERS, options.peers_python) | {"ours": sys.executable}
     with tempfile.TemporaryDirectory() as folder:
         for model in options.models:
             compare(Path(model).stem, model, pythons, options.repeat, options.limit, folder)

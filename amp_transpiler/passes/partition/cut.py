@@ -1,10 +1,10 @@
 """The assignment of precisions with the least traffic, as a minimum cut. See :func:`solve`.
 
-The source side of the cut is 16 bit, the sink side fp32. An operator hangs on both with what the other choice
-costs. A tensor brings two auxiliary nodes, one a direction: "somebody reads it in fp32", to which its
-producer pays the cast when that is 16 bit, and "somebody reads it in 16 bit", the same the other way. So a
-tensor with many readers pays one cast a direction. This is the cut of Greig, Porteous and Seheult (1989) with
-the auxiliary nodes of Kohli's robust potentials (2009).
+The source side of the cut is 16 bit, the sink side fp32. An operator hangs on both with what the other choice costs.
+A tensor brings two auxiliary nodes, one a direction: "somebody reads it in fp32", to which its producer pays the cast
+when that is 16 bit, and "somebody reads it in 16 bit", the same the other way. So a tensor with many readers pays one
+cast a direction. Only what is contested goes into the network. This is the cut of Greig, Porteous and Seheult (1989)
+with the auxiliary nodes of Kohli's robust potentials (2009).
 """
 
 from __future__ import annotations
@@ -74,16 +74,60 @@ def solve(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> Cut:
     Capacities are divided by their greatest common divisor. Where their sum is still beyond the solver's integers
     they are rounded down, and ``rounding`` gives the largest loss.
     """
-    if not costs:
-        value = traffic(costs, tensors, [])
-        return Cut([], value, value)
-    network = _Network(costs, tensors)
-    half = network.cut()
+    region, inside = _contested(costs, tensors)
+    half = [True] * len(costs)
+    if not region:
+        value = traffic(costs, tensors, half)
+        return Cut(half, value, value)
+    network = _Network([costs[index] for index in region], inside)
+    for index, chosen in zip(region, network.cut(), strict=True):
+        half[index] = chosen
     value = traffic(costs, tensors, half)
     if not network.lost:
         return Cut(half, value, value)
     rounding = f"capacities rounded down by less than {network.scale:,} bytes each, {network.lost:,} in all"
     return Cut(half, value, max(value - network.lost, 0), False, rounding)
+
+
+def _contested(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """The operators that may be better off in fp32, and the tensors among them in numbers of their own.
+
+    All others run in 16 bit in a least assignment: those that no chain of tensors joins to anything that draws to fp32,
+    and those that cost more in fp32 than all casts around them together, which end such chains.
+    """
+    around, meets = [0] * len(costs), [list[int]() for _ in costs]
+    drawn: list[int] = []
+    ends = [{*tensor.readers, *_free(tensor)} if tensor.cast else set() for tensor in tensors]
+    for number, (tensor, free) in enumerate(zip(tensors, ends, strict=True)):
+        for index in free:
+            around[index] += tensor.cast
+            meets[index].append(number)
+        if tensor.read_full or tensor.producer is FULL:
+            drawn += free
+    found = {index for index in drawn if costs[index][1] - costs[index][0] < around[index]}
+    found |= {index for index, (half, full) in enumerate(costs) if half > full}
+    pending, met = list(found), set[int]()
+    while pending:
+        for number in meets[pending.pop()]:
+            if number in met:
+                continue
+            met.add(number)
+            near = {i for i in ends[number] - found if costs[i][1] - costs[i][0] < around[i]}
+            found |= near
+            pending += near
+    region = sorted(found)
+    place = {index: i for i, index in enumerate(region)}
+    inside = []
+    for tensor in (tensors[number] for number in sorted(met)):
+        producer = tensor.producer if isinstance(tensor.producer, bool) else place.get(tensor.producer, HALF)
+        readers = tuple(place[reader] for reader in tensor.readers if reader in place)
+        read_half = tensor.read_half or len(readers) < len(tensor.readers)
+        inside.append(Tensor(producer, readers, read_half, tensor.read_full, tensor.cast))
+    return region, inside
+
+
+def _free(tensor: Tensor) -> tuple[int, ...]:
+    return () if isinstance(tensor.producer, bool) else (tensor.producer,)
 
 
 class _Network:
