@@ -77,7 +77,7 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
         _fold_graph(program, names, keep)
         branches = inline_known_branches(program)
         expand_sequences(program)
-        infer_open_sizes(program, keep)
+        infer_open_sizes(program, names, keep)
         remove_identities(program, names, keep)
         remove_dead(program, names, keep)
         if not branches:

@@ -12,16 +12,28 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 
+#: What an element of a shape goes through on its way to other sizes.
+_PICKS = frozenset({"Cast", "Slice", "Gather", "Squeeze", "Unsqueeze", "Reshape", "Identity"})
+_HOPS = 8
 
-def infer_open_sizes(program: Graph, keep: frozenset[Operator]) -> int:
+
+def infer_open_sizes(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
     """Let -1 stand for the one unknown element of the sizes that a Reshape is given, in nested graphs too; how many.
 
-    The others have to be positive: then the unknown one is what the number of elements leaves, if it fits at all.
+    The others have to be positive: then the unknown one is what the number of elements leaves, if it fits at all. An
+    Expand behind it to the very same sizes goes. Variables among ``names`` and operators of ``keep`` stay.
     """
     count = 0
     for op in program.operators:
         for nested in op.attrs.programs:
-            count += infer_open_sizes(nested, keep)
+            count += infer_open_sizes(nested, names, keep)
+        if op.type == "Expand" and not op.domain and op not in keep and _is_there(op):
+            made, read = op.outputs[0], op.inputs[0]
+            if made is not None and read is not None and made not in program.outputs and made.name not in names:
+                program.replace_uses(made, read)
+                program.remove_operator(op)
+                program.remove_variable(made)
+    for op in program.operators:
         sizes = op.input(1) if op.type == "Reshape" and not op.domain and op not in keep else None
         known = None if sizes is None else _sizes(sizes)
         if sizes is not None and known is not None:
@@ -30,9 +42,41 @@ def infer_open_sizes(program: Graph, keep: frozenset[Operator]) -> int:
     return count
 
 
+def _is_there(op: Operator) -> bool:
+    """Whether an Expand reads what a Reshape gave the sizes that it asks for, the open one read off a shape."""
+    read, sizes = op.input(0), op.input(1)
+    maker = None if read is None else read.producer
+    if maker is None or maker.type != "Reshape" or maker.domain or sizes is None or maker.input(1) is not sizes:
+        return False
+    joined = _joined(sizes)
+    if joined is None or _sizes(sizes) is None:
+        return False
+    return all(piece is None or constant_array(piece) is not None or _of_a_shape(piece) for piece in joined.inputs)
+
+
+def _of_a_shape(variable: Variable) -> bool:
+    found: Variable | None = variable
+    for _ in range(_HOPS):
+        op = None if found is None else found.producer
+        if op is None or op.domain or op.type not in _PICKS:
+            return op is not None and op.type == "Shape" and not op.domain
+        found = op.input(0)
+    return False
+
+
+def _joined(variable: Variable) -> Operator | None:
+    """The operator that makes sizes, before casts between integer types."""
+    op = variable.producer
+    while op is not None and op.type == "Cast" and not op.domain and op.inputs[0] is not None:
+        if op.inputs[0].dtype not in ("int32", "int64"):
+            return None
+        op = op.inputs[0].producer
+    return op
+
+
 def _sizes(variable: Variable) -> list[int] | None:
     """The sizes that a Concat joins, -1 for the one that is not known; None where that is not what they are."""
-    joined = variable.producer
+    joined = _joined(variable)
     if joined is None or joined.type != "Concat" or joined.domain:
         return None
     found: list[int] = []

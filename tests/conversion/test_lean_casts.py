@@ -147,6 +147,15 @@ def resized(piece: str, rest: str = "", declared: str = "N, 4, 6") -> list[str]:
 def test_one_open_size_is_inferred_and_its_arithmetic_goes() -> None:
     assert resized("ni, f") == ["Reshape", "ReduceMax"]
     assert resized("f, nu") == ["Reshape", "ReduceMax"]
+    assert resized("ni, f", "e = Expand(r, to)  y = ReduceMax<keepdims = 0>(e)") == ["Reshape", "ReduceMax"]
+
+
+def test_an_expand_to_sizes_that_are_fed_stays() -> None:
+    """A 0 among them would mean another thing to each of the two."""
+    text = """(float[N, 24] x, int64[1] n) => (float[a, b] y) <int64[1] f = {24}> {
+        to = Concat<axis = 0>(n, f)  r = Reshape(x, to)  e = Expand(r, to)  y = Neg(e)
+    }"""
+    assert "Expand" in types(converted(text))
 
 
 @pytest.mark.parametrize(
