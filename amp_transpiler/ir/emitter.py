@@ -346,12 +346,10 @@ class Emitter:
 
     # -- pieces that several rules share ----------------------------------------------------------
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
-        """Reshape to a fixed shape."""
+        """Reshape to a fixed shape, in which 0 is no size of the value's but 0."""
         if value.shape == tuple(shape):
             return value
-        if 0 in shape:  # which else stands for the size that the value has there
-            return self.op("Reshape", value, self.ints(*shape), shape=shape, allowzero=1)
-        return self.op("Reshape", value, self.ints(*shape), shape=shape)
+        return self.op("Reshape", value, self.ints(*shape), shape=shape, allowzero=1 if 0 in shape else None)
 
     def transpose(self, value: Value, perm: Sequence[int]) -> Value:
         """Transpose; nothing where ``perm`` is the identity."""
