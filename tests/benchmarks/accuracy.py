@@ -37,6 +37,7 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.benchmarks import demo_nets
 from tests.helpers.node_by_node import node_by_node
+from tests.helpers.ports import fed
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -124,7 +125,7 @@ def ours(folder: Path, dtype: str, scale: float, walk: bool, fp32: list[str]) ->
     wanted = [grad for _, grad in pairs]
     if walk:
         lowered = lower(program, "cuda", {name: feeds[name].shape for name in feeds}, wanted)
-        values = {port.tensor: np.asarray(scope.find_var(port.variable)) for port in lowered.states}
+        values = fed(lowered.states, lambda name: np.asarray(scope.find_var(name)))
         values |= {port.tensor: feeds[port.variable] for port in lowered.feeds}
         values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
         known = node_by_node(lowered.model, values)
