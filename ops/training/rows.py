@@ -7,8 +7,10 @@ it apart.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -20,6 +22,10 @@ from amp_transpiler.ir.opdef import traits_of
 
 #: Elements up to which launching a kernel costs more than what it moves.
 _FEW = 2**18
+#: Place -> tensors that its kernels of Concat and Split take. onnxruntime's for CUDA take 32 by address; for more they
+#: make, on the host and in every step, a table of 8 bytes for each element along the axis, and copy it to the device.
+MOST = {"cuda": 32}
+_Piece = TypeVar("_Piece")
 #: Operators that make zeros of zeros, by which of their inputs are as large as what they make.
 _KEEPS_ZEROS = {
     "Cast": ([True],),
@@ -60,7 +66,23 @@ def _side_by_side(e: Emitter, rows: Rows, values: Sequence[Value], between: floa
             pieces.append(e.const(np.full((1, offset - end), between), value.dtype))
         pieces.append(e.reshape(value, (1, math.prod(shape))))
         end = offset + math.prod(shape)
-    return pieces[0] if len(pieces) == 1 else e.Concat(*pieces, axis=1, shape=rows.shape)
+    return _chained(e, pieces)
+
+
+def _chained(e: Emitter, pieces: Sequence[Value]) -> Value:
+    """One row of several: a Concat, or a tree of them where one would take more tensors than its kernel does."""
+    groups = _groups(e, pieces)
+    if len(groups) > 1:
+        return _chained(e, [_chained(e, group) for group in groups])
+    length = sum(_size(piece)[1] for piece in pieces)
+    return pieces[0] if len(pieces) == 1 else e.Concat(*pieces, axis=1, shape=(1, length))
+
+
+def _groups(e: Emitter, pieces: Sequence[_Piece]) -> list[Sequence[_Piece]]:
+    """Neighbours in groups that a kernel takes, of sizes that differ by one at most."""
+    count = -(-len(pieces) // MOST.get(e.place, len(pieces)))
+    ends = [len(pieces) * number // count for number in range(count + 1)]
+    return [pieces[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def _constant(e: Emitter, rows: Rows, values: Sequence[Value], between: float) -> Value:
@@ -124,7 +146,7 @@ def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:
     ends = [*rows.offsets[1:], rows.shape[1]]
     gaps = [end - offset - size for offset, size, end in zip(rows.offsets, sizes, ends, strict=True)]
     lengths = [length for pair in zip(sizes, gaps, strict=True) for length in pair if length]
-    pieces = iter(e.op("Split", value, e.ints(*lengths), outputs=len(lengths), dtype=value.dtype, axis=1))
+    pieces = iter(_apart(e, value, lengths))
     found = []
     for size, gap, shape in zip(sizes, gaps, rows.shapes, strict=True):
         piece = next(pieces)
@@ -133,6 +155,18 @@ def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:
             next(pieces)
     remember(e, found, value)
     return found
+
+
+def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
+    """The pieces of a row, by a Split, or by a tree of them where one would make more than its kernel takes."""
+    if len(lengths) == 1:
+        return [value]
+    groups = _groups(e, lengths)
+    made = [sum(group) for group in groups] if len(groups) > 1 else lengths
+    pieces: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=1)
+    if len(groups) == 1:
+        return list(pieces)
+    return [piece for part, group in zip(pieces, groups, strict=True) for piece in _apart(e, part, group)]
 
 
 def remember(e: Emitter, values: Sequence[Value], whole: Value) -> None:
