@@ -17,7 +17,7 @@ from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES
 
 _DEFAULTS = FitOptions()
 #: Arguments that are none of the fields of FitOptions.
-_OTHERS = ("command", "input", "output", "data", "test", "checkpoint", "log", "place", "quiet")
+_OTHERS = ("command", "input", "output", "data", "test", "checkpoint", "log", "place", "cache_dir", "quiet")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
             checkpoint=options.checkpoint,
             log=options.log,
             place=options.place,
+            cache_dir=options.cache_dir,
             say=bar.say if not options.quiet else _silent,
             progress=bar.step,
             flags=True,
@@ -115,6 +116,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log", metavar="FOLDER", help="steps.csv, epochs.csv and TensorBoard")
     parser.add_argument("--place", metavar="{cpu,cuda}", default="cpu", help="where to train (default: %(default)s)")
+    parser.add_argument(
+        "--cache-dir", metavar="FOLDER", help="keep optimised models there: the same training then starts sooner"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no report")
 
     def option(flag: str, text: str, **more: Any) -> None:

@@ -46,6 +46,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     log: str | os.PathLike[str] | None = None,
     place: Place | str = "cpu",
+    cache_dir: str | os.PathLike[str] | None = None,
     say: Say | None = None,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
@@ -69,6 +70,8 @@ def fit(
             far as it stays the same training; the others are the checkpoint's.
         log: a folder for ``steps.csv``, ``epochs.csv`` and TensorBoard.
         place: "cpu", "cuda" or a place.
+        cache_dir: a folder in which optimised models are kept, so that a training of the same model starts sooner; see
+            ``Executor``.
         say: called with each line that there is to say; logged where None.
         progress: called after each step with its number in the epoch and the epoch's steps.
         options: the fields of :class:`FitOptions`.
@@ -94,8 +97,11 @@ def fit(
         for line in overridden:
             tell(line)
     check_files(model, output, data, test, log, chosen)
+    if cache_dir is not None:
+        check_folder(cache_dir, output, chosen.called("cache_dir"))
     program = Program.from_onnx(model)
-    run = _Run(program, chosen, chosen_place(place, chosen), data, test, tell)
+    executor = Executor(chosen_place(place, chosen), cache_dir=cache_dir)
+    run = _Run(program, chosen, executor, data, test, tell)
     epochs, steps = (found.epochs, found.steps) if found is not None else (0, 0)
     try:
         with nullcontext() if log is None else Log(log, chosen.measured, epochs, steps, tell) as book:
@@ -132,9 +138,9 @@ class _Run:
     """One training: programs and data that fit each other."""
 
     def __init__(
-        self, program: Program, options: FitOptions, place: Place, data: Source, test: Source | None, tell: _Told
+        self, program: Program, options: FitOptions, executor: Executor, data: Source, test: Source | None, tell: _Told
     ) -> None:
-        self.options, self.place, self.tell = options, place, tell
+        self.options, self.executor, self.tell = options, executor, tell
         fed = [v for v in _fed(program) if v.name not in options.values]
         what = _named("data", data, options)
         arrays = read(data, [*(v.name for v in fed), options.label], what)
@@ -248,11 +254,11 @@ class _Run:
                 f"not reach {options.lr:g}"
             )
         optimizer = programs.compile(options, max(updates, 1))
-        scope, executor = Scope(), Executor(self.place)
+        scope, executor = Scope(), self.executor
         executor.run(programs.program.startup, scope=scope)
         given = {v.name: scope.find_var(v.name) for v in programs.model.variables if v.persistable}
         if options.mode != "fp32":
-            optimizer.amp_init(self.place, scope=scope, test_program=programs.evaluation, use_fp16_test=True)
+            optimizer.amp_init(executor.place, scope=scope, test_program=programs.evaluation, use_fp16_test=True)
         history: tuple[EpochRecord, ...] = ()
         if found is not None:
             resume.load(found, programs.program, scope)

@@ -205,3 +205,21 @@ def test_an_interrupt_leaves_the_checkpoints(
     told = capsys.readouterr().err
     assert "out.onnx was not written; the checkpoint of epoch 1 in" in told and "goes on from it" in told
     assert not (task / "out.onnx").exists() and [p.name for p in (task / "ck").iterdir()] == ["step_00000001"]
+
+
+def test_a_cache_of_models_serves_the_next_training(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = task / "cache"
+    arguments = ["--data", str(task / "train.npz"), "--epochs", "1", "--mode", "pure", "--quiet"]
+    found = []
+    for name, more in (("plain", []), ("first", ["--cache-dir", str(cache)]), ("second", ["--cache-dir", str(cache)])):
+        out = task / f"{name}.onnx"
+        assert main(["train", str(task / "model.onnx"), str(out), *arguments, *more]) == 0
+        found.append((out.read_bytes(), {path.name: path.stat().st_mtime_ns for path in cache.glob("*")}))
+    (plain, none), (first, made), (second, used) = found
+    assert plain == first == second and not none
+    assert made.keys() == used.keys() and any(used[name] > made[name] for name in made), "read, not made anew"
+    capsys.readouterr()
+    (task / "file").write_text("")
+    wrong = ["--cache-dir", str(task / "file")]
+    assert main(["train", str(task / "model.onnx"), str(task / "no.onnx"), *arguments, *wrong]) == 1
+    assert "--cache-dir" in capsys.readouterr().err and not (task / "no.onnx").exists()
