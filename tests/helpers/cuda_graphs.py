@@ -8,6 +8,7 @@ recorded with. A thread has graphs of its own.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,12 +54,20 @@ class Session:
 
     def __init__(self, real: Any, program: str, calls: Calls) -> None:
         self.real, self.program, self.calls = real, program, calls
-        self.graphs = threading.local()
+        self.graphs, self.busy = threading.local(), threading.Lock()
 
     def io_binding(self) -> Binding:
         return Binding(self.real.io_binding())
 
     def run_with_iobinding(self, binding: Binding, options: ort.RunOptions) -> None:
+        assert self.busy.acquire(blocking=False), "graphs of a session share their temporaries"
+        try:
+            self._run(binding, options)
+            time.sleep(0.001)  # so that another thread comes, if it may
+        finally:
+            self.busy.release()
+
+    def _run(self, binding: Binding, options: ort.RunOptions) -> None:
         number = int(options.get_run_config_entry(GRAPH_ID))
         graphs = self.graphs.__dict__.setdefault("graphs", {})
         recorded = graphs.get(number)
