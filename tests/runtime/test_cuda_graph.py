@@ -28,8 +28,8 @@ def plain() -> amp.Executor:
 @pytest.fixture(params=[False, True], ids=["single", "flat"])
 def flat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Parameters lie apart, or in one buffer as on CUDA."""
-    if request.param:
-        monkeypatch.setattr(flat_layout, "FLAT_PLACES", frozenset({"cpu", "cuda"}))
+    worth = {"cpu": flat_layout.Worth(fewest=2)} if request.param else {}
+    monkeypatch.setattr(flat_layout, "WORTH", worth)
     return bool(request.param)
 
 
