@@ -21,6 +21,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
+from amp_transpiler.runtime.chain import Chain
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
@@ -76,7 +77,8 @@ class Step:
             found = ["the graph that the session runs could not be read"] * len(read)
         else:
             pairs = [(states[update.name], update.tensor) for update in read]
-            found = refusals(graph, pairs, inputs_within(self.states))
+            ends = self.session.ends if isinstance(self.session, Chain) else ()
+            found = refusals(graph, pairs, inputs_within(self.states), ends)
         for update, refusal in zip(read, found, strict=True):
             update.refusal = refusal
 

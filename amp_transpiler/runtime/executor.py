@@ -303,9 +303,10 @@ class Executor:
         settings = replace(self.settings, cuda_graph=self.settings.cuda_graph and not plan.initialises)
         if settings.cuda_graph:
             check_capturable(lowered, program.name)
-        session, graph = create_session(lowered.model, self.place, settings, program.name, keep_graph=in_place)
+        plain = needs_plain(lowered)
+        session, graph = create_session(lowered.model, self.place, settings, program.name, in_place, in_parts=not plain)
         startup = program.startup.name if program.startup is not None else ""
-        if needs_plain(lowered):
+        if plain:
             return PlainStep(session, lowered, self.place, program.name, startup)
         make = CapturedStep if settings.cuda_graph else Step
         return make(session, graph, lowered, self.place, program.name, startup)

@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
+from amp_transpiler.passes.lowering.parts import Parts, cuts
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
+from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
@@ -62,13 +65,35 @@ class Settings:
 
 
 def create_session(
-    model: onnx.ModelProto, place: Place, settings: Settings, name: str, keep_graph: bool = False
+    model: onnx.ModelProto,
+    place: Place,
+    settings: Settings,
+    name: str,
+    keep_graph: bool = False,
+    in_parts: bool = False,
 ) -> tuple[Any, onnx.GraphProto | None]:
     """A session for a lowered model and, with ``keep_graph``, the graph that it really runs (None: cannot be had).
 
-    ``name`` is the program's, for messages. PlaceError where an operator has no kernel on ``place``, ExecutionError
-    where onnxruntime refuses the model.
+    ``name`` is the program's, for messages. ``in_parts``: a large model on CPU may be a chain of sessions, which serves
+    a :class:`~amp_transpiler.runtime.binding.Step`. PlaceError where an operator has no kernel on ``place``,
+    ExecutionError where onnxruntime refuses the model.
     """
+    ends = cuts(model.graph) if in_parts and place.kind == "cpu" else []
+    if len(ends) > 1:
+        parts, graphs = Parts(model, ends), list[onnx.GraphProto | None]()
+
+        def make(part: onnx.ModelProto) -> Any:
+            session, graph = create_session(part, place, settings, name, keep_graph)
+            graphs.append(graph)
+            return session
+
+        chain = chained(parts, make)
+        if chain is not None:
+            known = [graph for graph in graphs if graph is not None]
+            if len(known) < len(ends):
+                return chain, None
+            chain.ends = list(accumulate(len(graph.node) for graph in known))
+            return chain, parts.joined(known)
     data = _serialized(model, name)
     _settle_arena()
     try:

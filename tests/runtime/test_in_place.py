@@ -124,6 +124,21 @@ def test_one_state_of_another_update() -> None:
     assert first == "" and "Sub 's_new' may read it after" in second
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = Exp(s)  s_new = Sub(s, x)", ""),
+        ("s_new = Sub(s, x)  y = Exp(s)", "Exp 'y' may read it after"),
+        ("y = Exp(x)  z = Mul(s, y)  s_new = Sub(s, x)", "Mul 'z' may read it after"),
+        ("y = Exp(s)  z = Mul(s, y)  s_new = Sub(s, z)", ""),
+    ],
+)
+def test_what_an_earlier_part_reads_has_been_read(body: str, reason: str) -> None:
+    graph = model(body, "(float[4] s, float[4] x) => (float[4] s_new)").graph
+    (found,) = refusals(graph, [("s", "s_new")], ends=[1, len(graph.node)])
+    assert reason in found and bool(reason) == bool(found)
+
+
 # -- what the runtime does with it -----------------------------------------------------------------------
 def shuffled(source: onnx.ModelProto, rng: np.random.Generator) -> onnx.ModelProto:
     """The same graph with its nodes in another topological order and its outputs in another order."""

@@ -15,7 +15,9 @@ a result.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 import onnx
 
@@ -49,14 +51,17 @@ _ELEMENTWISE = {
 
 
 def refusals(
-    graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]], within: Mapping[str, Sequence[str]] | None = None
+    graph: onnx.GraphProto,
+    pairs: Sequence[tuple[str, str]],
+    within: Mapping[str, Sequence[str]] | None = None,
+    ends: Sequence[int] = (),
 ) -> list[str]:
     """For each (state input, update output) of ``graph`` why it may not share one buffer; "" where it is proved safe.
 
-    ``graph`` is the optimised one. ``within`` names further inputs that lie in the memory of a state. One sweep answers
-    for all pairs.
+    ``graph`` is the optimised one. ``within`` names further inputs that lie in the memory of a state. ``ends``: where
+    parts of it end that run one after the other, the last node but one of each. One sweep answers for all pairs.
     """
-    return _Proof(graph, within or {}).answer(pairs)
+    return _Proof(graph, within or {}, ends).answer(pairs)
 
 
 def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
@@ -70,8 +75,9 @@ def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
 
 
 class _Proof:
-    def __init__(self, graph: onnx.GraphProto, within: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, graph: onnx.GraphProto, within: Mapping[str, Sequence[str]], ends: Sequence[int]) -> None:
         self.nodes, self.within = list(graph.node), within
+        self.part = [bisect_right(ends, index) for index in range(len(self.nodes))]
         self.types = {
             info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
         }
@@ -112,16 +118,19 @@ class _Proof:
         return list(found), views
 
     def _ancestors(self, wanted: set[int], targets: set[int]) -> dict[int, int]:
-        """For each target node, a bit for each of the wanted nodes that is an ancestor of it.
+        """For each target node, a bit for each of the wanted nodes of its part that is an ancestor of it.
 
         ``wanted`` nodes get their bits in the graph's order; a node's bits are dropped after its last reader.
         """
-        self.bit = {index: position for position, index in enumerate(sorted(wanted))}
+        numbers = [count() for _ in range(max(self.part, default=0) + 1)]
+        self.bit = {index: next(numbers[self.part[index]]) for index in sorted(wanted)}
         last = {name: max(indices) for name, indices in self.readers.items()}
         above: dict[str, int] = {}  # tensors still to be read
         result: dict[int, int] = {}
         expiring: dict[int, list[str]] = {}
         for index, node in enumerate(self.nodes):
+            if index and self.part[index] != self.part[index - 1]:
+                above.clear()
             bits = 0
             for name in self.reads[index]:
                 bits |= above.get(name, 0)
@@ -134,7 +143,7 @@ class _Proof:
                     above[name] = bits
                     expiring.setdefault(last[name], []).append(name)
             for name in expiring.pop(index, ()):
-                del above[name]
+                above.pop(name, None)
         return result
 
     def _check(self, state: str, output: str, readers: list[int], views: set[str], earlier: dict[int, int]) -> str:
@@ -143,9 +152,10 @@ class _Proof:
             return f"no node produces '{output}'"
         if self.types.get(state) is None or self.types.get(state) != self.types.get(output):
             return "its type or shape is not known to stay as it is"
-        bits = earlier[producer]
+        bits, part = earlier[producer], self.part[producer]
         for index in readers:
-            if index != producer and not bits >> self.bit[index] & 1:
+            runs_before = bits >> self.bit[index] & 1 if self.part[index] == part else self.part[index] < part
+            if index != producer and not runs_before:
                 return f"{_label(self.nodes[index])} may read it after the update"
         if producer not in readers:
             return ""

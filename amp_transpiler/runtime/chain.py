@@ -1,0 +1,156 @@
+"""Sessions of the parts of a model, one after the other, that are used as the one session of the whole.
+
+A tensor that a part gives to later ones has memory of its own for good where it is small: handing it on takes more time
+than computing it. A large one is freed when the last part that reads it has run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.types import NAMES
+from amp_transpiler.passes.lowering.lowered import static
+from amp_transpiler.passes.lowering.parts import Parts
+from amp_transpiler.runtime import device_tensors
+
+#: Elements up to which a tensor keeps its memory between runs.
+SMALL = 16384
+_NOTHING = ort.OrtValue.ortvalue_from_numpy(np.zeros((), np.float32))
+
+#: Element type and sizes (None: not fixed) of a tensor.
+Type = tuple[str, tuple[int | None, ...]]
+
+
+def chained(parts: Parts, make: Callable[[onnx.ModelProto], Any]) -> Chain | None:
+    """The parts as one session on CPU, each made by ``make``; None where a part gives another what is no tensor."""
+    types: dict[str, Type] = {}
+    sessions = []
+    for number, inputs in enumerate(parts.inputs):
+        given = {name: type_proto(*types[name]) for name in inputs if name in types}
+        sessions.append(make(parts.part(number, given)))
+        for output in sessions[-1].get_outputs():
+            if not output.type.startswith("tensor("):
+                return None
+            types[output.name] = _type(output)
+    return Chain(parts, sessions, types)
+
+
+def _type(output: Any) -> Type:
+    """The type that onnxruntime found for a session's output."""
+    element = onnx.TensorProto.DataType.Value(output.type[len("tensor(") : -1].upper())
+    return NAMES[element], tuple(d if isinstance(d, int) else None for d in output.shape)
+
+
+class Chain:
+    """Sessions of parts, with what of onnxruntime's InferenceSession a step asks for.
+
+    ``ends``: the last node but one of each part in the one graph that they run together, where that is known.
+    """
+
+    ends: Sequence[int] = ()
+
+    def __init__(self, parts: Parts, sessions: Sequence[Any], types: Mapping[str, Type]) -> None:
+        self.sessions = sessions
+        self.inputs, self.outputs, self.last = parts.inputs, parts.outputs, parts.last
+        results = {info.name for info in parts.model.graph.output}
+        self.small = {
+            name: (dtype, known)
+            for name, (dtype, shape) in types.items()
+            if name in self.last and name not in results
+            if (known := static(shape)) is not None and math.prod(known) <= SMALL
+        }
+
+    def io_binding(self) -> Binding:
+        """What is bound for one run at a time."""
+        return Binding(self)
+
+    def run_with_iobinding(self, binding: Binding, options: Any = None) -> None:
+        """Run every part."""
+        binding.run(options)
+
+
+class Binding:
+    """Inputs and outputs of a chain, with what of onnxruntime's IOBinding a step on CPU asks for."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.sessions, self.last = chain.sessions, chain.last
+        self.parts = [session.io_binding() for session in chain.sessions]
+        self.made_by = {name: part for part, names in enumerate(chain.outputs) for name in names}
+        self.readers: dict[str, list[int]] = {}
+        for part, names in enumerate(chain.inputs):
+            for name in names:
+                self.readers.setdefault(name, []).append(part)
+        self.order: list[dict[str, int]] = [{} for _ in self.parts]  # outputs of a part as bound first
+        self.bound: dict[str, Any] = {}  # outputs of the whole as bound first: the value, None for one still to be made
+        self.results: dict[str, Any] = {}
+        for name, (dtype, shape) in chain.small.items():
+            value = device_tensors.empty(shape, dtype)
+            self._bind_in_part(name, value)
+            self.bind_ortvalue_input(name, value)
+        large = chain.last.keys() - chain.small.keys()
+        self.given = [[name for name in names if name in large] for names in chain.inputs]
+        self.passed = [[name for name in names if name in large] for names in chain.outputs]
+        for name in large:
+            self._bind_in_part(name, None)
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        """Bind an input of the whole."""
+        for part in self.readers.get(name, ()):
+            self.parts[part].bind_ortvalue_input(name, value)
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        """Bind the memory of an output of the whole."""
+        self.bound[name] = value
+        self._bind_in_part(name, value)
+
+    def bind_output(self, name: str, device_type: str, device_id: int) -> None:
+        """Ask for an output of the whole whose memory onnxruntime takes."""
+        self.bound[name] = None
+        self._bind_in_part(name, None)
+
+    def _bind_in_part(self, name: str, value: Any) -> None:
+        part = self.made_by[name]
+        self.order[part].setdefault(name, len(self.order[part]))
+        if value is None:
+            self.parts[part].bind_output(name, "cpu", 0)
+        else:
+            self.parts[part].bind_ortvalue_output(name, value)
+
+    def get_outputs(self) -> list[Any]:
+        """The values of the outputs of the whole, in the order in which they were bound first."""
+        return list(self.results.values())
+
+    def run(self, options: Any) -> None:
+        """Run the parts in turn."""
+        self.results = dict(self.bound)
+        values: dict[str, Any] = {}
+        for number, (session, part) in enumerate(zip(self.sessions, self.parts, strict=True)):
+            for name in self.given[number]:
+                part.bind_ortvalue_input(name, values[name])
+            session.run_with_iobinding(part, options)
+            self._take(number, values)
+            for name in self.given[number]:
+                part.bind_ortvalue_input(name, _NOTHING)
+                if self.last[name] == number:
+                    del values[name]
+
+    def _take(self, number: int, values: dict[str, Any]) -> None:
+        """Take what a part has made, and let the part hold nothing of it that is for other parts alone."""
+        order, passed = self.order[number], self.passed[number]
+        asked = [name for name in order if name in self.bound and self.bound[name] is None]
+        if not passed and not asked:
+            return
+        made = self.parts[number].get_outputs_as_ortvaluevector()  # with one object for all of them
+        for name in passed:
+            values[name] = ort.OrtValue(made[order[name]])
+            if name not in self.bound:
+                self._bind_in_part(name, None)
+        for name in asked:
+            self.results[name] = ort.OrtValue(made[order[name]])
