@@ -18,11 +18,12 @@ import onnx
 
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.traits import Traits
-from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, numpy_dtype
+from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, dtype_name, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
 
 #: Elements from which on it matters how a kernel walks over them.
@@ -157,16 +158,7 @@ class Emitter:
         if traits.elementwise and not traits.settings and len(inputs) > 1:
             inputs = tuple(self._levelled(inputs))
         names = [self.name(type_) for _ in range(1 if outputs is None else outputs)]
-        self.nodes.append(
-            onnx.helper.make_node(
-                type_,
-                ["" if v is None else v.name for v in inputs],
-                names,
-                names[0],
-                domain=domain,
-                **{k: v for k, v in attrs.items() if v is not None},
-            )
-        )
+        self.nodes.append(emitted_node(type_, ["" if v is None else v.name for v in inputs], names, domain, attrs))
         kind = dtype or self._result(type_, domain, inputs)
         kinds = [kind] * len(names) if isinstance(kind, str) else kind
         if shape is None:
@@ -196,7 +188,7 @@ class Emitter:
         """An fp32 tensor rounded to a 16-bit type, as an fp32 tensor that stands for a value of this type."""
         narrow, wide = (self.name("Cast") for _ in range(2))
         for source, target, to in ((value.name, narrow, dtype), (narrow, wide, "float32")):
-            self.nodes.append(onnx.helper.make_node("Cast", [source], [target], target, to=ONNX_TYPES[to]))
+            self.nodes.append(emitted_node("Cast", [source], [target], attrs={"to": ONNX_TYPES[to]}))
         self.narrow[wide] = Value(narrow, dtype, value.shape)
         return Value(wide, dtype, value.shape)
 
@@ -282,7 +274,7 @@ class Emitter:
         array = np.asarray(array)
         if dtype is not None:
             array = array.astype(numpy_dtype(dtype))
-        kind = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
+        kind = dtype_name(array.dtype)
         if self.emulates and kind in HALF:
             wide = self.const(array, "float32")
             self._holds[wide.name] = kind

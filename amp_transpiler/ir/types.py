@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,13 @@ def element_type(dtype: Any) -> str:
     return name
 
 
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """numpy's name of a dtype, which it puts together anew each time."""
+    return dtype.name
+
+
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype (ml_dtypes for bfloat16 and the small floats) of an element type name."""
     if name == "bfloat16":

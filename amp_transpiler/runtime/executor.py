@@ -24,7 +24,6 @@ from amp_transpiler.errors import (
 )
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
@@ -43,6 +42,7 @@ from amp_transpiler.runtime.plan import (
     check_home,
     fed_together,
     fetch_names,
+    initial_content,
     initialised,
     make_plan,
     shapes_of,
@@ -347,7 +347,7 @@ class Executor:
     def _initialise(
         self, program: Program, plan: Plan, feeds: Mapping[str, Any], scope: Scope, return_numpy: bool
     ) -> list[Any]:
-        """Run a program whose operators write persistable variables. Arrays are copied, the rest is one session.
+        """Run a program whose operators write persistable variables. Arrays and constants are copied, the rest is run.
 
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.
         """
@@ -365,7 +365,7 @@ class Executor:
         with scope.writing(), Uninterrupted():
             staged = Scope()
             staged.hold(scope.ort_values)
-            staged.hold({v.name: device_tensors.from_array(tensor_array(v), self.place) for v in arrays})
+            staged.hold({v.name: device_tensors.from_array(initial_content(v), self.place) for v in arrays})
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
             scope.hold(staged.ort_values)
         return results

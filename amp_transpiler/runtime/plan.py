@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from amp_transpiler.errors import ArgumentTypeError, GraphError
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
+from amp_transpiler.ir.tensors import tensor_array
+from amp_transpiler.ops.training.initializers import CONSTANT, constant_content
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
@@ -87,8 +91,14 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
 
 
 def initialised(op: Operator) -> Variable | None:
-    """The variable that a startup operator sets to content that lies on it; None for another operator."""
-    return op.output(0) if op.type == INITIALIZER and op.domain == OWN else None
+    """The variable that a startup operator sets to what is known without a session; None for another operator."""
+    return op.output(0) if op.type in (INITIALIZER, CONSTANT) and op.domain == OWN else None
+
+
+def initial_content(variable: Variable) -> np.ndarray:
+    """What the startup operator sets an initialised variable to."""
+    op = variable.producer
+    return constant_content(op) if op is not None and op.type == CONSTANT else tensor_array(variable)
 
 
 def _fetched(program: Program, name: str) -> Variable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
@@ -19,6 +20,8 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.ops.training.random import normal, stream_of, uniform
+
+CONSTANT = "ConstantInitializer"
 
 #: The step that initial values are drawn at; masks count from 0.
 _STEP = 0xFFFFFFFF
@@ -88,16 +91,31 @@ def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[
     return [e.Add(z, e.like(op.attrs["mean"], u), shape=shape)]
 
 
-@lowering_rule(own("ConstantInitializer"))
+@lowering_rule(own(CONSTANT))
 def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
     """One value everywhere; no tensor of the full size is stored in the model."""
     _, dtype, shape = _target(op)
-    value = onnx.numpy_helper.to_array(op.attrs["value"])
-    computed = dtype if dtype in FLOATS - HALF or "int" in dtype else "float32"
-    scalar = e.const(value.astype(numpy_dtype(computed)).reshape(()))
+    computed = _computed(dtype)
+    scalar = e.const(_number(op).astype(numpy_dtype(computed)))
     scalar = e.Add(scalar, e.cast(e.scalar("zero"), computed), shape=())
     scalar = e.cast(scalar, dtype) if dtype not in HALF else scalar
     return [scalar if not shape else e.Expand(scalar, e.ints(*shape), shape=shape)]
+
+
+def constant_content(op: Operator) -> np.ndarray:
+    """What a ``ConstantInitializer`` writes, as an array."""
+    _, dtype, shape = _target(op)
+    number = _number(op).astype(numpy_dtype(_computed(dtype)))
+    return np.full(shape, (number + np.zeros_like(number)).astype(numpy_dtype(dtype)))
+
+
+def _number(op: Operator) -> np.ndarray:
+    return onnx.numpy_helper.to_array(op.attrs["value"]).reshape(())
+
+
+def _computed(dtype: str) -> str:
+    """The type that a constant of type ``dtype`` is made in."""
+    return dtype if dtype in FLOATS - HALF or "int" in dtype else "float32"
 
 
 @lowering_rule(own("ArrayInitializer"))

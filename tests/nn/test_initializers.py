@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx.reference import ReferenceEvaluator
 
+import amp_transpiler as amp
 from amp_transpiler import nn
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ir.emitter import Emitter
+from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.nn import initializer as I
 from amp_transpiler.ops.training import random as R
+from amp_transpiler.ops.training.initializers import constant_initializer
 from amp_transpiler.program import Program, program_guard
 from tests.helpers.building import startup_values
 from tests.helpers.random_words import Words
@@ -159,3 +163,24 @@ def test_default_seed() -> None:
             I.set_seed(wrong)
     with pytest.raises(TypeError, match="seed must be an integer"):
         I.set_seed("3")
+
+
+def test_constants_need_no_session_and_are_what_one_gives() -> None:
+    values = [("float32", -0.0), ("float32", 0.1), ("float16", 1e6), ("bfloat16", 0.1), ("float64", 0.1), ("int64", -3)]
+    values += [("int32", 7), ("bool", 1), ("float16", 1e-7), ("float32", math.nan)]
+    main, startup = Program(), Program("startup")
+    with program_guard(main, startup), unique_name.guard():
+        for number, (dtype, value) in enumerate(values):
+            nn.create_parameter([3, 2] if number % 2 else [], dtype, f"p{number}", I.Constant(value))
+    scope = amp.Scope()
+    amp.Executor().run(startup, scope=scope)
+    names = [f"p{number}" for number in range(len(values))]
+    emitter = Emitter()
+    made = [constant_initializer(emitter, startup.var(name).producer)[0] for name in names]  # type: ignore[arg-type]
+    outputs = [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in made]
+    graph = onnx.helper.make_graph(emitter.nodes, "g", [], outputs, list(emitter.initializers.values()))
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", emitter.opset)])
+    for name, expected in zip(names, ReferenceEvaluator(model).run(None, {}), strict=True):
+        found = scope.find_var(name)
+        assert found.astype(expected.dtype).tobytes() == expected.tobytes(), name
+    assert {op.type for op in startup.operators} == {"ConstantInitializer"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.control import CONTROL
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.flat import Segment
 from amp_transpiler.ir.graph import Graph
@@ -87,7 +88,7 @@ def live(
     for node, origin in zip(reversed(nodes), reversed(padded), strict=True):
         if not wanted.isdisjoint(node.output):
             kept.append((node, origin))
-            wanted |= used_tensors([node])
+            wanted.update(node.input if not node.domain and node.op_type not in CONTROL else used_tensors([node]))
     return [node for node, _ in reversed(kept)], [origin for _, origin in reversed(kept)]
 
 
@@ -155,6 +156,8 @@ def used_tensors(nodes: Sequence[onnx.NodeProto]) -> set[str]:
     used: set[str] = set()
     for node in nodes:
         used.update(node.input)
+        if not node.domain and node.op_type not in CONTROL:
+            continue
         for attribute in node.attribute:
             for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
                 used |= used_tensors(graph.node) | {out.name for out in graph.output}
