@@ -316,7 +316,12 @@ class Emitter:
         """A nested graph and its outputs: ``write(*inputs)`` emits its nodes; it may read values from outside."""
         with self.nested():
             within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
-            results = [self.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in write(*within)]
+            written = write(*within)
+            free = {made for node in self.nodes for made in node.output}  # what is an output has a name of its own
+            results = []
+            for v in written:
+                results.append(v if v.name in free else self.op("Identity", v, dtype=v.dtype, shape=v.shape))
+                free.discard(v.name)
             inputs_of, outputs_of = (
                 [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[self._tensor_type(v)], v.shape) for v in values]
                 for values in (within, results)

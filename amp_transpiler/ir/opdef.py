@@ -26,7 +26,8 @@ from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits
 
 T = TypeVar("T")
-Rule = Callable[..., Sequence[Any]]
+#: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
+Rule = Callable[..., Sequence[Any] | None]
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
 #: Fixed shapes by slot; None where a slot is left out.
 SlotShapes = Sequence[tuple[int, ...] | None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.rnn.recurrence import concat
 
@@ -43,6 +43,11 @@ def product(e: Emitter, a: Value, b: Value, bias: Value | None = None, *, across
     (m, n) = (size_of(a)[1], size_of(b)[1]) if across else (size_of(a)[0], size_of(b)[0])
     inputs = [a, b] if bias is None else [a, b, bias]
     return e.Gemm(*inputs, transA=int(across), transB=int(not across), shape=(m, n))
+
+
+def sequence_of(op: Operator) -> Variable | None:
+    """The output Y of a recurrent operator; of a gradient, that of the operator whose gradient it is."""
+    return op.outputs[0] if op.domain != OWN else op.input(8 if op.type == "LSTMGrad" else 6)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,14 @@ class Direction:
             return state
         empty = e.Less(e.reshape(layer.ends(), (layer.batch, 1)), e.const(np.int64(1)))
         return e.Where(empty, e.like(0, state), state, shape=state.shape)
+
+    def kept(self, *values: Value) -> tuple[Value, ...] | None:
+        """What the forward pass has kept of this direction for its gradient, once it was given; None before that."""
+        y = sequence_of(self.layer.op)
+        key = f"kept of direction {self.index} for the gradient of {y.name if y is not None else ''}"
+        if values:
+            self.e.shared[key] = values
+        return self.e.shared.get(key)
 
     def sequence(self, y: Value | None) -> Value | None:
         """This direction's part of Y or its gradient, [steps, batch, hidden]."""

@@ -1,6 +1,6 @@
 """Gradients of LSTM, GRU and RNN: back-propagation through time.
 
-Notation of https://onnx.ai/onnx/operators/onnx__LSTM.html. What the forward operator does not give is computed again
+Notation of https://onnx.ai/onnx/operators/onnx__LSTM.html. What the forward operator has not kept is computed again
 from its output Y: the previous hidden state of every step is Y shifted by one, so the gates of all steps are
 two matrix products. The recurrences that are left hold no more than they must: the cell states of an LSTM, and the
 gradients of the states, backwards. A step of these is a matrix product and a few elementwise operators, because
@@ -85,13 +85,21 @@ def _of_weights(d: Direction, of_input: Value, of_state: Value, previous: Value 
 
 def _parts(d: Direction, previous: Value) -> tuple[Value, Value]:
     """The input's and the state's part of all gates, each [steps, batch, gates * hidden], biases included."""
-    e, layer = d.e, d.layer
+    e, layer, kept = d.e, d.layer, d.kept()
+    if kept is not None:
+        return kept[0], kept[1]
     of_input, of_state = d.biases()
     shape = (layer.steps, layer.batch, size_of(layer.w)[1])
     return (
         e.reshape(product(e, rows(e, layer.x), d.w, of_input), shape),
         e.reshape(product(e, rows(e, previous), d.r, of_state), shape),
     )
+
+
+def _gates(d: Direction, previous: Value) -> Value:
+    """All gates, the sum of the two parts, of an operator that is no GRU."""
+    kept = d.kept()
+    return d.e.Add(*_parts(d, previous)) if kept is None else kept[1]
 
 
 # -- RNN -------------------------------------------------------------------------------------------------------------
@@ -117,7 +125,7 @@ def rnn(
 def _rnn(d: Direction, f: Activation, h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Found:
     e = d.e
     previous = _previous(d, y, h0)
-    _, slope = f(e, e.Add(*_parts(d, previous)))
+    _, slope = f(e, _gates(d, previous))
     r = d.r
 
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
@@ -176,10 +184,11 @@ class _Cells:
     ) -> _Cells:
         e, coupled = d.e, bool(d.layer.op.attrs.get("input_forget", 0))
         previous = _previous(d, y, h0)
-        i, o, f, c = split(e, e.Add(*_parts(d, previous)), 4)
+        i, o, f, c = split(e, _gates(d, previous), 4)
         peepholes = None if p is None else split(e, pick(e, p, d.index, 0), 3)
         initial = d.state(c0)
-        after = _cells(d, kinds, coupled, [i, f, c], peepholes, initial)
+        kept = d.kept()
+        after = _cells(d, kinds, coupled, [i, f, c], peepholes, initial) if kept is None else kept[2]
         before = d.previous(after, initial)
         if peepholes is not None:
             i, f = e.Add(i, e.Mul(before, peepholes[0])), e.Add(f, e.Mul(before, peepholes[2]))

@@ -1,4 +1,7 @@
-"""LSTM, GRU and RNN in the forms that onnxruntime's own kernels do not compute, composed.
+"""LSTM, GRU and RNN composed: in the forms that no kernel computes, and on CPU where a gradient follows.
+
+The kernels give no gates, and computing them again takes as long as the forward pass. So where a program trains on CPU
+the operator is composed there too, and keeps its gates as they are before their activations.
 
 No kernel takes layout 1. On CUDA the kernels are cuDNN's: default activations without parameters or clipping, no
 peepholes, no coupled gates, a GRU that resets after its product; and what they read from host memory, sequence lengths
@@ -16,14 +19,16 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import SlotShapes, flops, lowering_rule
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, size_of
-from amp_transpiler.ops.rnn.directions import Direction, Layer, pick, product, rows, split
+from amp_transpiler.ops.rnn.directions import Direction, Layer, pick, product, rows, sequence_of, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, defaults
 from amp_transpiler.ops.rnn.recurrence import concat, recur
 from amp_transpiler.ops.rnn.recurrent_backward import thirds
 
-#: ``cell(the input's part of the gates, states) -> new states``; the first state is the output.
-Cell = Callable[[Value, Sequence[Value]], list[Value]]
+#: ``cell(the input's part of the gates, states) -> (new states, gates)``; the first state is the output. Gradients take
+#: the gates as they are before their activations; of a GRU the state's part of them.
+Cell = Callable[[Value, Sequence[Value]], tuple[list[Value], list[Value]]]
 
 
 def _on_cuda(op: Operator) -> bool:
@@ -42,9 +47,23 @@ def _other(op: Operator) -> bool:
     return bool(op.attrs.get("layout", 0)) or op.attrs.get("direction") == "reverse" or not _on_cuda(op)
 
 
-def _has_kernel(e: Emitter, op: Operator) -> bool:
-    """Whether this place computes the form, once it is at layout 0."""
-    return e.place == "cpu" or (e.place == "cuda" and _on_cuda(op))
+def _composed_on_cpu(op: Operator) -> bool:
+    """Whether a gradient wants what a composed operator keeps."""
+    if op.type == "GRU" and not op.attrs.get("linear_before_reset", 0):
+        return False
+    y = op.outputs[0]
+    return y is not None and any(reader.type == f"{op.type}Grad" for reader, _ in y.readers)
+
+
+def _ruled(op: Operator) -> bool:
+    return _other(op) or _composed_on_cpu(op)
+
+
+def _kernel(e: Emitter, op: Operator, inputs: Sequence[Value | None]) -> tuple[bool, list[Value] | None]:
+    """Whether this place has a kernel for it; if so, the operator at layout 0, or None where it stands as it is."""
+    if not (e.place == "cuda" and _on_cuda(op)) and (e.place != "cpu" or _composed_on_cpu(op)):
+        return False, None
+    return True, _emitted(e, op, inputs) if _other(op) else None
 
 
 def _emitted(e: Emitter, op: Operator, inputs: Sequence[Value | None]) -> list[Value]:
@@ -85,33 +104,36 @@ def _at_layout(layer: Layer, results: Sequence[Value]) -> list[Value]:
 def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]]) -> list[Value]:
     """Y and the last states of every direction, stacked."""
     e, found = layer.e, []
-    valid = layer.valid()
+    valid, keeps = layer.valid(), e.place == "cpu" and _composed_on_cpu(layer.op)
+    variable = sequence_of(layer.op)
+    held = variable.dtype if keeps and variable is not None and _on_cuda(layer.op) else None
     for d in layer.each():
         cell, states = cell_of(d)
-        part = product(e, rows(e, layer.x), d.w, d.biases()[0])
+        bias, of_state = d.biases()
+        if layer.op.type != "GRU" and bias is not None:  # their biases are only ever added
+            bias = e.Add(bias, of_state)
+        part = product(e, rows(e, layer.x), d.w, bias)
         sequences = [e.reshape(part, (layer.steps, layer.batch, size_of(layer.w)[1]))]
 
         def step(old: Sequence[Value], slices: Sequence[Value], cell: Cell = cell) -> tuple[list[Value], list[Value]]:
-            new = cell(slices[0], old)
-            if valid is None:
-                return new, new[:1]
-            new = [e.Where(slices[1], n, o, shape=o.shape) for n, o in zip(new, old, strict=True)]
-            return new, [e.Where(slices[1], new[0], e.like(0, new[0]), shape=new[0].shape)]
+            new, gates = cell(slices[0], old)
+            if held is not None and held in HALF:  # as CUDA's kernel feeds its output back
+                new[0] = e.stored(new[0], held)
+            if valid is not None:
+                new = [e.Where(slices[1], n, o, shape=o.shape) for n, o in zip(new, old, strict=True)]
+            y = new[0] if valid is None else e.Where(slices[1], new[0], e.like(0, new[0]), shape=new[0].shape)
+            return new, [y, *gates, *new[1:]] if keeps else [y]
 
-        last, (y,) = recur(e, layer.op, step, states, sequences + ([] if valid is None else [valid]), d.reverse)
+        last, (y, *kept) = recur(e, layer.op, step, states, sequences + ([] if valid is None else [valid]), d.reverse)
+        if keeps:
+            d.kept(sequences[0], *kept)
         found.append([e.reshape(y, (layer.steps, 1, *size_of(y)[1:])), *(d.unless_empty(state) for state in last)])
     columns: list[list[Value]] = [list(each) for each in zip(*found, strict=True)]
     stacked = [concat(e, [e.reshape(v, (1, *size_of(v))) for v in each], 0) for each in columns[1:]]
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
-def _product(d: Direction) -> Callable[[Value], Value]:
-    """``h -> h @ R.T + Rb`` of this direction."""
-    e, r, bias = d.e, d.e.transpose(d.r, [1, 0]), d.biases()[1]
-    return lambda h: e.MatMul(h, r) if bias is None else e.Add(e.MatMul(h, r), bias)
-
-
-@lowering_rule("RNN", when=_other)
+@lowering_rule("RNN", when=_ruled)
 def rnn(
     e: Emitter,
     op: Operator,
@@ -121,20 +143,26 @@ def rnn(
     b: Value | None = None,
     lengths: Value | None = None,
     h0: Value | None = None,
-) -> Grads:
-    if _has_kernel(e, op):
-        return _emitted(e, op, [x, w, r, b, lengths, h0])
+) -> Grads | None:
+    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0])
+    if has_kernel:
+        return given
     layer = Layer.of(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
 
     def cell_of(d: Direction) -> tuple[Cell, list[Value]]:
-        (f,), product_of = kinds[d.index], _product(d)
-        return lambda part, states: [f.value(e, e.Add(part, product_of(states[0])))], [d.state(h0)]
+        (f,), r = kinds[d.index], d.r
+
+        def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+            gate = product(e, states[0], r, part)
+            return [f.value(e, gate)], [gate]
+
+        return cell, [d.state(h0)]
 
     return _run(layer, cell_of)
 
 
-@lowering_rule("GRU", when=_other)
+@lowering_rule("GRU", when=_ruled)
 def gru(
     e: Emitter,
     op: Operator,
@@ -144,9 +172,10 @@ def gru(
     b: Value | None = None,
     lengths: Value | None = None,
     h0: Value | None = None,
-) -> Grads:
-    if _has_kernel(e, op):
-        return _emitted(e, op, [x, w, r, b, lengths, h0])
+) -> Grads | None:
+    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0])
+    if has_kernel:
+        return given
     layer = Layer.of(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
@@ -154,12 +183,13 @@ def gru(
 
 
 def _gru_after(d: Direction, kinds: Sequence[Activation]) -> Cell:
-    e, (f, g), product_of = d.e, kinds, _product(d)
+    e, (f, g), r, bias = d.e, kinds, d.r, d.biases()[1]
 
-    def cell(part: Value, states: Sequence[Value]) -> list[Value]:
-        (xz, xr, xh), (hz, hr, hh) = split(e, part, 3), split(e, product_of(states[0]), 3)
+    def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        of_state = product(e, states[0], r, bias)
+        (xz, xr, xh), (hz, hr, hh) = split(e, part, 3), split(e, of_state, 3)
         candidate = g.value(e, e.Add(xh, e.Mul(f.value(e, e.Add(xr, hr)), hh)))
-        return [_mixed(e, f.value(e, e.Add(xz, hz)), candidate, states[0])]
+        return [_mixed(e, f.value(e, e.Add(xz, hz)), candidate, states[0])], [of_state]
 
     return cell
 
@@ -174,10 +204,10 @@ def _gru_before(d: Direction, kinds: Sequence[Activation]) -> Cell:
         added = biases[index]
         return total if added is None else e.Add(total, added)
 
-    def cell(part: Value, states: Sequence[Value]) -> list[Value]:
+    def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         old, (xz, xr, xh) = states[0], split(e, part, 3)
         candidate = g.value(e, of(e.Mul(f.value(e, of(old, xr, 1)), old), xh, 2))
-        return [_mixed(e, f.value(e, of(old, xz, 0)), candidate, old)]
+        return [_mixed(e, f.value(e, of(old, xz, 0)), candidate, old)], []
 
     return cell
 
@@ -186,7 +216,7 @@ def _mixed(e: Emitter, z: Value, candidate: Value, old: Value) -> Value:
     return e.Add(e.Mul(e.Sub(e.like(1, z), z), candidate), e.Mul(z, old))
 
 
-@lowering_rule("LSTM", when=_other)
+@lowering_rule("LSTM", when=_ruled)
 def lstm(
     e: Emitter,
     op: Operator,
@@ -198,29 +228,31 @@ def lstm(
     h0: Value | None = None,
     c0: Value | None = None,
     p: Value | None = None,
-) -> Grads:
-    if _has_kernel(e, op):
-        return _emitted(e, op, [x, w, r, b, lengths, h0, c0, p])
+) -> Grads | None:
+    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0, c0, p])
+    if has_kernel:
+        return given
     layer = Layer.of(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     return _run(layer, lambda d: (_lstm(d, kinds[d.index], p), [d.state(h0), d.state(c0)]))
 
 
 def _lstm(d: Direction, kinds: Sequence[Activation], p: Value | None) -> Cell:
-    e, (f, g, h), product_of = d.e, kinds, _product(d)
+    e, (f, g, h), r = d.e, kinds, d.r
     peepholes = None if p is None else split(e, pick(e, p, d.index, 0), 3)
     coupled = bool(d.layer.op.attrs.get("input_forget", 0))
 
     def seen(gate: Value, cell: Value, index: int) -> Value:
         return gate if peepholes is None else e.Add(gate, e.Mul(cell, peepholes[index]))
 
-    def cell(part: Value, states: Sequence[Value]) -> list[Value]:
-        i, o, forget, c = split(e, e.Add(part, product_of(states[0])), 4)
+    def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        gates = product(e, states[0], r, part)
+        i, o, forget, c = split(e, gates, 4)
         old = states[1]
         i = f.value(e, seen(i, old, 0))
         kept = e.Sub(e.like(1, i), i) if coupled else f.value(e, seen(forget, old, 2))
         new = e.Add(e.Mul(old, kept), e.Mul(i, g.value(e, c)))
-        return [e.Mul(f.value(e, seen(o, new, 1)), h.value(e, new)), new]
+        return [e.Mul(f.value(e, seen(o, new, 1)), h.value(e, new)), new], [gates]
 
     return cell
 

@@ -1,15 +1,17 @@
 """Real models in torch eager, exported to ONNX and trained; runs in an environment of its own.
 
-    python torch_models.py FOLDER NAME PLACE     # NAME: resnet50, bert or lstm; PLACE: cpu or cuda; needs torch, timm,
-                                                 # transformers
+    python torch_models.py FOLDER NAME PLACE FORM   # NAME: a key of MODELS; PLACE: cpu or cuda; needs torch, timm,
+                                                    # transformers, and for a compiled model a C++ compiler
 
-Writes FOLDER/NAME.onnx and FOLDER/NAME.npz (its inputs and a target), prints "ready", and answers each line with a number
-on standard input with the time of that many Adam steps in ms a step (process time; on cuda wall-clock time), and the
-line "peak" with the peak memory of this process, on cuda of the device, in MiB. The loss is the mean squared distance of the output to the target.
+FORM "export" writes FOLDER/NAME.onnx and FOLDER/NAME.npz (its inputs and a target). "eager", with Adam as it is by default,
+and "compiled", with fused Adam, print "ready", and answer each line with a number on standard input with the time of that
+many Adam steps in ms a step (process time; on cuda wall-clock time), and the line "peak" with the peak memory of this
+process, on cuda of the device, in MiB. The loss is the mean squared distance of the output to the target.
 """
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
@@ -33,6 +35,12 @@ class Last(nn.Module):
         return self.pick(self.model, *inputs)
 
 
+def mlp():
+    """784-512-512-10, batch 64."""
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return model, (torch.randn(64, 784),), ["x"]
+
+
 def resnet50():
     """Batch 4, 224 x 224; batch normalisation folded, as an export for inference has it."""
     import timm
@@ -45,15 +53,28 @@ def resnet50():
     return model.eval(), (torch.randn(4, 3, 224, 224),), ["x"]
 
 
-def bert():
-    """2 layers, batch 8, 128 tokens."""
+def vit():
+    """ViT-S of patches of 16, batch 8, 224 x 224."""
+    import timm
+
+    model = timm.create_model("vit_small_patch16_224", pretrained=False)
+    return model.eval(), (torch.randn(8, 3, 224, 224),), ["x"]
+
+
+def bert(batch=8, tokens=128):
+    """2 layers."""
     from transformers import BertConfig, BertModel
 
     model = BertModel(BertConfig(num_hidden_layers=2, attn_implementation="eager")).eval()
-    mask = torch.ones(8, 128, dtype=torch.long)
-    mask[1, 90:] = 0
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask[1, tokens * 3 // 4 :] = 0
     wrapped = Last(model, lambda m, i, a: m(input_ids=i, attention_mask=a).last_hidden_state)
-    return wrapped, (torch.randint(0, 30000, (8, 128)), mask), ["input_ids", "attention_mask"]
+    return wrapped, (torch.randint(0, 30000, (batch, tokens)), mask), ["input_ids", "attention_mask"]
+
+
+def short_bert():
+    """2 layers on so little text that the update decides the time of a step."""
+    return bert(2, 16)
 
 
 def lstm():
@@ -72,30 +93,49 @@ def lstm():
     return Tagger().eval(), (torch.randint(0, 1000, (16, 50)),), ["ids"]
 
 
-def main():
-    """Export, then serve."""
-    folder, name, place = sys.argv[1:]
-    model, inputs, names = {"resnet50": resnet50, "bert": bert, "lstm": lstm}[name]()
+#: What stands beside ours.
+MODELS = {"mlp": mlp, "bert": bert, "short_bert": short_bert, "resnet50": resnet50, "vit": vit, "lstm": lstm}
+
+
+def export(model, inputs, names, path):
+    """The model as PATH.onnx, its inputs and a target for its output as PATH.npz."""
     with torch.no_grad():
         out = model(*inputs)
         torch.onnx.export(
             model,
             inputs,
-            f"{folder}/{name}.onnx",
+            f"{path}.onnx",
             dynamo=False,
             input_names=names,
             opset_version=17,
             do_constant_folding=True,
         )
     target = out + torch.randn_like(out) * out.std()
-    np.savez(
-        f"{folder}/{name}.npz", target=target.numpy(), **{n: v.numpy() for n, v in zip(names, inputs, strict=True)}
-    )
+    np.savez(f"{path}.npz", target=target.numpy(), **{n: v.numpy() for n, v in zip(names, inputs, strict=True)})
+
+
+def main():
+    """Export, or serve."""
+    folder, name, place, form = sys.argv[1:]
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for missing in ("nms", "qnms"):  # torchvision for CUDA, which nobody calls here, does not load beside torch for CPU
+        with contextlib.suppress(RuntimeError):
+            library.define(f"{missing}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    model, inputs, names = MODELS[name]()
+    if form == "export":
+        export(model, inputs, names, f"{folder}/{name}")
+        return
+    target = torch.from_numpy(np.load(f"{folder}/{name}.npz")["target"])
     print("ready", flush=True)
-    cuda = place == "cuda"
+    cuda, compiled = place == "cuda", form == "compiled"
     model, target, inputs = model.to(place), target.to(place), [v.to(place) for v in inputs]
     clock = time.perf_counter if cuda else time.process_time
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=compiled or None)
+
+    def loss_of(*given):
+        return nn.functional.mse_loss(model(*given), target)
+
+    step = torch.compile(loss_of) if compiled else loss_of
     for line in sys.stdin:
         if line.strip() == "peak":
             peak = (
@@ -106,7 +146,7 @@ def main():
         start = clock()
         for _ in range(int(line)):
             optimizer.zero_grad(set_to_none=True)
-            nn.functional.mse_loss(model(*inputs), target).backward()
+            step(*inputs).backward()
             optimizer.step()
         if cuda:
             torch.cuda.synchronize()

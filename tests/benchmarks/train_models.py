@@ -1,10 +1,10 @@
-"""Training steps of exported models beside torch eager: time, peak memory, and where the time goes.
+"""Training steps of exported models beside torch, eager and compiled: time, peak memory, and where the time goes.
 
     python -m tests.benchmarks.train_models --torch-python PATH   # PATH: a python with torch, timm and transformers
 
-Both sides train the same weights on the same batch with Adam, fp32, one thread, in processes of their own that take
-turns, block by block; figures are medians over blocks, of process time. Peak memory is that of the whole process, the
-export (torch) and the import (ours) included, and so are interpreters and libraries. ``--place cuda``: wall-clock time of
+All sides train the same weights on the same batch with Adam (compiled: fused), one thread, in processes of their own that
+take turns, block by block; figures are medians over blocks, of process time. Peak memory is that of the whole process,
+interpreters, libraries and our import included. ``--place cuda``: wall-clock time of
 blocks of steps, each of which fetches the loss; torch's memory is then that of the device, ours still the process's.
 """
 
@@ -28,7 +28,7 @@ from amp_transpiler.nn import functional as F
 from tests.benchmarks.profiled import largest_costs
 
 #: Steps in a block.
-STEPS = {"resnet50": 1, "bert": 1, "lstm": 4}
+STEPS = {"mlp": 40, "bert": 1, "short_bert": 3, "resnet50": 1, "vit": 1, "lstm": 4}
 
 
 def serve(folder: str, name: str, mode: str, place_name: str) -> None:
@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--torch", nargs="*", default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", default=["fp32", "pure-fp16"])
     parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     if "--serve" in sys.argv:
@@ -104,10 +106,9 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            torch = Worker(
-                [options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name, options.place]
-            )
-            sides = {"torch": torch}
+            theirs = [options.torch_python, str(Path(__file__).with_name("torch_models.py")), folder, name]
+            subprocess.run([*theirs, options.place, "export"], check=True, stdout=subprocess.DEVNULL)
+            sides = {form: Worker([*theirs, options.place, form]) for form in options.torch}
             sides |= {
                 mode: Worker(
                     [
@@ -121,7 +122,7 @@ def main() -> None:
                         options.place,
                     ]
                 )
-                for mode in ("fp32", "pure-fp16")
+                for mode in options.modes
             }
             compare(name, sides, options.blocks)
             for side in sides.values():
@@ -138,18 +139,15 @@ def compare(name: str, sides: dict[str, Worker], blocks: int) -> None:
                 times[side].append(spent)
     peaks = {side: float(worker.ask("peak")) for side, worker in sides.items()}
     facts = json.loads(sides["fp32"].ask("costs"))
+    middle = {side: statistics.median(found) for side, found in times.items()}
 
-    def ratio(side: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[side], times[other], strict=True))
+    def ratio(side: str, other: str) -> str:
+        return f"{statistics.median(a / b for a, b in zip(times[side], times[other], strict=True)):.2f}"
 
-    print(
-        f"{name}: torch {statistics.median(times['torch']):.0f} ms/step, ours fp32 "
-        f"{statistics.median(times['fp32']):.0f} ms = {ratio('fp32', 'torch'):.2f}; pure fp16 (CPU, bit-faithful) "
-        f"x{ratio('pure-fp16', 'fp32'):.2f} of fp32; peak {peaks['torch']:.0f} MiB, ours {peaks['fp32']:.0f} = "
-        f"{peaks['fp32'] / peaks['torch']:.2f}, pure fp16 {peaks['pure-fp16']:.0f}; costs: {', '.join(facts['costs'])}; "
-        f"import to startup {facts['built']:.1f} s",
-        flush=True,
-    )
+    print(f"{name}: import to startup {facts['built']:.1f} s; costs of fp32: {', '.join(facts['costs'])}")
+    for side in sides:
+        others = ", ".join(f"{ratio(side, other)} of {other}" for other in sides if other != side)
+        print(f"  {side}: {middle[side]:.1f} ms a step ({others}); peak {peaks[side]:.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -226,12 +226,11 @@ class _Emission(EmulatedStorage):
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:
             self._cast(op)
-        elif lowering_rule_of(op) is not None:
-            self._body(op)
-        elif op.domain == OWN:
-            raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-        elif not emit_biased(self, self.biased.get(op.key), op) and not emit_multiple(self, op):
-            self._standard(op)
+        elif lowering_rule_of(op) is None or not self._body(op):
+            if op.domain == OWN:
+                raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
+            if not emit_biased(self, self.biased.get(op.key), op) and not emit_multiple(self, op):
+                self._standard(op)
 
     def _cast(self, op: Operator) -> None:
         source, target = op.inputs[0], op.outputs[0]
@@ -251,7 +250,8 @@ class _Emission(EmulatedStorage):
             to = ONNX_TYPES[target.dtype]
             self.env[target.key] = self.e.op("Cast", value, dtype=target.dtype, shape=value.shape, to=to, **extra)
 
-    def _body(self, op: Operator) -> None:
+    def _body(self, op: Operator) -> bool:
+        """What the operator's rule writes; False where it leaves the operator as it stands to this place."""
         found, function = lookup(op), lowering_rule_of(op)
         assert found is not None and function is not None and self.shapes is not None
         self.e.wanted = [v is not None for v in op.outputs]
@@ -271,7 +271,9 @@ class _Emission(EmulatedStorage):
                 i if v is None or i is None else self.stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)
             ]
         with rule_of(op), self.e.emulation() if emulation else nullcontext():
-            results = list(function(self.e, op, *group_inputs(op, inputs)))
+            results = function(self.e, op, *group_inputs(op, inputs))
+        if results is None:
+            return False
         for variable, value in zip_longest(op.outputs, results):
             if variable is not None:
                 if value is None:
@@ -279,6 +281,7 @@ class _Emission(EmulatedStorage):
                         f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"
                     )
                 self.env[variable.key] = self.finished(variable, value, found.exact)
+        return True
 
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
