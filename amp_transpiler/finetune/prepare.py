@@ -29,6 +29,7 @@ from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
+from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
@@ -121,6 +122,7 @@ def prepare_training(
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         notes += fuse_layer_norms(program)
+        notes += fuse_gelus(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += train_batch_norm(program) if batch_norm == "train" else []

@@ -23,7 +23,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.traits import Traits
-from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, dtype_name, numpy_dtype
+from amp_transpiler.ir.types import HALF, ONNX_TYPES, dtype_name, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
 
 #: Elements from which on it matters how a kernel walks over them.
@@ -317,11 +317,8 @@ class Emitter:
         with self.nested():
             within = [Value(self.name(f"{name}_in"), v.dtype, v.shape) for v in inputs]
             written = write(*within)
-            free = {made for node in self.nodes for made in node.output}  # what is an output has a name of its own
-            results = []
-            for v in written:
-                results.append(v if v.name in free else self.op("Identity", v, dtype=v.dtype, shape=v.shape))
-                free.discard(v.name)
+            free = {made: True for node in self.nodes for made in node.output}  # an output has a name of its own
+            results = [v if free.pop(v.name, 0) else self.Identity(v, dtype=v.dtype, shape=v.shape) for v in written]
             inputs_of, outputs_of = (
                 [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[self._tensor_type(v)], v.shape) for v in values]
                 for values in (within, results)
@@ -388,8 +385,3 @@ def _shape(type_: str, traits: Traits, shapes: list[tuple[int, ...] | None]) -> 
         a, b = known
         return (*(int(d) for d in np.broadcast_shapes(a[:-2], b[:-2])), a[-2], b[-1])
     return None
-
-
-def is_float(dtype: str | None) -> bool:
-    """Whether an element type name is a floating type that precision passes know."""
-    return dtype in FLOATS

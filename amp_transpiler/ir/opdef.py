@@ -28,6 +28,7 @@ from amp_transpiler.ir.traits import Traits
 T = TypeVar("T")
 #: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
 Rule = Callable[..., Sequence[Any] | None]
+AnyRule = TypeVar("AnyRule", bound=Rule)
 Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
 #: Fixed shapes by slot; None where a slot is left out.
 SlotShapes = Sequence[tuple[int, ...] | None]
@@ -183,13 +184,13 @@ def lowering_rule(
     when: Callable[[Operator], bool] | None = None,
     infer: Infer | None = None,
     slots: Slots | None = None,
-) -> Callable[[Rule], Rule]:
+) -> Callable[[AnyRule], AnyRule]:
     """Register the decorated function as the lowering rule of an operator: ``f(e, op, *inputs) -> [outputs]``.
 
     With ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
     """
 
-    def register(function: Rule) -> Rule:
+    def register(function: AnyRule) -> AnyRule:
         found = entry(full_type)
         found.lowering, found.native, found.when = function, native, when
         if slots is not None:

@@ -31,6 +31,7 @@ from amp_transpiler.ops.training.rows import joined, remember
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
+from amp_transpiler.passes.lowering.late_readers import waiting
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
@@ -120,9 +121,8 @@ class _Emission(EmulatedStorage):
         outputs = self._ports()
         wanted, updates = {info.name for info in outputs}, {port.tensor for port in self.result.updates}
         feeds = {port.tensor: port.shape for port in self.result.feeds}
-        self.e.nodes, self.result.origins = arranged(self.e, self.result.origins, wanted, updates, feeds)
-        graph = onnx.GraphProto(name=self.program.graph_name)
-        graph.node.extend(self.e.nodes)
+        self.e.nodes, self.result.origins = arranged(self.e, waiting(self.e, self.result), wanted, updates, feeds)
+        graph = onnx.GraphProto(name=self.program.graph_name, node=self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
         unread = self.layout.unread(self.result.states, used | {info.name for info in outputs})
@@ -255,17 +255,14 @@ class _Emission(EmulatedStorage):
         found, function = lookup(op), lowering_rule_of(op)
         assert found is not None and function is not None and self.shapes is not None
         self.e.wanted = [v is not None for v in op.outputs]
-        gradients = [v is not None and v.grad_of is not None for v in op.outputs]
         self.e.output_shapes = [
-            self.shapes.shape(v) if is_gradient and v is not None else None
-            for v, is_gradient in zip(op.outputs, gradients, strict=True)
+            self.shapes.shape(v) if v is not None and v.grad_of is not None else None for v in op.outputs
         ]
         inputs = [None if v is None else self._shaped(op, v) for v in op.inputs]
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
-        emulation = (
-            self.cpu and found.native and not any(v is not None and v.name in self.keep_fp32 for v in op.outputs)
-        )
+        unrounded = any(v is not None and v.name in self.keep_fp32 for v in op.outputs)
+        emulation = self.cpu and found.native and not unrounded
         if emulation:
             inputs = [
                 i if v is None or i is None else self.stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)

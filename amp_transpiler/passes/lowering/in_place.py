@@ -36,6 +36,8 @@ _COMPUTES = frozenset(
     Sub Sum Tanh Tile TopK Transpose Where
     """.split()  # noqa: SIM905
 )
+#: Of these, operators that move elements, and that another one may read through.
+_MOVES = frozenset({"Cast", "Transpose"})
 _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
 
 #: Operators that compute element i of their one output from element i of each input, slot -> may be written over.
@@ -64,6 +66,24 @@ def refusals(
     return _Proof(graph, within or {}, ends).answer(pairs)
 
 
+def late_readers(graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]]) -> list[list[onnx.NodeProto]]:
+    """For each (state, update) the nodes that read the state and may do so after the update.
+
+    They are other nodes than that which makes the update. What only moves the state's elements counts as reading on:
+    onnxruntime fuses it into what reads it.
+    """
+    proof = _Proof(graph, {}, through=_MOVES)
+    readers = [proof.readers_of(state)[0] for state, _ in pairs]
+    targets = {proof.producer[output] for _, output in pairs}
+    earlier = proof.ancestors({index for found in readers for index in found}, targets)
+    late: list[list[onnx.NodeProto]] = []
+    for (_, output), found in zip(pairs, readers, strict=True):
+        producer = proof.producer[output]
+        behind = [i for i in found if i != producer and not earlier[producer] >> proof.bit[i] & 1]
+        late.append([node for i in behind if (node := proof.nodes[i]).op_type not in _MOVES])
+    return late
+
+
 def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
     """Of each flat state input: the inputs whose memory is part of its own."""
     tensors = {port.variable: port.tensor for port in states}
@@ -75,8 +95,17 @@ def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
 
 
 class _Proof:
-    def __init__(self, graph: onnx.GraphProto, within: Mapping[str, Sequence[str]], ends: Sequence[int]) -> None:
-        self.nodes, self.within = list(graph.node), within
+    """A graph, read for who reads the states and what comes before what."""
+
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        within: Mapping[str, Sequence[str]],
+        ends: Sequence[int] = (),
+        through: frozenset[str] = frozenset(),
+    ) -> None:
+        """``through``: operators that count as reading on although they compute."""
+        self.nodes, self.within, self.computes = list(graph.node), within, _COMPUTES - through
         self.part = [bisect_right(ends, index) for index in range(len(self.nodes))]
         self.types = {
             info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
@@ -94,14 +123,14 @@ class _Proof:
             self.producer.update((name, index) for name in node.output if name)
 
     def answer(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        readers = [self._readers(state) for state, _ in pairs]
+        readers = [self.readers_of(state) for state, _ in pairs]
         targets = {self.producer[output] for _, output in pairs if output in self.producer}
-        earlier = self._ancestors({index for found, _ in readers for index in found}, targets)
+        earlier = self.ancestors({index for found, _ in readers for index in found}, targets)
         return [
             self._check(state, output, *found, earlier) for (state, output), found in zip(pairs, readers, strict=True)
         ]
 
-    def _readers(self, state: str) -> tuple[list[int], set[str]]:
+    def readers_of(self, state: str) -> tuple[list[int], set[str]]:
         """The nodes that read the state's memory, and every tensor that may be that memory."""
         queue, found = [state, *self.within.get(state, ())], dict[int, None]()
         views = set(queue)
@@ -111,13 +140,13 @@ class _Proof:
                     continue
                 found[index] = None
                 node = self.nodes[index]
-                if node.op_type not in _COMPUTES or node.domain not in _DOMAINS or _nested(node):
+                if node.op_type not in self.computes or node.domain not in _DOMAINS or _nested(node):
                     new = set(node.output) - views - {""}
                     views |= new
                     queue.extend(new)
         return list(found), views
 
-    def _ancestors(self, wanted: set[int], targets: set[int]) -> dict[int, int]:
+    def ancestors(self, wanted: set[int], targets: set[int]) -> dict[int, int]:
         """For each target node, a bit for each of the wanted nodes of its part that is an ancestor of it.
 
         ``wanted`` nodes get their bits in the graph's order; a node's bits are dropped after its last reader.

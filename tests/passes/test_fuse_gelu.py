@@ -1,0 +1,63 @@
+"""GELUs that exporters wrote out, in the orders in which they multiply, and what only looks like one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
+
+HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[4, 5] x) => (float[4, 5] y) '
+HEAD += "<float root = {1.41421354}, float half = {0.5}, float one = {1.0}, float inverse = {0.70710677}, float two = {2.0}> "
+ERF = "{ s = Div(x, root)  f = Erf(s)  a = Add(f, one)  "
+GELUS = {
+    "product first": ERF + "p = Mul(x, a)  y = Mul(p, half) }",
+    "half of x first": ERF + "h = Mul(half, x)  y = Mul(h, a) }",
+    "half of the sum first": ERF + "h = Mul(a, half)  y = Mul(x, h) }",
+    "multiplied by the root's inverse": "{ s = Mul(inverse, x)  f = Erf(s)  a = Add(one, f)  p = Mul(a, x)  y = Mul(p, half) }",
+}
+OTHERS = {
+    "another root": ERF.replace("root", "two") + "p = Mul(x, a)  y = Mul(p, half) }",
+    "another factor": ERF + "p = Mul(x, a)  y = Mul(p, inverse) }",
+    "another x": ERF + "t = Tanh(x)  p = Mul(t, a)  y = Mul(p, half) }",
+    "the sum is read twice": ERF + "p = Mul(x, a)  q = Mul(p, half)  y = Add(q, a) }",
+    "a square": ERF + "p = Mul(a, a)  y = Mul(p, half) }",
+}
+
+
+def program(body: str) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + body))
+
+
+@pytest.mark.parametrize("name", GELUS)
+def test_a_gelu_becomes_one_operator(name: str) -> None:
+    found = program(GELUS[name])
+    assert fuse_gelus(found) == ["1 GELUs that were written out are one operator each"]
+    assert [op.type for op in found.operators if op.type != "Constant"] == ["Gelu"]
+    x = np.linspace(-6, 6, 20, dtype=np.float32).reshape(4, 5)
+    exact = [v / 2 * (1 + math.erf(v / math.sqrt(2))) for v in x.reshape(-1).tolist()]
+    (y,) = amp.Executor(amp.CPUPlace()).run(found, feed={"x": x}, fetch_list=["y"])
+    np.testing.assert_allclose(y.reshape(-1), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_one_stays(name: str) -> None:
+    found = program(OTHERS[name])
+    before = [op.type for op in found.operators]
+    assert not fuse_gelus(found) and [op.type for op in found.operators] == before
+
+
+def test_an_imported_model_is_trained_with_the_operator() -> None:
+    weight = " w = {" + ", ".join(["0.1"] * 25) + "}, float"
+    model = onnx.parser.parse_model(
+        HEAD.replace("<float root", "<float[5, 5]" + weight + " root")
+        + GELUS["product first"].replace("y =", "z =")[:-1]
+        + " y = MatMul(z, w) }"
+    )
+    found = amp.Program.from_onnx(model)
+    assert any("GELUs" in note for note in amp.prepare_training(found).notes)
+    assert "Erf" not in [op.type for op in found.operators]
