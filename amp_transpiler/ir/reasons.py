@@ -168,10 +168,9 @@ _LONGEST, _CAUSES = 1000, 2
 
 
 @cache
-def _patterns() -> list[tuple[Kind, str, re.Pattern[str]]]:
-    """Every kind with what its text begins with and the form of the whole."""
-    forms = [(kind, ["(.+?)" if i % 2 else re.escape(part) for i, part in enumerate(kind.parts)]) for kind in Kind]
-    return [(kind, kind.parts[0], re.compile("".join(form), re.DOTALL)) for kind, form in forms]
+def _pattern(kind: Kind) -> re.Pattern[str]:
+    """The form of the whole text of a kind."""
+    return re.compile("".join("(.+?)" if i % 2 else re.escape(part) for i, part in enumerate(kind.parts)), re.DOTALL)
 
 
 @lru_cache(maxsize=65536)
@@ -191,8 +190,8 @@ def _today(text: str) -> str:
 
 
 def _parsed(text: str, causes: int) -> Reason:
-    for kind, start, pattern in _patterns() if len(text) <= _LONGEST else ():
-        found = pattern.fullmatch(text) if text.startswith(start) else None
+    for kind in Kind if len(text) <= _LONGEST else ():
+        found = _pattern(kind).fullmatch(text) if text.startswith(kind.parts[0]) else None
         if found is None:
             continue
         fields = list(zip(kind.parts[1::2], found.groups(), strict=True))
