@@ -12,6 +12,7 @@ from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, trai
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu, rounded_once
+from amp_transpiler.ops.pool import through_maxima
 
 
 def _greater(e: Emitter, value: Value, number: float) -> Value:
@@ -31,7 +32,7 @@ def _positive(e: Emitter, value: Value) -> Value:
 @gradient("Relu", reads="y0 dy0", native=True)
 def relu(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     # Selected, not multiplied: an overflowed dy behind a dead unit is no NaN.
-    return [e.Where(_positive(e, y), dy, e.like(0, dy))]
+    return [through_maxima(e, y, dy) or e.Where(_positive(e, y), dy, e.like(0, dy))]
 
 
 @gradient("LeakyRelu", reads="x0 dy0", native=True)

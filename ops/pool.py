@@ -14,7 +14,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, magnitude, same, 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
-from amp_transpiler.ops.common import comparable
+from amp_transpiler.ops.common import comparable, size_of
 from amp_transpiler.ops.window import Window, window_of
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
@@ -39,7 +39,66 @@ def max_pool(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequenc
     window = window_of(op, op.attrs["kernel_shape"], x.shape[2:], dy.shape[2:])
     if e.place == "cpu":
         return [_max_pool_on_cpu(e, op, window, x, y, dy)]
-    return [_scatter(e, dy, _max_pool_indices(e, op, x), x.shape, window.overlaps)]
+    if window.is_tiling and prod(window.kernel) <= _LARGEST_TILE:
+        maxima = _firsts_of_tiles(e, window, x, y)
+    else:
+        maxima = _max_pool_indices(e, op, x)
+    dx = _at_maxima(e, dy, maxima, x.shape, window.overlaps)
+    e.shared[_shared(dx)] = (x, y, dy, maxima, *[dx] * window.overlaps)
+    return [dx]
+
+
+def _firsts_of_tiles(e: Emitter, window: Window, x: Value, y: Value) -> Value:
+    """Whether each element is the first maximum of its tile; of one with NaN none is. As [N * C, tiles, taps, ...].
+
+    Positions would be 64-bit numbers on a GPU, and scattering by them takes zeros to scatter into.
+    """
+    places, batch = size_of(y), prod(size_of(x)[:2])
+    split = (batch, *_paired(window.target, window.kernel))
+    taps = (1, *_paired([1] * window.rank, window.kernel))
+    maxima = e.reshape(comparable(e, y), _one_a_tile(split))
+    held = e.Equal(e.reshape(comparable(e, x), split), maxima, shape=split)
+    earlier = e.const(np.arange(prod(taps), 0, -1).reshape(taps), "float16")
+    rank = e.Where(held, earlier, e.const(0, "float16"), shape=split)
+    tiles = {"kernel_shape": list(window.kernel), "strides": list(window.strides)}
+    first = e.op("MaxPool", e.reshape(rank, size_of(x)), shape=places, **tiles)
+    first = e.Max(first, e.const(1, "float16"), shape=places)
+    return e.Equal(rank, e.reshape(first, _one_a_tile(split)), dtype="bool", shape=split)
+
+
+def _paired(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [n for pair in zip(a, b, strict=True) for n in pair]
+
+
+def _one_a_tile(split: Sequence[int]) -> tuple[int, ...]:
+    return tuple(1 if i and not i % 2 else n for i, n in enumerate(split))
+
+
+def _at_maxima(e: Emitter, values: Value, maxima: Value, shape: Sequence[int], add: bool) -> Value:
+    """``values`` where ``maxima`` (as :func:`_firsts_of_tiles` or :func:`_max_pool_indices`) says, zeros elsewhere."""
+    if maxima.dtype != "bool":
+        return e.cast(_scatter(e, values, maxima, shape, add), values.dtype)
+    split = size_of(maxima)
+    chosen = e.Where(maxima, e.reshape(values, _one_a_tile(split)), e.like(0, values), shape=split)
+    return e.reshape(chosen, shape)
+
+
+def through_maxima(e: Emitter, y: Value, dy: Value) -> Value | None:
+    """The gradient of y = Relu(x) where ``dy`` is what the gradient of a MaxPool of Y alone has made; None elsewhere.
+
+    What reaches a maximum goes on where the maximum is positive: the pool's result is compared, not all that it read.
+    """
+    if _shared(dy) not in e.shared:
+        return None
+    x, most, share, maxima, *adds = e.shared[_shared(dy)]
+    if x.name != y.name or most.dtype == "bfloat16":  # CUDA compares no bfloat16
+        return None
+    passed = e.Where(e.Greater(most, e.like(0, most)), share, e.like(0, share))
+    return _at_maxima(e, passed, maxima, size_of(y), bool(adds))
+
+
+def _shared(dx: Value) -> str:
+    return f"how {dx.name} was scattered"
 
 
 def _max_pool_on_cpu(e: Emitter, op: Operator, window: Window, x: Value, y: Value, dy: Value) -> Value:
@@ -91,15 +150,12 @@ def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], ad
         values = e.f32(values)
     flat = e.zeros([prod(shape)], values.dtype)
     reduction = "add" if add else "none"
-    minus_one = e.ints(-1)
-    result = e.op(
-        "ScatterElements",
-        flat,
-        e.Reshape(indices, minus_one),
-        e.Reshape(values, minus_one),
-        axis=0,
-        reduction=reduction,
-    )
+    count = prod(size_of(values))
+    values = e.reshape(values, (count,))
+    if e.place == "cpu":
+        result = e.op("ScatterElements", flat, e.reshape(indices, (count,)), values, axis=0, reduction=reduction)
+    else:  # which writes over the zeros there
+        result = e.op("ScatterND", flat, e.reshape(indices, (count, 1)), values, reduction=reduction)
     return e.reshape(result, shape)
 
 

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.nn import functional as F
 from amp_transpiler.ops import conv
 from amp_transpiler.ops.window import Window
 from tests.helpers.gradcheck import check_gradient, few, gradient_model
@@ -203,6 +205,43 @@ def test_a_tie_goes_to_the_first_maximum(strides: list[int], place: str) -> None
     dx = run(model, {i.name: fed[i.name] for i in model.graph.input})[0]
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dx.sum((2, 3)), dy.sum((2, 3)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_pool_of_tiles_on_a_gpu_takes_no_positions_nor_zeros_and_drops_what_dead_units_get(dtype: str) -> None:
+    """Relu, then MaxPool: both gradients by numpy, bit for bit, ties, -0.0 and huge ones included, in one selection."""
+    main, shape = amp.Program(), (2, 3, 4, 6)
+    with amp.program_guard(main, amp.Program()), amp.unique_name.guard():
+        p = amp.create_parameter(list(shape), dtype, "p")
+        h = F.relu(p)
+        pooled = F.max_pool2d(h, [2, 3], [2, 3])
+        loss = F.mean(F.cast(pooled * amp.data("w", [2, 3, 2, 2], dtype), "float32"))
+        amp.append_backward(loss)
+    rng = np.random.default_rng(0)
+    fed = {"p": rng.integers(-3, 2, shape).astype(dtype), "w": rng.integers(-9, 9, (2, 3, 2, 2)).astype(dtype)}
+    fed["p"][0, 0, :2], fed["w"][0, 0, 0] = -1, (-0.0, 60000)
+    live = np.maximum(fed["p"], 0)
+    tiles = live.reshape(2, 3, 2, 2, 2, 3).swapaxes(3, 4).reshape(2, 3, 2, 2, 6)
+    dy = fed["w"] * np.asarray(1 / 24, dtype)
+    expected = np.where(np.arange(6) == tiles.argmax(-1)[..., None], dy[..., None], 0).astype(dtype)
+    expected = expected.reshape(2, 3, 2, 2, 2, 3).swapaxes(3, 4).reshape(shape)
+    lowered = main.lower(amp.CUDAPlace(0), fetches=["p@GRAD"])
+    kinds = [node.op_type for node in lowered.model.graph.node]
+    assert "ScatterElements" not in kinds and kinds.count("Greater") == 1
+    both = main.lower(amp.CUDAPlace(0), fetches=["p@GRAD", f"{h.name}@GRAD"])
+    for found, wanted in (
+        (run_reference(lowered.model, fed)[0], np.where(live > 0, expected, np.zeros_like(expected))),
+        (run_reference(both.model, fed)[1], expected),
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_tile_with_nan_gets_no_gradient_on_a_gpu() -> None:
+    x = np.array([[[[1, np.nan, 3, 2]]]], np.float32)
+    model = gradient_model("MaxPool", [x], "float32", "cuda", kernel_shape=[1, 2], strides=[1, 2])
+    fed = {"x0": x, "y0": np.array([[[[np.nan, 3]]]], np.float32), "dy0": np.ones((1, 1, 1, 2), np.float32)}
+    dx = run_cpu(model, {i.name: fed[i.name] for i in model.graph.input})[0]
+    np.testing.assert_array_equal(dx, [[[[0, 0, 1, 0]]]])
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
