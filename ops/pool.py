@@ -60,8 +60,8 @@ def _firsts_of_tiles(e: Emitter, window: Window, x: Value, y: Value) -> Value:
     held = e.Equal(e.reshape(comparable(e, x), split), maxima, shape=split)
     earlier = e.const(np.arange(prod(taps), 0, -1).reshape(taps), "float16")
     rank = e.Where(held, earlier, e.const(0, "float16"), shape=split)
-    tiles = {"kernel_shape": list(window.kernel), "strides": list(window.strides)}
-    first = e.op("MaxPool", e.reshape(rank, size_of(x)), shape=places, **tiles)
+    ranks, kernel, strides = e.reshape(rank, size_of(x)), list(window.kernel), list(window.strides)
+    first = e.op("MaxPool", ranks, kernel_shape=kernel, strides=strides, shape=places)
     first = e.Max(first, e.const(1, "float16"), shape=places)
     return e.Equal(rank, e.reshape(first, _one_a_tile(split)), dtype="bool", shape=split)
 

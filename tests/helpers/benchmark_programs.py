@@ -82,14 +82,34 @@ def lstm(batch: int = 16, length: int = 8, width: int = 128) -> Any:
     return F.cross_entropy(logits, label)
 
 
+def ctc(batch: int = 32, length: int = 32, words: int = 28) -> Any:
+    """Speech: two convolutions over time, a dense layer, the CTC loss."""
+    x = amp.data("x", [batch, 1, 2 * length, 40], "float32")
+    label, lengths = amp.data("label", [batch, 8], "int32"), amp.data("lengths", [batch], "int32")
+    with amp.fp16_guard():
+        h = amp.nn.conv2d(x, 32, 3, stride=2, padding=1, act="relu")
+        h = amp.nn.conv2d(h, 32, 3, padding=1, act="relu")
+        h = F.reshape(F.transpose(h, [2, 0, 1, 3]), [length, -1, 32 * 20])
+        scores = amp.nn.fc(h, words + 1, num_flatten_dims=2)
+    return F.ctc_loss(scores, label, amp.data("steps", [batch], "int32"), lengths)
+
+
 PROGRAMS: dict[str, Callable[..., Any]] = {"bert": bert, "resnet": resnet, "mlp": mlp, "cnn": cnn, "lstm": lstm}
+#: Of what size activations, not the update, take the most memory.
+LARGE: dict[str, dict[str, int]] = {
+    "bert": {"batch": 64, "length": 128},
+    "resnet": {"batch": 64},
+    "mlp": {"batch": 4096},
+    "cnn": {"batch": 1024},
+    "ctc": {"batch": 256},
+}
 
 
 def training(name: str, mode: str, **sizes: Any) -> tuple[amp.Program, amp.Program, Any, Any]:
     """A whole training step (Adam, Momentum for the ResNet) in a mode: programs, loss and optimizer."""
     main, startup = amp.Program(name), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
-        loss = PROGRAMS[name](**sizes)
+        loss = (PROGRAMS | {"ctc": ctc})[name](**sizes)
         wide = mode == "pure"
         optimizer: Any = (
             amp.optimizer.Momentum(0.1, 0.9, multi_precision=wide)

@@ -17,8 +17,8 @@ from amp_transpiler.ir.kernel_cost import moved_bytes
 from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.lists.devices import devices, find_device, parse_devices
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
-from tests.helpers.benchmark_programs import MODES, PROGRAMS, step
-from tests.record.costs import FILE, costs
+from tests.helpers.benchmark_programs import LARGE, MODES, PROGRAMS, step
+from tests.record.costs import FILE, costs, temporaries
 
 CUDA = amp.CUDAPlace(0)
 
@@ -35,6 +35,14 @@ def test_costs_are_as_recorded(name: str, mode: str) -> None:
     found, recorded = costs(name, mode), json.loads(FILE.read_text(encoding="utf-8"))[f"{name} {mode}"]
     changed = {key: (recorded[key], found[key]) for key in recorded if recorded[key] != found[key]}
     assert not changed, f"{changed} (before, now): where that is meant, python -m tests.record.costs, and commit it"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_pure_16_bit_takes_half_of_the_temporaries(name: str) -> None:
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))[f"large {name}"]
+    found = {mode: temporaries(name, mode) for mode in ("fp32", "pure")}
+    assert found["pure"] <= 0.54 * found["fp32"]
+    assert found == recorded, "where that is meant, python -m tests.record.costs, and commit it"
 
 
 SIZES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}

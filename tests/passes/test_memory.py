@@ -191,7 +191,7 @@ def test_wrong_shapes_are_named(shapes: object, message: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
     "arguments",
-    [("mlp", "fp32"), ("pooled", "pure-fp16"), ("bert", "amp"), ("lstm", "fp32"), ("ctc", "amp"), ("residual", "amp")],
+    [("mlp", "fp32"), ("pooled", "pure-fp16"), ("bert", "amp"), ("gru", "amp"), ("ctc", "amp"), ("residual", "amp")],
     ids=" ".join,
 )
 def test_against_a_real_step(arguments: tuple[str, ...]) -> None:

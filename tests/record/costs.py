@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 import amp_transpiler as amp
-from tests.helpers.benchmark_programs import MODES, PROGRAMS, step
+from tests.helpers.benchmark_programs import LARGE, MODES, PROGRAMS, step, training
 from tests.helpers.where import RECORDED
 
 FILE = RECORDED / "costs.json"
@@ -30,9 +30,17 @@ def costs(name: str, mode: str) -> dict[str, Any]:
     }
 
 
+def temporaries(name: str, mode: str) -> int:
+    """The bytes of activations, gradients and temporaries at the peak, where the program's sizes make them the most."""
+    main, _, loss, _ = training(name, mode, **LARGE[name])
+    return main.cost_estimate(amp.CUDAPlace(0), fetch_list=[loss]).temporaries
+
+
 def main() -> None:
     """Write every program in every mode, a line each."""
     lines = [f'"{name} {mode}": {json.dumps(costs(name, mode))}' for name in PROGRAMS for mode in MODES]
+    found = {name: {mode: temporaries(name, mode) for mode in ("fp32", "pure")} for name in LARGE}
+    lines += [f'"large {name}": {json.dumps(sizes)}' for name, sizes in found.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

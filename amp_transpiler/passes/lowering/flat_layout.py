@@ -106,7 +106,8 @@ def flat_layout(
         for row in _rows(op, updates, shapes):
             if worth.takes(row.shape) and all(taken[state.key] == 1 for state, _ in row.states.values()):
                 groups.setdefault(row.kind, []).append(row)
-        for rows in groups.values():
+        # Gradients of the last group are made first; what the largest ones are made of takes the most until then.
+        for rows in sorted(groups.values(), key=lambda rows: sum(math.prod(row.shape) for row in rows)):
             if len(rows) >= worth.fewest:
                 _add(layout, op, rows)
     _add_statistics(layout, operators, updates, shapes, worth)

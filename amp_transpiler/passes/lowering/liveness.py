@@ -32,7 +32,8 @@ _OVER_FIRST = {
         Tanh ThresholdedRelu Trilu""".split()  # noqa: SIM905
     ),
     "cuda": frozenset(
-        "Elu Gelu HardSigmoid LeakyRelu Relu Selu Sigmoid Softplus Softsign Tanh ThresholdedRelu Trilu".split()  # noqa: SIM905
+        """Elu Gelu HardSigmoid LeakyRelu Relu ScatterND Selu Sigmoid Softplus Softsign Tanh ThresholdedRelu
+        Trilu""".split()  # noqa: SIM905
     ),
 }
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
