@@ -42,6 +42,7 @@ _LOOKS_FOR: dict[str, frozenset[str]] = {
     "EmbedLayerNormFusion": frozenset({"Gather"}),
     "EnsureUniqueDQForNodeUnit": _QUANTIZED,
     "FastGeluFusion": frozenset({"Tanh"}),
+    "FreeDimensionOverrideTransformer": frozenset(),  # no session here overrides one
     "GatherToSliceFusion": frozenset({"Gather"}),
     "GeluFusionL1": frozenset({"Erf"}),
     "GeluFusionL2": frozenset({"Erf"}),
