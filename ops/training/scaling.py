@@ -16,7 +16,8 @@ forward pass writes (running statistics), while update operators gate what they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -79,6 +80,15 @@ class Switch:
     def __init__(self, e: Emitter, found_inf: Value | None) -> None:
         self.e = e
         self.bad = None if found_inf is None else e.reshape(found_inf, ())
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block a bad step is treated as any other."""
+        bad, self.bad = self.bad, None
+        try:
+            yield
+        finally:
+            self.bad = bad
 
     def keep(self, scalar: Value) -> Value:
         """A factor of an old value."""

@@ -9,22 +9,29 @@ Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum`
 
 Arithmetic is fp32 on the master weight; a 16-bit parameter is the rounded new master. On CPU these
 operators, not the backward pass, decide the time of a step, so the scalar parts of a formula are folded
-together and as few passes over whole tensors as possible remain.
+together and as few passes over whole tensors as possible remain. There the update of a parameter that lies by
+itself is in the branch of an If, and a bad step takes the other, which keeps what was; elsewhere, where a branch could
+not be captured, a ``Switch`` gates the parts of an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.training.branches import chosen
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
-from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, gate, scaled
+from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, finite_step, gate, scaled
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
+
+#: Parameters whose updates stand in one branch: the time to make a session is not linear in the nodes of one graph.
+_IN_A_BRANCH = 64
 
 #: Updates that take norms of every parameter, and so treat each by itself.
 BY_PARAMETER = frozenset({"Lamb", "Lars"})
@@ -51,36 +58,65 @@ def _update(
     def register(prepare: Prepare) -> Prepare:
         @lowering_rule(own(type_), native=True, slots=slots)
         def emit(e: Emitter, op: Operator, found_inf: Value | None, *inputs: Value | None) -> list[Value | None]:
-            kept, switch = gate(e, found_inf), Switch(e, found_inf)
             head, values = inputs[: len(slots.inputs) - 1], [None, *inputs]
             rate, *shared = [e.reshape(v, ()) for v in head if v is not None]
             if "lr_factor" in op.attrs:
                 rate = e.Mul(rate, e.like(op.attrs["lr_factor"], rate))
+            kept, switch = gate(e, found_inf), Switch(e, found_inf)
             advanced, step = prepare(e, op, switch, rate, *shared)
             results: list[Value | None] = [
                 e.reshape(kept(new, old), was.shape or ())
                 for new, old, was in zip(advanced, shared, head[1:], strict=True)
                 if was is not None
             ]
-            table, base, width = list(slots.rows(values)), len(results), len(slots.output_row)
-            results += [None] * (width * len(table))
-            for rows in rows_of(e, op, len(table)):
-                first = rows.numbers[0]
+            table = list(slots.rows(values))
+
+            def stepped(rows: Rows) -> dict[tuple[int, str], Value]:
+                """By row and name the new values of rows that take a step together."""
                 row = {
                     name: joined(e, rows, [v for number in rows.numbers if (v := table[number][name]) is not None])
-                    for name, value in table[first].items()
+                    for name, value in table[rows.numbers[0]].items()
                     if value is not None
                 }
                 parameter, master = row["parameter"], row.get("master")
                 old = master or e.f32(parameter)
                 before = [row[name] for name in accumulators if name in row]
-                new, *after = step(first, old, Gradient(e, e.cast(row["gradient"], old.dtype), switch), *before)
+                gradient = Gradient(e, e.cast(row["gradient"], old.dtype), switch)
+                new, *after = step(rows.numbers[0], old, gradient, *before)
                 taken = dict(zip(accumulators, after, strict=True)) | {"master": new}
-                taken["parameter"] = _narrowed(e, new, parameter, kept) if master else e.cast(new, parameter.dtype)
-                for place, name in enumerate(slots.output_row):
-                    if name in row:
-                        for number, part in zip(rows.numbers, parts(e, rows, taken[name]), strict=True):
-                            results[base + number * width + place] = part
+                taken["parameter"] = e.cast(new, parameter.dtype)
+                if master and switch.bad is not None:
+                    taken["parameter"] = _narrowed(e, new, parameter, kept)
+                return {
+                    (number, name): part
+                    for name in slots.output_row
+                    if name in row
+                    for number, part in zip(rows.numbers, parts(e, rows, taken[name]), strict=True)
+                }
+
+            def branched(each: Sequence[Rows]) -> dict[tuple[int, str], Value]:
+                """The same of rows that lie alone, in the branch of an If."""
+                assert found_inf is not None
+                numbers = [number for rows in each for number in rows.numbers]
+                olds = {(n, name): v for n in numbers for name in slots.output_row if (v := table[n][name]) is not None}
+
+                def new() -> list[Value]:
+                    with switch.off():
+                        found = {key: value for rows in each for key, value in stepped(rows).items()}
+                    return [found[key] for key in olds]
+
+                return dict(zip(olds, chosen(e, finite_step(e, found_inf), new, [*olds.values()]), strict=True))
+
+            made = dict[tuple[int, str], Value]()
+            alone: list[Rows] = []
+            for rows in rows_of(e, op, len(table)):
+                if found_inf is None or e.place != "cpu" or rows.shapes:
+                    made |= stepped(rows)
+                else:
+                    alone.append(rows)
+            for start in range(0, len(alone), _IN_A_BRANCH):
+                made |= branched(alone[start : start + _IN_A_BRANCH])
+            results += [made.get((number, name)) for number in range(len(table)) for name in slots.output_row]
             return results
 
         return prepare

@@ -89,6 +89,30 @@ def chosen(state: str, place: int, number: float | None) -> Callable[[Lowered], 
     return mutate
 
 
+def other_branch(state: str, other: str) -> Callable[[Lowered], None]:
+    """On a bad step the state takes another state's value, or what an operator makes of its own."""
+
+    def mutate(lowered: Lowered) -> None:
+        tensor = output_of(lowered, state)
+        node = made_by(lowered, tensor)
+        graph = next(a.g for a in node.attribute if a.name == "else_branch")
+        name = graph.output[list(node.output).index(tensor)].name
+        inner = next(each for each in graph.node if name in each.output)
+        if other in lowered.tensors:
+            inner.input[0] = lowered.tensors[other].name
+        else:
+            inner.op_type = other
+
+    mutate.__name__ = f"{state}_takes_{other}"
+    return mutate
+
+
+def swapped_if(lowered: Lowered) -> None:
+    node = made_by(lowered, output_of(lowered, "fc_0.w_0"))
+    for attribute in node.attribute:
+        attribute.name = "else_branch" if attribute.name == "then_branch" else "then_branch"
+
+
 def another_sum(lowered: Lowered) -> None:
     """The first moment goes on from the second one."""
     first, second = (decayed_by(lowered, f"fc_0.w_0_moment{i}_0") for i in (1, 2))
@@ -174,20 +198,7 @@ BROKEN = [(1, None), (1, 2.0), (2, None), (2, 1.0), (2, 0.0)]
 LOWERED = [
     Case(swapped_branches, r"the gate of state 'adam_beta1_pow_acc_0', '.*' \(Where\), has its branches swapped"),
     Case(condition_through_not, r"the gate of state 'adam_beta1_pow_acc_0' goes through Not, 'negation' \(Not\)"),
-    *(
-        Case(chosen("fc_0.w_0", place, number), "state 'fc_0.w_0' is written without a gate")
-        for place, number in BROKEN
-    ),
-    Case(chosen("fc_0.w_0_moment2_0", 2, None), "state 'fc_0.w_0_moment2_0' is written without a gate"),
-    Case(forgotten("fc_0.w_0_moment2_0"), "state 'fc_0.w_0_moment2_0' is written without a gate"),
-    Case(another_sum, "state 'fc_0.w_0_moment1_0' is written without a gate"),
     Case(without_gate("adam_beta1_pow_acc_0"), "state 'adam_beta1_pow_acc_0' is written without a gate"),
-    Case(
-        chosen("fc_0.w_0_fp32_master_0", 1, None),
-        "state 'fc_0.w_0_fp32_master_0' is written without a gate",
-        {"pure": True},
-    ),
-    Case(without_gate("fc_0.w_0"), "state 'fc_0.w_0' is written without a gate", {"pure": True}),
     Case(without_gate("batch_norm_0.w_1"), "state 'batch_norm_0.w_1' is written without a gate"),
     Case(without_gate("lr_step_0"), "state 'lr_step_0' is written without a gate"),
     Case(without_gate("fc_0.w_0_ema_0"), "state 'fc_0.w_0_ema_0' is written without a gate", {"average": True}),
@@ -200,8 +211,28 @@ LOWERED = [
     Case(dead_update("num_good_steps_0"), "state 'num_good_steps_0' is not carried"),
     Case(dead_update("fc_0.w_0_moment1_0"), "state 'fc_0.w_0_moment1_0' is not carried"),
 ]
-#: On CPU alone: CUDA has no emulated storage.
+#: On CUDA alone, where no update is a branch.
+ON_CUDA = [
+    *(
+        Case(chosen("fc_0.w_0", place, number), "state 'fc_0.w_0' is written without a gate")
+        for place, number in BROKEN
+    ),
+    Case(chosen("fc_0.w_0_moment2_0", 2, None), "state 'fc_0.w_0_moment2_0' is written without a gate"),
+    Case(forgotten("fc_0.w_0_moment2_0"), "state 'fc_0.w_0_moment2_0' is written without a gate"),
+    Case(another_sum, "state 'fc_0.w_0_moment1_0' is written without a gate"),
+    Case(
+        chosen("fc_0.w_0_fp32_master_0", 1, None),
+        "state 'fc_0.w_0_fp32_master_0' is written without a gate",
+        {"pure": True},
+    ),
+    Case(without_gate("fc_0.w_0"), "state 'fc_0.w_0' is written without a gate", {"pure": True}),
+]
+#: On CPU alone: CUDA has no emulated storage, and no branches.
 ON_CPU = [
+    Case(other_branch("fc_0.w_0", "Neg"), "state 'fc_0.w_0' is written without a gate, by '.*' \\(If\\)"),
+    Case(other_branch("fc_0.w_0", "Neg"), "state 'fc_0.w_0' is written without a gate", {"pure": True}),
+    Case(other_branch("fc_0.w_0_moment1_0", "fc_0.w_0"), "state 'fc_0.w_0_moment1_0' is written without a gate"),
+    Case(swapped_if, "state 'fc_0.w_0' is written without a gate"),
     Case(
         gradient_not_rounded,
         r"looks at gradient 'fc_0.w_0@GRAD' before '.*' \(Identity\) is rounded to float16",

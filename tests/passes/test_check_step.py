@@ -14,7 +14,7 @@ from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import StepError
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
-from tests.corpora.check_lowered_corpus import LOWERED, ON_CPU
+from tests.corpora.check_lowered_corpus import LOWERED, ON_CPU, ON_CUDA
 from tests.corpora.check_step_corpus import (
     FEEDS,
     PROGRAMS,
@@ -93,7 +93,10 @@ def test_mutations_of_a_program_are_rejected(case: Case) -> None:
 
 
 def test_the_corpus_is_not_small() -> None:
-    assert len({named(case) for case in PROGRAMS}) >= 15 and len({named(case) for case in LOWERED + ON_CPU}) >= 15
+    assert (
+        len({named(case) for case in PROGRAMS}) >= 15
+        and len({named(case) for case in LOWERED + ON_CPU + ON_CUDA}) >= 15
+    )
 
 
 def test_every_violation_is_listed() -> None:
@@ -107,7 +110,11 @@ def test_every_violation_is_listed() -> None:
 
 @pytest.mark.parametrize(
     "case, place",
-    [*((case, place) for case in LOWERED for place in ("cpu", "cuda")), *((case, "cpu") for case in ON_CPU)],
+    [
+        *((case, place) for case in LOWERED for place in ("cpu", "cuda")),
+        *((case, "cpu") for case in ON_CPU),
+        *((case, "cuda") for case in ON_CUDA),
+    ],
     ids=lambda item: named(item) if isinstance(item, Case) else item,
 )
 def test_mutations_of_the_lowered_model_are_rejected(case: Case, place: str) -> None:

@@ -62,6 +62,11 @@ def verdict(body: str, signature: str = "(float[4] s, float[4] x) => (float[4] s
 
 
 # -- the proof, case by case ---------------------------------------------------------------------------
+#: A state that is kept where the sum of x is 0: what the other branch computes of it, and what it gives besides.
+BRANCHES = (
+    "t = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (t)  s_new, seen = If (c) <then_branch = a () => (float[4] p, "
+    "float[4] o) {{ {}  {} }}, else_branch = b () => (float[4] q, float[4] r) {{ q = Identity(s)  r = Exp(x) }}>"
+)
 SAFE = {
     "elementwise": "s_new = Sub(s, x)  seen = Relu(x)",
     "second operand": "s_new = Add(x, s)  seen = Relu(x)",
@@ -70,6 +75,7 @@ SAFE = {
     "reader is an ancestor": "seen = Exp(s)  a = Add(seen, x)  s_new = Mul(s, a)",
     "reader of the new value": "s_new = Sub(s, x)  seen = Relu(s_new)",
     "gate": "z = Sub(x, x)  ok = Equal(z, x)  n = Mul(s, x)  s_new = Where(ok, n, s)  seen = Relu(x)",
+    "branches": BRANCHES.format("n = Exp(s)  p = Add(s, n)", "o = Identity(x)"),
     "view read by an ancestor": "v = Identity(s)  e = Exp(v)  s_new = Add(s, e)  seen = Relu(x)",
 }
 UNSAFE = {
@@ -88,6 +94,8 @@ UNSAFE = {
         "<then_branch = a () => (float[4] p) { p = Exp(s) }, else_branch = b () => (float[4] q) { q = Exp(x) }>",
         "If 'seen' may read it after",
     ),
+    "late reader in a branch": (BRANCHES.format("p = Add(s, x)", "o = Exp(s)"), "Exp 'o' may read it after"),
+    "branch that is not elementwise": (BRANCHES.format("p = Sum(x, x, s)", "o = Exp(x)"), "not elementwise"),
     "given, not made": ("seen = Sub(s, x)", "no node produces"),
 }
 

@@ -6,7 +6,8 @@ where, in the graph that the session really runs,
 
 - every node that reads the state is an ancestor of the node that produces the update, so that it has run before, or
   is that node itself;
-- that node, if it reads the state, is elementwise in it: it reads each element before it writes the same one.
+- that node, if it reads the state, is elementwise in it: it reads each element before it writes the same one. Of an
+  If, which writes what its branch gives straight to its output, both hold inside each branch.
 
 A node that may hand on its input's memory as its output (Reshape, Identity, whatever is not known to compute) counts
 as reading on: its readers read the state too. What cannot be shown is refused; refusing costs one more buffer, never
@@ -97,6 +98,8 @@ def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
 class _Proof:
     """A graph, read for who reads the states and what comes before what."""
 
+    is_branch = False
+
     def __init__(
         self,
         graph: onnx.GraphProto,
@@ -126,9 +129,30 @@ class _Proof:
         readers = [self.readers_of(state) for state, _ in pairs]
         targets = {self.producer[output] for _, output in pairs if output in self.producer}
         earlier = self.ancestors({index for found, _ in readers for index in found}, targets)
+        inside = self._inside(pairs)
         return [
-            self._check(state, output, *found, earlier) for (state, output), found in zip(pairs, readers, strict=True)
+            self._check(state, output, *found, earlier) or inside.get((state, output), "")
+            for (state, output), found in zip(pairs, readers, strict=True)
         ]
+
+    def _inside(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        """Of pairs whose update an If makes that reads the state, why one of its branches refuses."""
+        by_node: dict[int, list[tuple[str, str]]] = {}
+        for state, output in pairs:
+            index = self.producer.get(output, -1)
+            if index >= 0 and self.nodes[index].op_type == "If" and state in self.reads[index]:
+                by_node.setdefault(index, []).append((state, output))
+        found: dict[tuple[str, str], str] = {}
+        for index, its in by_node.items():
+            node = self.nodes[index]
+            for graph in _nested(node):
+                names = {out: info.name for out, info in zip(node.output, graph.output, strict=True)}
+                branch = _Proof(graph, {})
+                branch.is_branch = True
+                branch.types |= {name: b"" for pair in its for name in (pair[0], names[pair[1]])}  # the If was asked
+                answers = branch.answer([(state, names[output]) for state, output in its])
+                found |= {pair: answer for pair, answer in zip(its, answers, strict=True) if answer}
+        return found
 
     def readers_of(self, state: str) -> tuple[list[int], set[str]]:
         """The nodes that read the state's memory, and every tensor that may be that memory."""
@@ -140,11 +164,19 @@ class _Proof:
                     continue
                 found[index] = None
                 node = self.nodes[index]
-                if node.op_type not in self.computes or node.domain not in _DOMAINS or _nested(node):
+                if not self._computes(node):
                     new = set(node.output) - views - {""}
                     views |= new
                     queue.extend(new)
         return list(found), views
+
+    def _computes(self, node: onnx.NodeProto) -> bool:
+        """Whether each output has memory of its own."""
+        if node.op_type == "If" and not node.domain:
+            ends = [(graph, {info.name for info in graph.output}) for graph in _nested(node)]
+            makers = [inner for graph, names in ends for inner in graph.node if not names.isdisjoint(inner.output)]
+            return all(inner.op_type == "Identity" or self._computes(inner) for inner in makers)
+        return node.op_type in self.computes and node.domain in _DOMAINS and not _nested(node)
 
     def ancestors(self, wanted: set[int], targets: set[int]) -> dict[int, int]:
         """For each target node, a bit for each of the wanted nodes of its part that is an ancestor of it.
@@ -186,12 +218,14 @@ class _Proof:
             runs_before = bits >> self.bit[index] & 1 if self.part[index] == part else self.part[index] < part
             if index != producer and not runs_before:
                 return f"{_label(self.nodes[index])} may read it after the update"
-        if producer not in readers:
-            return ""
         node = self.nodes[producer]
+        if producer not in readers or (node.op_type == "If" and not node.domain):
+            return ""
         slots = [slot for slot, name in enumerate(node.input) if name in views]
         direct = all(node.input[slot] == state for slot in slots)
         domain = "" if node.domain == "ai.onnx" else node.domain
+        if self.is_branch and node.op_type == "Identity":  # a branch has no aliases: it copies the state onto itself
+            return ""
         one = node.op_type != "HyperConnectionPostMix" or state in self.flat
         if not direct or not one or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"

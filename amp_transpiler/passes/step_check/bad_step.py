@@ -1,7 +1,7 @@
 """What tensors of a lowered step hold on a bad step: an old state, or one number everywhere.
 
 Numbers have their sign: adding -0.0 returns every number as it is, adding 0.0 turns -0.0 into 0.0. A Where hands on a
-state from its last input alone, since the runtime's turns -0.0 into 0.0 in the branch before.
+state from its last input alone, since the runtime's turns -0.0 into 0.0 in the branch before; an If from either branch.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class BadStep:
             return self._chosen(node, depth - 1)
         if node.op_type == "HyperConnectionPostMix":
             return self._blended(*(self.held(name, depth - 1) for name in node.input))
+        if node.op_type == "If":
+            return self._branch(node, tensor, depth - 1)
         rule = _RULES.get(node.op_type)
         return _UNKNOWN if rule is None else rule(*(self.held(name, depth - 1) for name in node.input))
 
@@ -94,6 +96,20 @@ class BadStep:
         if old.state not in self.flat or product.number != 0:
             return _UNKNOWN
         return replace(old.given(product), positive=True)
+
+    def _branch(self, node: onnx.NodeProto, tensor: str, depth: int) -> Held:
+        """What the branch that is run hands on from outside."""
+        condition = self.held(node.input[0], depth)
+        if condition.number is None:
+            return _UNKNOWN
+        branches = {a.name: a.g for a in node.attribute}
+        graph = branches["then_branch" if condition.number else "else_branch"]
+        name = graph.output[list(node.output).index(tensor)].name
+        maker = next((inner for inner in graph.node if name in inner.output), None)
+        if maker is None or maker.op_type != "Identity":
+            return _UNKNOWN
+        found = self.held(maker.input[0], depth)
+        return found.given(condition, Held(conditions=frozenset([node.input[0]])))
 
 
 def _product(a: Held, b: Held) -> Held:

@@ -30,8 +30,9 @@ _DROPS_NAN = frozenset({"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK"})
 def check_lowered(program: Graph, lowered: Lowered) -> None:
     """Check that every gated state of ``program`` is its old value on a bad step in ``lowered``, with a sound verdict.
 
-    It is ``Where(ok, new, old)``, or a sum that a bad step makes ``old * 1 + 0 * -1`` (:class:`~.bad_step.BadStep`). An
-    accumulator may be made by a sum that begins at 0.0: then the step has never put -0.0 there.
+    It is ``Where(ok, new, old)``, the branch of an If, or a sum that a bad step makes ``old * 1 + 0 * -1``
+    (:class:`~.bad_step.BadStep`). An accumulator may be made by a sum that begins at 0.0: then the step has never put
+    -0.0 there.
     StepError lists every state that is not carried from step to step, that is written without a gate, through one with
     its branches swapped, through one whose condition goes through Not (which the runtime fuses by swapping branches);
     every found_inf that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every

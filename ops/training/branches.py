@@ -1,0 +1,59 @@
+"""Values of which a scalar decides: an If, of whose branches one is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.types import HALF, ONNX_TYPES
+
+
+def chosen(e: Emitter, condition: Value, new: Callable[[], Sequence[Value]], old: Sequence[Value]) -> list[Value]:
+    """``new()`` where a scalar holds, else ``old`` bit for bit; both are alike, with known shapes.
+
+    A value that emulates 16 bit is a 16-bit tensor on the way, where its old one has such a tensor.
+    """
+    real = [e.narrow.get(value.name) or _held(e, value) for value in old]
+    then_branch = _branch(e, "then", lambda: [_as_real(e, v, r) for v, r in zip(new(), real, strict=True)])
+    else_branch = _branch(e, "else", lambda: [e.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in real])
+    names = [e.name("If") for _ in real]
+    node = onnx.helper.make_node(
+        "If", [condition.name], names, names[0], then_branch=then_branch, else_branch=else_branch
+    )
+    e.nodes.append(node)
+    return [_emulating(e, Value(n, r.dtype, v.shape), v) for n, r, v in zip(names, real, old, strict=True)]
+
+
+def _held(e: Emitter, value: Value) -> Value:
+    """The tensor itself."""
+    return Value(value.name, "float32", value.shape) if e.emulates and value.dtype in HALF else value
+
+
+def _as_real(e: Emitter, value: Value, like: Value) -> Value:
+    """The tensor of an element type that holds this value."""
+    return e.narrow[value.name] if like.dtype in HALF and e.emulates else _held(e, value)
+
+
+def _branch(e: Emitter, name: str, write: Callable[[], Sequence[Value]]) -> onnx.GraphProto:
+    """The nodes that ``write`` emits, but for those that nothing reads, as a graph of what it gives."""
+    with e.nested():
+        results = write()
+        outputs = [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in results]
+        wanted, kept = {v.name for v in results}, list[onnx.NodeProto]()
+        for node in reversed(e.nodes):
+            if not wanted.isdisjoint(node.output):
+                wanted.update(node.input)
+                kept.append(node)
+        return onnx.helper.make_graph(kept[::-1], name, [], outputs)
+
+
+def _emulating(e: Emitter, made: Value, like: Value) -> Value:
+    """A tensor that was made as a value like that which it replaces."""
+    if made.dtype not in HALF or not e.emulates:
+        return Value(made.name, like.dtype, like.shape)
+    wide = e.name("Cast")
+    e.nodes.append(onnx.helper.make_node("Cast", [made.name], [wide], wide, to=ONNX_TYPES["float32"]))
+    e.narrow[wide] = made
+    return Value(wide, like.dtype, like.shape)
