@@ -82,27 +82,6 @@ def comparable(e: Emitter, value: Value) -> Value:
     return e.f32(value) if value.dtype == "bfloat16" else value
 
 
-def by_channel(e: Emitter, value: Value) -> Value:
-    """[N, C, ...] as [C, N * positions]: a row for each channel. Made once for each tensor."""
-    key = f"{value.name} by channel"
-    if key not in e.shared:
-        batch, channels, *spatial = size_of(value)
-        positions = math.prod(spatial)
-        split = e.reshape(value, (batch, channels, positions))
-        turned = split if batch == 1 else e.transpose(split, [1, 0, 2])
-        e.shared[key] = (e.reshape(turned, (channels, batch * positions)),)
-    return e.shared[key][0]
-
-
-def by_image(e: Emitter, rows: Value, shape: tuple[int, ...]) -> Value:
-    """The way back from :func:`by_channel`, which then gives these rows."""
-    batch, channels, *spatial = shape
-    split = e.reshape(rows, (channels, batch, math.prod(spatial)))
-    value = e.reshape(split if batch == 1 else e.transpose(split, [1, 0, 2]), shape)
-    e.shared[f"{value.name} by channel"] = (rows,)
-    return value
-
-
 def sliced(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
     """The part of ``value`` from ``start`` to ``stop`` along an axis."""
     shape = list(size_of(value))

@@ -11,9 +11,10 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, same_or_zero, weighted
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
+from amp_transpiler.ir.opdef import SlotShapes, channel_rule, flops, gradient, range_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import by_channel
+from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lies_in_rows
+from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.gpu_kernels import on_gpu, product
 from amp_transpiler.ops.window import Window, window_of
 
@@ -30,9 +31,62 @@ def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[An
     """dX is the transposed convolution of dY, dW the correlation of X with dY, dB the sum of dY."""
     group = int(op.attrs.get("group", 1))
     window = window_of(op, _spatial(w), _spatial(x), _spatial(dy))
-    dx = window.scatter(e, dy, w, group) if e.wants(0) else None
+    dx = None
+    if e.wants(0):
+        dx = _by_product(e, x, w, dy, window, group) or window.scatter(e, dy, w, group)
     dw = weight_gradient(e, x, dy, window, group) if e.wants(1) else None
     return [dx, dw, _bias_gradient(e, dy)]
+
+
+@channel_rule("Conv")
+def conv_by_channel(e: Emitter, op: Operator, x: Value, w: Value, b: Value | None = None) -> Sequence[Any]:
+    """With a kernel of one position: the product of weights and rows."""
+    shape = e.output_shapes[0]
+    assert shape is not None
+    window = window_of(op, _spatial(w), _spatial(x), shape[2:])
+    if int(op.attrs.get("group", 1)) != 1 or not _is_product(window):
+        return []
+    weights = e.reshape(w, size_of(w)[:2])
+    if b is None:
+        rows = product(e, weights, _rows_read(e, x, window))
+    else:
+        column = e.reshape(b, (shape[1], 1))
+        rows = e.Gemm(weights, _rows_read(e, x, window), column, shape=(shape[1], shape[0] * prod(shape[2:])))
+    return [by_image(e, rows, shape)]
+
+
+def _is_product(window: Window) -> bool:
+    return prod(window.kernel) == 1 and not any(window.pads)
+
+
+def _rows_read(e: Emitter, x: Value, window: Window) -> Value:
+    """The rows of what a kernel of one position reads."""
+    if not lies_in_rows(e, x):
+        return by_channel(e, window.read(e, window.pad(e, x, 2), window.taps[0], 2))
+    key = f"{x.name} read by {window}"
+    if key not in e.shared:
+        read = window.read(e, exchanged(e, x), window.taps[0], 2)
+        e.shared[key] = (e.reshape(read, (size_of(read)[0], prod(size_of(read)[1:]))),)
+    return e.shared[key][0]
+
+
+def _by_product(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group: int) -> Value | None:
+    """dX where dY lies in rows and the kernel has one position: a product, with zeros between strides."""
+    apart = any(s > 1 for s in window.strides)
+    whole = window.source == tuple(t * s for t, s in zip(window.target, window.strides, strict=True))
+    if group > 1 or not _is_product(window) or not lies_in_rows(e, dy):
+        return None
+    if apart and (not whole or dy.dtype == "bfloat16"):  # CUDA pads no bfloat16
+        return None
+    rows = product(e, e.reshape(w, size_of(w)[:2]), by_channel(e, dy), trans_a=True)
+    if apart:
+        pairs = [n for t in window.target for n in (t, 1)]
+        split = e.reshape(rows, (size_of(x)[1], size_of(x)[0], *pairs))
+        behind = [0, 0, *(n for s in window.strides for n in (0, s - 1))]
+        rows = e.reshape(
+            padded(e, split, [0] * len(behind), behind), (size_of(x)[1], prod(size_of(x)) // size_of(x)[1])
+        )
+    return by_image(e, rows, size_of(x))
 
 
 @gradient("ConvTranspose", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
@@ -144,8 +198,7 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
 def by_one_gemm(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
     """For kernels of one position: a GEMM [O, N * P] x [N * P, I]."""
     assert x.shape is not None and dy.shape is not None
-    read = window.read(e, window.pad(e, x, 2), window.taps[0], 2)
-    dw = product(e, by_channel(e, dy), by_channel(e, read), trans_b=True)
+    dw = product(e, by_channel(e, dy), _rows_read(e, x, window), trans_b=True)
     return e.reshape(dw, (dy.shape[1], x.shape[1], *window.kernel))
 
 

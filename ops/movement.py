@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, hull, same, same_or_zero
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
 from amp_transpiler.ops.common import Grads, integers, padded, padded_axis, shape_of, size_of, sliced, summed
 
 #: Integers whose range is small enough to say something.
@@ -51,11 +53,30 @@ def cast_like(e: Emitter, op: Operator, dy: Value) -> Grads:
 def concat(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
     axis = int(op.attrs["axis"]) % len(size_of(dy))
     sizes = [size_of(x)[axis] for x in xs]
-    wanted = [i for i in range(len(xs)) if e.wants(i)]
-    if len(xs) > 1 and len(wanted) == len(xs):
-        return list(e.Split(dy, e.ints(*sizes), axis=axis, outputs=len(xs)))
+    if axis == 1 and lies_in_rows(e, dy):
+        return [None if piece is None else restored(e, piece) for piece in _parts(e, exchanged(e, dy), 0, sizes)]
+    return _parts(e, dy, axis, sizes)
+
+
+def _parts(e: Emitter, dy: Value, axis: int, sizes: Sequence[int]) -> list[Value | None]:
+    """Of the parts of these sizes along an axis those that are wanted."""
+    wanted = [i for i in range(len(sizes)) if e.wants(i)]
+    if len(sizes) > 1 and len(wanted) == len(sizes):
+        shapes = [(*size_of(dy)[:axis], size, *size_of(dy)[axis + 1 :]) for size in sizes]
+        pieces = e.Split(dy, e.ints(*sizes), axis=axis, outputs=len(sizes))
+        return [Value(piece.name, piece.dtype, shape) for piece, shape in zip(pieces, shapes, strict=True)]
     starts = np.cumsum([0, *sizes])
-    return [sliced(e, dy, axis, int(starts[i]), int(starts[i + 1])) if e.wants(i) else None for i in range(len(xs))]
+    return [sliced(e, dy, axis, int(starts[i]), int(starts[i + 1])) if i in wanted else None for i in range(len(sizes))]
+
+
+@channel_rule("Concat")
+def concat_by_channel(e: Emitter, op: Operator, *xs: Value) -> Grads:
+    """Of channels: one rows below the other's."""
+    shape = shape_of(e, 0)
+    if int(op.attrs["axis"]) % len(shape) != 1:
+        return []
+    turned = [exchanged(e, x) for x in xs]
+    return [restored(e, e.op("Concat", *turned, axis=0, shape=(shape[1], shape[0], *shape[2:])))]
 
 
 @gradient("Split", reads="x1 dy*", native=True)

@@ -19,7 +19,8 @@ from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rul
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import by_channel, by_image, size_of
+from amp_transpiler.ops.channel_rows import by_channel, by_image
+from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
 
@@ -89,7 +90,7 @@ def batch_normalization(
     scale, bias, mean, var = (e.f32(v) for v in (scale, bias, mean, var))
     if on_gpu(e):
         if not _trains(op):
-            return [_affine(e, x, e.Mul(scale, _inverse_root(e, op, var)), bias, mean)]
+            return [_shifted(e, x, e.Mul(scale, _inverse_root(e, op, var)), bias, mean)]
         return _by_rows(e, x, scale, bias, mean, var, epsilon, momentum)
     x = e.f32(x)
     if not _trains(op):
@@ -126,9 +127,13 @@ def batch_normalization(
 def _by_rows(
     e: Emitter, x: Value, scale: Value, bias: Value, mean: Value, var: Value, epsilon: float, momentum: float
 ) -> Sequence[Any]:
-    """Training mode on a GPU place: LayerNormalization over a row for each channel gives the statistics in fp32."""
-    _, batch_mean, r = _standardised(e, x, epsilon)
-    y = _affine(e, x, _slope(e, scale, r), bias, batch_mean)
+    """Training mode on a GPU place: LayerNormalization over a row for each channel gives the statistics in fp32, and
+    what scale and bias are applied to."""
+    normal, batch_mean, r = _standardised(e, x, epsilon)
+    channels, count = size_of(normal)
+    zeros = e.const(np.zeros(channels), x.dtype)
+    rows = _affine(e, e.reshape(normal, (1, channels, count)), scale, bias, zeros)
+    y = by_image(e, e.reshape(rows, (channels, count)), size_of(x))
 
     # 1 / r^2 is the variance plus epsilon. In vectors, so that layers whose statistics are one state are one vector.
     share, excess = (e.const(np.full(size_of(r), (1 - momentum) * n), r.dtype) for n in (1.0, epsilon))
@@ -149,8 +154,10 @@ def _standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, V
         channels, count = size_of(rows)
         ones = f"{count} ones, {x.dtype}"
         if ones not in e.shared:  # from a run-time scalar, or a constant of this size would lie in the session
-            one = e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), x.dtype)
-            e.shared[ones] = (e.Expand(one, e.ints(count), shape=(count,)),)
+            number = f"one, {x.dtype}"
+            if number not in e.shared:
+                e.shared[number] = (e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), x.dtype),)
+            e.shared[ones] = (e.Expand(e.shared[number][0], e.ints(count), shape=(count,)),)
         kinds = (x.dtype, "float32", "float32")
         normal, mean, r = e.op(
             "LayerNormalization", rows, *e.shared[ones], outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
@@ -168,24 +175,27 @@ def _slope(e: Emitter, scale: Value, r: Value) -> Value:
     return e.shared[key][0]
 
 
-def _affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
+def _shifted(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
     """slope * (x - mean) + bias, with fp32 vectors over channels, in the type of X.
 
-    The kernel wants its vectors in the type of X. What the mean loses by that goes into the bias; the slope's rounding
-    is one more of the size of the result's.
+    What the mean loses in this type goes into the bias; the slope's rounding is one more of the size of the result's.
     """
-    one = e.const(np.ones(size_of(slope)), "float32")
     low_mean = e.cast(mean, x.dtype)
     if x.dtype in HALF:
         row = (1, *size_of(mean))
-        held = e.reshape(e.f32(low_mean), row)
+        held, one = e.reshape(e.f32(low_mean), row), e.const(np.ones(size_of(slope)), "float32")
         bias = e.reshape(e.BatchNormalization(held, slope, bias, mean, one, epsilon=0.0, shape=row), row[1:])
-    slope, bias = (e.cast(v, x.dtype) for v in (slope, bias))
+    return _affine(e, x, slope, bias, low_mean)
+
+
+def _affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
+    """The same, with vectors in the type of X, as the kernel wants them."""
+    slope, bias, mean = (e.cast(v, x.dtype) for v in (slope, bias, mean))
     if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
-        low_mean, slope, bias = (_per_channel(e, v, _rank(x)) for v in (low_mean, slope, bias))
-        return e.Add(e.Mul(e.Sub(x, low_mean), slope), bias)
+        slope, bias, mean = (_per_channel(e, v, _rank(x)) for v in (slope, bias, mean))
+        return e.Add(e.Mul(e.Sub(x, mean), slope), bias)
     one = e.const(np.ones(size_of(slope)), x.dtype)
-    return e.BatchNormalization(x, slope, bias, low_mean, one, epsilon=0.0, shape=x.shape)
+    return e.BatchNormalization(x, slope, bias, mean, one, epsilon=0.0, shape=x.shape)
 
 
 @gradient("BatchNormalization", "x0 x1 x3 x4 dy0", inputs=(0, 1, 2), native=True)

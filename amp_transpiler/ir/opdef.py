@@ -114,6 +114,7 @@ class OpDef:
     ``when``: the rule is used only where this holds of the operator (BatchNormalization in training mode).
     ``for_test``: turns a cloned operator into its form for evaluation.
     ``flops``: the arithmetic of a sum of products, from attributes and the shapes of inputs and outputs.
+    ``by_channel``: what a place runs for it where the first input lies in rows, one for each channel.
     """
 
     type: str
@@ -128,6 +129,7 @@ class OpDef:
     gradient: Gradient | None = None
     for_test: Callable[[Operator], None] | None = None
     flops: Flops | None = None
+    by_channel: Rule | None = None
 
     @property
     def exact(self) -> bool:
@@ -352,6 +354,27 @@ def flops_of(type_: str, domain: str = "") -> Flops | None:
     """How many additions and multiplications an operator type takes; None where that is not worth counting."""
     found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
     return None if found is None else found.flops
+
+
+def channel_rule(full_type: str) -> Callable[[Rule], Rule]:
+    """Register what a place runs for an operator whose first input lies in rows (ops/channel_rows.py):
+    ``f(e, op, *inputs) -> [outputs]``, an empty list where this form of the operator is not served.
+    ``e.output_shapes`` has the shapes of the outputs.
+    """
+
+    def register(function: Rule) -> Rule:
+        entry(full_type).by_channel = function
+        return function
+
+    return register
+
+
+def differentiated(op: Operator) -> str | None:
+    """The full type of the operator of which this one is the gradient; None for any other operator."""
+    if reads_of(op) is None:
+        return None
+    domain, _, type_ = op.type.removesuffix("Grad").rpartition(".")
+    return f"{domain}::{type_}" if domain else type_
 
 
 def for_test(full_type: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:

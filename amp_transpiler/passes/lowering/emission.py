@@ -8,9 +8,8 @@ stored as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` fol
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -29,6 +28,7 @@ from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
+from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.late_readers import waiting
@@ -44,34 +44,11 @@ from amp_transpiler.passes.lowering.lowered import (
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
+from amp_transpiler.passes.lowering.wanted import Wanted
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
 _RUNTIME = {"seed": SEED, "step": STEP}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a lowered model gives, by the names of variables.
-
-    ``fetches``: with neither these nor updates, the graph's outputs. ``updates``: those of the graph (True), none
-    (False), or others, {state: its new value}. ``keep_fp32`` (on "cpu" alone): 16-bit variables that keep their fp32
-    value, as if the operators that make them ran in fp32; an operator that makes none of them reads the rounded value.
-    ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
-    """
-
-    fetches: tuple[str, ...] = ()
-    updates: bool | Mapping[str, str] = True
-    keep_fp32: Container[str] = frozenset()
-    declared: bool = True
-
-    def written(self, graph: Graph) -> dict[Variable, Variable]:
-        """The updates as variables of ``graph``."""
-        if isinstance(self.updates, Mapping):
-            return {graph.var(state): graph.var(new) for state, new in self.updates.items()}
-        if not self.updates:
-            return {}
-        return {v: v for v in graph.variables if v.persistable and v.producer is not None} | graph.updates
 
 
 def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> Lowered:
@@ -267,17 +244,22 @@ class _Emission(EmulatedStorage):
             inputs = [
                 i if v is None or i is None else self.stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)
             ]
+        sizes = self.e.output_shapes
+        turned = exchange(self.e, op, inputs, sizes)
+        if turned is not None:
+            inputs, self.e.output_shapes = turned
         with rule_of(op), self.e.emulation() if emulation else nullcontext():
             results = function(self.e, op, *group_inputs(op, inputs))
         if results is None:
             return False
-        for variable, value in zip_longest(op.outputs, results):
+        for variable, value, size in zip_longest(op.outputs, results, sizes):
             if variable is not None:
                 if value is None:
                     raise GraphError(
                         f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"
                     )
-                self.env[variable.key] = self.finished(variable, value, found.exact)
+                held = self.finished(variable, value, found.exact)
+                self.env[variable.key] = held if turned is None else as_image(self.e, held, size)
         return True
 
     def _standard(self, op: Operator) -> None:
@@ -289,6 +271,12 @@ class _Emission(EmulatedStorage):
             inputs = [
                 None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)
             ]
+        first = op.outputs[0] if op.outputs else None
+        if self.shapes is not None and first is not None:
+            made = by_channel(self.e, op, inputs, static(self.shapes[first][1]))
+            if made is not None:
+                self.env[first.key] = self.finished(first, made, exact)
+                return
         node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type))
         node.input.extend("" if v is None else v.name for v in inputs)
         raw: list[Value | None] = []

@@ -13,9 +13,10 @@ from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
-from amp_transpiler.passes.lowering.emission import Wanted, emit
+from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.lowering.wanted import Wanted
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 
 #: What the model has to give, by default updates and outputs.
@@ -76,7 +77,7 @@ def lower(
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes; ``program`` stays as it is.
 
-    What it gives: see :class:`~.emission.Wanted`. GraphError where a rule needs a shape that is not fixed.
+    What it gives: see :class:`~.wanted.Wanted`. GraphError where a rule needs a shape that is not fixed.
     """
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
     wanted = Wanted(tuple(v.name for v in fetches), named, keep_fp32, declared)

@@ -1,0 +1,33 @@
+"""What is asked of a lowered model."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Variable
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a lowered model gives, by the names of variables.
+
+    ``fetches``: with neither these nor updates, the graph's outputs. ``updates``: those of the graph (True), none
+    (False), or others, {state: its new value}. ``keep_fp32`` (on "cpu" alone): 16-bit variables that keep their fp32
+    value, as if the operators that make them ran in fp32; an operator that makes none of them reads the rounded value.
+    ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
+    """
+
+    fetches: tuple[str, ...] = ()
+    updates: bool | Mapping[str, str] = True
+    keep_fp32: Container[str] = frozenset()
+    declared: bool = True
+
+    def written(self, graph: Graph) -> dict[Variable, Variable]:
+        """The updates as variables of ``graph``."""
+        if isinstance(self.updates, Mapping):
+            return {graph.var(state): graph.var(new) for state, new in self.updates.items()}
+        if not self.updates:
+            return {}
+        return {v: v for v in graph.variables if v.persistable and v.producer is not None} | graph.updates
