@@ -23,6 +23,7 @@ from amp_transpiler.ops.channel_rows import by_channel, by_image
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
+from amp_transpiler.ops.training.rows import products, vectors_as
 
 _EPSILON = 1e-5
 
@@ -130,6 +131,7 @@ def _by_rows(
     """Training mode on a GPU place: LayerNormalization over a row for each channel gives the statistics in fp32, and
     what scale and bias are applied to."""
     normal, batch_mean, r = _standardised(e, x, epsilon)
+    e.shared[_LAYERS] = (*e.shared.get(_LAYERS, ()), scale, r)
     channels, count = size_of(normal)
     zeros = e.const(np.zeros(channels), x.dtype)
     rows = _affine(e, e.reshape(normal, (1, channels, count)), scale, bias, zeros)
@@ -141,6 +143,10 @@ def _by_rows(
     new_mean = e.Add(old_mean, e.Mul(batch_mean, e.like(1 - momentum, batch_mean)))
     new_var = e.Sub(e.Add(old_var, e.Div(e.Div(share, r), r)), excess)
     return [y, new_mean, new_var]
+
+
+#: Where scales and inverse deviations lie of which nobody has asked for the product yet, in turn.
+_LAYERS = "scale and inverse deviation of layers"
 
 
 def _standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:
@@ -169,10 +175,18 @@ def _standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, V
 
 
 def _slope(e: Emitter, scale: Value, r: Value) -> Value:
-    key = f"{scale.name} * {r.name}"
-    if key not in e.shared:
-        e.shared[key] = (e.Mul(scale, r),)
-    return e.shared[key][0]
+    """scale * r. The gradient of the last layer makes those of all layers before it."""
+    if _slope_key(scale, r) not in e.shared:
+        known = e.shared.pop(_LAYERS, ())
+        pairs = list(zip(known[::2], known[1::2], strict=True))
+        pairs = pairs if (scale, r) in pairs else [(scale, r)]
+        for pair, made in zip(pairs, products(e, pairs), strict=True):
+            e.shared[_slope_key(*pair)] = (made,)
+    return e.shared[_slope_key(scale, r)][0]
+
+
+def _slope_key(scale: Value, r: Value) -> str:
+    return f"{scale.name} * {r.name}"
 
 
 def _shifted(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
@@ -190,7 +204,7 @@ def _shifted(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Va
 
 def _affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
     """The same, with vectors in the type of X, as the kernel wants them."""
-    slope, bias, mean = (e.cast(v, x.dtype) for v in (slope, bias, mean))
+    slope, bias, mean = (vectors_as(e, v, x.dtype) for v in (slope, bias, mean))
     if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
         slope, bias, mean = (_per_channel(e, v, _rank(x)) for v in (slope, bias, mean))
         return e.Add(e.Mul(e.Sub(x, mean), slope), bias)

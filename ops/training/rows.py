@@ -169,6 +169,38 @@ def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
     return [piece for part, group in zip(pieces, groups, strict=True) for piece in _apart(e, part, group)]
 
 
+def vectors_as(e: Emitter, value: Value, dtype: str) -> Value:
+    """A state in another element type. The vectors of a flat state are cast together."""
+    key, lies = f"{value.name} as {dtype}", e.shared.get(_lies_with(value))
+    if value.dtype == dtype or lies is None:
+        return e.cast(value, dtype)
+    if key not in e.shared:
+        rows = Rows(tuple(range(len(lies))), tuple(v.shape or () for v in lies))
+        low = parts(e, rows, e.cast(joined(e, rows, lies), dtype))
+        e.shared |= {f"{v.name} as {dtype}": (part,) for v, part in zip(lies, low, strict=True)}
+    return e.shared[key][0]
+
+
+def products(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> list[Value]:
+    """The products of pairs of small vectors, each of two alike."""
+    if len(pairs) == 1:
+        return [e.Mul(*pairs[0])]
+    rows = Rows(tuple(range(len(pairs))), tuple(a.shape or () for a, _ in pairs))
+    left, right = (joined(e, rows, column) for column in zip(*pairs, strict=True))
+    return parts(e, rows, e.Mul(left, right))
+
+
+def remember_state(e: Emitter, values: Sequence[Value], whole: Value) -> None:
+    """That ``values`` are the parts of a flat state."""
+    remember(e, values, whole)
+    vectors = tuple(v for v in values if len(v.shape or ()) == 1)
+    e.shared |= {_lies_with(v): vectors for v in vectors}
+
+
+def _lies_with(value: Value) -> str:
+    return f"what lies with {value.name}"
+
+
 def remember(e: Emitter, values: Sequence[Value], whole: Value) -> None:
     """That ``values`` are the parts of ``whole``."""
     e.shared[_key(values)] = (whole,)

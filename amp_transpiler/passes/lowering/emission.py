@@ -26,7 +26,7 @@ from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.random import SEED, STEP
-from amp_transpiler.ops.training.rows import joined, remember
+from amp_transpiler.ops.training.rows import joined, remember_state
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -156,7 +156,7 @@ class _Emission(EmulatedStorage):
         name, dtype, shape = flat.name, flat.dtype, flat.rows.shape
         self.inputs.append(onnx.ValueInfoProto(name=name, type=type_proto(dtype, shape)))
         self.result.states.append(Port(name, name, dtype, shape, flat.segments))
-        remember(self.e, [self.env[v.key] for v in flat.states], self._emulated(Value(name, dtype, shape)))
+        remember_state(self.e, [self.env[v.key] for v in flat.states], self._emulated(Value(name, dtype, shape)))
 
     def _constant(self, variable: Variable) -> Value:
         """Constant content as an initializer; on CPU 16-bit content as the fp32 that emulates it."""

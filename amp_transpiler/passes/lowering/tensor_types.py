@@ -15,6 +15,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered
 Type = tuple[str, tuple[int, ...] | None]
 
 _CONTENT = 64  # elements: more than any shape vector, whose content inference reads
+_SIZES = 2**14  # elements of an integer vector: more than a tensor is split into
 
 
 def inferred(lowered: Lowered) -> onnx.GraphProto:
@@ -26,7 +27,8 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
         getattr(light.graph, field).extend(getattr(graph, field))
     listed = {info.name for info in graph.input}
     for tensor in graph.initializer:
-        if math.prod(tensor.dims) <= _CONTENT:
+        integers = tensor.data_type == onnx.TensorProto.INT64 and len(tensor.dims) == 1
+        if math.prod(tensor.dims) <= (_SIZES if integers else _CONTENT):
             light.graph.initializer.append(tensor)
         elif tensor.name not in listed:
             info = light.graph.input.add(name=tensor.name)
