@@ -23,7 +23,7 @@ from amp_transpiler.ops.channel_rows import by_channel, by_image
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
-from amp_transpiler.ops.training.rows import products, vectors_as
+from amp_transpiler.ops.training.rows import products, state_as
 
 _EPSILON = 1e-5
 
@@ -204,7 +204,7 @@ def _shifted(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Va
 
 def _affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
     """The same, with vectors in the type of X, as the kernel wants them."""
-    slope, bias, mean = (vectors_as(e, v, x.dtype) for v in (slope, bias, mean))
+    slope, bias, mean = (state_as(e, v, x.dtype) for v in (slope, bias, mean))
     if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
         slope, bias, mean = (_per_channel(e, v, _rank(x)) for v in (slope, bias, mean))
         return e.Add(e.Mul(e.Sub(x, mean), slope), bias)

@@ -169,8 +169,8 @@ def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
     return [piece for part, group in zip(pieces, groups, strict=True) for piece in _apart(e, part, group)]
 
 
-def vectors_as(e: Emitter, value: Value, dtype: str) -> Value:
-    """A state in another element type. The vectors of a flat state are cast together."""
+def state_as(e: Emitter, value: Value, dtype: str) -> Value:
+    """A state in another element type. The vectors of a flat state are cast together, or all that is in it."""
     key, lies = f"{value.name} as {dtype}", e.shared.get(_lies_with(value))
     if value.dtype == dtype or lies is None:
         return e.cast(value, dtype)
@@ -190,11 +190,11 @@ def products(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> list[Value]:
     return parts(e, rows, e.Mul(left, right))
 
 
-def remember_state(e: Emitter, values: Sequence[Value], whole: Value) -> None:
-    """That ``values`` are the parts of a flat state."""
+def remember_state(e: Emitter, values: Sequence[Value], whole: Value, cast_whole: bool) -> None:
+    """That ``values`` are the parts of a flat state, and whether all of them are cast together."""
     remember(e, values, whole)
-    vectors = tuple(v for v in values if len(v.shape or ()) == 1)
-    e.shared |= {_lies_with(v): vectors for v in vectors}
+    together = tuple(v for v in values if cast_whole or len(v.shape or ()) == 1)
+    e.shared |= {_lies_with(v): together for v in together}
 
 
 def _lies_with(value: Value) -> str:

@@ -12,7 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.nn import functional as F
-from amp_transpiler.ops.training.rows import joined
+from amp_transpiler.ops.training.rows import joined, products, remember_state, state_as
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.rules import as_model, tensor_info
 
@@ -79,6 +79,43 @@ def test_joined_is_each_of_them_with_zeros_between(
         expected[0, offset : offset + value.size] = value.ravel()
     assert set(made) - {"Reshape"} == operators
     np.testing.assert_array_equal(whole, expected)
+
+
+@pytest.mark.parametrize(("whole", "casts"), [(True, 1), (False, 2)])
+def test_parts_of_a_flat_state_are_cast_together(whole: bool, casts: int) -> None:
+    """All of them, or the vectors alone: the matrix is cast by itself then, and only where somebody asks for it."""
+    e = Emitter("cuda")
+    states = [Value(f"s{i}", "float32", shape) for i, shape in enumerate([(5,), (130,), (2, 3)])]
+    e.reserve(["flat", *(v.name for v in states)])
+    rows = Rows((0, 1, 2), tuple(v.shape or () for v in states))
+    remember_state(e, states, Value("flat", "float32", rows.shape), whole)
+    low = [state_as(e, v, "float16") for v in states]
+    assert [state_as(e, v, "float32") for v in states] == states
+    values = {v.name: RNG.normal(size=v.shape).astype(np.float32) for v in states}
+    flat = np.zeros(rows.shape, np.float32)
+    for segment in rows.segments(list(values)):
+        flat[0, segment.offset : segment.offset + values[segment.variable].size] = values[segment.variable].ravel()
+    infos = [tensor_info(n, "float32", v.shape) for n, v in ({"flat": flat} | values).items()]
+    outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in low]
+    graph = onnx.helper.make_graph(e.nodes, "cast", infos, outputs, list(e.initializers.values()))
+    known = node_by_node(as_model(graph), values | {"flat": flat})
+    assert [node.op_type for node in e.nodes].count("Cast") == casts
+    for v, state in zip(low, states, strict=True):
+        np.testing.assert_array_equal(known[v.name], values[state.name].astype(np.float16))
+
+
+def test_products_of_pairs_are_one() -> None:
+    e = Emitter("cuda")
+    pairs = [(Value(f"a{i}", "float32", (n,)), Value(f"b{i}", "float32", (n,))) for i, n in enumerate((5, 130, 3))]
+    made = products(e, pairs)
+    values = {v.name: RNG.normal(size=v.shape).astype(np.float32) for pair in pairs for v in pair}
+    infos = [tensor_info(n, "float32", v.shape) for n, v in values.items()]
+    outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in made]
+    graph = onnx.helper.make_graph(e.nodes, "products", infos, outputs, list(e.initializers.values()))
+    known = node_by_node(as_model(graph), values)
+    assert [node.op_type for node in e.nodes].count("Mul") == 1
+    for v, (a, b) in zip(made, pairs, strict=True):
+        np.testing.assert_array_equal(known[v.name], values[a.name] * values[b.name])
 
 
 def test_running_statistics_of_all_layers_come_in_one_update() -> None:

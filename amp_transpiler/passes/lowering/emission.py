@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -26,7 +27,7 @@ from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.random import SEED, STEP
-from amp_transpiler.ops.training.rows import joined, remember_state
+from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -156,7 +157,8 @@ class _Emission(EmulatedStorage):
         name, dtype, shape = flat.name, flat.dtype, flat.rows.shape
         self.inputs.append(onnx.ValueInfoProto(name=name, type=type_proto(dtype, shape)))
         self.result.states.append(Port(name, name, dtype, shape, flat.segments))
-        remember_state(self.e, [self.env[v.key] for v in flat.states], self._emulated(Value(name, dtype, shape)))
+        whole = self._emulated(Value(name, dtype, shape))
+        remember_state(self.e, [self.env[v.key] for v in flat.states], whole, flat.cast_whole)
 
     def _constant(self, variable: Variable) -> Value:
         """Constant content as an initializer; on CPU 16-bit content as the fp32 that emulates it."""
@@ -220,7 +222,8 @@ class _Emission(EmulatedStorage):
         if target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
             self.env[target.key] = self.e.cast(value, "float32")
         elif target.dtype in HALF:
-            self.env[target.key] = self.e.stored(value, target.dtype)
+            stored = self.e.stored if self.cpu else partial(state_as, self.e)
+            self.env[target.key] = stored(value, target.dtype)
         elif value.dtype == target.dtype:
             self.env[target.key] = value
         else:

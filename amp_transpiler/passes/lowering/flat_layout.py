@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from amp_transpiler.ir.flat import Rows, Segment
 from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import slots_of, traits_of
+from amp_transpiler.ir.opdef import gradient_type, slots_of, traits_of
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.training.clip import CLIPS, NORM
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
@@ -39,6 +40,10 @@ class Worth:
 #: What is worth a buffer on a place, by its kind; on others nothing is.
 WORTH = {"cuda": Worth(fewest=2), "cpu": Worth(fewest=64, largest=16384)}
 
+#: The share of a flat state from which on all of it is cast.
+_NEARLY_ALL = 0.9
+_CAST_GRADIENT = gradient_type("", "Cast")
+
 
 @dataclass(frozen=True)
 class FlatState:
@@ -51,9 +56,24 @@ class FlatState:
     news: tuple[Variable, ...]
 
     @property
+    def cast_whole(self) -> bool:
+        """Whether the program casts all of these variables, or nearly all, to 16 bit."""
+        sizes = [
+            (math.prod(shape), _is_cast(state)) for shape, state in zip(self.rows.shapes, self.states, strict=True)
+        ]
+        return sum(size for size, cast in sizes if cast) > _NEARLY_ALL * sum(size for size, _ in sizes)
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """Where each variable lies."""
         return self.rows.segments([v.name for v in self.states])
+
+
+def _is_cast(variable: Variable) -> bool:
+    return any(
+        op.type == "Cast" and not op.domain and (made := op.output(0)) is not None and made.dtype in HALF
+        for op, _ in variable.readers
+    )
 
 
 @dataclass
@@ -160,6 +180,7 @@ def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) ->
             continue
         way, raw = _way(gradient)
         kind = (
+            _before_cast(raw).dtype,
             raw.dtype,
             gradient.dtype,
             tuple((name, state.dtype) for name, (state, _) in states.items()),
@@ -168,6 +189,13 @@ def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) ->
         )
         found.append(_Row(number, shape, states, way, kind))
     return found
+
+
+def _before_cast(gradient: Variable) -> Variable:
+    """What a gradient was cast from: together with others that were cast from the same type it is cast once."""
+    op = gradient.producer
+    narrow = op.input(0) if op is not None and op.type == _CAST_GRADIENT else None
+    return gradient if narrow is None else narrow
 
 
 def _way(gradient: Variable) -> tuple[tuple[tuple[Operator, int], ...], Variable]:
