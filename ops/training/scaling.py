@@ -175,12 +175,15 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16 times their number. An
     unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of fp32 ones it is the sum
     of magnitudes, unscaled: no two large ones cancel.
+
+    The largest tensor is looked at last: what stands last is computed first, each weight's gradient where the backward
+    pass reaches it. Behind a tensor of vectors alone they would wait for the whole pass, with all that they read.
     """
     one = e.cast(e.reshape(scale, ()), "float32")
     inverse = e.op("Div", e.like(1, one), one, shape=())
     unscaled: list[Value | None] = [None] * len(grads)
     zeros: list[Value] = []
-    for rows in rows_of(e, op, len(grads)):
+    for rows in sorted(rows_of(e, op, len(grads)), key=lambda rows: rows.shape[1]):
         raw = joined(e, rows, [grads[number] for number in rows.numbers])
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)

@@ -6,7 +6,7 @@ of nodes x ready nodes; in a step of many parameters thousands are ready at once
 from the start, and an update is once the verdict on its gradients is known. Two things keep the list short:
 
 - nodes that no feed reaches (casts of weights, parts of updates) come first, and those of an operator that treats very
-  many tensors (the check of the gradients, the update) as soon as what they read is made;
+  many tensors one by one (the check of the gradients, the update) as soon as what they read is made;
 - a scalar that very many nodes read is handed on: link after link of the chain ``Max(previous link, scalar)`` is the
   scalar bit for bit, and serves a group of readers. A shorter way does not outlive the optimiser.
 
@@ -20,19 +20,21 @@ settle which result is made first, and which of a node's inputs: the one that st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter
 from amp_transpiler.ir.nodes import FORWARD, Operator, Shape
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF, NAMES
 from amp_transpiler.passes.lowering.lowered import live, static, used_tensors
 
 #: Readers of one scalar from which on it is handed on, and the readers of each link.
 _HOT, _GROUP = 256, 64
-#: Inputs of an operator from which on its nodes stand behind what they read. onnxruntime then makes the last gradients
-#: first, and keeps what the others are made of; for fewer tensors the time to sort is not worth that.
+#: Inputs of an operator, and nodes, from which on its nodes stand behind what they read. onnxruntime then makes the last
+#: gradients first, and keeps what the others are made of; for fewer tensors the time to sort is not worth that.
 _ROWS = 2048
 #: What a link computes of two equal scalars.
 _LINK = {"bool": "And", "float32": "Max", "float64": "Max"}
@@ -154,6 +156,7 @@ def listed(
     ``feeds``: the tensors that are fed.
     """
     fed = set(feeds)
+    counts = Counter(origin.key for node, origin in zip(nodes, origins, strict=True) if origin and not _is_view(node))
     after: dict[str, int] = {}  # tensor -> the place of the node behind which it is made
     places: list[tuple[int, int]] = []
     for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
@@ -164,9 +167,13 @@ def listed(
         else:
             fed.update(filter(None, node.output))
             behind = max((after[name] for name in read if name in after), default=-1)
-            if origin is not None and len(origin.inputs) > _ROWS and behind >= 0:
+            if origin is not None and min(len(origin.inputs), counts[origin.key]) > _ROWS and behind >= 0:
                 place = (behind, i)
         after.update((name, place[0]) for name in node.output if name)
         places.append(place)
     order = sorted(range(len(nodes)), key=places.__getitem__)
     return [nodes[i] for i in order], [origins[i] for i in order]
+
+
+def _is_view(node: onnx.NodeProto) -> bool:
+    return traits_of(node.op_type, node.domain).view
