@@ -160,7 +160,7 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     """One Conv of X with dY as its kernel, batch and channels exchanged; strides and dilations change roles."""
     assert x.shape is not None and dy.shape is not None
     batch, channels = x.shape[0], x.shape[1] // group
-    if group == 1:
+    if 1 in (group, channels):
         x = by_channel(e, x)
     else:
         split = e.reshape(x, (batch, group, channels, prod(window.source)))

@@ -21,12 +21,12 @@ from typing import Any, overload
 import numpy as np
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.emitter import OperatorCall
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, rule_of
+from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 

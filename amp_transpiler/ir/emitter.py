@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 import onnx
@@ -21,6 +21,7 @@ from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import HALF, ONNX_TYPES, dtype_name, numpy_dtype
@@ -28,18 +29,6 @@ from amp_transpiler.lists import TARGET_OPSET
 
 #: Elements from which on it matters how a kernel walks over them.
 _MANY = 64
-
-Given = TypeVar("Given", contravariant=True)
-Made = TypeVar("Made", covariant=True)
-
-
-class OperatorCall(Protocol[Given, Made]):
-    """An operator type of ai.onnx as a method: ``e.Mul(a, b)`` is one value, ``e.Split(a, outputs=2)`` a tuple."""
-
-    @overload
-    def __call__(self, *inputs: Given, outputs: int, **options: Any) -> tuple[Made, ...]: ...
-    @overload
-    def __call__(self, *inputs: Given, outputs: None = None, **options: Any) -> Made: ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +79,8 @@ class Emitter:
         self.shared: dict[str, tuple[Value, ...]] = {}
         #: What made the results of elementwise operators and views, by tensor.
         self.makers: dict[str, Maker] = {}
+        #: Tensors that were joined by what they were made of: the tensor of all of them, and what each was made of.
+        self.joined_through: dict[str, tuple[str, tuple[str, ...]]] = {}
         #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
         self.foreign: list[Value] = []
         self.domains: set[str] = set()

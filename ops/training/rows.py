@@ -116,6 +116,9 @@ def _together(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value | None:
         below = first.type == "Div" and place == 1
         read.append(known[0] if single else (_side_by_side(e, rows, known, 1.0) if below else joined(e, rows, known)))
     whole: Value = e.op(first.type, *read, dtype=values[0].dtype, shape=rows.shape, **first.attrs)
+    for number, value in enumerate(values):
+        made_of = (column[number] for column, single in zip(columns, one, strict=True) if not single)
+        e.joined_through[value.name] = (whole.name, tuple(v.name for v in made_of if v is not None))
     return whole
 
 

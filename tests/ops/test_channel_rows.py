@@ -75,7 +75,7 @@ def _results(program: Program, place: str, feeds: dict[str, Any]) -> tuple[onnx.
     return lowered.model, run(lowered.model, {info.name: given[info.name] for info in lowered.model.graph.input})
 
 
-@pytest.mark.parametrize(("size", "copies"), [(8, 8), (10, 10)])  # strides that leave nothing unread, and that do
+@pytest.mark.parametrize(("size", "copies"), [(8, 7), (10, 9)])  # strides that leave nothing unread, and that do
 def test_the_gradients_are_those_of_images(size: int, copies: int) -> None:
     """Copied are the convolution's image, twice, its result, and their gradients; and what meets ``g``, an input."""
     program, shapes = _program(size, "float")

@@ -373,6 +373,10 @@ class _Emission(EmulatedStorage):
             ports_list.append(Port(target.name, ports[variable.key, dtype], dtype or "", self._shape(variable)))
         outputs += [self._flat_output(state, rename) for state in self.layout.states]
         rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
+        self.result.joined_through = {
+            rename.get(name, name): (rename.get(whole, whole), tuple(rename.get(n, n) for n in made_of))
+            for name, (whole, made_of) in self.e.joined_through.items()
+        }
         for v in self.program.variables:
             if v.key in self.env:
                 value = self.env[v.key]

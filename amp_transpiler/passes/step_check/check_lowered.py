@@ -150,16 +150,25 @@ class _Gates:
         Of gradients in one flat tensor only the scaled ones are in the model by themselves.
         """
         values = [value for name in (unscaled, raw) if (value := self.lowered.tensors.get(name)) is not None]
-        tensor = next((value.name for value in values if value.name in self.producers), None)
-        if tensor is None or not self._sums:
-            return
-        if tensor not in self._joined and self._behind(tensor) not in self._joined:
+        found = [self._is_looked_at(value.name) for value in values] if self._sums else []
+        if False in found and True not in found:
             self.found.append(f"found_inf of '{check}' does not look at gradient '{unscaled}'")
+
+    def _is_looked_at(self, tensor: str) -> bool | None:
+        """Whether the sums look at a tensor, or at all that it was made of; None where the model has neither."""
+        if tensor in self._joined or self._behind(tensor) in self._joined:
+            return True
+        whole, made_of = self.lowered.joined_through.get(tensor, ("", ()))
+        if whole not in self.producers:
+            return False if tensor in self.producers else None
+        found = [self._is_looked_at(name) for name in made_of if name not in self.bad_step.constants]
+        return False if False in found else True if True in found else None
 
     @cached_property
     def _joined(self) -> set[str]:
         """What the sums look at, and the tensors that were unscaled and put together for that."""
         seen: set[str] = set()
+        wholes = {whole for whole, _ in self.lowered.joined_through.values()}
         stack = [(tensor, True) for tensor in self._sums]
         while stack:
             tensor, scaled = stack.pop()
@@ -167,7 +176,9 @@ class _Gates:
             if tensor in seen:
                 continue
             seen.add(tensor)
-            if node is not None and (_hands_on(node) or node.op_type == "Concat"):
+            if node is not None and tensor in wholes:
+                stack += [(name, scaled) for name in node.input]
+            elif node is not None and (_hands_on(node) or node.op_type == "Concat"):
                 stack += [(name, scaled) for name in (node.input if node.op_type == "Concat" else node.input[:1])]
             elif node is not None and node.op_type == "Mul" and scaled:
                 stack.append((node.input[0], False))
