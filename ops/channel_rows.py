@@ -64,5 +64,7 @@ def restored(e: Emitter, turned: Value) -> Value:
     if key not in e.shared:
         channels, batch, *spatial = size_of(turned)
         rows = e.reshape(turned, (channels, batch * math.prod(spatial)))
-        e.shared[key] = (by_image(e, rows, (batch, channels, *spatial)),)
+        image = by_image(e, rows, (batch, channels, *spatial))
+        e.shared[key] = (image,)
+        e.shared[f"{image.name} with channels first"] = (turned,)
     return e.shared[key][0]

@@ -126,8 +126,11 @@ def _without_tail(e: Emitter, y: Value, window: Window) -> Value:
 
 
 def _bias_gradient(e: Emitter, dy: Value) -> Value | None:
-    assert dy.shape is not None
-    return e.ReduceSum(dy, e.ints(0, *range(2, len(dy.shape))), keepdims=0) if e.wants(2) else None
+    if not e.wants(2):
+        return None
+    if lies_in_rows(e, dy):
+        return e.ReduceSum(by_channel(e, dy), e.ints(1), keepdims=0)
+    return e.ReduceSum(dy, e.ints(0, *range(2, len(size_of(dy)))), keepdims=0)
 
 
 def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:

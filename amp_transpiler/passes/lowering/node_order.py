@@ -33,8 +33,8 @@ from amp_transpiler.passes.lowering.lowered import live, static, used_tensors
 
 #: Readers of one scalar from which on it is handed on, and the readers of each link.
 _HOT, _GROUP = 256, 64
-#: Inputs of an operator, and nodes, from which on its nodes stand behind what they read. onnxruntime then makes the last
-#: gradients first, and keeps what the others are made of; for fewer tensors the time to sort is not worth that.
+#: Inputs of an operator, and nodes, from which on its nodes stand behind what they read. onnxruntime then makes the
+#: last gradients first, and keeps what the others are made of; for fewer tensors the time to sort is not worth that.
 _ROWS = 2048
 #: What a link computes of two equal scalars.
 _LINK = {"bool": "And", "float32": "Max", "float64": "Max"}
