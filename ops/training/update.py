@@ -30,6 +30,8 @@ from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blend
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
 
+#: Places where a branch spares a pass over the state; elsewhere none could be captured.
+BRANCHING = frozenset({"cpu"})
 #: Parameters whose updates stand in one branch: the time to make a session is not linear in the nodes of one graph.
 _IN_A_BRANCH = 64
 
@@ -110,7 +112,7 @@ def _update(
             made = dict[tuple[int, str], Value]()
             alone: list[Rows] = []
             for rows in rows_of(e, op, len(table)):
-                if found_inf is None or e.place != "cpu" or rows.shapes:
+                if found_inf is None or e.place not in BRANCHING or rows.shapes:
                     made |= stepped(rows)
                 else:
                     alone.append(rows)

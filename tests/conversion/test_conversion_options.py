@@ -14,10 +14,12 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.cli import main
+from amp_transpiler.conversion import converting
 from amp_transpiler.conversion.calibration import measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, ListTypeError
+from amp_transpiler.ir import onnx_in
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
 net (float[2,3] x) => (float[2,2] y) <float[3,2] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6}> { y = MatMul(x, w) }"""
@@ -208,17 +210,18 @@ def test_a_check_reads_the_model_once_and_measures_it_once(
 ) -> None:
     """Sessions of the reference and of the conversion; with data two more, for what is inside of both."""
     counts = {"read": 0, "session": 0}
-    read, create = amp.Program.from_onnx.__func__, measure.create_session  # type: ignore[attr-defined]
+    read, create = onnx_in.load, measure.create_session
 
-    def reading(cls: type, *given: Any, **more: Any) -> Any:
+    def reading(*given: Any, **more: Any) -> Any:
         counts["read"] += 1
-        return read(cls, *given, **more)
+        return read(*given, **more)
 
     def creating(*given: Any, **more: Any) -> Any:
         counts["session"] += 1
         return create(*given, **more)
 
-    monkeypatch.setattr(amp.Program, "from_onnx", classmethod(reading))
+    monkeypatch.setattr(onnx_in, "load", reading)
+    monkeypatch.setattr(converting, "load", reading)
     monkeypatch.setattr(measure, "create_session", creating)
     given = [flag.replace("{data}", str(model.parent / "x.npz")) for flag in flags]
     assert main(["convert", str(model), str(model.parent / "o.onnx"), "--check", *given]) == 0

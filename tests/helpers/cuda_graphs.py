@@ -85,8 +85,8 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> tuple[amp.Executor, Calls]:
     """An executor on CPU that captures what it runs, startup programs excepted, and its calls."""
     calls, real = Calls(), executor.create_session
 
-    def create(model: Any, place: Any, settings: Any, name: str, keep_graph: bool = False) -> Any:
-        session, graph = real(model, place, replace(settings, cuda_graph=False), name, keep_graph)
+    def create(model: Any, place: Any, settings: Any, name: str, *more: Any, **named: Any) -> Any:
+        session, graph = real(model, place, replace(settings, cuda_graph=False), name, *more, **named)
         return (Session(session, name, calls) if settings.cuda_graph else session), graph
 
     monkeypatch.setattr(executor, "create_session", create)
