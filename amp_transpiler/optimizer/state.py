@@ -8,6 +8,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import slots_of
 from amp_transpiler.ir.rollback import unchanged_on_error
@@ -49,7 +50,7 @@ def appending(program: Program, startup_program: Program | None, *owners: object
     :func:`startup_of`.
     """
     startup = startup_of(program, startup_program)
-    with unchanged_on_error(program, startup, objects=owners):
+    with unchanged_on_error(program, startup, objects=owners), collector_paused():
         program.startup = program.startup or startup
         yield startup
 

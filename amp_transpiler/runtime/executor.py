@@ -23,6 +23,7 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
+from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
@@ -277,7 +278,8 @@ class Executor:
         start = time.monotonic()
         try:
             plan.feeds.check_shapes(feeds)
-            session.step = self._compile(program, plan, dict(shapes))
+            with collector_paused():
+                session.step = self._compile(program, plan, dict(shapes))
         except (GraphError, ExecutionError) as error:
             raise type(error)(f"{error}{fed_together(shapes)}") from None
         finally:

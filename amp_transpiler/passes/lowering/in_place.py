@@ -118,6 +118,7 @@ class _Proof:
         self.readers: dict[str, list[int]] = {}
         self.reads: list[set[str]] = []
         self.bit: dict[int, int] = {}
+        self.own_memory: dict[int, bool] = {}  # by node that has been asked
         for index, node in enumerate(self.nodes):
             names = set(_names_read(node))
             self.reads.append(names)
@@ -164,7 +165,9 @@ class _Proof:
                     continue
                 found[index] = None
                 node = self.nodes[index]
-                if not self._computes(node):
+                if index not in self.own_memory:
+                    self.own_memory[index] = self._computes(node)
+                if not self.own_memory[index]:
                     new = set(node.output) - views - {""}
                     views |= new
                     queue.extend(new)
