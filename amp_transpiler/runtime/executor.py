@@ -356,10 +356,11 @@ class Executor:
         arrays = [variable for op in program.operators if (variable := initialised(op)) is not None]
         rest = None
         if len(arrays) < len(program.operators):
-            rest = program.clone() if arrays else program
-            for op in rest.operators:
-                if initialised(op) is not None:
-                    rest.remove_operator(op)
+            with collector_paused():
+                rest = program.clone() if arrays else program
+                for op in rest.operators:
+                    if initialised(op) is not None:
+                        rest.remove_operator(op)
         step = None if rest is None else self._step(rest, plan, feeds)
         with self._lock:
             plan.sessions.clear()
