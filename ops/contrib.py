@@ -299,6 +299,7 @@ def rotary_embedding(
     return [heads_together(d, turned) if flat else turned]
 
 
+traits(_MS + "BiasDropout", _MS + "BitmaskDropout", _MS + "BitmaskBiasDropout", random=True)
 traits(_MS + "DequantizeLinear", _MS + "QuantizeLinear", settings=(1,))
 traits(_MS + "Pad", settings=(2,))
 traits(_MS + "Range", settings=(0, 1, 2))

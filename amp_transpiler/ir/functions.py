@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.proto_residue import plain_domain
 
 #: Operators that the calls of functions may add to a model.
@@ -121,9 +122,8 @@ def _nodes(nodes: Iterable[onnx.NodeProto], depth: int = 0) -> Iterator[tuple[on
     """Every node, those of nested graphs included, and how many graphs it lies in."""
     for node in nodes:
         yield node, depth
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from _nodes(graph.node, depth + 1)
+        for graph in nested_graphs(node):
+            yield from _nodes(graph.node, depth + 1)
 
 
 def _check_names(function: onnx.FunctionProto) -> None:

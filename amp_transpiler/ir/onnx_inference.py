@@ -12,6 +12,8 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
+from amp_transpiler.ir.control import nested_graphs
+
 #: What calls into onnx raise: its own classes, and what pybind makes of C++ exceptions.
 ONNX_ERRORS = (
     onnx.shape_inference.InferenceError,
@@ -81,6 +83,5 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """The graph and those nested in it."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from _graphs(inner)
+        for inner in nested_graphs(node):
+            yield from _graphs(inner)

@@ -23,6 +23,8 @@ import onnx
 import onnxruntime as ort
 
 from amp_transpiler.errors import ExecutionError, PlaceError
+from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import Step, Update, failure, half_done, needs_plain
@@ -34,13 +36,6 @@ from amp_transpiler.runtime.states import State, States
 
 #: The run option that numbers a graph.
 GRAPH_ID = "gpu_graph_id"
-_CONTROL = frozenset({"If", "Loop", "Scan"})
-_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}) | {
-    "RandomUniformLike",
-    "BiasDropout",
-    "BitmaskDropout",
-    "BitmaskBiasDropout",
-}
 _PLAIN = "Run it with Executor(place), without cuda_graph"
 
 
@@ -50,9 +45,10 @@ def check_capturable(lowered: Lowered, program: str) -> None:
         _refuse(program, "it feeds or fetches what is no tensor of numbers")
     constants = {tensor.name: tensor for tensor in lowered.model.graph.initializer}
     for node in lowered.model.graph.node:
-        if node.op_type in _CONTROL:
+        if any(nested_graphs(node)):
             _refuse(program, f"{node.op_type} '{node.name}' decides in the run what runs")
-        if node.op_type in _RANDOM or (node.op_type == "Dropout" and _drops(node, constants)):
+        draws = traits_of(node.op_type, node.domain).random
+        if draws or (node.op_type == "Dropout" and _drops(node, constants)):
             _refuse(program, f"{node.op_type} '{node.name}' draws from a generator that a replay does not advance")
     states = {port.variable for port in lowered.states}
     made = [*lowered.fetches, *(port for port in lowered.updates if port.variable not in states)]

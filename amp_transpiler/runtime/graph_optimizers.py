@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from amp_transpiler.ir.control import nested_graphs
+
 _QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _GELU = frozenset({"Erf", "Tanh", "Sigmoid", "Gelu", "FastGelu", "QuickGelu", "BiasGelu"})
 _ROOTS = frozenset({"Sqrt", "ReduceMean"})  # what a normalisation that is written out has
@@ -79,6 +81,5 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """The nodes, and those of the graphs nested in them."""
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                yield from _nodes(graph.node)
+        for graph in nested_graphs(node):
+            yield from _nodes(graph.node)

@@ -12,6 +12,23 @@ import numpy as np
 
 F32 = np.float32
 
+#: Every preset of ``amp.LossScaler``.
+PRESETS = (
+    "fixed",
+    "paddle",
+    "exponential",
+    "torch",
+    "keras",
+    "tf_keras",
+    "apex",
+    "deepspeed",
+    "deepspeed_fused",
+    "megatron",
+    "jmp",
+    "mindspore",
+    "oneflow",
+)
+
 
 class Paddle:
     """paddle/phi/kernels/impl/amp_kernel_impl.h, Update."""

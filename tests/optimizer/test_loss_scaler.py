@@ -21,22 +21,7 @@ from amp_transpiler.errors import (
     ScopeError,
 )
 from amp_transpiler.nn import functional as F
-
-PRESETS = (
-    "fixed",
-    "paddle",
-    "exponential",
-    "torch",
-    "keras",
-    "tf_keras",
-    "apex",
-    "deepspeed",
-    "deepspeed_fused",
-    "megatron",
-    "jmp",
-    "mindspore",
-    "oneflow",
-)
+from tests.helpers.scaler_rules import PRESETS
 
 
 # -- the record ----------------------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ a result.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 import onnx
 
-from amp_transpiler.passes.lowering.lowered import Port, is_row
+from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.passes.lowering.lowered import Port, is_row, used_tensors
 
 #: Operators that write every output to memory of its own.
 _COMPUTES = frozenset(
@@ -120,7 +121,7 @@ class _Proof:
         self.bit: dict[int, int] = {}
         self.own_memory: dict[int, bool] = {}  # by node that has been asked
         for index, node in enumerate(self.nodes):
-            names = set(_names_read(node))
+            names = used_tensors([node])
             self.reads.append(names)
             for name in names:
                 self.readers.setdefault(name, []).append(index)
@@ -146,7 +147,7 @@ class _Proof:
         found: dict[tuple[str, str], str] = {}
         for index, its in by_node.items():
             node = self.nodes[index]
-            for graph in _nested(node):
+            for graph in nested_graphs(node):
                 names = {out: info.name for out, info in zip(node.output, graph.output, strict=True)}
                 branch = _Proof(graph, {})
                 branch.is_branch = True
@@ -176,10 +177,10 @@ class _Proof:
     def _computes(self, node: onnx.NodeProto) -> bool:
         """Whether each output has memory of its own."""
         if node.op_type == "If" and not node.domain:
-            ends = [(graph, {info.name for info in graph.output}) for graph in _nested(node)]
+            ends = [(graph, {info.name for info in graph.output}) for graph in nested_graphs(node)]
             makers = [inner for graph, names in ends for inner in graph.node if not names.isdisjoint(inner.output)]
             return all(inner.op_type == "Identity" or self._computes(inner) for inner in makers)
-        return node.op_type in self.computes and node.domain in _DOMAINS and not _nested(node)
+        return node.op_type in self.computes and node.domain in _DOMAINS and not any(nested_graphs(node))
 
     def ancestors(self, wanted: set[int], targets: set[int]) -> dict[int, int]:
         """For each target node, a bit for each of the wanted nodes of its part that is an ancestor of it.
@@ -233,19 +234,6 @@ class _Proof:
         if not direct or not one or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"
         return ""
-
-
-def _names_read(node: onnx.NodeProto) -> Iterator[str]:
-    """Every tensor that a node reads; names inside its nested graphs included, which may be more than it captures."""
-    yield from (name for name in node.input if name)
-    for graph in _nested(node):
-        for inner in graph.node:
-            yield from _names_read(inner)
-        yield from (info.name for info in graph.output)
-
-
-def _nested(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    return [g for a in node.attribute for g in ([a.g] if a.type == a.GRAPH else a.graphs)]
 
 
 def _static(info: onnx.ValueInfoProto) -> bool:

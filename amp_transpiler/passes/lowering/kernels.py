@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.kernel_cost import launches, moved_bytes, tensor_bytes
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import flops_of
@@ -66,7 +67,7 @@ class _Walk:
 
     def node(self, node: onnx.NodeProto, origin: Operator | None, types: Types, nested: bool) -> list[Kernel]:
         """The kernels of one node: itself, or those of its graphs."""
-        graphs = [g for a in node.attribute for g in ([a.g] if a.type == a.GRAPH else a.graphs)]
+        graphs = list(nested_graphs(node))
         if graphs:
             return self._control(node, origin, graphs, types)
         if not launches(node.op_type, node.domain):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from amp_transpiler.ir.control import CONTROL
+from amp_transpiler.ir.control import CONTROL, nested_graphs
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.flat import Segment
 from amp_transpiler.ir.graph import Graph
@@ -148,19 +148,17 @@ def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> No
             for i, name in enumerate(slots):
                 if name in names:
                     slots[i] = names[name]
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                rename_tensors(graph.node, names)
+        for graph in nested_graphs(node):
+            rename_tensors(graph.node, names)
 
 
 def used_tensors(nodes: Sequence[onnx.NodeProto]) -> set[str]:
     """Names of the tensors that nodes, and the graphs nested in them, read."""
     used: set[str] = set()
     for node in nodes:
-        used.update(node.input)
+        used.update(filter(None, node.input))
         if not node.domain and node.op_type not in CONTROL:
             continue
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                used |= used_tensors(graph.node) | {out.name for out in graph.output}
+        for graph in nested_graphs(node):
+            used |= used_tensors(graph.node) | {out.name for out in graph.output}
     return used

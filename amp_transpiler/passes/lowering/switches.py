@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
@@ -137,9 +138,8 @@ class _Switching:
         for slot, name in enumerate(node.input):
             if self._carries(name):
                 node.input[slot] = self._chosen(name, tag)
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.type == attribute.GRAPH else attribute.graphs:
-                self._nested(graph, tag)
+        for graph in nested_graphs(node):
+            self._nested(graph, tag)
         self.nodes.append(node)
         to = _target(node)
         if to in HALF:

@@ -12,6 +12,7 @@ import pytest
 
 import amp_transpiler as amp
 from tests.helpers.checkpoints import BAD, CASES, HALF, MODES, OPTIMIZERS, SCALINGS, STEPS, build, digest, state
+from tests.helpers.scaler_rules import PRESETS
 from tests.helpers.where import ROOT
 
 
@@ -71,22 +72,7 @@ def test_schedule_average_and_window(mode: str, saved_at: int, tmp_path: Path) -
     assert {"lr_step", "ema_step"} | ({"micro_step"} if windowed else set()) <= names
 
 
-#: Every preset with a scale that does not overflow by itself; paddle's with an alarm, which has counters of its own.
-PRESETS = [
-    "fixed",
-    "paddle",
-    "exponential",
-    "torch",
-    "keras",
-    "tf_keras",
-    "apex",
-    "deepspeed",
-    "deepspeed_fused",
-    "megatron",
-    "jmp",
-    "mindspore",
-    "oneflow",
-]
+#: Paddle's rule with an alarm, which has counters of its own.
 ALARM = {"max_bad_in_a_row": 9, "error_at_floor": True}
 
 
