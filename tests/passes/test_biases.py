@@ -65,7 +65,38 @@ def test_others_stay_as_they_are(body: str) -> None:
     assert "MatMul" in kinds and "Gemm" not in kinds
 
 
-def test_fp32_stays_as_it_is_on_cpu() -> None:
-    source = program("p = MatMul(x, w)  y = Add(p, b)", "float")
-    lowered = lower(source, "cpu", {}, [source.var("y")])
-    assert [node.op_type for node in lowered.model.graph.node] == ["MatMul", "Add"]
+@pytest.mark.parametrize(
+    ("sizes", "fetched", "kinds"),
+    [
+        ("1, 2", ["y"], ["Reshape", "Gemm", "Reshape"]),
+        ("1, 2", ["y", "p"], ["MatMul", "Add"]),
+        ("2", ["y"], ["MatMul", "Add"]),  # onnxruntime makes a Gemm of these whatever it knows of their sizes
+    ],
+    ids=["batch", "fetched", "matrix"],
+)
+def test_fp32_on_cpu(sizes: str, fetched: list[str], kinds: list[str]) -> None:
+    text = f"(float[{sizes}, 2] x, float[2, 3] w, float[3] b) => (float[{sizes}, 3] y, float[{sizes}, 3] p)"
+    source = amp.Program.from_onnx(
+        onnx.parser.parse_model(
+            f'<ir_version: 10, opset_import: ["" : 21]> g {text} {{ p = MatMul(x, w)  y = Add(p, b) }}'
+        )
+    )
+    lowered = lower(source, "cpu", {}, [source.var(name) for name in fetched])
+    assert [node.op_type for node in lowered.model.graph.node] == kinds
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.normal(size=s).astype(np.float32) for s in ((*([1] if "," in sizes else []), 2, 2), (2, 3), 3))
+    y, *_ = run(lowered.model, {"x": x, "w": w, "b": b})
+    np.testing.assert_allclose(y, x.astype(np.float64) @ w + b, rtol=1e-6, atol=1e-6)
+
+
+def test_no_update_waits_for_what_nobody_asked_for() -> None:
+    """The product that the Gemm replaces reads the weight too."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [2, 4, 64], "float32")
+        hidden = amp.nn.fc(amp.nn.fc(x, 64, num_flatten_dims=2, act="relu"), 64, num_flatten_dims=2)
+        loss = amp.nn.functional.mean(hidden * hidden)
+        amp.optimizer.SGD(0.1).minimize(loss, startup)
+    graph = lower(main, "cpu", {}, [loss]).model.graph
+    forward = [node for node in graph.node if node.op_type in ("MatMul", "Gemm") and "GRAD" not in node.output[0]]
+    assert [node.op_type for node in forward] == ["Gemm", "Gemm"]

@@ -1,7 +1,9 @@
 """Biases: a product of matrices and the sum with a bias behind it are one kernel that rounds once, as Gemm is.
 
 onnxruntime would fuse them so by itself, and a 16-bit product would not be rounded before its bias is added. So what is
-lowered says it: on CUDA it is one Gemm, and on CPU, where 16 bit is emulated, the product is not rounded.
+lowered says it: on CUDA it is one Gemm, and on CPU, where 16 bit is emulated, the product is not rounded. Of batches of
+matrices it is a Gemm on CPU too: onnxruntime fuses those only where it knows their sizes, so that a session that serves
+several would compute other bits.
 """
 
 from __future__ import annotations
@@ -17,9 +19,14 @@ from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.lowered import static
 
 
-def biased_products(order: Sequence[Operator], place: str, keep_fp32: Container[str]) -> dict[int, Operator]:
-    """Of each Add (its key) that adds a bias to a product of matrices and alone reads it: the product."""
-    types = {"cuda": (*HALF, "float32"), "cpu": tuple(HALF)}.get(place, ())
+def biased_products(
+    order: Sequence[Operator], place: str, keep_fp32: Container[str], fetches: Container[Variable]
+) -> dict[int, Operator]:
+    """Of each Add (its key) that adds a bias to a product of matrices and alone reads it: the product.
+
+    On CPU an fp32 product that is fetched too is not computed a second time.
+    """
+    types = (*HALF, "float32") if place in ("cuda", "cpu") else ()
     found = {}
     for op in order:
         if op.full_type != "Add" or len(op.inputs) != 2:
@@ -27,7 +34,8 @@ def biased_products(order: Sequence[Operator], place: str, keep_fp32: Container[
         for product, bias in (op.inputs, op.inputs[::-1]):
             if product is not None and bias is not None and _is_biased(op, product, bias, types, keep_fp32):
                 assert product.producer is not None
-                found[op.key] = product.producer
+                if place != "cpu" or product.dtype in HALF or product not in fetches:
+                    found[op.key] = product.producer
                 break
     return found
 
@@ -57,7 +65,7 @@ def _rank(variable: Variable) -> int | None:
 
 
 def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operator) -> bool:
-    """Emit the product with its bias, for the variable that the Add makes; False with no product, or no fixed shape."""
+    """Emit the product with its bias, for the variable that the Add makes; False where it is to stand as it does."""
     if product is None:
         return False
     e, result = storage.e, add.outputs[0]
@@ -67,19 +75,20 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
     assert result is not None
     a, b, c = (storage.read(op, v) for op, v in zip((product, product, add), variables, strict=True) if v is not None)
     base, alpha = multiple(e, a)
-    if storage.cpu:
-        total = e.op("MatMul", base, b, dtype="float32")
-        total = total if alpha == 1 else e.Mul(total, e.like(alpha, total))
-        total = e.op("Add", total, c, dtype="float32")
-        storage.env[result.key] = storage.finished(result, total, False)
-        return True
     of_a, of_b = (_fixed(storage, v) for v in variables[:2])
-    if of_a is None or of_b is None:
+    if of_a is not None and of_b is not None and (not storage.cpu or (len(of_a) > 2 and alpha == 1)):
+        count = math.prod(of_a[:-1])
+        rows = e.reshape(Value(base.name, base.dtype, of_a), (count, of_a[-1]))
+        flat = e.op("Gemm", rows, b, c, alpha=None if alpha == 1 else alpha, shape=(count, of_b[1]))
+        total = e.reshape(flat, (*of_a[:-1], of_b[1]))
+        storage.env[result.key] = storage.finished(result, total, False) if storage.cpu else total
+        return True
+    if not storage.cpu or result.dtype not in HALF:
         return False
-    count = math.prod(of_a[:-1])
-    rows = e.reshape(Value(base.name, base.dtype, of_a), (count, of_a[-1]))
-    flat = e.op("Gemm", rows, b, c, alpha=None if alpha == 1 else alpha, shape=(count, of_b[1]))
-    storage.env[result.key] = e.reshape(flat, (*of_a[:-1], of_b[1]))
+    total = e.op("MatMul", base, b, dtype="float32")
+    total = total if alpha == 1 else e.Mul(total, e.like(alpha, total))
+    total = e.op("Add", total, c, dtype="float32")
+    storage.env[result.key] = storage.finished(result, total, False)
     return True
 
 

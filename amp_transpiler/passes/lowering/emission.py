@@ -37,6 +37,7 @@ from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
     emulated_attribute,
+    live,
     needed,
     nested_type,
     rename_tensors,
@@ -83,7 +84,7 @@ class _Emission(EmulatedStorage):
         self.result = Lowered(onnx.ModelProto(), place)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)
         self.e.rows = self.layout.rows
-        self.biased = biased_products(self.order, place, wanted.keep_fp32)
+        self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
         self.domains = {"": self.opset}
 
     # -- the whole -----------------------------------------------------------------------------------
@@ -99,7 +100,8 @@ class _Emission(EmulatedStorage):
         outputs = self._ports()
         wanted, updates = {info.name for info in outputs}, {port.tensor for port in self.result.updates}
         feeds = {port.tensor: port.shape for port in self.result.feeds}
-        self.e.nodes, self.result.origins = arranged(self.e, waiting(self.e, self.result), wanted, updates, feeds)
+        self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, wanted)
+        self.e.nodes, self.result.origins = arranged(self.e, waiting(self.e, self.result), updates, feeds)
         graph = onnx.GraphProto(name=self.program.graph_name, node=self.e.nodes)
         used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)

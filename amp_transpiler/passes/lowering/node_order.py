@@ -46,16 +46,14 @@ Origins = list[Operator | None]
 def arranged(
     e: Emitter,
     origins: Sequence[Operator | None],
-    outputs: set[str],
     updates: set[str],
     feeds: Mapping[str, Shape | None],
 ) -> tuple[Nodes, Origins]:
-    """The nodes emitted that the outputs depend on, with links and in order, each with its operator.
+    """The nodes emitted, with links and in order, each with its operator.
 
-    ``updates``: the outputs among them that are new values of state. ``feeds``: the tensors that are fed, with
-    their shapes.
+    ``updates``: what they make that is a new value of state. ``feeds``: the tensors that are fed, with their shapes.
     """
-    nodes, kept = fetched_last(*live(e.nodes, origins, outputs), updates)
+    nodes, kept = fetched_last(e.nodes, origins, updates)
     nodes, kept = cast_again(e, nodes, kept, feeds)
     return listed(*handed_on(nodes, kept, e.scalars, e.name), feeds)
 
