@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import networkx as nx
@@ -29,9 +29,12 @@ def contents(graph: nx.MultiDiGraph) -> Mapping[int, Mapping[str, Any]]:
     return found
 
 
-def add_node(graph: nx.MultiDiGraph, key: int, item: Any) -> None:
-    """What ``graph.add_node(key, item=item)`` does for a new key."""
-    graph._succ[key], graph._pred[key], graph._node[key] = {}, {}, {"item": item}
+def add_nodes(graph: nx.MultiDiGraph, items: Iterable[Any]) -> None:
+    """What ``graph.add_node(item.key, item=item)`` does for each of some items with new keys."""
+    succ, pred, node = graph._succ, graph._pred, graph._node
+    for item in items:
+        key = item.key
+        succ[key], pred[key], node[key] = {}, {}, {"item": item}
     _changed(graph)
 
 
@@ -41,6 +44,24 @@ def add_edge(graph: nx.MultiDiGraph, tail: int, head: int, slot: int | str) -> N
     if slots is None:
         slots = graph._succ[tail][head] = graph._pred[head][tail] = {}
     slots.setdefault(slot, {})
+    _changed(graph)
+
+
+def add_edges(graph: nx.MultiDiGraph, key: int, read: Iterable[Any], made: Iterable[Any]) -> None:
+    """What ``graph.add_edge`` does for each slot of a node without edges: what it reads and what it makes, by slot,
+    None where a slot is left out."""
+    succ, pred = graph._succ, graph._pred
+    before, after = pred[key], succ[key]
+    for slot, item in enumerate(read):
+        if item is not None:
+            tail = item.key
+            if tail in before:
+                before[tail][slot] = {}
+            else:
+                before[tail] = succ[tail][key] = {slot: {}}
+    for slot, item in enumerate(made):
+        if item is not None:
+            after[item.key] = pred[item.key][key] = {slot: {}}
     _changed(graph)
 
 

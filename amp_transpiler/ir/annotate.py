@@ -25,7 +25,7 @@ def annotate(program: Graph, model: onnx.ModelProto | None = None) -> None:
 
     ``model``: the program as a ModelProto without weights, nodes in the program's order, where there is one already.
     """
-    inferred = inferred_types(model or weightless(program))
+    inferred = inferred_types(model or weightless(program), bool(program.nesting))
     if inferred is not None:  # else it gave up on the model as a whole; operator by operator it may not
         _assign(program, inferred.graph, {})
     _complete(program)
@@ -36,11 +36,13 @@ _Said = dict[bytes, tuple[str | None, Shape | None]]
 
 
 def _assign(program: Graph, graph: onnx.GraphProto, said: _Said) -> None:
-    for info in (*graph.input, *graph.value_info, *graph.output):
-        variable = program.find(info.name)
-        if variable is not None:
-            _put(variable, info.type, said)
-    for op, node in zip(program.operators, graph.node, strict=True):
+    find = program.find
+    for infos in (graph.input, graph.value_info, graph.output):
+        for info in infos:
+            variable = find(info.name)
+            if variable is not None:
+                _put(variable, info.type, said)
+    for op, node in zip(program.operators, graph.node, strict=True) if program.nesting else ():
         for attribute in node.attribute if op.attrs.graphs else ():
             nested = op.attrs.graphs.get(attribute.name)
             if isinstance(nested, list):
@@ -52,12 +54,16 @@ def _assign(program: Graph, graph: onnx.GraphProto, said: _Said) -> None:
 
 def _put(variable: Variable, proto: onnx.TypeProto, said: _Said) -> None:
     """Fill in what the variable does not say itself."""
-    if proto.HasField("tensor_type"):
-        key = proto.SerializeToString()
-        if key not in said:
-            dtype, shape = from_type_proto(proto, variable.name)
-            said[key] = dtype, _known_sizes(shape)
-        _fill(variable, *said[key])
+    key = proto.SerializeToString()
+    known = said.get(key)
+    if known is None and proto.HasField("tensor_type"):
+        dtype, shape = from_type_proto(proto, variable.name)
+        known = said[key] = dtype, _known_sizes(shape)
+    if known is not None:
+        if variable.dtype is None and variable.shape is None and variable.type_proto is None and variable.data is None:
+            variable.dtype, variable.shape = known
+        else:
+            _fill(variable, *known)
     elif proto.WhichOneof("value") and variable.dtype is None and variable.type_proto is None:
         variable.type_proto = onnx.TypeProto()
         variable.type_proto.CopyFrom(proto)
@@ -107,7 +113,7 @@ def _complete(program: Graph) -> None:
             if op.type in ("Loop", "Scan") and not op.domain:
                 _nested_inputs(op, nested)
             _complete(nested)
-        if all(v is None or _typed(v) for v in op.outputs):
+        if all([v is None or v.dtype is not None or v.type_proto is not None for v in op.outputs]):
             continue
         if op.attrs.programs:
             _nested_outputs(op)

@@ -48,8 +48,9 @@ class Attributes(MutableMapping[str, Any]):
         self._protos: dict[str, onnx.AttributeProto] = {}
         self._values: dict[str, Any] = {}
         self._graphs: dict[str, Any] = {}
-        for name, value in (values or {}).items():
-            self[name] = value
+        if values:
+            for name, value in values.items():
+                self[name] = value
 
     def __getitem__(self, name: str) -> Any:
         if name in self._graphs:

@@ -18,16 +18,18 @@ import networkx as nx
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
-from amp_transpiler.ir.adjacency import add_node
+from amp_transpiler.ir.adjacency import add_nodes
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable
 from amp_transpiler.ir.order import topological_order
 from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.startup import HasStartup
 from amp_transpiler.ir.types import element_type
 
 __all__ = ["Graph", "other_program"]
 
+Slots = Sequence[Variable | None]
 _numbers = count()
 
 
@@ -36,7 +38,7 @@ def other_program(program: Graph, current: Graph) -> str:
     return f"program '{program.name}'" if program.name != current.name else f"another program called '{program.name}'"
 
 
-class Graph:
+class Graph(HasStartup):
     """A static program's structure: operators and variables, ordered inputs and outputs, and state updates.
 
     ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given.
@@ -54,8 +56,7 @@ class Graph:
         self.updates: dict[Variable, Variable] = {}
         #: Where a step is spread over several runs (gradient accumulation): what all but the last of them update.
         self.accumulation: AccumulationWindow | None = None
-        self._startup: Self | None = startup
-        self._make_startup: Callable[[], Self] | None = None
+        super().__init__(startup)
         #: The operator that holds this program as an attribute, for a nested graph.
         self.parent: Operator | None = None
         self._seed = 0
@@ -69,22 +70,6 @@ class Graph:
         self.recompute: object = None
         self._version = 0
         self._order: tuple[int, list[Operator], list[Operator]] | None = None
-
-    @property
-    def startup(self) -> Self | None:
-        """The program that initialises the persistable variables."""
-        make = self._make_startup
-        if make is not None:
-            self._startup, self._make_startup = make(), None
-        return self._startup
-
-    @startup.setter
-    def startup(self, startup: Self | None) -> None:
-        self._startup, self._make_startup = startup, None
-
-    def defer_startup(self, make: Callable[[], Self]) -> None:
-        """Let ``make`` give the startup program when it is asked for; a conversion never asks."""
-        self._make_startup = make
 
     def ensure_startup(self) -> Self:
         """The startup program, an empty one where there was none."""
@@ -246,9 +231,17 @@ class Graph:
         )
         variable.persistable, variable.trainable, variable.data = persistable, trainable, data
         self._variables[name] = variable
-        add_node(self.graph, key, variable)
+        add_nodes(self.graph, (variable,))
         self.touch()
         return variable
+
+    def declare(self, names: Iterable[str]) -> None:
+        """New variables, of which the name alone is known; the names are new as well."""
+        made = [Variable(self, key, name, None, None) for key, name in enumerate(names, self._next_key)]
+        self._next_key += len(made)
+        self._variables |= {variable.name: variable for variable in made}
+        add_nodes(self.graph, made)
+        self.touch()
 
     def add_input(self, name: str, dtype: Any, shape: Iterable[Any] | None) -> Variable:
         """A new variable that the user feeds."""
@@ -264,8 +257,8 @@ class Graph:
     def add_operator(
         self,
         type: str,
-        inputs: Sequence[Variable | None],
-        outputs: Sequence[Variable | None],
+        inputs: Slots,
+        outputs: Slots,
         *,
         attrs: dict[str, Any] | Attributes | None = None,
         domain: str = "",
@@ -276,17 +269,21 @@ class Graph:
 
         ``role``: that of the context where it is left out, but what reads a part of the training step is of that part.
         """
-        key = self._next_key
-        self._next_key += 1
-        op = Operator(self, key, type, domain, attrs if isinstance(attrs, Attributes) else Attributes(attrs))
+        op = self.add_read(type, inputs, outputs, attrs if isinstance(attrs, Attributes) else Attributes(attrs), domain)
         op.name = name
         op.role = role or _role(inputs)
         op.guard = context.in_fp16_guard()
         op.scope = context.scope_name()
-        self._operators[key] = op
-        add_node(self.graph, key, op)
+        return op
+
+    def add_read(self, type: str, inputs: Slots, outputs: Slots, attrs: Attributes, domain: str) -> Operator:
+        """:meth:`add_operator` for an operator of a file: the context in which it is read means nothing to it."""
+        op = Operator(self, self._next_key, type, domain, attrs)
+        self._next_key += 1
+        self._operators[op.key] = op
+        add_nodes(self.graph, (op,))
         op.connect(inputs, outputs)
-        for nested in op.attrs.programs:
+        for nested in attrs.programs:
             nested.parent = op
         self.touch()
         return op
@@ -389,7 +386,7 @@ class Graph:
         )
 
 
-def _role(inputs: Sequence[Variable | None]) -> str:
+def _role(inputs: Slots) -> str:
     """The context's role; in forward code, the latest of the operators that make the inputs."""
     made = [v.producer.role for v in inputs if v is not None and v.producer is not None]
     return max([context.role(), *made], key=ROLES.index) if context.role() == FORWARD else context.role()

@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
 from amp_transpiler.ir.functions import NESTED, too_deep
 from amp_transpiler.ir.locations import external_tensors, located
+from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.proto_residue import plain_domain
 from amp_transpiler.ir.serializing import LIMIT
 from amp_transpiler.ir.tensors import ExternalTensor, byte_size, tensor_type, to_proto
@@ -39,6 +41,11 @@ class ModelFile:
     folder: Path | None
     initializers: list[onnx.TensorProto]
     path: Path | None = None
+
+    @cached_property
+    def nodes(self) -> list[NodeFields]:
+        """The nodes of the main graph."""
+        return fields_of(self.model.graph.node)
 
 
 def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | None) -> ModelFile:
@@ -98,13 +105,20 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy that shares nothing with ``model``, less the initializers of the main graph."""
     copy = copy_without(model, ("graph",))
     if model.HasField("graph"):
-        copy.graph.CopyFrom(copy_without(model.graph, ("initializer",)))
+        copy.graph.SetInParent()
+        _copy_fields(copy.graph, model.graph, ("initializer",))
     return copy
 
 
 def copy_without(message: _Message, fields: Collection[str]) -> _Message:
     """A copy of a protobuf message less some of its fields, which are not touched."""
     copy: _Message = type(message)()
+    _copy_fields(copy, message, fields)
+    return copy
+
+
+def _copy_fields(copy: Message, message: Message, fields: Collection[str]) -> None:
+    """Put the fields of a message, less some, into an empty one."""
     for field, value in message.ListFields():
         if field.name in fields:
             continue
@@ -114,7 +128,6 @@ def copy_without(message: _Message, fields: Collection[str]) -> _Message:
             getattr(copy, field.name).extend(value)
         else:
             setattr(copy, field.name, value)
-    return copy
 
 
 def _check_model(read: ModelFile) -> None:
@@ -131,7 +144,7 @@ def _check_model(read: ModelFile) -> None:
     _check_opsets(label, model.opset_import)
     for function in model.functions:
         _check_opsets(f"function '{function.name}' of {label}", function.opset_import)
-    check_model(model, read.initializers, label)
+    check_model(model, read.nodes, read.initializers, label)
 
 
 def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
-from amp_transpiler.ir.adjacency import add_edge, contents, predecessors, successors
+from amp_transpiler.ir.adjacency import add_edge, add_edges, contents, predecessors, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -315,17 +315,22 @@ class Operator:
 
     def connect(self, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None]) -> None:
         """Give a new operator what it reads and writes."""
-        program, graph = self.program, self.program.graph
-        for slot, variable in enumerate(inputs):
-            if variable is not None:
-                if variable.program is not program:
-                    program.must_own(variable)
-                add_edge(graph, variable.key, self.key, slot)
-            self._inputs.append(variable)
+        program = self.program
+        for variable in inputs:
+            if variable is not None and variable.program is not program:
+                program.must_own(variable)
         for slot, variable in enumerate(outputs):
-            self._outputs.append(None)
-            if variable is not None:
-                self.set_output(slot, variable)
+            if variable is None:
+                continue
+            if variable.program is not program:
+                program.must_own(variable)
+            if variable.producer is not None:
+                self._refuse(variable)
+            variable.producer, variable.producer_slot = self, slot
+        self._inputs += inputs
+        self._outputs += outputs
+        _trim(self._outputs)
+        add_edges(program.graph, self.key, inputs, outputs)
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""
@@ -356,15 +361,20 @@ class Operator:
         if variable is not None:
             self.program.must_own(variable)
             if variable.producer is not None:
-                raise GraphError(
-                    f"variable '{variable.name}' would have two producers: '{variable.producer.label}' and "
-                    f"'{self.label}'; a variable is written once"
-                )
+                self._refuse(variable)
             variable.producer, variable.producer_slot = self, slot
             add_edge(graph, self.key, variable.key, slot)
         else:
             _trim(self._outputs)
         self.program.touch()
+
+    def _refuse(self, variable: Variable) -> NoReturn:
+        """GraphError: another operator makes the variable."""
+        assert variable.producer is not None
+        raise GraphError(
+            f"variable '{variable.name}' would have two producers: '{variable.producer.label}' and '{self.label}'; a "
+            "variable is written once"
+        )
 
     def add_capture(self, variable: Variable) -> None:
         """Record that a nested graph of this operator reads ``variable``."""

@@ -7,7 +7,7 @@ not matter; nested graphs are read when their operator is. Element types are fou
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import onnx
@@ -17,9 +17,10 @@ from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto
-from amp_transpiler.ir.metadata import INITIALIZER, read_marks, read_state
+from amp_transpiler.ir.metadata import INITIALIZER, derived_scope, read_marks, read_state
 from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, read_model, without_weights
 from amp_transpiler.ir.model_info import ModelInfo
+from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
 from amp_transpiler.ir.tensors import stripped, tensor_array, tensor_type
@@ -59,7 +60,7 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     """The program of a model that was read."""
     model = read.model
     reader = _Reader(DataFiles(read.label, read.folder, read.path), made)
-    program = reader.graph(model.graph, read.initializers, None, name).program
+    program = reader.graph(model.graph, read.nodes, read.initializers, None, name).program
     program.numeric_guards = True
     if read.path is not None and not name:  # exporters call every graph the same
         program.call(read.path.stem, program.graph_name)
@@ -142,7 +143,7 @@ def _settle(program: Graph) -> None:
     source = source_of(program)
     if source is not None:
         source.settle()
-    for op in program.operators:
+    for op in program.nesting:
         for nested in op.attrs.programs:
             _settle(nested)
 
@@ -181,6 +182,7 @@ class _Reader(Generic[G]):
     def graph(
         self,
         graph: onnx.GraphProto,
+        nodes: Sequence[NodeFields],
         initializers: Iterable[onnx.TensorProto],
         outer: _Frame[G] | None,
         name: str | None = None,
@@ -193,9 +195,8 @@ class _Reader(Generic[G]):
         frame = _Frame(program, outer)
         self._initializers(program, source, initializers, graph.sparse_initializer)
         self._inputs(program, source, graph.input)
-        for node in graph.node:
-            self._declare_outputs(program, node)
-        for node in graph.node:
+        self._declare_outputs(program, nodes)
+        for node in nodes:
             self._operator(frame, node)
         for info in graph.output:
             variable = frame.find(info.name)
@@ -234,48 +235,53 @@ class _Reader(Generic[G]):
                 program.add_input(info.name, None, None)
             source.inputs.append(_entry(program.var(info.name), info))
 
-    def _declare_outputs(self, program: Graph, node: onnx.NodeProto) -> None:
-        for output in node.output:
-            if output and program.has_var(output):
-                raise GraphError(
-                    f"node {node_label(node)} of graph '{program.name}' writes '{output}', which another "
-                    "node, an input or an initializer gives already; a name is written once"
-                )
-            if output:
-                program.add_variable(output)
+    def _declare_outputs(self, program: Graph, nodes: Iterable[NodeFields]) -> None:
+        known = set(program.names)
+        made: list[str] = []
+        for node in nodes:
+            for output in node.outputs:
+                if output in known:
+                    raise GraphError(
+                        f"node {node_label(node.proto)} of graph '{program.name}' writes '{output}', which another "
+                        "node, an input or an initializer gives already; a name is written once"
+                    )
+                if output:
+                    known.add(output)
+                    made.append(output)
+        program.declare(made)
 
-    def _operator(self, frame: _Frame[G], node: onnx.NodeProto) -> None:
-        program = frame.program
+    def _operator(self, frame: _Frame[G], node: NodeFields) -> None:
+        program, proto, find = frame.program, node.proto, frame.program.find
         attributes = Attributes()
         captured: dict[Variable, None] = {}
-        for attribute in node.attribute:
-            self._attribute(attributes, attribute, frame, captured)
-        inputs = [self._read(frame, node, name) for name in node.input]
-        outputs = [program.var(name) if name else None for name in node.output]
-        op = program.add_operator(
-            node.op_type,
-            inputs,
-            outputs,
-            attrs=attributes,
-            domain=plain_domain(node.domain),
-            name=node.name,
-            role=FORWARD,
-        )
-        op.overload, op.doc, op.guard = node.overload, node.doc_string, False
-        read_marks(op, _entries(node.metadata_props) if node.metadata_props else {})
-        op.source = leftover(node)
+        for attribute in node.attributes:
+            if node.numbers is None:
+                self._attribute(attributes, attribute, frame, captured)
+            else:
+                attributes.keep(attribute)
+        inputs = [find(name) or self._read(frame, node, name) for name in node.inputs]
+        outputs = [find(name) for name in node.outputs]
+        op = program.add_read(node.type, inputs, outputs, attributes, plain_domain(node.domain))
+        op.name = node.name
+        if node.plain:
+            op.scope = derived_scope(op)
+            op.source = leftover(proto) if _has_empty(proto) or node.domain or not node.name else None
+        else:
+            op.overload, op.doc = proto.overload, proto.doc_string
+            read_marks(op, _entries(proto.metadata_props) if proto.metadata_props else {})
+            op.source = leftover(proto)
         if op.domain == OWN and op.type == INITIALIZER and outputs[0] is not None and "value" in attributes:
             outputs[0].data, outputs[0].persistable = attributes.pop("value"), True
         for variable in captured:
             op.add_capture(variable)
 
-    def _read(self, frame: _Frame[G], node: onnx.NodeProto, name: str) -> Variable | None:
+    def _read(self, frame: _Frame[G], node: NodeFields, name: str) -> Variable | None:
         if not name:
             return None
         variable = frame.find(name)
         if variable is None:
             raise GraphError(
-                f"node {node_label(node)} of graph '{frame.program.name}' reads '{name}', which nothing produces"
+                f"node {node_label(node.proto)} of graph '{frame.program.name}' reads '{name}', which nothing produces"
             )
         return variable
 
@@ -287,11 +293,16 @@ class _Reader(Generic[G]):
             return
         programs: list[Graph] = []
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            inner = self.graph(graph, graph.initializer, frame)
+            inner = self.graph(graph, fields_of(graph.node), graph.initializer, frame)
             captured.update(inner.captured)
             programs.append(inner.program)
         header = copy_without(attribute, ("g", "graphs"))
         attributes.set_graph(header, programs[0] if attribute.HasField("g") else programs)
+
+
+def _has_empty(node: onnx.NodeProto) -> bool:
+    """Whether a text that nodes seldom have is there, if only empty."""
+    return bool(node.HasField("doc_string") or node.HasField("domain") or node.HasField("overload"))
 
 
 def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:

@@ -32,17 +32,19 @@ _SMALL = 2000
 _SIZE = "size__"
 
 
-def inferred_types(model: onnx.ModelProto) -> onnx.ModelProto | None:
+def inferred_types(model: onnx.ModelProto, nested: bool) -> onnx.ModelProto | None:
     """The model, which is changed, with inferred types; None where inference gives up on it as a whole.
 
-    Long sizes of declared tensors of one dimension come as names; :func:`size_of` gives them back.
+    Long sizes of declared tensors of one dimension come as names; :func:`size_of` gives them back. ``nested``: whether
+    a node holds a graph.
     """
-    for graph in _graphs(model.graph):
+    for graph in list(_graphs(model.graph)) if nested else (model.graph,):
         _hide_sizes(graph)
     try:
         if len(model.graph.node) <= _SMALL:
             plain = onnx.shape_inference.infer_shapes(model)
-            if any(_long(info.type) for graph in _graphs(plain.graph) for info in graph.value_info):
+            graphs = list(_graphs(plain.graph)) if nested else [plain.graph]
+            if any(_long(info.type) for graph in graphs for info in graph.value_info):
                 return plain
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except ONNX_ERRORS:

@@ -16,8 +16,13 @@ def topological_order(operators: Mapping[int, Operator], name: str) -> list[Oper
     done: set[int] = set()
     open_: set[int] = set()
     order: list[Operator] = []
-    for root in (op.key for op in added):
+    for first in added:
+        root = first.key
         if root in done:
+            continue
+        if all(v is None or v.producer is None or v.producer.key in done for v in _reads(first)):
+            done.add(root)
+            order.append(first)
             continue
         stack = [(root, False)]
         while stack:
@@ -47,8 +52,10 @@ def topological_order(operators: Mapping[int, Operator], name: str) -> list[Oper
 
 def _after_producers(op: Operator) -> bool:
     """Whether the operator was added after all that makes what it reads."""
+    key = op.key
     for variable in _reads(op):
-        if variable is not None and variable.producer is not None and variable.producer.key >= op.key:
+        producer = None if variable is None else variable.producer
+        if producer is not None and producer.key >= key:
             return False
     return True
 

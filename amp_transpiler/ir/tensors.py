@@ -274,6 +274,8 @@ def external_proto(data: Any, name: str, location: str, offset: int, length: int
 
 def stripped(data: Any, name: str) -> onnx.TensorProto:
     """A TensorProto for type inference: with content where it is small, else with type and shape alone."""
+    if isinstance(data, onnx.TensorProto) and math.prod(data.dims) <= SMALL:
+        return renamed(data, name)
     dtype, shape = tensor_type(data)
     if math.prod(shape) > SMALL:
         return onnx.TensorProto(name=name, data_type=ONNX_TYPES[dtype], dims=shape)

@@ -214,12 +214,13 @@ def all_clashes(program: Graph) -> list[str]:
     found: list[str] = []
     fit: set[tuple[Any, ...]] = set()
     for op in program.walk():
-        types = (
+        kind = (
+            op.type,
+            op.domain,
             *[None if v is None else v.dtype for v in op.inputs],
             "->",
             *[None if v is None else v.dtype for v in op.outputs],
         )
-        kind = (op.type, op.domain, types)
         if kind in fit:
             continue
         clashes = list(operator_clashes(op))

@@ -8,20 +8,20 @@ is read of the content of dense tensors but its length, and no call into onnx se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.descriptor import FieldDescriptor
 
 from amp_transpiler.errors import GraphError, ModelFileError
 from amp_transpiler.ir.control import CONTROL
-from amp_transpiler.ir.functions import NESTED, check_functions, too_deep
+from amp_transpiler.ir.functions import check_functions
+from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.proto_residue import plain_domain
 from amp_transpiler.ir.tensors import byte_size
-from amp_transpiler.ir.types import NAMES, RANK, numpy_dtype
+from amp_transpiler.ir.text import check_text
+from amp_transpiler.ir.types import FLOATS, NAMES, RANK, numpy_dtype
 from amp_transpiler.ir.verify import schema_of
 
 #: Bytes that a sparse tensor may take once it is dense.
@@ -49,33 +49,35 @@ _FIELDS = {
     _Attribute.TYPE_PROTOS: "type_protos",
 }
 _VALUES = frozenset(_FIELDS.values())
-_NUMBERS = frozenset({_Attribute.FLOAT, _Attribute.INT, _Attribute.FLOATS, _Attribute.INTS})
 _CONTENT = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 #: Attributes of standard operators that are element types, without a number that means another one's.
 _ELEMENT_TYPES = frozenset({"to", "dtype"})
 _SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
 
 
-def check_model(model: onnx.ModelProto, initializers: Iterable[onnx.TensorProto], label: str) -> None:
-    """Refuse what is wrong with a model that parses; ``initializers`` are those of its main graph.
+def check_model(
+    model: onnx.ModelProto, nodes: Sequence[NodeFields], initializers: Iterable[onnx.TensorProto], label: str
+) -> None:
+    """Refuse what is wrong with a model that parses; ``nodes`` and ``initializers`` are those of its main graph.
 
     Raises: ModelFileError for text and tensors, GraphError for nodes, graphs and functions; both begin with ``label``.
     """
     try:
-        _check_text(model)
+        check_text(model, nodes)
+        initializers = [tensor for tensor in initializers if not _plain_weight(tensor)]
         for tensor in initializers:
-            _check_text(tensor)
+            check_text(tensor)
         functions = {(plain_domain(f.domain), f.name, f.overload) for f in model.functions}
         checker = _Checker(functions)
         opsets = {plain_domain(opset.domain): opset.version for opset in model.opset_import}
         check_functions(model)
         for tensor in initializers:
             check_tensor(tensor, f"initializer '{tensor.name}'")
-        checker.graph(model.graph, opsets, None)
+        checker.graph(model.graph, opsets, None, nodes)
         for function in model.functions:
             of_function = {plain_domain(opset.domain): opset.version for opset in function.opset_import}
             checker.nodes(
-                function.node,
+                fields_of(function.node),
                 opsets | of_function,
                 f"function '{function.name}'",
                 frozenset([*function.attribute, *(a.name for a in function.attribute_proto)]),
@@ -86,80 +88,28 @@ def check_model(model: onnx.ModelProto, initializers: Iterable[onnx.TensorProto]
         raise GraphError(f"{label}: {error}") from None
 
 
-# -- text ------------------------------------------------------------------------------------------------------
-def _check_text(message: Any, depth: int = 0) -> None:
-    """Refuse a string field that does not decode, which protobuf gives as bytes; of tensors their labels alone.
-
-    It goes first of all, and so it also ends where messages lie too deep in one another.
-    """
-    if depth > 3 * NESTED + 1 and isinstance(message, onnx.GraphProto):
-        raise GraphError(too_deep("the model"))
-    tensor = isinstance(message, onnx.TensorProto)
-    if tensor and _plain(message):
-        return
-    if isinstance(message, onnx.NodeProto) and _plain_node(message):
-        for attribute in message.attribute:
-            if attribute.type not in _NUMBERS or not _plain_number(attribute):
-                _check_text(attribute, depth + 1)
-        return
-    for field, value in _labels(message) if tensor else message.ListFields():
-        kind = field.type
-        if kind == FieldDescriptor.TYPE_MESSAGE:
-            for item in value if _repeated(value) else (value,):
-                _check_text(item, depth + 1)
-        elif kind == FieldDescriptor.TYPE_STRING:
-            for item in (value,) if isinstance(value, str | bytes) else value:
-                if not isinstance(item, str):
-                    raise ModelFileError(
-                        f"holds text that is not UTF-8: field '{field.name}' of a "
-                        f"{type(message).__name__} is {bytes(item)[:40]!r}"
-                    )
-    if tensor and message.data_type == onnx.TensorProto.STRING:
-        _check_strings(message)
-
-
-def _plain(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor holds no text but its name, and that decodes: nearly every one."""
-    named = isinstance(tensor.name, str) and not tensor.doc_string and tensor.data_type != onnx.TensorProto.STRING
-    return named and not tensor.external_data and not tensor.metadata_props
-
-
-def _plain_node(node: onnx.NodeProto) -> bool:
-    """Whether the text of a node, but for its attributes, decodes, and there is none where there seldom is."""
-    kinds = {type(node.name), type(node.op_type), type(node.domain), *map(type, node.input), *map(type, node.output)}
-    return kinds == {str} and not (
-        node.doc_string or node.overload or node.metadata_props or node.device_configurations
-    )
-
-
-def _plain_number(attribute: onnx.AttributeProto) -> bool:
-    """Whether an attribute holds numbers and no text but its name, and that decodes."""
-    texts = attribute.doc_string or attribute.ref_attr_name or attribute.s or attribute.strings
-    nested = attribute.HasField("t") or attribute.HasField("g") or attribute.HasField("tp") or attribute.tensors
-    more = attribute.graphs or attribute.type_protos or attribute.sparse_tensors or attribute.HasField("sparse_tensor")
-    return isinstance(attribute.name, str) and not (texts or nested or more)
-
-
-def _repeated(value: Any) -> bool:
-    return hasattr(value, "extend")
-
-
-def _labels(tensor: onnx.TensorProto) -> Iterable[tuple[Any, Any]]:
-    """The fields of a tensor that hold text; the others may hold gigabytes."""
-    fields = onnx.TensorProto.DESCRIPTOR.fields_by_name
-    for name in ("name", "doc_string", "external_data", "metadata_props"):
-        yield fields[name], getattr(tensor, name)
-
-
-def _check_strings(tensor: onnx.TensorProto) -> None:
-    for item in tensor.string_data:
-        try:
-            item.decode("utf-8")
-        except UnicodeDecodeError:
-            raise ModelFileError(f"tensor '{tensor.name}' of strings holds {item[:40]!r}, which is not UTF-8") from None
-
-
 # -- tensors ---------------------------------------------------------------------------------------------------
+_FIELD = onnx.TensorProto.DESCRIPTOR.fields_by_name
+_NUMBER = tuple(_FIELD[name] for name in ("data_type", "name", "raw_data"))
+_ARRAY = (_FIELD["dims"], *_NUMBER)
+#: Bytes of an element, by the number of its type.
+_WIDTHS = {number: numpy_dtype(NAMES[number]).itemsize for number, name in NAMES.items() if name in FLOATS}
+
+
+def _plain_weight(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor is a name, a size and as many floating-point numbers, inside: nearly every one."""
+    fields = tensor.ListFields()
+    if len(fields) not in (len(_NUMBER), len(_ARRAY)):
+        return False
+    found, values = zip(*fields, strict=True)
+    if found != _ARRAY and found != _NUMBER:
+        return False
+    *dims, data_type, name, raw = values
+    sizes = dims[0][:] if dims else [1]
+    fits = isinstance(name, str) and data_type in _WIDTHS and len(sizes) <= RANK and min(sizes) > 0
+    return fits and math.prod(sizes) * _WIDTHS[data_type] == len(raw)
+
+
 def check_tensor(tensor: onnx.TensorProto, what: str) -> None:
     """Refuse a dense tensor whose element type, dims and content disagree; of external ones type and dims."""
     if tensor.data_type not in NAMES:
@@ -277,14 +227,20 @@ class _Checker:
     def __init__(self, functions: set[tuple[str, str, str]]) -> None:
         self.functions = functions
 
-    def graph(self, graph: onnx.GraphProto, opsets: Mapping[str, int], parameters: frozenset[str] | None) -> None:
-        """A graph less its dense initializers, where it is the main one; nested ones are given whole."""
+    def graph(
+        self,
+        graph: onnx.GraphProto,
+        opsets: Mapping[str, int],
+        parameters: frozenset[str] | None,
+        nodes: Sequence[NodeFields] | None = None,
+    ) -> None:
+        """A graph less its dense initializers; ``nodes``: its own, where they were read already."""
         where = f"graph '{graph.name}'"
         for sparse in graph.sparse_initializer:
             check_sparse(sparse, f"initializer '{sparse.values.name}'")
         for info in (*graph.input, *graph.output, *graph.value_info):
             self.type(info.type, f"'{info.name}' of {where}")
-        self.nodes(graph.node, opsets, where, parameters)
+        self.nodes(fields_of(graph.node) if nodes is None else nodes, opsets, where, parameters)
 
     def type(self, proto: onnx.TypeProto, what: str) -> None:
         """The element type of a declaration."""
@@ -299,36 +255,40 @@ class _Checker:
             self.type(proto.map_type.value_type, what)
 
     def nodes(
-        self, nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], where: str, parameters: frozenset[str] | None
+        self, nodes: Iterable[NodeFields], opsets: Mapping[str, int], where: str, parameters: frozenset[str] | None
     ) -> None:
         """``parameters``: attributes of the function around, None outside of functions."""
+        passed: set[tuple[str, str, bytes | None, int, int]] = set()
         for node in nodes:
+            kind = (node.type, node.domain, node.numbers, len(node.inputs), len(node.outputs))
+            if kind in passed and node.plain and "" not in node.inputs:
+                continue
             problem = self.node(node, opsets, where, parameters)
             if problem:
-                raise GraphError(f"node {node_label(node)} of {where} {problem}")
+                raise GraphError(f"node {node_label(node.proto)} of {where} {problem}")
+            if node.numbers is not None and node.plain:
+                passed.add(kind)
 
-    def node(
-        self, node: onnx.NodeProto, opsets: Mapping[str, int], where: str, parameters: frozenset[str] | None
-    ) -> str:
+    def node(self, node: NodeFields, opsets: Mapping[str, int], where: str, parameters: frozenset[str] | None) -> str:
         """What is wrong with a node, as the rest of a sentence that begins with it; "" where nothing is."""
-        type_, domain = node.op_type, plain_domain(node.domain)
+        type_, domain, proto = node.type, plain_domain(node.domain), node.proto
         if not type_:
             return "names no operator"
-        given = {attribute.name: attribute for attribute in node.attribute}
+        given = {attribute.name: attribute for attribute in node.attributes}
         if given:
-            if len(given) < len(node.attribute):
+            if len(given) < len(node.attributes):
                 return f"has two attributes of one name ({', '.join(sorted(given))})"
             for attribute in given.values():
-                problem = self.attribute(attribute, opsets, f"node {node_label(node)} of {where}", parameters)
+                problem = self.attribute(attribute, opsets, f"node {node_label(proto)} of {where}", parameters)
                 if problem:
                     return f"has an attribute '{attribute.name}' that {problem}"
-        if (domain, type_, node.overload) in self.functions:
+        if (domain, type_, proto.overload) in self.functions:
             return ""
         schema = _schema(type_, opsets.get(domain, 1), domain)
         if schema is None:
             return ""
-        problem = _against(node, given, schema)
-        return problem or (CONTROL[type_](node) if not domain and type_ in CONTROL else "")
+        problem = _against(proto, given, schema)
+        return problem or (CONTROL[type_](proto) if not domain and type_ in CONTROL else "")
 
     def attribute(
         self, attribute: onnx.AttributeProto, opsets: Mapping[str, int], node: str, parameters: frozenset[str] | None
