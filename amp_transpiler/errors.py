@@ -139,3 +139,14 @@ class MissingPackageError(AmpError, ImportError):
 
 class ExecutionError(AmpError, RuntimeError):
     """onnxruntime refused a program or failed while it ran it; the message carries onnxruntime's own."""
+
+
+class DistributedError(AmpError, RuntimeError):
+    """Several ranks cannot go on together: one died, hangs, raised, or made another call than the others.
+
+    ``ranks``: those at fault, where it is known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks

@@ -1,0 +1,1 @@
+"""Tests of engines: sums, algorithms, faults, real ranks."""
