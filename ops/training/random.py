@@ -18,6 +18,12 @@ Masks of a step share the words ``w`` of one stream: element ``i`` of the mask o
 so each mask is exactly uniform; two of them are the two coordinates of a lattice with a random multiplier, new each
 step, whose coarsest period of unlucky masks is far below what training could see (Knuth, The Art of Computer
 Programming 2, section 3.3.4). That is one pass over the words and one comparison, where hashing is a dozen passes.
+
+A mask of :data:`_LARGE` elements or more is made of lines of 1024 decisions: ``lines`` of such lines are drawn once a
+step for each ratio, words times 8 keys, and each mask takes them in an order of its stream that never changes. The
+decisions of a mask are independent then, as the lines are; two masks of a step share about one line of 4096 at the same
+place. A mask of more lines than were drawn takes them again, in an order that is turned by some lines. That is one pass
+that reads and writes a byte for each element.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +43,7 @@ from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import makes_multiples, times
+from amp_transpiler.ops.common import makes_multiples, size_of, times
 
 SEED, STEP = "@rng_seed", "@rng_step"
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
@@ -49,6 +57,11 @@ _KEY1, _KEY2 = (0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)
 _SHARED = zlib.crc32(b"@masks")  # the stream of the words that masks share
 _LINE = 1 << 12  # elements in a line where a shape gives no good split
 _LONG = 1 << 16  # elements of the longest constant
+_LINES = zlib.crc32(b"@lines")  # the stream of the keys of the lines that large masks share
+#: Lines that are drawn, decisions in each, and words that are hashed for them.
+_DRAWN, _WIDE, _HASHED = 1 << 12, 1 << 10, 1 << 19
+#: Elements of a mask from which on it is made of lines.
+_LARGE = 1 << 20
 
 
 def mix(word: int) -> int:
@@ -178,9 +191,64 @@ def keep_mask(
 
     ``late``: a uint32 0 that is known only when the mask is to be computed (again).
     """
+    if math.prod(shape) >= _LARGE:
+        return _of_lines(e, shape, _lines(e, seed, step, threshold), stream, late)
     _, odd = _keys(e, seed, step, stream)
     odd = odd if late is None else e.Add(odd, late)
     return e.GreaterOrEqual(e.Mul(_shared_words(e, shape, seed, step), odd), threshold, shape=shape)
+
+
+def _lines(e: Emitter, seed: Value, step: Value, threshold: Value) -> Value:
+    """The lines of this step, bool: True where a decision is to keep."""
+    words = f"lines {seed.name} {step.name}"
+    if words not in e.shared:
+        _keys(e, seed, step, _LINES)
+        second = e.shared[f"{seed.name} {step.name}"][1]
+        odd = _odd_numbers().reshape(-1, 1)
+        shape = (len(odd), _HASHED)
+        keys = e.Add(second, e.const(odd))
+        e.shared[words] = (e.Mul(_shared_words(e, shape[1:], seed, step), keys, shape=shape),)
+    key = f"{words} {threshold.name}"
+    if key not in e.shared:
+        kept = e.GreaterOrEqual(e.shared[words][0], threshold)
+        e.shared[key] = (e.reshape(kept, (_DRAWN, _WIDE)),)
+    return e.shared[key][0]
+
+
+def _odd_numbers() -> np.ndarray[Any, Any]:
+    """What is added to the second key of a step, for the keys of the parts of the lines."""
+    parts = range(_DRAWN * _WIDE // _HASHED)
+    return np.array([(2 * mix(_LINES ^ mix(part)) + 1) % _WORD for part in parts], np.uint32)
+
+
+def _of_lines(e: Emitter, shape: Sequence[int], lines: Value, stream: int, late: Value | None) -> Value:
+    total = math.prod(shape)
+    count = -(-total // _WIDE)
+    order, turns = _order(stream), -(-count // _DRAWN)
+    by = 2 * _start(stream) + 1  # odd: no turn comes again
+    back = -(np.arange(turns) * by % _DRAWN).astype(np.int32).reshape(turns, 1)
+    if count <= _LONG:
+        place = e.const((back + order).ravel()[:count])
+    else:
+        place = e.reshape(e.Add(e.const(back), e.const(order), shape=(turns, _DRAWN)), (turns * _DRAWN,))
+    if late is not None:
+        place = e.Add(place, e.cast(late, "int32"))
+    taken = e.op("Gather", lines, place, axis=0, shape=(*size_of(place), _WIDE))
+    if math.prod(size_of(taken)) != total:
+        taken = e.Slice(e.reshape(taken, (math.prod(size_of(taken)),)), e.ints(0), e.ints(total), shape=(total,))
+    return e.reshape(taken, shape)
+
+
+def _start(stream: int) -> int:
+    """Of a stream, whose number may be small, a word that is not."""
+    return mix(stream + _KEY1[0])
+
+
+@cache
+def _order(stream: int) -> np.ndarray[Any, Any]:
+    """0 … _DRAWN - 1 (int32) in an order that a hash of the stream and the number gives."""
+    words = np.array([mix(_start(stream) + number * _WEYL) for number in range(_DRAWN)], np.uint32)
+    return np.argsort(words, kind="stable").astype(np.int32)
 
 
 def rng_state(program: Graph, startup: Graph | None = None) -> tuple[Variable, Variable]:

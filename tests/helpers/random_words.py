@@ -9,7 +9,9 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 WEYL = 0x9E3779B9
-MASKS = zlib.crc32(b"@masks")
+MASKS, LINES = zlib.crc32(b"@masks"), zlib.crc32(b"@lines")
+#: Elements from which on a mask is made of lines; lines that are drawn, decisions in each, words hashed for them.
+LARGE, DRAWN, WIDE, HASHED = 1 << 20, 1 << 12, 1 << 10, 1 << 19
 
 
 class Words:
@@ -52,4 +54,22 @@ class Words:
     @staticmethod
     def kept(count: int, seed: int, step: int, stream: int, ratio: float) -> Array:
         """The mask of a dropout: True where an element is kept."""
-        return Words.products(count, seed, step, stream) >= np.uint32(int(np.ceil(np.float32(ratio) * 2.0**24)) << 8)
+        threshold = np.uint32(int(np.ceil(np.float32(ratio) * 2.0**24)) << 8)
+        if count < LARGE:
+            return Words.products(count, seed, step, stream) >= threshold
+        words, key = Words.bits(HASHED, seed, step, MASKS), Words.keys(seed, step, 0)[1] - 2 * Words.mix(WEYL) - 1
+        odd = [key + 2 * Words.mix(LINES ^ Words.mix(part)) + 1 for part in range(DRAWN * WIDE // HASHED)]
+        lines = np.concatenate([words * np.uint32(number % 2**32) for number in odd]).reshape(DRAWN, WIDE) >= threshold
+        number = np.arange(-(-count // WIDE))
+        taken = lines[Words.order(stream)[number % DRAWN] - number // DRAWN * (2 * Words.start(stream) + 1) % DRAWN]
+        return np.asarray(taken.ravel()[:count])
+
+    @staticmethod
+    def order(stream: int) -> Array:
+        """In which order a stream takes the lines."""
+        x = ((np.arange(DRAWN, dtype=np.uint64) * WEYL + Words.start(stream)) % 2**32).astype(np.uint32)
+        return np.argsort(Words.finish(Words.permute(x, 1), 1), kind="stable")
+
+    @staticmethod
+    def start(stream: int) -> int:
+        return Words.mix(stream + 0x7F4A7C15)

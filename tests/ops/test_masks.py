@@ -1,7 +1,8 @@
 """Masks of dropout: one hash of a step serves all of them. Statistics beside numpy, and what stays.
 
-A mask compares a word, which all masks of the step share, times a key of its own. The same statistics reject masks that
-share a word carelessly: neighbouring intervals of it, and products with small keys.
+A mask compares a word, which all masks of the step share, times a key of its own; a large one takes lines of decisions
+that all of them share, in an order of its own. The same statistics reject masks that share a word carelessly:
+neighbouring intervals of it, products with small keys, and lines in one order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from amp_transpiler.ops.training import random as R
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.building import building, run, startup_values
 from tests.helpers.placement import needs_placement_tool, place
-from tests.helpers.random_words import MASKS, Words
+from tests.helpers.random_words import DRAWN, LARGE, MASKS, WIDE, Words
 from tests.helpers.sessions import session
 
 Array = np.ndarray[Any, Any]
@@ -58,6 +59,7 @@ def of_sizes(shapes: list[tuple[int, ...]]) -> tuple[amp.Program, dict[str, Arra
 
 
 SIZES = [(3, 5), (70001,), (300, 301), (8, 8), (300, 301), (2, 45150), (1,), (5, 70001)]
+SIZES += [(LARGE,), (2, LARGE + 5), (3, LARGE // 2 - 1), (LARGE - 1,)]
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
@@ -90,6 +92,12 @@ def test_a_further_mask_costs_four_passes() -> None:
     more = kernels(*[part for i, part in enumerate(of_sizes([(300, 301)] * 5)) if i != 1])
     less = kernels(*[part for i, part in enumerate(of_sizes([(300, 301)] * 4)) if i != 1])
     assert sorted(t for t, _ in more) == sorted([*(t for t, _ in less), "GreaterOrEqual", "Mul", "Mul", "Where"])
+
+
+def test_a_further_large_mask_costs_three_passes() -> None:
+    """Its lines are taken, the values scaled and selected; the lines are drawn for the first."""
+    more, less = (kernels(*[v for i, v in enumerate(of_sizes([(LARGE,)] * n)) if i != 1]) for n in (3, 2))
+    assert sorted(t for t, _ in more) == sorted([*(t for t, _ in less), "Gather", "Mul", "Where"])
 
 
 def test_the_longest_mask_is_hashed_once() -> None:
@@ -164,9 +172,10 @@ def test_accuracy_of_16_bit(dtype: str, p: float) -> None:
 
 @needs_placement_tool
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_masks_are_made_on_cuda(dtype: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("width", [48, LARGE // 32], ids=["words", "lines"])
+def test_masks_are_made_on_cuda(width: int, dtype: str, tmp_path: Any) -> None:
     with building() as (main, _):
-        x = amp.create_parameter([64, 48], dtype, "x", initializer=amp.nn.initializer.Uniform(0.5, 1.5))
+        x = amp.create_parameter([64, width], dtype, "x", initializer=amp.nn.initializer.Uniform(0.5, 1.5))
         y = F.dropout(F.dropout(x[:32], 0.1) * F.dropout(x[32:], 0.1), 0.3)
         ((_, grad),) = amp.append_backward(F.sum(F.cast(y, "float32")))
     done = place(main.lower(amp.CUDAPlace(0), None, [grad]).model, tmp_path / "masks.onnx")
@@ -176,6 +185,10 @@ def test_masks_are_made_on_cuda(dtype: str, tmp_path: Any) -> None:
 # -- statistics -----------------------------------------------------------------------------------------------
 def ours(step: int, stream: int, ratio: float) -> Array:
     return ~Words.kept(COUNT, 3, step, stream, ratio)
+
+
+def of_lines(step: int, stream: int, ratio: float) -> Array:
+    return ~Words.kept(LARGE, 3, step, stream, ratio)[:COUNT]
 
 
 def numpys(step: int, stream: int, ratio: float) -> Array:
@@ -192,6 +205,11 @@ def small_keys(step: int, stream: int, ratio: float) -> Array:
     """What must fail: keys 1, 3, 5, …"""
     product = Words.bits(COUNT, 3, step, MASKS) * np.uint32((2 * stream + 1) % 2**32)
     return product < np.uint32(ratio * 2**32)
+
+
+def one_order(step: int, stream: int, ratio: float) -> Array:
+    """What must fail: the same lines, each mask some lines further on."""
+    return np.roll(of_lines(step, 0, ratio), 4096 * (stream % 2))
 
 
 def normal(source: Source, step: int, ratio: float, streams: list[int] = STREAMS) -> Array:
@@ -250,15 +268,29 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
-@pytest.mark.parametrize("source", [ours, numpys])
+@pytest.mark.parametrize("source", [ours, of_lines, numpys])
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_statistics(statistic: str, source: Source, ratio: float) -> None:
     assert STATISTICS[statistic](source, ratio) < 4.7
 
 
-@pytest.mark.parametrize("source", [intervals, small_keys])
+@pytest.mark.parametrize("source", [intervals, small_keys, one_order])
 def test_the_statistics_reject_what_shares_words_carelessly(source: Source) -> None:
     assert worst_pair(source, 0.1) > 20
+
+
+def test_large_masks_share_few_lines() -> None:
+    """At the same place, and some places on: about one line of 4096 of two masks, as independent orders would have it.
+
+    In one mask a line comes again, where it is longer than what was drawn, but neither often nor near."""
+    orders = np.array([Words.order(stream) for stream in range(37)])
+    for lag in (0, 1, 3, 64, 768):
+        same = [int((a == np.roll(b, lag)).sum()) for a, b in combinations(orders, 2)]
+        assert max(same) < 9 and 0.8 < np.mean(same) < 1.2
+    for stream in STREAMS[:3]:
+        mask = Words.kept(3 * DRAWN * WIDE, 3, 5, stream, 0.5).reshape(3, DRAWN, WIDE)
+        for a, b in combinations(mask, 2):
+            assert (a == b).all(1).sum() < 9
 
 
 def test_two_masks_fill_the_plane() -> None:
