@@ -158,9 +158,9 @@ class Emitter:
         if not domain and (traits.elementwise or traits.view):
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
         if shape is not None and math.prod(shape) == 1:
-            self.scalars |= {v.name: self._tensor_type(v) for v in values}
+            self.scalars |= {v.name: self.tensor_type(v) for v in values}
         if domain:
-            self.foreign += (Value(v.name, self._tensor_type(v), v.shape) for v in values)
+            self.foreign += (Value(v.name, self.tensor_type(v), v.shape) for v in values)
             self.domains.add(domain)
         if self.emulates:
             values = tuple(self._emulated(v, traits.exact) for v in values)
@@ -311,12 +311,13 @@ class Emitter:
             free = {made: True for node in self.nodes for made in node.output}  # an output has a name of its own
             results = [v if free.pop(v.name, 0) else self.Identity(v, dtype=v.dtype, shape=v.shape) for v in written]
             inputs_of, outputs_of = (
-                [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[self._tensor_type(v)], v.shape) for v in values]
+                [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[self.tensor_type(v)], v.shape) for v in values]
                 for values in (within, results)
             )
             return onnx.helper.make_graph(self.nodes, name, inputs_of, outputs_of), results
 
-    def _tensor_type(self, value: Value) -> str:
+    def tensor_type(self, value: Value) -> str:
+        """The element type of the tensor that holds a value."""
         return "float32" if self.emulates and value.dtype in HALF else value.dtype
 
     @contextmanager

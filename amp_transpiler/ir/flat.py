@@ -25,11 +25,13 @@ class Rows:
 
     ``shapes``: of the tensors of these rows, which then lie one behind the other in a flat tensor; with none, it is one
     row alone, in its own shape. ``shape`` is that of the flat tensor: (1, n), since ONNX's inference follows the
-    content of vectors as if they were shapes.
+    content of vectors as if they were shapes. One row may be worked on in several ``chunks`` of a size, one after the
+    other: then it is (chunks, n / chunks).
     """
 
     numbers: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...] = ()
+    chunks: int = 1
     offsets: tuple[int, ...] = field(init=False)
     shape: tuple[int, int] = field(init=False)
 
@@ -39,7 +41,12 @@ class Rows:
             offsets.append(-(-end // ALIGNED) * ALIGNED)
             end = offsets[-1] + math.prod(shape)
         object.__setattr__(self, "offsets", tuple(offsets))
-        object.__setattr__(self, "shape", (1, end))
+        object.__setattr__(self, "shape", (self.chunks, end // self.chunks))
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat tensor."""
+        return math.prod(self.shape)
 
     def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
         """Where variables of these names and of the rows' shapes lie."""

@@ -63,7 +63,9 @@ def _lies(value: Any, whole: Any, segment: Segment) -> bool:
 
 
 def flat_from(port: Port, values: Sequence[Any], place: Place) -> FlatValue:
-    """A new one with the content of these values."""
+    """A new one with the content of these values; of one value that is all of it, that value in another shape."""
+    if len(values) == 1:
+        return FlatValue(port, device_tensors.view(values[0], 0, static(port.shape) or ()), values)
     flat = empty_flat(port, place)
     for view, value in zip(flat.views, values, strict=True):
         view.update_inplace(value)

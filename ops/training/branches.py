@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import onnx
 
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 
@@ -15,7 +16,7 @@ def chosen(e: Emitter, condition: Value, new: Callable[[], Sequence[Value]], old
 
     A value that emulates 16 bit is a 16-bit tensor on the way, where its old one has such a tensor.
     """
-    real = [e.narrow.get(value.name) or _held(e, value) for value in old]
+    real = [as_tensor(e, value) for value in old]
     then_branch = _branch(e, "then", lambda: [_as_real(e, v, r) for v, r in zip(new(), real, strict=True)])
     else_branch = _branch(e, "else", lambda: [e.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in real])
     names = [e.name("If") for _ in real]
@@ -23,12 +24,12 @@ def chosen(e: Emitter, condition: Value, new: Callable[[], Sequence[Value]], old
         "If", [condition.name], names, names[0], then_branch=then_branch, else_branch=else_branch
     )
     e.nodes.append(node)
-    return [_emulating(e, Value(n, r.dtype, v.shape), v) for n, r, v in zip(names, real, old, strict=True)]
+    return [emulating(e, Value(n, r.dtype, v.shape), v) for n, r, v in zip(names, real, old, strict=True)]
 
 
 def _held(e: Emitter, value: Value) -> Value:
     """The tensor itself."""
-    return Value(value.name, "float32", value.shape) if e.emulates and value.dtype in HALF else value
+    return Value(value.name, e.tensor_type(value), value.shape)
 
 
 def _as_real(e: Emitter, value: Value, like: Value) -> Value:
@@ -41,16 +42,26 @@ def _branch(e: Emitter, name: str, write: Callable[[], Sequence[Value]]) -> onnx
     with e.nested():
         results = write()
         outputs = [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in results]
-        wanted, kept = {v.name for v in results}, list[onnx.NodeProto]()
-        for node in reversed(e.nodes):
-            if not wanted.isdisjoint(node.output):
-                wanted.update(node.input)
-                kept.append(node)
-        return onnx.helper.make_graph(kept[::-1], name, [], outputs)
+        return onnx.helper.make_graph(needed(e.nodes, results), name, [], outputs)
 
 
-def _emulating(e: Emitter, made: Value, like: Value) -> Value:
-    """A tensor that was made as a value like that which it replaces."""
+def needed(nodes: Sequence[onnx.NodeProto], results: Sequence[Value]) -> list[onnx.NodeProto]:
+    """The nodes but for those that the results, and graphs nested in the nodes, do not need."""
+    wanted, kept = {v.name for v in results}, list[onnx.NodeProto]()
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.output):
+            wanted.update(node.input, *(inner.input for graph in nested_graphs(node) for inner in graph.node))
+            kept.append(node)
+    return kept[::-1]
+
+
+def as_tensor(e: Emitter, value: Value) -> Value:
+    """The tensor that holds a value: of a rounded one that emulates 16 bit, the 16-bit one."""
+    return e.narrow.get(value.name) or _held(e, value)
+
+
+def emulating(e: Emitter, made: Value, like: Value) -> Value:
+    """A tensor that was made as a value like this one."""
     if made.dtype not in HALF or not e.emulates:
         return Value(made.name, like.dtype, like.shape)
     wide = e.name("Cast")

@@ -39,10 +39,11 @@ _KEEPS_ZEROS = {
 
 
 def rows_of(e: Emitter, op: Operator, count: int) -> list[Rows]:
-    """The ``count`` rows of an operator as they are worked on: together, or each alone."""
-    together = list(e.rows.get(op.key, ()))
-    taken = {number for rows in together for number in rows.numbers}
-    return together + [Rows((number,)) for number in range(count) if number not in taken]
+    """The ``count`` rows of an operator as they are worked on: those together first, then each other, in order."""
+    found = list(e.rows.get(op.key, ()))
+    taken = {number for rows in found for number in rows.numbers}
+    found += [Rows((number,)) for number in range(count) if number not in taken]
+    return sorted(found, key=lambda rows: rows.numbers[0] if rows.chunks > 1 or not rows.shapes else -1)
 
 
 def joined(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value:
@@ -66,7 +67,7 @@ def _side_by_side(e: Emitter, rows: Rows, values: Sequence[Value], between: floa
             pieces.append(e.const(np.full((1, offset - end), between), value.dtype))
         pieces.append(e.reshape(value, (1, math.prod(shape))))
         end = offset + math.prod(shape)
-    return _chained(e, pieces)
+    return e.reshape(_chained(e, pieces), rows.shape)
 
 
 def _chained(e: Emitter, pieces: Sequence[Value]) -> Value:
@@ -106,7 +107,7 @@ def _together(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value | None:
     columns = list(zip(*(maker.inputs for maker in makers if maker is not None), strict=False))
     one = [len({v and v.name for v in column}) == 1 and math.prod(_size(column[0])) == 1 for column in columns]
     wide = [not single for single in one]
-    if len(kinds) > 1 or wide not in _KEEPS_ZEROS[first.type] or (sum(wide) > 1 and rows.shape[1] > _FEW):
+    if len(kinds) > 1 or wide not in _KEEPS_ZEROS[first.type] or (sum(wide) > 1 and rows.size > _FEW):
         return None
     read = []
     for place, (column, single) in enumerate(zip(columns, one, strict=True)):
@@ -146,7 +147,7 @@ def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:
     if not rows.shapes:
         return [value]
     sizes = [math.prod(shape) for shape in rows.shapes]
-    ends = [*rows.offsets[1:], rows.shape[1]]
+    ends = [*rows.offsets[1:], rows.size]
     gaps = [end - offset - size for offset, size, end in zip(rows.offsets, sizes, ends, strict=True)]
     lengths = [length for pair in zip(sizes, gaps, strict=True) for length in pair if length]
     pieces = iter(_apart(e, value, lengths))

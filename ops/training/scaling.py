@@ -183,7 +183,7 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     inverse = e.op("Div", e.like(1, one), one, shape=())
     unscaled: list[Value | None] = [None] * len(grads)
     zeros: list[Value] = []
-    for rows in sorted(rows_of(e, op, len(grads)), key=lambda rows: rows.shape[1]):
+    for rows in sorted(rows_of(e, op, len(grads)), key=lambda rows: rows.size if rows.chunks == 1 else 0):
         raw = joined(e, rows, [grads[number] for number in rows.numbers])
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
@@ -211,6 +211,13 @@ def scaled(e: Emitter, gradient: Value) -> tuple[Value, Value | None]:
     """
     found = e.shared.get(_scaled(gradient))
     return (gradient, None) if found is None else (found[0], found[1])
+
+
+def unscaled(e: Emitter, raw: Value, inverse: Value) -> Value:
+    """A gradient times the factor that unscales it."""
+    new = e.Mul(raw, e.cast(inverse, raw.dtype), shape=raw.shape)
+    e.shared[_scaled(new)] = (raw, inverse)
+    return new
 
 
 def rescaled(e: Emitter, gradient: Value, factor: Value) -> Value:
@@ -355,4 +362,5 @@ __all__ = [
     "master_type",
     "rescaled",
     "scaled",
+    "unscaled",
 ]

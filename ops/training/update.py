@@ -24,8 +24,9 @@ from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.branches import chosen
+from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
-from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, finite_step, gate, scaled
+from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, finite_step, gate, scaled, unscaled
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
@@ -73,51 +74,65 @@ def _update(
             ]
             table = list(slots.rows(values))
 
-            def stepped(rows: Rows) -> dict[tuple[int, str], Value]:
-                """By row and name the new values of rows that take a step together."""
-                row = {
-                    name: joined(e, rows, [v for number in rows.numbers if (v := table[number][name]) is not None])
-                    for name, value in table[rows.numbers[0]].items()
-                    if value is not None
-                }
-                parameter, master = row["parameter"], row.get("master")
-                old = master or e.f32(parameter)
-                before = [row[name] for name in accumulators if name in row]
-                gradient = Gradient(e, e.cast(row["gradient"], old.dtype), switch)
-                new, *after = step(rows.numbers[0], old, gradient, *before)
-                taken = dict(zip(accumulators, after, strict=True)) | {"master": new}
-                taken["parameter"] = e.cast(new, parameter.dtype)
-                if master and switch.bad is not None:
-                    taken["parameter"] = _narrowed(e, new, parameter, kept)
+            def joint(rows: Rows, names: Sequence[str]) -> dict[str, Value]:
+                """By name the values of rows that take a step together."""
                 return {
-                    (number, name): part
-                    for name in slots.output_row
-                    if name in row
-                    for number, part in zip(rows.numbers, parts(e, rows, taken[name]), strict=True)
+                    name: joined(e, rows, [v for number in rows.numbers if (v := table[number][name]) is not None])
+                    for name in names
+                    if table[rows.numbers[0]][name] is not None
                 }
 
-            def branched(each: Sequence[Rows]) -> dict[tuple[int, str], Value]:
+            def stepped(rows: Rows) -> list[Value]:
+                """Their new values, in the order of the row."""
+                row = joint(rows, slots.input_row)
+                parameter, master = row["parameter"], row.get("master")
+                old = master or e.f32(parameter)
+                gradient = Gradient(e, e.cast(row["gradient"], old.dtype), switch)
+
+                def new(gradient: Gradient, old: Value, *before: Value) -> list[Value]:
+                    new, *after = step(rows.numbers[0], old, gradient, *before)
+                    taken = dict(zip(accumulators, after, strict=True)) | {"master": new}
+                    taken["parameter"] = e.cast(new, parameter.dtype)
+                    if master and switch.bad is not None:
+                        taken["parameter"] = _narrowed(e, new, parameter, kept)
+                    return [taken[name] for name in slots.output_row if name in row]
+
+                before = [row[name] for name in accumulators if name in row]
+                if rows.chunks == 1:
+                    return new(gradient, old, *before)
+                read = [e.cast(gradient.raw, old.dtype), old, *before]
+                return by_chunks(e, read, lambda raw, *values: new(gradient.chunk(raw), *values))
+
+            def branched(each: Sequence[Rows]) -> list[Value]:
                 """The same of rows that lie alone, in the branch of an If."""
                 assert found_inf is not None
-                numbers = [number for rows in each for number in rows.numbers]
-                olds = {(n, name): v for n in numbers for name in slots.output_row if (v := table[n][name]) is not None}
+                olds = [old for rows in each for old in joint(rows, slots.output_row).values()]
 
                 def new() -> list[Value]:
                     with switch.off():
-                        found = {key: value for rows in each for key, value in stepped(rows).items()}
-                    return [found[key] for key in olds]
+                        return [value for rows in each for value in stepped(rows)]
 
-                return dict(zip(olds, chosen(e, finite_step(e, found_inf), new, [*olds.values()]), strict=True))
+                return chosen(e, finite_step(e, found_inf), new, olds)
 
             made = dict[tuple[int, str], Value]()
+
+            def take(each: Sequence[Rows], values: Sequence[Value]) -> None:
+                whole = iter(values)
+                for rows in each:
+                    for name in slots.output_row:
+                        if table[rows.numbers[0]][name] is not None:
+                            keys = [(number, name) for number in rows.numbers]
+                            made.update(zip(keys, parts(e, rows, next(whole)), strict=True))
+
             alone: list[Rows] = []
             for rows in rows_of(e, op, len(table)):
-                if found_inf is None or e.place not in BRANCHING or rows.shapes:
-                    made |= stepped(rows)
+                if found_inf is None or e.place not in BRANCHING or (rows.shapes and rows.chunks == 1):
+                    take([rows], stepped(rows))
                 else:
                     alone.append(rows)
             for start in range(0, len(alone), _IN_A_BRANCH):
-                made |= branched(alone[start : start + _IN_A_BRANCH])
+                each = alone[start : start + _IN_A_BRANCH]
+                take(each, branched(each))
             results += [made.get((number, name)) for number in range(len(table)) for name in slots.output_row]
             return results
 
@@ -132,6 +147,10 @@ class Gradient:
     def __init__(self, e: Emitter, value: Value, switch: Switch) -> None:
         self.e, self.value, self.switch = e, value, switch
         self.raw, self.inverse = scaled(e, value)
+
+    def chunk(self, raw: Value) -> Gradient:
+        """That of a chunk, of which it is ``raw`` what it is of the whole."""
+        return Gradient(self.e, raw if self.inverse is None else unscaled(self.e, raw, self.inverse), self.switch)
 
     def changed(self, value: Value) -> Gradient:
         """Another one in its place."""

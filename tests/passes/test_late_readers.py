@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.lowering import emission
+from amp_transpiler.passes.lowering import emission, flat_layout
 
 OPTIMIZERS = {
     "sgd": lambda: amp.optimizer.SGD(0.1),
@@ -36,8 +36,12 @@ def trained(optimizer: str) -> tuple[list[np.ndarray], amp.Executor, amp.Program
     return [scope.find_var(name) for name in names], executor, main, names
 
 
+@pytest.mark.parametrize("chunk", [2**18, 2**10])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_large_weights_take_one_buffer_and_the_same_bits(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_take_one_buffer_and_the_same_bits(
+    optimizer: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(flat_layout.CHUNKED, "cpu", (4 * chunk, chunk))
     found, executor, main, names = trained(optimizer)
     two = executor.memory_report(main).two_buffers
     large = [v.name for v in main.parameters if np.prod(v.shape) >= 4096]

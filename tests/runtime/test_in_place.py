@@ -67,6 +67,12 @@ BRANCHES = (
     "t = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (t)  s_new, seen = If (c) <then_branch = a () => (float[4] p, "
     "float[4] o) {{ {}  {} }}, else_branch = b () => (float[4] q, float[4] r) {{ q = Identity(s)  r = Exp(x) }}>"
 )
+#: One that is updated row by row: what is read, more attributes, and what the body makes of rows r of s and q of x.
+SCAN = (
+    "k = Constant <value_ints = [4, 1]> ()  y = Reshape(x, k)  s_new = Scan ({}) <num_scan_inputs = 2{}, "
+    "body = b (float[1] r, float[1] q) => (float[1] p) {{ {} }}>  seen = Relu(x)"
+)
+ROWS = "(float[4, 1] s, float[4] x) => (float[4, 1] s_new, float[4] seen)"
 SAFE = {
     "elementwise": "s_new = Sub(s, x)  seen = Relu(x)",
     "second operand": "s_new = Add(x, s)  seen = Relu(x)",
@@ -114,6 +120,38 @@ def test_refused_with_the_reason(case: str) -> None:
 def test_broadcast_state_is_refused() -> None:
     assert "shape" in verdict("s_new = Add(s, x)", "(float[1] s, float[4] x) => (float[4] s_new)")
     assert "shape" in verdict("s_new = Add(s, x)", "(float[N] s, float[N] x) => (float[N] s_new)")
+
+
+@pytest.mark.parametrize(
+    ("more", "read", "body", "reason"),
+    [
+        ("", "s, y", "n = Exp(r)  p = Add(r, n)", ""),
+        ("", "y, v", "p = Add(q, r)", "Scan 's_new', which makes the update, is not elementwise in it"),
+        ("", "s, s", "p = Add(r, q)", "Scan 's_new', which makes the update, is not elementwise in it"),
+        ("", "s, y", "p = Sum(r, q, q)", "Sum 'p', which makes the update, is not elementwise in it"),
+        ("", "s, y", "e = Exp(q)  p = Add(e, r)", ""),
+        ("", "s, y", "a = ReduceSum <keepdims = 0> (s)  p = Add(r, a)", "reads more of it than a slice"),
+        ("", "s, y", "a = ReduceSum <keepdims = 0> (v)  p = Add(r, a)", "reads more of it than a slice"),
+        (", scan_output_directions = [1]", "s, y", "p = Add(r, q)", "Scan 's_new', which makes the update, is not"),
+    ],
+)
+def test_row_by_row(more: str, read: str, body: str, reason: str) -> None:
+    view = "v = Identity(s)  " if "v" in read + body else ""
+    text = view + SCAN.format(read, more, body)
+    found = verdict(text, ROWS)
+    assert reason in found and bool(reason) == bool(found)
+    for level in ("basic", "all"):
+        agrees(model(text, ROWS), {"s": "s_new"}, np.random.default_rng(3), level, CPUPlace())
+
+
+def test_rows_that_another_output_reads_late() -> None:
+    """Each output is asked for by itself: the first may be written before the second reads the row."""
+    signature = "(float[4, 1] s, float[4, 1] m) => (float[4, 1] s_new, float[4, 1] m_new)"
+    body = "p = Exp(r)  o = Add(q, r)"
+    graph = f"b (float[1] r, float[1] q) => (float[1] p, float[1] o) {{ {body} }}"
+    text = f"s_new, m_new = Scan (s, m) <num_scan_inputs = 2, body = {graph}>"
+    first, second = refusals(model(text, signature).graph, [("s", "s_new"), ("m", "m_new")])
+    assert "Add 'o' may read it after the update" in first and second == ""
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(1, ""), (2, "not elementwise")])

@@ -5,7 +5,8 @@ And which running statistics: those of all layers, so that one update serves the
 Rows of an update whose parameters have one element type, and whose gradients take one way, are worked on together:
 the update, the clip and the check before it see one tensor. On a GPU that makes a handful of kernels of thousands. On
 CPU nothing is launched and a gradient is copied for it: there it pays for small parameters, where the step has many,
-since a session takes more than its share of time to make for every node.
+since a session takes more than its share of time to make for every node. A large parameter has a buffer of its own
+there, which is worked on in chunks: what the operators of the update hand to each other stays in the cache.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Worth:
 
 #: What is worth a buffer on a place, by its kind; on others nothing is.
 WORTH = {"cuda": Worth(fewest=2), "cpu": Worth(fewest=64, largest=16384)}
+
+#: Places where large parameters are worked on in chunks, with the elements from which on one is, and what a chunk has
+#: about. Smaller chunks are slower again: memory is read best in long runs (measured).
+CHUNKED = {"cpu": (2**19, 2**18)}
 
 #: The share of a flat state from which on all of it is cast.
 _NEARLY_ALL = 0.9
@@ -123,13 +128,18 @@ def flat_layout(
         if slots is None or not slots.updates or op.type in BY_PARAMETER:
             continue
         groups: dict[tuple[object, ...], list[_Row]] = {}
-        for row in _rows(op, updates, shapes):
-            if worth.takes(row.shape) and all(taken[state.key] == 1 for state, _ in row.states.values()):
+        rows_of = [row for row in _rows(op, updates, shapes) if all(taken[v.key] == 1 for v, _ in row.states.values())]
+        for row in rows_of:
+            if worth.takes(row.shape):
                 groups.setdefault(row.kind, []).append(row)
         # Gradients of the last group are made first; what the largest ones are made of takes the most until then.
         for rows in sorted(groups.values(), key=lambda rows: sum(math.prod(row.shape) for row in rows)):
             if len(rows) >= worth.fewest:
                 _add(layout, op, rows)
+        grouped = {number for rows in layout.rows.get(op.key, ()) for number in rows.numbers}
+        for row in rows_of:
+            if row.number not in grouped and (count := _chunks(row, place)) > 1:
+                _add(layout, op, [row], count)
     _add_statistics(layout, operators, updates, shapes, worth)
     return layout
 
@@ -216,15 +226,29 @@ def _way(gradient: Variable) -> tuple[tuple[tuple[Operator, int], ...], Variable
     return tuple(way), gradient
 
 
-def _add(layout: FlatLayout, op: Operator, rows: list[_Row]) -> None:
+def _chunks(row: _Row, place: str) -> int:
+    """How many chunks a row that lies by itself is worked on in; 1: it is not.
+
+    Numbers below a half and above twice the size wanted are no use: there a prime factor is too large.
+    """
+    fewest, wanted = CHUNKED.get(place, (math.inf, 1))
+    size = math.prod(row.shape)
+    held = [state.dtype for name, (state, _) in row.states.items() if name != "parameter" or "master" not in row.states]
+    if size < fewest or len(held) < 2 or any(dtype != "float32" for dtype in held):
+        return 1
+    counts = range(max(2, size // (2 * wanted)), 2 * size // wanted + 1)
+    return min((n for n in counts if size % n == 0), key=lambda n: abs(size // n - wanted), default=1)
+
+
+def _add(layout: FlatLayout, op: Operator, rows: list[_Row], chunks: int = 1) -> None:
     number = sum(map(len, layout.rows.values()))
     shapes = tuple(row.shape for row in rows)
-    layout.rows.setdefault(op.key, []).append(Rows(tuple(row.number for row in rows), shapes))
+    layout.rows.setdefault(op.key, []).append(Rows(tuple(row.number for row in rows), shapes, chunks))
     for step, (earlier, _) in enumerate(rows[0].way):
-        layout.rows.setdefault(earlier.key, []).append(Rows(tuple(row.way[step][1] for row in rows), shapes))
+        layout.rows.setdefault(earlier.key, []).append(Rows(tuple(row.way[step][1] for row in rows), shapes, chunks))
     for kind in rows[0].states:
         states, news = zip(*(row.states[kind] for row in rows), strict=True)
         name = f"@{op.type}/{number}/{kind}"
         layout.states.append(
-            FlatState(name, states[0].dtype or "", Rows(tuple(range(len(rows))), shapes), states, news)
+            FlatState(name, states[0].dtype or "", Rows(tuple(range(len(rows))), shapes, chunks), states, news)
         )

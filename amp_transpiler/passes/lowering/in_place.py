@@ -7,7 +7,8 @@ where, in the graph that the session really runs,
 - every node that reads the state is an ancestor of the node that produces the update, so that it has run before, or
   is that node itself;
 - that node, if it reads the state, is elementwise in it: it reads each element before it writes the same one. Of an
-  If, which writes what its branch gives straight to its output, both hold inside each branch.
+  If, which writes what its branch gives straight to its output, both hold inside each branch; of a Scan, whose body
+  gets slices of its inputs and writes to slices of its outputs, inside the body, for slices at the same place.
 
 A node that may hand on its input's memory as its output (Reshape, Identity, whatever is not known to compute) counts
 as reading on: its readers read the state too. What cannot be shown is refused; refusing costs one more buffer, never
@@ -68,13 +69,15 @@ def refusals(
     return _Proof(graph, within or {}, ends).answer(pairs)
 
 
-def late_readers(graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]]) -> list[list[onnx.NodeProto]]:
-    """For each (state, update) the nodes that read the state and may do so after the update.
+def late_readers(
+    graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]], within: Mapping[str, Sequence[str]]
+) -> list[list[onnx.NodeProto]]:
+    """For each (state, update) the nodes that read the state, or what lies ``within`` it, perhaps after the update.
 
     They are other nodes than that which makes the update. What only moves the state's elements counts as reading on:
     onnxruntime fuses it into what reads it.
     """
-    proof = _Proof(graph, {}, through=_MOVES)
+    proof = _Proof(graph, within, through=_MOVES)
     readers = [proof.readers_of(state)[0] for state, _ in pairs]
     targets = {proof.producer[output] for _, output in pairs}
     earlier = proof.ancestors({index for found in readers for index in found}, targets)
@@ -99,7 +102,7 @@ def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
 class _Proof:
     """A graph, read for who reads the states and what comes before what."""
 
-    is_branch = False
+    is_nested = False
 
     def __init__(
         self,
@@ -131,29 +134,32 @@ class _Proof:
         readers = [self.readers_of(state) for state, _ in pairs]
         targets = {self.producer[output] for _, output in pairs if output in self.producer}
         earlier = self.ancestors({index for found, _ in readers for index in found}, targets)
-        inside = self._inside(pairs)
+        inside = self._inside(pairs, [views for _, views in readers])
         return [
             self._check(state, output, *found, earlier) or inside.get((state, output), "")
             for (state, output), found in zip(pairs, readers, strict=True)
         ]
 
-    def _inside(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
-        """Of pairs whose update an If makes that reads the state, why one of its branches refuses."""
-        by_node: dict[int, list[tuple[str, str]]] = {}
-        for state, output in pairs:
+    def _inside(self, pairs: Sequence[tuple[str, str]], views: Sequence[set[str]]) -> dict[tuple[str, str], str]:
+        """Of pairs whose update an If or a Scan makes that reads the state, why a graph of it refuses."""
+        by_node: dict[int, dict[tuple[str, str], set[str]]] = {}
+        for (state, output), same in zip(pairs, views, strict=True):
             index = self.producer.get(output, -1)
-            if index >= 0 and self.nodes[index].op_type == "If" and state in self.reads[index]:
-                by_node.setdefault(index, []).append((state, output))
+            if index >= 0 and _holds_graphs(self.nodes[index]) and not self.reads[index].isdisjoint(same):
+                by_node.setdefault(index, {})[state, output] = same
         found: dict[tuple[str, str], str] = {}
         for index, its in by_node.items():
             node = self.nodes[index]
             for graph in nested_graphs(node):
                 names = {out: info.name for out, info in zip(node.output, graph.output, strict=True)}
-                branch = _Proof(graph, {})
-                branch.is_branch = True
-                branch.types |= {name: b"" for pair in its for name in (pair[0], names[pair[1]])}  # the If was asked
-                answers = branch.answer([(state, names[output]) for state, output in its])
-                found |= {pair: answer for pair, answer in zip(its, answers, strict=True) if answer}
+                if node.op_type == "Scan":
+                    names |= {read: info.name for read, info in zip(node.input, graph.input, strict=True)}
+                inner = [(names.get(state, state), names[output]) for state, output in its]
+                within = {names.get(state, state): [*same - {state}] for (state, _), same in its.items()}
+                body = _Proof(graph, within)
+                body.is_nested = True
+                body.types |= {name: b"" for pair in inner for name in pair}  # the node was asked
+                found |= {pair: answer for pair, answer in zip(its, body.answer(inner), strict=True) if answer}
         return found
 
     def readers_of(self, state: str) -> tuple[list[int], set[str]]:
@@ -176,7 +182,7 @@ class _Proof:
 
     def _computes(self, node: onnx.NodeProto) -> bool:
         """Whether each output has memory of its own."""
-        if node.op_type == "If" and not node.domain:
+        if _holds_graphs(node):
             ends = [(graph, {info.name for info in graph.output}) for graph in nested_graphs(node)]
             makers = [inner for graph, names in ends for inner in graph.node if not names.isdisjoint(inner.output)]
             return all(inner.op_type == "Identity" or self._computes(inner) for inner in makers)
@@ -226,14 +232,28 @@ class _Proof:
         if producer not in readers or (node.op_type == "If" and not node.domain):
             return ""
         slots = [slot for slot, name in enumerate(node.input) if name in views]
+        if _walks_alike(node) and [node.input[slot] for slot in slots] == [state]:
+            whole = any(views & used_tensors(body.node) for body in nested_graphs(node))  # not the slice alone
+            return f"{_label(node)}, which makes the update, reads more of it than a slice" if whole else ""
         direct = all(node.input[slot] == state for slot in slots)
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if self.is_branch and node.op_type == "Identity":  # a branch has no aliases: it copies the state onto itself
+        if self.is_nested and node.op_type == "Identity":  # without aliases there: it copies the state onto itself
             return ""
         one = node.op_type != "HyperConnectionPostMix" or state in self.flat
         if not direct or not one or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"
         return ""
+
+
+def _holds_graphs(node: onnx.NodeProto) -> bool:
+    return node.op_type in ("If", "Scan") and not node.domain
+
+
+def _walks_alike(node: onnx.NodeProto) -> bool:
+    """Whether a Scan walks over all that it reads and writes in one way, along the first axis, and carries nothing."""
+    numbers = {a.name: a.i for a in node.attribute if a.type == a.INT}
+    plain = {a.name for a in node.attribute} == {"body", "num_scan_inputs"}
+    return node.op_type == "Scan" and not node.domain and plain and numbers["num_scan_inputs"] == len(node.input)
 
 
 def _static(info: onnx.ValueInfoProto) -> bool:

@@ -13,14 +13,17 @@ from itertools import zip_longest
 
 import onnx
 
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import OWN, Operator
 from amp_transpiler.ir.opdef import slots_of
-from amp_transpiler.passes.lowering.in_place import late_readers
+from amp_transpiler.passes.lowering.in_place import inputs_within, late_readers
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
 
 #: Elements of a state from which on a second buffer is worth some small operators.
 _LARGE = 4096
+#: By tensor where the node is that makes it, and the node.
+Made = Mapping[str, tuple[int, onnx.NodeProto]]
 #: What reads a weight in a backward pass; an update waits for no others.
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul"})
 
@@ -34,36 +37,51 @@ def waiting(e: Emitter, emitted: Lowered) -> list[Operator | None]:
     slots = [(op, slots_of(op.type)) for op in steps] if e.place == "cpu" else []
     if not any(each is not None and each.gated and op.input(0) is None for op, each in slots):
         return list(emitted.origins)
-    own = {port.variable: port.tensor for port in emitted.states if not port.segments}
+    own = {port.variable: port.tensor for port in emitted.states if len(port.segments) < 2}
     made = {name: (place, node) for place, node in enumerate(e.nodes) for name in node.output}
     large = [u for u in emitted.updates if u.variable in own and u.tensor in made and _size(u) >= _LARGE]
-    late = late_readers(onnx.GraphProto(node=e.nodes), [(own[update.variable], update.tensor) for update in large])
-    waits: dict[int, list[str]] = {}
+    graph, pairs = onnx.GraphProto(node=e.nodes), [(own[update.variable], update.tensor) for update in large]
+    late = late_readers(graph, pairs, inputs_within(emitted.states))
+    waits: dict[int, tuple[onnx.NodeProto, list[str]]] = {}
     for update, readers in zip(large, late, strict=True):
-        place = _scales(made, *made[update.tensor])
+        place, scaling = _scaling(made, update.tensor)
         names = [node.output[0] for node in readers if node.op_type in _PRODUCTS and made[node.output[0]][0] < place]
-        if names and len(names) == len(readers):
-            waits[place] = names
+        if scaling is not None and names and len(names) == len(readers):
+            waits[place] = scaling, names
     nodes, kept, e.nodes = list(e.nodes), list[Operator | None](), []
     for place, (node, origin) in enumerate(zip_longest(nodes, emitted.origins)):
         if place in waits:
-            slot = len(node.input) - 1
-            node.input[slot] = _after(e, node.input[slot], waits[place])
+            scaling, names = waits[place]
+            scaling.input[-1] = _after(e, made, scaling.input[-1], names)
         e.nodes.append(node)
         kept += [origin] * (len(e.nodes) - len(kept))
     return kept
 
 
-def _scales(made: Mapping[str, tuple[int, onnx.NodeProto]], place: int, last: onnx.NodeProto) -> int:
-    """Where the operator is that reads the factor of an update ``old + change * factor``; -1 of any other update."""
+def _scaling(made: Made, tensor: str) -> tuple[int, onnx.NodeProto | None]:
+    """The operator that reads the factor of an update ``old + change * factor``, the last that it reads.
+
+    And where in the graph it is, perhaps in the body of a Scan there; (-1, None) of any other update.
+    """
+    place, last = made[tensor]
+    if last.op_type == "Scan":
+        (body,) = nested_graphs(last)
+        name = body.output[list(last.output).index(tensor)].name
+        inner = {out: (place, node) for node in body.node for out in node.output}
+        place, last = inner[name]
+        return (place, last) if last.op_type == "GatedAdd" and last.input[2] not in inner else (-1, None)
     if last.op_type == "Add":
         place, last = made.get(last.input[1], (-1, last))
-        return place if last.op_type == "Mul" else -1
-    return place if last.op_type == "GatedAdd" else -1
+        return (place, last) if last.op_type == "Mul" else (-1, None)
+    return (place, last) if last.op_type == "GatedAdd" else (-1, None)
 
 
-def _after(e: Emitter, factor: str, names: Sequence[str]) -> str:
-    """The factor, once these tensors are there."""
+def _after(e: Emitter, made: Made, factor: str, names: Sequence[str]) -> str:
+    """The factor, once these tensors are there. Of one that was expanded, what it was before waits."""
+    maker = made[factor][1] if factor in made else None
+    if maker is not None and maker.op_type == "Expand":
+        single = Value(_after(e, made, maker.input[0], names), "float32")
+        return e.Expand(single, Value(maker.input[1], "int64")).name
     value = Value(factor, "float32")
     for name in names:
         flat = e.Reshape(Value(name, "float32"), e.ints(-1))
