@@ -13,11 +13,19 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, padded_axis, shape_of, size_of, sliced
 
+#: Rows of a table, for each one that is added to it, from which on onnxruntime's ScatterElements is faster on CPU: it
+#: writes over the zeros, where ScatterND copies them, but takes 16 ns for an element.
+_FEW = 64
+
 
 def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value) -> Value:
     """Zeros of ``shape`` with ``rows`` added, in fp32, at ``indices`` [.., k] of the first k dimensions."""
     rows = e.f32(rows)
     zeros = e.zeros(shape, rows.dtype)
+    at = indices.shape or ()
+    if e.place == "cpu" and len(at) == len(shape) == 2 and at[1] == 1 and at[0] * _FEW <= shape[0]:
+        every = e.Expand(e.cast(indices, "int64"), e.ints(at[0], shape[1]), shape=(at[0], shape[1]))
+        return e.ScatterElements(zeros, every, rows, axis=0, reduction="add", shape=shape)
     return e.ScatterND(zeros, e.cast(indices, "int64"), rows, reduction="add", shape=shape)
 
 

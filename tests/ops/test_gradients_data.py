@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from amp_transpiler.errors import GradientError
 from tests.helpers.forwardcheck import check_forward
-from tests.helpers.gradcheck import check_gradient, few, gradient_values
+from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values
+from tests.helpers.rules import run_cpu
 
 Shape = tuple[int, ...]
 seeds = st.integers(0, 2**32 - 1)
@@ -156,6 +157,19 @@ def test_gather(known: bool, shape: Shape, at: Shape, seed: int, data: st.DataOb
 def test_gather_adds_up_duplicates() -> None:
     (dx,) = gradient_values("Gather", [np.zeros((3, 1)), ints(1, -2, 1, 0)])
     np.testing.assert_array_equal(dx, [[1], [3], [0]])
+
+
+@pytest.mark.parametrize(("rows", "type_"), [(400, "ScatterElements"), (200, "ScatterND")])
+def test_few_rows_of_a_table_are_added_to_zeros_where_they_lie_on_cpu(rows: int, type_: str) -> None:
+    ids = ints(rows - 1, 3, -1, 0, 3, 3)
+    model = gradient_model("Gather", [normal(0, (rows, 5)), ids], "float32", "cpu", wrt=[0])
+    assert {type_} == {node.op_type for node in model.graph.node} & {"ScatterElements", "ScatterND"}
+    dy = normal(1, (6, 5)).astype(np.float32)
+    expected = np.zeros((rows, 5), np.float32)
+    np.add.at(expected, ids, dy)
+    given = {"x1": ids, "dy0": dy}
+    (dx,) = run_cpu(model, {info.name: given[info.name] for info in model.graph.input if info.name in given})
+    assert dx.tobytes() == expected.tobytes()
 
 
 @few
