@@ -16,7 +16,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
         "one was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
     )
 
-from amp_transpiler import nn, ops, optimizer, regularizer
+from amp_transpiler import distributed, nn, ops, optimizer, regularizer
 from amp_transpiler.conversion.converting import convert
 from amp_transpiler.finetune import FitOptions, FitResult, fit
 from amp_transpiler.finetune.prepare import prepare_training
@@ -123,6 +123,7 @@ __all__ = [
     "decorate",
     "default_main_program",
     "default_startup_program",
+    "distributed",
     "enable_static",
     "find_culprit",
     "fit",

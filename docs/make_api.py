@@ -24,6 +24,7 @@ MODULES = {
     "amp.nn.initializer": "amp_transpiler.nn.initializer",
     "amp.optimizer": "amp_transpiler.optimizer",
     "amp.optimizer.lr": "amp_transpiler.optimizer.lr",
+    "amp.distributed": "amp_transpiler.distributed",
     "amp.regularizer": "amp_transpiler.regularizer",
     "amp.mixed_precision": "amp_transpiler.mixed_precision",
     "amp.static.amp.bf16": "amp_transpiler.static.amp.bf16",

@@ -8,6 +8,7 @@ bounded, and one segment travels while another is added.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.headers import Call
 from amp_transpiler.runtime.collective.sums import Reducer
 from amp_transpiler.runtime.collective.thread import CommunicationThread, Work
-from amp_transpiler.runtime.collective.transport import Pending, Transport, as_bytes
+from amp_transpiler.runtime.collective.transport import Pending, Transport, TransportError, as_bytes
 from amp_transpiler.runtime.collective.watch import Watch
 
 _Result = TypeVar("_Result")
@@ -259,12 +260,16 @@ class OrderedEngine(Engine):
             self._transport.close()
 
     def end(self, status: int) -> None:
-        """After a fault, as the last thing of a program: other ranks get a moment to end by themselves."""
+        """Ends the program after a fault; other ranks get a moment to end by themselves before they are ended."""
         with self._closing:
             self._closed = True
-        if self._thread.stop(_STOP):
-            self._watch.end(_END)
-        self._transport.abort(status)
+        try:
+            alone = self._thread.stop(_STOP) and self._watch.end(_END)
+        except TransportError:
+            alone = False
+        if not alone:
+            self._transport.abort(status)
+        os._exit(status)  # MPI's own end would wait for the ranks that are gone
 
 
 def _split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:

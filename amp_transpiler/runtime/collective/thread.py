@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from amp_transpiler.errors import DistributedError
+
 _Result = TypeVar("_Result")
 #: Seconds between two looks at what other ranks have to say, while there is nothing to do.
 _IDLE = 0.05
@@ -39,6 +41,8 @@ class Work(Generic[_Result]):
         assert call is not None
         try:
             self._result = call()
+        except DistributedError as error:  # what happened elsewhere; where it was noticed tells nobody anything
+            self._error = error.with_traceback(None)
         except BaseException as error:
             self._error = error
         self._done.set()

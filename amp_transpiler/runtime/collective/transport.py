@@ -115,7 +115,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, status: int) -> None:
-        """Ends this process, and tells whoever started it to end the others, where there is such a one."""
+        """Has whoever started the ranks end all of them, where there is such a one; may not return."""
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ class Watch:
         self._left: dict[int, int] = {}
         self._answers: dict[int, dict[str, Any]] = {}
         self._ended: set[int] = set()
+        self._stuck: set[int] = set()
         self._gone: dict[int, float] = {}
         self._announcement: str | None = None
         self.announced = threading.Event()
@@ -114,12 +115,13 @@ class Watch:
         what = "; ".join(f"{self._named(rank)} {said}" for rank, said in found.items())
         if not found:
             what = "all ranks wait at it, and nothing comes through"
+        self._stuck = set(found)
         self._raise(f"rank {self._transport.rank} waited {seconds:.1f} s at {call}: {what}", tuple(found))
 
     def _raise(self, message: str, ranks: tuple[int, ...], call: Call | None = None) -> NoReturn:
         """Raises a fault that was found here, after telling it to all."""
         self.fault = DistributedError(message, ranks)
-        self._tell({"kind": "fault", "said": message, "ranks": list(ranks)})
+        self._tell({"kind": "fault", "said": message, "ranks": list(ranks), "stuck": list(self._stuck)})
         if call is not None:
             self.check(call)
         raise DistributedError(message, ranks)
@@ -147,6 +149,7 @@ class Watch:
             if said["kind"] == "fault":
                 if self.fault is None:
                     self.fault = DistributedError(said["said"], tuple(said["ranks"]))
+                    self._stuck = set(said["stuck"])
             elif said["kind"] == "asks":
                 self._transport.tell(rank, json.dumps(self._state()).encode())
             elif said["kind"] == "state":
@@ -168,7 +171,7 @@ class Watch:
     def _announce(self, message: str) -> None:
         if self.fault is None:
             said = f"{self._named(self._transport.rank)} {message[:_SHOWN]}"
-            self._tell({"kind": "fault", "said": said, "ranks": [self._transport.rank]})
+            self._tell({"kind": "fault", "said": said, "ranks": [self._transport.rank], "stuck": []})
             self.fault = DistributedError(said, (self._transport.rank,))
         self.announced.set()
 
@@ -186,16 +189,20 @@ class Watch:
         """Tells all others that this rank makes no more calls."""
         self._tell({"kind": "left", "number": self._last.number if self._last else 0})
 
-    def end(self, seconds: float) -> None:
-        """After a fault: tells all others that this rank ends, and waits until they do too, or so many seconds."""
+    def end(self, seconds: float) -> bool:
+        """After a fault: tells all others that this rank ends, and waits until they do too, or so many seconds.
+
+        Gives whether all of them end by themselves. Nobody waits for one that hangs, or waits in MPI's own end.
+        """
         self._tell({"kind": "ended"})
         until = time.monotonic() + seconds
-        at_fault = set(self.fault.ranks) if self.fault is not None else set()
         while time.monotonic() < until:
             self.listen()
-            if all(rank in self._ended | at_fault or self._transport.gone(rank) for rank in self._others()):
-                return
+            left = {rank for rank in self._others() if rank not in self._ended and not self._transport.gone(rank)}
+            if left <= self._stuck | set(self._left):
+                return not left
             time.sleep(_LISTEN)
+        return False
 
     def _tell(self, message: dict[str, Any]) -> None:
         said = json.dumps(message).encode()

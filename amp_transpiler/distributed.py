@@ -1,0 +1,266 @@
+"""Several ranks that train together: started by ``mpiexec -n N python train.py``, or one alone.
+
+Every rank runs the same program and makes the same calls in the same order. Sums are exact in the order of ranks: all
+ranks, and all runs, have the same bits. docs/distributed.md has the whole of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import numpy as np
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
+from amp_transpiler.option_checks import choice, is_whole, number, shown, switch, whole
+from amp_transpiler.runtime.collective import mpi
+from amp_transpiler.runtime.collective.engine import Engine
+from amp_transpiler.runtime.collective.exits import guard
+from amp_transpiler.runtime.collective.mpi import MPIEngine
+from amp_transpiler.runtime.collective.simulated import SimulatedEngine, single_engine
+from amp_transpiler.runtime.collective.thread import Work
+
+_Result = TypeVar("_Result")
+#: The environment variable for ``init``'s ``timeout``, and its value where neither says.
+_TIMEOUT, _SECONDS = "AMP_DISTRIBUTED_TIMEOUT", 600.0
+_process: Engine | None = None
+_of_thread: ContextVar[Engine | None] = ContextVar("engine", default=None)
+
+
+def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
+    """Makes this process one of several ranks. A second call gives the engine of the first.
+
+    Args:
+        engine: ``"mpi"``: the ranks that ``mpiexec`` started. ``"auto"``: the same under ``mpiexec``, else one rank
+            alone, for which nothing need be installed. An :class:`Engine`: that one.
+        timeout: seconds after which a call that waits for other ranks ends with DistributedError; the environment
+            variable ``AMP_DISTRIBUTED_TIMEOUT``, or 600, where None.
+
+    From here on an exception that nothing catches ends all ranks, with the message of the one that raised it.
+
+    Raises:
+        MissingPackageError: several ranks, and mpi4py or an MPI is missing.
+        DistributedError: not all ranks came here in time; or the processes do not see one another.
+        OrderError: another engine is there already; :func:`shutdown` ends it.
+    """
+    global _process
+    if not isinstance(engine, Engine):
+        engine = choice("amp.distributed.init: engine", engine, ("auto", "mpi"))
+    if _process is not None:
+        if engine is not _process and engine not in ("auto", _process.name):
+            named = engine if isinstance(engine, str) else engine.name
+            raise OrderError(
+                f"amp.distributed runs with the {_process.name} engine; call shutdown() before init({named!r})"
+            )
+        return _process
+    seconds = _seconds(timeout)
+    if isinstance(engine, Engine):
+        _process = engine
+    elif engine == "mpi" or _several():
+        made = MPIEngine(seconds)
+        guard(made)
+        _process = made
+    else:
+        _process = single_engine(seconds)
+    return _process
+
+
+def _seconds(timeout: float | None) -> float:
+    if timeout is None:
+        said = os.environ.get(_TIMEOUT)
+        try:
+            timeout = _SECONDS if not said else float(said)
+        except ValueError:
+            raise ArgumentError(f"{_TIMEOUT} is {shown(said)}; expected seconds") from None
+    number("amp.distributed.init: timeout", timeout)
+    return float(timeout)
+
+
+def _several() -> bool:
+    """Whether a launcher started several ranks."""
+    found = mpi.launched()
+    if found is not None:
+        return found[0] > 1
+    others = os.environ.get("WORLD_SIZE", "")
+    if others.isdecimal() and int(others) > 1:
+        raise DistributedError(
+            f"WORLD_SIZE is {others}, but no mpiexec started this process: each would train by itself. Start the "
+            f"program with mpiexec -n {others}, or unset WORLD_SIZE"
+        )
+    return False
+
+
+def shutdown() -> None:
+    """Ends the engine of this process; :func:`init` may make another one. Nothing happens where there is none."""
+    global _process
+    engine, _process = _process, None
+    if engine is not None:
+        engine.close()
+
+
+def is_initialized() -> bool:
+    """Whether there is an engine: :func:`init` was called, or this is a rank of :func:`simulate`."""
+    return (_of_thread.get() or _process) is not None
+
+
+def get_engine() -> Engine:
+    """The engine of this rank. OrderError before :func:`init`."""
+    engine = _of_thread.get() or _process
+    if engine is None:
+        raise OrderError("several ranks need amp.distributed.init() first")
+    return engine
+
+
+def rank() -> int:
+    """The number of this rank, from 0 on; 0 before :func:`init`. OrderError where mpiexec started several."""
+    return get_engine().rank if is_initialized() or _several() else 0
+
+
+def world_size() -> int:
+    """The number of ranks; 1 before :func:`init`. OrderError where mpiexec started several."""
+    return get_engine().size if is_initialized() or _several() else 1
+
+
+@contextmanager
+def use_engine(engine: Engine) -> Iterator[None]:
+    """This thread is the rank of that engine inside, whatever the process is."""
+    token = _of_thread.set(engine)
+    try:
+        yield
+    finally:
+        _of_thread.reset(token)
+
+
+def simulate(size: int, function: Callable[[], _Result], timeout: float = 60.0) -> list[_Result]:
+    """Calls ``function`` in ``size`` threads, each of which is a rank: for tests, and to try many ranks without MPI.
+
+    Returns what they returned, in the order of ranks. Where one raises, the calls of the others end too, and its error
+    is raised here.
+    """
+
+    def run(engine: SimulatedEngine) -> _Result:
+        with use_engine(engine):
+            return function()
+
+    return SimulatedEngine.run(size, run, timeout)
+
+
+# -- arrays --------------------------------------------------------------------------------------------------------
+def all_reduce(array: Any, op: str = "mean") -> Any:
+    """The mean, sum or max over ranks, in place, of an array or of every array of a list. Returns what it was given.
+
+    float16 and bfloat16 are added in fp32 in the order of ranks and rounded once: :meth:`Engine.all_reduce`. An engine
+    whose ``remaining_factor`` is not 1 is not for this call, which would leave it to the caller.
+    """
+    engine = get_engine()
+    arrays = list(array) if isinstance(array, list | tuple) else [array]
+    for each in arrays:
+        engine.all_reduce(each, op)
+    return array
+
+
+def all_gather(array: np.ndarray) -> list[np.ndarray]:
+    """The arrays of all ranks, in the order of ranks. Their first dimensions may differ."""
+    if not isinstance(array, np.ndarray):
+        raise ArgumentTypeError(f"all_gather: expected a numpy array, got {type(array).__name__}")
+    engine = get_engine()
+    whole_array = np.ascontiguousarray(array) if array.ndim else array
+    shapes = engine.all_gather_object(list(whole_array.shape))
+    sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    out = np.empty(sum(sizes), array.dtype)
+    engine.all_gather(whole_array.reshape(-1), sizes, out)
+    ends = np.cumsum([0, *sizes])
+    return [out[ends[i] : ends[i + 1]].reshape(shape) for i, shape in enumerate(shapes)]
+
+
+def broadcast(array: Any, root: int = 0) -> Any:
+    """Copies an array, or every array of a list, from rank ``root`` into those of all ranks. Returns what it got."""
+    engine = get_engine()
+    for each in array if isinstance(array, list | tuple) else [array]:
+        engine.broadcast(each, root)
+    return array
+
+
+def barrier() -> None:
+    """Waits until every rank has come here."""
+    get_engine().barrier()
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """What every rank gave, in the order of ranks: numbers, texts, lists and dictionaries of them."""
+    return get_engine().all_gather_object(value)
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+def shard(
+    n_or_indices: int | Sequence[int] | np.ndarray,
+    epoch: int = 0,
+    seed: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    drop_last: bool = False,
+) -> np.ndarray:
+    """The examples of this rank in one epoch: every rank the same number, each example once in the epoch.
+
+    All examples are permuted by (seed, epoch), the same on every rank, and dealt out in turn: the ranks' batches ``b``
+    together hold what batch ``b`` of one rank with the N-fold batch holds.
+
+    Args:
+        n_or_indices: the number of examples, or their indices.
+        epoch, seed: whole numbers from 0 on, of which the order is made.
+        rank, world_size: which part of how many; those of the engine where None.
+        drop_last: leave out up to ``world_size - 1`` examples where the number does not divide; else as many from the
+            front of the permutation come again.
+
+    Returns: indices, int64.
+    """
+    whole("shard: epoch", epoch, 0)
+    whole("shard: seed", seed, 0)
+    switch("shard: drop_last", drop_last)
+    parts = get_size() if world_size is None else world_size
+    whole("shard: world_size", parts, 1)
+    own = get_rank() if rank is None else rank
+    whole("shard: rank", own, 0)
+    if own >= parts:
+        raise ArgumentError(f"shard: rank is {own}; expected one below the world size, {parts}")
+    indices = _indices(n_or_indices)
+    order = indices[np.random.default_rng([seed, epoch]).permutation(len(indices))]
+    each = len(order) // parts if drop_last else -(-len(order) // parts)
+    return np.resize(order, each * parts)[own::parts] if each else order[:0]
+
+
+def _indices(given: int | Sequence[int] | np.ndarray) -> np.ndarray:
+    if is_whole(given):
+        whole("shard: the number of examples", given, 0)
+        return np.arange(given, dtype=np.int64)
+    indices = np.asarray(given)
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise ArgumentTypeError(f"shard: expected a number or a list of whole numbers, got {shown(given)}")
+    return indices.astype(np.int64)
+
+
+get_rank, get_size = rank, world_size  # which arguments of `shard` hide
+
+__all__ = [
+    "Engine",
+    "MPIEngine",
+    "SimulatedEngine",
+    "Work",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "get_engine",
+    "init",
+    "is_initialized",
+    "rank",
+    "shard",
+    "shutdown",
+    "simulate",
+    "use_engine",
+    "world_size",
+]

@@ -1,0 +1,49 @@
+"""The end of a program with several ranks: whoever raises tells all others, and nobody hangs in the end of MPI."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from types import TracebackType
+
+from amp_transpiler.runtime.collective.ordered import OrderedEngine
+
+#: What a rank says that Ctrl-C ends. All of them get it at once, mostly, and one line each says it.
+_INTERRUPTED = "was interrupted"
+
+
+def guard(engine: OrderedEngine) -> None:
+    """Looks after an engine until this process ends.
+
+    An exception that nothing catches is told to all other ranks. After a fault the process ends with status 1 (130
+    after Ctrl-C): what it wrote goes out first, other ranks get a moment to end by themselves, and those that hang are
+    ended by whoever started them. Without a fault, a rank that ends tells the others that it makes no more calls.
+    """
+    usual, process = sys.excepthook, os.getpid()
+
+    def raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        engine.abort(_INTERRUPTED if interrupted else f"raised {kind.__name__}: {error}")
+        if interrupted or _INTERRUPTED in str(engine.fault()):
+            print(f"rank {engine.rank}: interrupted", file=sys.stderr)
+        else:
+            usual(kind, error, traceback)
+
+    def ended() -> None:
+        if os.getpid() != process:  # a child of this one
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if engine.fault() is None:
+            engine.close()
+        if engine.fault() is not None:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+            engine.end(130 if _INTERRUPTED in str(engine.fault()) else 1)
+
+    sys.excepthook = raised
+    atexit.register(ended)

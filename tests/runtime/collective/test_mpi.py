@@ -1,0 +1,81 @@
+"""Two real ranks under mpiexec: sums to the bit, and what all others do when one fails. ``ranks_run`` does more by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.where import ROOT
+from tests.tools.ranks_run import TIMEOUT, interrupt, mpiexec, outcome, start
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="mpi4py or an mpiexec is missing: pip install mpi4py mpich")
+SOMEONE = r"rank 1 \(host \S+, pid \d+\)"
+HERE = r"rank 0 was at call 2 \(all_reduce mean float32\[2000\]\)"
+
+
+def ran(case: str, *options: str, wrapped: bool = False) -> tuple[int, str]:
+    status, said = outcome(start(case, 2, *options, wrapped=wrapped))
+    assert "(it hung)" not in said, said
+    return status, said
+
+
+def test_every_call_is_exact() -> None:
+    status, said = ran("sums")
+    assert status == 0, said
+    assert sorted(said.splitlines()) == [f"rank {rank} of 2: all is exact" for rank in range(2)]
+
+
+def test_an_exception_of_one_rank_ends_the_other_with_its_words() -> None:
+    status, said = ran("raises")
+    assert status == 1
+    assert said.count("ValueError: no such file\n") == 1, "its own traceback"
+    assert re.search(f"DistributedError: {SOMEONE} raised ValueError: no such file; {HERE}\n", said), said
+
+
+def test_a_rank_that_sleeps_is_named_after_the_timeout() -> None:
+    status, said = ran("sleeps")
+    assert status == 1
+    found = re.search(
+        rf"DistributedError: rank 0 waited (\d+\.\d) s at call 2 \(.*\): {SOMEONE} has not come to it", said
+    )
+    assert found and TIMEOUT <= float(found[1]) < TIMEOUT + 5, said
+
+
+def test_mpiexec_ends_all_where_one_is_killed_and_names_its_process() -> None:
+    status, said = ran("killed")
+    assert status != 0 and re.search(r"PID \d+ RUNNING AT", said), said
+
+
+def test_a_killed_rank_is_named_where_the_launcher_leaves_the_others_alone() -> None:
+    status, said = ran("killed", "-disable-auto-cleanup", wrapped=True)
+    assert status != 0
+    assert re.search(f"DistributedError: the process of {SOMEONE} is gone; {HERE}\n", said), said
+
+
+def test_ctrl_c_ends_all_with_a_line_each() -> None:
+    running = start("interrupted", 2)
+    interrupt(running)
+    status, said = outcome(running)
+    assert status == 130
+    lines = [line for line in said.splitlines() if line and not line.startswith("[mpiexec@")]
+    assert sorted(lines) == ["rank 0: interrupted", "rank 1: interrupted"]
+
+
+def test_a_rank_that_never_starts_mpi_ends_the_others_in_time() -> None:
+    status, said = ran("late")
+    assert status == 1
+    assert "Timeout (0:00:02)" in said and "in init\n" in said, said
+
+
+def test_an_mpiexec_of_another_mpi_is_noticed() -> None:
+    """Each process would believe to be the only one, and train by itself."""
+    environment = os.environ | {"OMPI_COMM_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    program = "import amp_transpiler as amp; amp.distributed.init(timeout=20)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    expected = r"DistributedError: mpiexec of Open MPI started 2 processes, but mpi4py runs with MPICH.* and sees one"
+    assert re.search(expected, done.stderr), done.stderr
