@@ -28,11 +28,20 @@ def on_gpu(e: Emitter) -> bool:
     return e.place == "cuda"
 
 
-def product(e: Emitter, a: Value, b: Value, trans_a: bool = False, trans_b: bool = False, alpha: float = 1.0) -> Value:
+def product(
+    e: Emitter,
+    a: Value,
+    b: Value,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    alpha: float = 1.0,
+    plus: Value | None = None,
+) -> Value:
     """alpha A' B' over the last two axes, rounded once; A' and B' are transposed as the flags say.
 
     Gemm and FusedMatMul transpose while they read. Elsewhere onnxruntime fuses Transpose and MatMul by itself. Of an
-    operand that is a multiple the number goes into alpha.
+    operand that is a multiple the number goes into alpha. To the product of two matrices ``plus``, of as many elements,
+    is added before it is rounded.
     """
     (a, of_a), (b, of_b) = multiple(e, a), multiple(e, b)
     alpha *= of_a * of_b
@@ -43,7 +52,16 @@ def product(e: Emitter, a: Value, b: Value, trans_a: bool = False, trans_b: bool
         b_shape[-2] if trans_b else b_shape[-1],
     )
     if 0 in a_shape and 0 not in shape:  # nothing to add up, where onnxruntime's FusedMatMul leaves what memory holds
-        return e.zeros(shape, a.dtype)
+        return e.zeros(shape, a.dtype) if plus is None else e.reshape(plus, shape)
+    if plus is not None:
+        return e.op(
+            "Gemm",
+            *(a, b, e.reshape(plus, shape)),
+            alpha=None if alpha == 1 else alpha,
+            transA=int(trans_a),
+            transB=int(trans_b),
+            shape=shape,
+        )
     plain = not trans_a and not trans_b and alpha == 1
     if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (on_gpu(e) and not plain)):
         return e.op("Gemm", a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b), shape=shape)

@@ -70,7 +70,7 @@ def _da(e: Emitter, b: Value, b_shape: tuple[int, ...], dy: Value, a_shape: tupl
         b = _without_batch(e, b, b_shape)
         if len(size_of(b)) == 2:  # one product of matrices
             dy = reshaped(e, dy, (math.prod(size_of(dy)[:-1]), b_shape[-1]))
-        return product(e, dy, b, trans_b=True)
+        return product(e, dy, b, trans_b=True, plus=e.summand)
     return product(e, _folded(e, dy, dims, -1), _folded(e, e.reshape(b, b_shape), dims, -1), trans_b=True)
 
 
@@ -90,7 +90,8 @@ def gemm(e: Emitter, op: Operator, a: Value, b: Value, c: Value | None, dy: Valu
     alpha, beta = float(op.attrs.get("alpha", 1.0)), float(op.attrs.get("beta", 1.0))
     da = db = dc = None
     if e.wants(0):
-        da = product(e, b, dy, trans_b, True, alpha) if trans_a else product(e, dy, b, False, not trans_b, alpha)
+        sides = (b, dy, trans_b, True) if trans_a else (dy, b, False, not trans_b)
+        da = product(e, *sides, alpha, e.summand)
     if e.wants(1):
         db = product(e, dy, a, True, trans_a, alpha) if trans_b else product(e, a, dy, not trans_a, False, alpha)
     if e.wants(2):

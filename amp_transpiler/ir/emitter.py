@@ -61,6 +61,8 @@ class Emitter:
         self.wanted: Sequence[bool] = ()
         #: In a gradient rule: the concrete shape of each forward input whose gradient is wanted.
         self.output_shapes: Sequence[tuple[int, ...] | None] = ()
+        #: In the gradient of a product: what the gradient of the first input is added to; set by the lowering.
+        self.summand: Value | None = None
         #: Content of variables known before the run, by variable key; set by the lowering.
         self.known_values: Callable[[Variable], np.ndarray | None] = constant_array
         #: Supplies run-time scalars ("zero", "seed", "step") as graph inputs; set by the lowering.

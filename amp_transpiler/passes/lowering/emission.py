@@ -32,6 +32,7 @@ from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
+from amp_transpiler.passes.lowering.gradient_sums import running_sums
 from amp_transpiler.passes.lowering.late_readers import waiting
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
@@ -71,7 +72,6 @@ class _Emission(EmulatedStorage):
         fetches = [program.var(name) for name in wanted.fetches]
         self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
-        self.opset = self.e.opset
         ruled = any(has_lowering_rule(op) for op in self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
@@ -85,7 +85,8 @@ class _Emission(EmulatedStorage):
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)
         self.e.rows = self.layout.rows
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
-        self.domains = {"": self.opset}
+        self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
+        self.domains = {"": self.e.opset}
 
     # -- the whole -----------------------------------------------------------------------------------
     def run(self) -> Lowered:
@@ -115,7 +116,7 @@ class _Emission(EmulatedStorage):
                 graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
         model = self.result.model
         own = min(self.program.info.ir_version, TARGET_IR_VERSION)
-        model.ir_version = max(8, own) if self.opset < TARGET_OPSET else TARGET_IR_VERSION
+        model.ir_version = max(8, own) if self.e.opset < TARGET_OPSET else TARGET_IR_VERSION
         model.producer_name = "amp_transpiler"
         model.graph.CopyFrom(graph)
         for domain, version in sorted((dict.fromkeys(self.e.domains, 1) | self.domains).items()):
@@ -240,15 +241,15 @@ class _Emission(EmulatedStorage):
         self.e.output_shapes = [
             self.shapes.shape(v) if v is not None and v.grad_of is not None else None for v in op.outputs
         ]
-        inputs = [None if v is None else self._shaped(op, v) for v in op.inputs]
+        variables = self.sums.left.get(op.key, op.inputs)
+        inputs = [None if v is None else self._shaped(op, v) for v in variables]
+        self.e.summand = self.added(op, self.sums.before.get(op.key))
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
         unrounded = any(v is not None and v.name in self.keep_fp32 for v in op.outputs)
         emulation = self.cpu and found.native and not unrounded
         if emulation:
-            inputs = [
-                i if v is None or i is None else self.stands_for(v, i) for v, i in zip(op.inputs, inputs, strict=True)
-            ]
+            inputs = [self.stands_for(v, i) if v and i else None for v, i in zip(variables, inputs, strict=True)]
         sizes = self.e.output_shapes
         turned = exchange(self.e, op, inputs, sizes)
         if turned is not None:

@@ -59,6 +59,10 @@ class EmulatedStorage:
         """The fp32 tensor of a 16-bit variable as a value of its type."""
         return Value(value.name, variable.dtype, value.shape) if variable.dtype in HALF else value
 
+    def added(self, op: Operator, variable: Variable | None) -> Value | None:
+        """What the rule of ``op`` adds to its first result."""
+        return None if variable is None else self.stands_for(variable, self._shaped(op, variable))
+
     def finished(self, variable: Variable, value: Value, exact: bool) -> Value:
         """A rule's or operator's raw result as the variable is held here, rounded where that is due."""
         if variable.dtype is None or value.dtype == "":

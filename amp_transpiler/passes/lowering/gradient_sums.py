@@ -1,0 +1,66 @@
+"""Sums of a variable's gradients: a product of matrices adds what is there, in the kernel that makes its own share.
+
+A variable that several products read, as what attention takes its queries, keys and values of, has a gradient from each
+of them. Gemm adds its third input before it rounds: the sum costs one more tensor read for each, and no pass of its
+own. These are fewer bytes and fewer roundings than a sum of finished gradients. Not in fp32 on CPU, where the sum stays
+in the order that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import own
+from amp_transpiler.ir.types import HALF
+
+_PRODUCTS = (own("MatMulGrad"), own("GemmGrad"))
+_SUM = own("GradSum")
+
+
+@dataclass
+class RunningSums:
+    """What products add to their own share, and what is left to add."""
+
+    #: Of a product's gradient (its key) the variable whose value it adds to that of its first input.
+    before: dict[int, Variable] = field(default_factory=dict)
+    #: Of a sum (its key) the variables that no product has added.
+    left: dict[int, list[Variable]] = field(default_factory=dict)
+
+
+def running_sums(
+    order: Sequence[Operator], place: str, keep_fp32: Container[str], fetches: Container[Variable]
+) -> RunningSums:
+    """For operators in the order in which they are emitted."""
+    found = RunningSums()
+    at = {op.key: number for number, op in enumerate(order)}
+    for op in order:
+        shares = [v for v in op.inputs if v is not None]
+        result = op.outputs[0] if op.outputs else None
+        if op.full_type != _SUM or result is None or len({v.key for v in shares}) < len(shares) or len(shares) < 2:
+            continue
+        if {v.dtype for v in shares} != {result.dtype} or not all(v.producer and v.producer.key in at for v in shares):
+            continue
+        if place != "cuda" and (place != "cpu" or result.dtype not in HALF or result.name in keep_fp32):
+            continue
+        shares.sort(key=lambda v: at[v.producer.key] if v.producer else 0)
+        total, left = shares[0], list[Variable]()
+        for share in shares[1:]:
+            made = share.producer
+            if made is not None and share not in fetches and share.name not in keep_fp32 and _adds(made, share):
+                found.before[made.key], total = total, share
+            else:
+                left.append(share)
+        if total is not shares[0]:
+            found.left[op.key] = [total, *left]
+    return found
+
+
+def _adds(made: Operator, share: Variable) -> bool:
+    """Whether a gradient operator makes this share, which only the sum reads, by one product of two matrices."""
+    if made.full_type not in _PRODUCTS or made.output(0) is not share or len(share.readers) != 1:
+        return False
+    a, b = made.input(0), made.input(1)
+    ranks = [None if v is None or v.shape is None else len(v.shape) for v in (a, b)]
+    return ranks[1] == 2 and (ranks[0] or 0) >= 2
