@@ -29,6 +29,8 @@ from amp_transpiler.lists import TARGET_OPSET
 
 #: Elements from which on it matters how a kernel walks over them.
 _MANY = 64
+#: Operators whose result has the shape that an input says.
+_SHAPED = frozenset({"Expand", "Reshape"})
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Emitter:
         #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
         self.foreign: list[Value] = []
         self.domains: set[str] = set()
+        #: Results that have the shape which an input says, by name.
+        self.given: dict[str, Value] = {}
         #: Element types of the tensors of one element, by name.
         self.scalars: dict[str, str] = {}
         self._names: set[str] = set()
@@ -104,6 +108,14 @@ class Emitter:
             if name not in self._names:
                 self._names.add(name)
                 return name
+
+    def _constant_name(self) -> str:
+        """A fresh name for a constant. Other names do not count them: sizes decide how many are equal."""
+        name = f"{self.prefix}/const_{len(self._constants)}" if self.prefix else f"const_{len(self._constants)}"
+        if name in self._names:
+            return self.name("const")
+        self._names.add(name)
+        return name
 
     # -- emitting --------------------------------------------------------------------------------
     def __getattr__(self, type_: str) -> OperatorCall[Value | None, Value]:
@@ -161,6 +173,8 @@ class Emitter:
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
         if shape is not None and math.prod(shape) == 1:
             self.scalars |= {v.name: self.tensor_type(v) for v in values}
+        if shape is not None and type_ in _SHAPED:
+            self.given[names[0]] = Value(names[0], self.tensor_type(values[0]), values[0].shape)
         if domain:
             self.foreign += (Value(v.name, self.tensor_type(v), v.shape) for v in values)
             self.domains.add(domain)
@@ -274,7 +288,7 @@ class Emitter:
             return Value(wide.name, kind, wide.shape)
         key = (kind, array.shape, array.tobytes())
         if key not in self._constants:
-            name = self.name("const")
+            name = self._constant_name()
             self.initializers[name] = onnx.numpy_helper.from_array(
                 np.ascontiguousarray(array).reshape(array.shape), name
             )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class Step:
         # Ports alone: the rest of ``lowered`` would keep the program alive.
         self.feeds, self.states, self.fetches = lowered.feeds, lowered.states, lowered.fetches
         self.scalars = lowered.scalars
+        self.sizes: Mapping[str, np.ndarray] = {}  # inputs of a session that serves several sizes
         self.updates: list[Update] = []
         self.copies: list[tuple[str, str]] = []  # states that take the value of another state's update, and its tensor
         by_tensor: set[str] = set()
@@ -68,7 +70,7 @@ class Step:
                 by_tensor.add(port.tensor)
                 self.updates.append(Update(port, port.variable, port.tensor, "the program does not read it"))
         self._prove(graph)
-        self._idle: list[_Bindings] = []
+        self.idle: list[_Bindings] = []
 
     def _prove(self, graph: onnx.GraphProto | None) -> None:
         states = {port.variable: port.tensor for port in self.states}
@@ -82,6 +84,15 @@ class Step:
         for update, refusal in zip(read, found, strict=True):
             update.refusal = refusal
 
+    def resized(self, lowered: Lowered, sizes: Mapping[str, np.ndarray]) -> Step:
+        """The step for what was lowered for other sizes, with the same session; ``sizes`` are fed to it besides."""
+        ports = {port.tensor: port for port in lowered.updates}
+        twin = copy(self)
+        twin.feeds, twin.fetches, twin.sizes = lowered.feeds, lowered.fetches, sizes
+        twin.updates = [replace(update, port=ports[update.tensor]) for update in self.updates]
+        twin.idle = []
+        return twin
+
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once. ScopeError where the scope lacks a state or holds another type or shape; then nothing has run.
 
@@ -89,13 +100,13 @@ class Step:
         reads it.
         """
         try:
-            bindings = self._idle.pop()
+            bindings = self.idle.pop()
         except IndexError:
             bindings = _Bindings(self)
         try:
             return bindings.run(scope, feeds, return_numpy)
         finally:
-            self._idle.append(bindings)
+            self.idle.append(bindings)
 
 
 class _Target:
@@ -125,8 +136,8 @@ class _Bindings:
         self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
         self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
         self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
-        for name in step.scalars:
-            self.binding.bind_ortvalue_input(name, device_tensors.from_array(np.zeros((), np.float32), self.place))
+        for name, array in (dict.fromkeys(step.scalars, np.zeros((), np.float32)) | dict(step.sizes)).items():
+            self.binding.bind_ortvalue_input(name, device_tensors.from_array(array, self.place))
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         self.states.bind(scope, self.binding)

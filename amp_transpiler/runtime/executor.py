@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import onnx
 
 from amp_transpiler.errors import (
     ArgumentError,
@@ -28,6 +29,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
+from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place, check_place
 from amp_transpiler.program import Program, default_main_program
@@ -71,8 +73,9 @@ class Executor:
     Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and
     fetches (a warning says so when one is dropped); a program that changes is compiled anew, and one that is dropped
     is forgotten. On CPU one session serves every shape where a program neither updates state nor holds operators of
-    this package. ``optimization_level`` is onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on
-    it may rearrange fp32 arithmetic between two roundings. ``threads`` within one operator (default: onnxruntime's
+    this package, and of other programs a second one serves most shapes after the first: those are lowered alone.
+    ``optimization_level`` is onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on it may
+    rearrange fp32 arithmetic between two roundings. ``threads`` within one operator (default: onnxruntime's
     choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits. On CUDA an operator without a
     kernel is an error, unless ``allow_cpu_fallback``; with it, and no usable device at all, programs run on
     ``CPUPlace()`` with a warning.
@@ -305,13 +308,19 @@ class Executor:
         settings = replace(self.settings, cuda_graph=self.settings.cuda_graph and not plan.initialises)
         if settings.cuda_graph:
             check_capturable(lowered, program.name)
-        plain = needs_plain(lowered)
-        session, graph = create_session(lowered.model, self.place, settings, program.name, in_place, in_parts=not plain)
         startup = program.startup.name if program.startup is not None else ""
-        if plain:
+        if needs_plain(lowered):
+            session, _ = create_session(lowered.model, self.place, settings, program.name)
             return PlainStep(session, lowered, self.place, program.name, startup)
-        make = CapturedStep if settings.cuda_graph else Step
-        return make(session, graph, lowered, self.place, program.name, startup)
+        keep, kind = in_place or plan.open is not None, CapturedStep if settings.cuda_graph else Step
+
+        def make(model: onnx.ModelProto, ports: Lowered) -> tuple[Step, onnx.GraphProto | None]:
+            session, graph = create_session(model, self.place, settings, program.name, keep, in_parts=True)
+            return kind(session, graph, ports, self.place, program.name, startup), graph
+
+        if plan.open is None or settings.cuda_graph:
+            return make(lowered.model, lowered)[0]
+        return plan.open.step(lowered, make)
 
     # -- running --------------------------------------------------------------------------------------
     def _run(

@@ -17,10 +17,12 @@ from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.ops.training.initializers import CONSTANT, constant_content
+from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.feeds import Feeds, shape_of
+from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -41,7 +43,7 @@ class Plan:
     ``sources`` says for each fetch where it comes from: the number of a session output, or the name of a variable
     in the scope. ``outputs`` are the names of the session outputs. ``spread``: a run does not end a window of
     accumulation, and writes the window's updates instead of the program's. ``writes``: a run changes the scope.
-    ``shaped``: a session serves the shapes alone that it was made for.
+    ``shaped``: a session serves the shapes alone that it was made for, unless ``open`` has one that serves more.
     """
 
     spread: bool
@@ -52,6 +54,7 @@ class Plan:
     initialises: bool
     writes: bool
     shaped: bool
+    open: OpenSteps | None
     sessions: OrderedDict[Shapes, Session] = field(default_factory=OrderedDict)
     fed: Shapes | None = None
     last: Step | PlainStep | None = None
@@ -76,6 +79,11 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
     number = {name: index for index, name in enumerate(outputs)}
     written = [v for v in program.variables if v.persistable and v.producer is not None]
     targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
+    # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
+    shaped = place.kind == "cuda" or bool(
+        written or program.updates or program.info.functions or any(map(lowering_rule_of, program.walk()))
+    )
+    opens = shaped and place.kind == "cpu" and not written and any(static(v.shape) is None for v in program.inputs)
     return Plan(
         spread=spread,
         feeds=Feeds(program, targets),
@@ -84,9 +92,8 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
         runs=bool(targets),
         initialises=bool(written),
         writes=bool(written or program.updates),
-        # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
-        shaped=place.kind == "cuda"
-        or bool(written or program.updates or program.info.functions or any(map(lowering_rule_of, program.walk()))),
+        shaped=shaped,
+        open=OpenSteps() if opens else None,
     )
 
 

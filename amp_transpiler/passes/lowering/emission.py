@@ -33,6 +33,7 @@ from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, 
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.gradient_sums import running_sums
+from amp_transpiler.passes.lowering.known_integers import emit_known
 from amp_transpiler.passes.lowering.late_readers import waiting
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
@@ -81,7 +82,7 @@ class _Emission(EmulatedStorage):
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
         self.inputs: list[onnx.ValueInfoProto] = []
-        self.result = Lowered(onnx.ModelProto(), place)
+        self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)
         self.e.rows = self.layout.rows
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
@@ -211,7 +212,7 @@ class _Emission(EmulatedStorage):
         elif lowering_rule_of(op) is None or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-            if not emit_biased(self, self.biased.get(op.key), op) and not emit_multiple(self, op):
+            if not (emit_known(self, op) or emit_biased(self, self.biased.get(op.key), op) or emit_multiple(self, op)):
                 self._standard(op)
 
     def _cast(self, op: Operator) -> None:
@@ -283,8 +284,8 @@ class _Emission(EmulatedStorage):
             if made is not None:
                 self.env[first.key] = self.finished(first, made, exact)
                 return
-        node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type))
-        node.input.extend("" if v is None else v.name for v in inputs)
+        names = ["" if v is None else v.name for v in inputs]
+        node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type), input=names)
         raw: list[Value | None] = []
         for v in op.outputs:
             if v is None:
@@ -303,6 +304,7 @@ class _Emission(EmulatedStorage):
         self.e.nodes.append(node)
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
+                self.e.given[value.name] = value
                 self.env[v.key] = self._emulated(value) if real else self.finished(v, value, exact)
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:

@@ -44,7 +44,8 @@ class Lowered:
     which variable of the program, with its shape where that is fixed, ``origins`` which operator a node comes from
     (None: none; nodes at the end are left out); ``inner`` says that of nodes in nested graphs, by what they make,
     and which operator hands in a 16-bit input of such a graph. ``joined_through`` says of tensors that are part of a
-    flat one, and perhaps not in the model by themselves, which one that is, and what each was made of.
+    flat one, and perhaps not in the model by themselves, which one that is, and what each was made of. ``given`` has
+    tensors of known shape that a node makes whose inputs say that shape.
     """
 
     model: onnx.ModelProto
@@ -58,6 +59,7 @@ class Lowered:
     origins: list[Operator | None] = field(default_factory=list)
     inner: dict[str, Operator] = field(default_factory=dict)
     joined_through: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    given: dict[str, Value] = field(default_factory=dict)
 
     def to_onnx(self, path: str) -> None:
         """Write the model; it appears whole or not at all."""

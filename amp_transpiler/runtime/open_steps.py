@@ -1,0 +1,94 @@
+"""Compiled programs whose session serves feeds of several sizes.
+
+The first sizes that a program is fed get a session of their own. With others the model is opened
+(:mod:`~amp_transpiler.passes.lowering.open_sizes`), and one session serves these and all that follow: what is left of a
+new feed shape is to lower the program for it. That session must compute what the first one computes; where onnxruntime
+makes other kernels of an open model, every shape gets a session of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+
+import onnx
+
+from amp_transpiler.errors import ExecutionError, PlaceError
+from amp_transpiler.passes.lowering.computations import computations
+from amp_transpiler.passes.lowering.lowered import Lowered
+from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
+from amp_transpiler.passes.lowering.parts import WHOLE
+from amp_transpiler.runtime.binding import Step
+
+#: Bytes of a model with its constants up to which it is kept for those that are like it.
+LARGEST = 64 << 20
+
+#: Makes a step of a model, with the ports of a lowered one, and gives the graph that it really runs (None: unknown).
+Make = Callable[[onnx.ModelProto, Lowered], tuple[Step, onnx.GraphProto | None]]
+
+
+class _Alike:
+    """Models that are alike, the first of them with the graph that its session runs."""
+
+    def __init__(self, first: Lowered, graph: onnx.GraphProto) -> None:
+        self.model, self.given, self.graph = first.model, first.given, graph  # the rest would keep the program alive
+        self.open: OpenModel | None = None
+        self.step: Step | None = None
+        self.closed = False  # what is not served yet gets sessions of its own
+
+    @cached_property
+    def samples(self) -> list[Sized]:
+        """What the model is opened for; found when there are others, for a program may be fed one shape alone."""
+        return [Sized(self.model, self.given)]
+
+    def served(self, sized: Sized, lowered: Lowered, make: Make) -> Step | None:
+        """The step for one more of them; None where it needs a session of its own."""
+        inputs = None if self.open is None else self.open.inputs(sized)
+        if inputs is None and not self.closed:
+            opened = OpenModel([*self.samples, sized])
+            step = self._made(opened, lowered, make)
+            if step is None:
+                self.closed = True
+            else:
+                self.samples.append(sized)
+                self.open, self.step, inputs = opened, step, opened.inputs(sized)
+        return None if inputs is None or self.step is None else self.step.resized(lowered, inputs)
+
+    def _made(self, opened: OpenModel, lowered: Lowered, make: Make) -> Step | None:
+        if opened.model is None:
+            return None
+        try:
+            step, graph = make(opened.model, lowered)
+        except (ExecutionError, PlaceError):
+            return None
+        known = opened.known(self.samples[0])
+        return step if graph is not None and computations(graph, known) == computations(self.graph, {}) else None
+
+
+class OpenSteps:
+    """The steps of one plan."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.known: list[_Alike] = []
+
+    def step(self, lowered: Lowered, make: Make) -> Step:
+        """The step for what was lowered: with a session that is there, if one serves it."""
+        found: _Alike | None = None
+        with self.lock:
+            if self.known:
+                sized = Sized(lowered.model, lowered.given)
+                found = next((each for each in self.known if each.samples[0].alike(sized)), None)
+                step = None if found is None else found.served(sized, lowered, make)
+                if step is not None:
+                    return step
+        step, graph = make(lowered.model, lowered)
+        if found is None and graph is not None and _is_small(lowered.model):
+            with self.lock:
+                self.known.append(_Alike(lowered, graph))
+        return step
+
+
+def _is_small(model: onnx.ModelProto) -> bool:
+    return len(model.graph.node) <= WHOLE and sum(tensor.ByteSize() for tensor in model.graph.initializer) <= LARGEST

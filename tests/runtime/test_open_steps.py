@@ -1,0 +1,125 @@
+"""Sessions that serve several sizes: how many are made, and the same bits as with one for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ExecutionError
+from amp_transpiler.nn import functional as F
+from amp_transpiler.runtime import executor, open_steps
+
+
+def built(mode: str) -> tuple[Any, Any, Any, Any]:
+    """Attention over sequences of any number and length, with dropout."""
+    main, startup = amp.Program("net"), amp.Program("startup")
+    main.random_seed = startup.random_seed = 5
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        ids, label = amp.data("ids", [None, None], "int64"), amp.data("label", [None, 1], "int64")
+        with amp.fp16_guard():
+            x = F.dropout(amp.nn.layer_norm(amp.nn.embedding(ids, [50, 16])), 0.1)
+            x = amp.nn.layer_norm(x + amp.nn.multi_head_attention(x, num_heads=2))
+            x = x + amp.nn.fc(amp.nn.fc(x, 32, act="gelu", num_flatten_dims=2), 16, num_flatten_dims=2)
+            logits = amp.nn.fc(F.mean(x, axis=[1]), 5)
+        loss = F.cross_entropy(logits, label)
+        optimizer: Any = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure")
+        optimizer.minimize(loss, startup)
+    return main, startup, loss, optimizer
+
+
+def fed(batch: int, length: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(batch * 100 + length)
+    return {"ids": rng.integers(0, 50, (batch, length)), "label": rng.integers(0, 5, (batch, 1))}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the programs that sessions are made for."""
+    names: list[str] = []
+    plain = executor.create_session
+    monkeypatch.setattr(executor, "create_session", lambda *a, **k: names.append(a[3]) or plain(*a, **k))
+    return names
+
+
+def trained(mode: str, shapes: list[tuple[int, int]]) -> tuple[list[bytes], dict[str, bytes], Any]:
+    """The losses, the state after the last step, and what was kept in place."""
+    main, startup, loss, optimizer = built(mode)
+    exe, scope = amp.Executor(threads=1), amp.Scope()
+    exe.run(startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(exe.place, scope)
+    losses = [exe.run(main, fed(*shape), [loss], scope)[0].tobytes() for shape in shapes]
+    state = {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+    return losses, state, exe.memory_report(main)
+
+
+LENGTHS = [(4, length) for length in (9, 12, 10, 15, 9, 13)]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_two_sessions_serve_all_lengths(mode: str, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trained(mode, LENGTHS)
+    assert made.count("net") == 2
+    monkeypatch.setattr(open_steps, "WHOLE", 0)
+    made.clear()
+    own = trained(mode, LENGTHS)
+    assert made.count("net") == 5
+    assert found[:2] == own[:2] and found[2].in_place == own[2].in_place
+
+
+def test_what_was_equal_before_is_opened_when_it_differs(made: list[str]) -> None:
+    """Lengths, then batches, then both: three sessions, whatever follows."""
+    trained("mixed", [(4, 9), (4, 12), (4, 14), (5, 12), (3, 13), (6, 10), (5, 9)])
+    assert made.count("net") == 3
+
+
+def test_a_test_program_has_its_own(made: list[str]) -> None:
+    main, startup, loss, _ = built("fp32")
+    test = main.clone(for_test=True)
+    exe, scope = amp.Executor(threads=1), amp.Scope()
+    exe.run(startup, scope=scope)
+    made.clear()
+    shapes = [(4, 9), (4, 10), (3, 10), (2, 10), (1, 11), (4, 11)]
+    together = [exe.run(test, fed(*shape), [loss.name], scope)[0] for shape in shapes]
+    assert len(made) <= 4
+    for shape, value in zip(shapes, together, strict=True):
+        (alone,) = amp.Executor(threads=1).run(test, fed(*shape), [loss.name], scope)
+        assert alone.tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("why", ["kernels", "refused", "large"])
+def test_a_model_that_cannot_be_opened(why: str, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shape gets a session of its own, after one attempt."""
+    if why == "kernels":
+        monkeypatch.setattr(open_steps, "computations", lambda graph, known: object())
+    elif why == "large":
+        monkeypatch.setattr(open_steps, "LARGEST", 0)
+    else:
+        plain = executor.create_session
+
+        def create(model: Any, *rest: Any, **more: Any) -> Any:
+            if any(info.name.startswith("@size/") for info in model.graph.input):
+                raise ExecutionError("not this one")
+            return plain(model, *rest, **more)
+
+        monkeypatch.setattr(executor, "create_session", create)
+    losses, _, _ = trained("fp32", [(4, 9), (4, 12), (4, 10), (4, 9)])
+    assert made.count("net") == {"kernels": 4, "refused": 3, "large": 3}[why]
+    monkeypatch.undo()
+    assert losses == trained("fp32", [(4, 9), (4, 12), (4, 10), (4, 9)])[0]
+
+
+def test_fixed_feeds_are_not_opened() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        loss = F.mean(amp.nn.fc(amp.data("x", [2, 4], "float32"), 3))
+        amp.optimizer.SGD(0.1).minimize(loss, startup)
+    exe, scope = amp.Executor(threads=1), amp.Scope()
+    exe.run(startup, scope=scope)
+    exe.run(main, {"x": np.ones((2, 4), np.float32)}, [loss], scope)
+    assert exe._programs[main].last.open is None  # type: ignore[union-attr]
