@@ -64,7 +64,13 @@ from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import check_step
-from amp_transpiler.program import Program, default_main_program, default_startup_program, program_guard
+from amp_transpiler.program import (
+    Program,
+    default_main_program,
+    default_startup_program,
+    program_guard,
+    split_embedding_parameters,
+)
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.checkpoint.checkpoints import (
@@ -144,6 +150,7 @@ __all__ = [
     "policy_scope",
     "prepare_training",
     "program_guard",
+    "split_embedding_parameters",
     "recompute",
     "register_gradient",
     "regularizer",

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import onnx
 
-from amp_transpiler.errors import ArgumentTypeError, GraphError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from amp_transpiler.ir import clone, context, onnx_in, onnx_out, verify
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.parameter_names import names_of_parameter
+from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.passes.canonicalize import opset
@@ -27,6 +29,7 @@ from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
 from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.view.lookups import is_row_lookup
 
 
 class Program(Graph):
@@ -209,6 +212,25 @@ class Program(Graph):
             and (v.trainable or any(op.role == FORWARD for op, _ in v.readers))
         ]
 
+    def mark_sparse(self, *patterns: str) -> int:
+        """Mark parameters whose name, or the name or scope of what reads them, fits a pattern as sparse tables, as
+        ``amp.nn.embedding(is_sparse=True)`` does: ``mark_sparse("embeddings/*")``.
+
+        Where a step looks rows of such a table up, by a Gather of its first axis, its gradient is that of these rows.
+        Returns the number of tables; ArgumentError for no pattern, one that fits no parameter that is looked up, or a
+        program that has gradients already: then none is marked.
+        """
+        if not patterns:
+            raise ArgumentError(f"mark_sparse of program '{self.name}' takes at least one pattern, such as 'table_*'")
+        if any(v.grad_of is not None for v in self.variables):
+            raise OrderError(f"program '{self.name}' has gradients already; mark its sparse tables before minimize")
+        kind = f"parameter of program '{self.name}' whose rows are looked up"
+        marked = matching_names(looked_up(self), patterns, "mark_sparse", names_of_parameter, kind)
+        for table in marked:
+            table.sparse = True
+        self.touch()
+        return len(marked)
+
     @property
     def random_seed(self) -> int:
         """``seed``."""
@@ -217,6 +239,29 @@ class Program(Graph):
     @random_seed.setter
     def random_seed(self, seed: int) -> None:
         self.seed = seed
+
+
+def looked_up(program: Graph) -> list[Variable]:
+    """Parameters of which an operator looks rows up: a Gather of the first axis."""
+    return [v for v in program.parameters if v.shape and any(is_row_lookup(op, slot) for op, slot in v.readers)]
+
+
+def split_embedding_parameters(program: Program) -> tuple[list[Variable], list[Variable]]:
+    """(tables, others): parameters of which rows are looked up and nothing else is read, and the rest.
+
+    For an optimizer each, under one loss scale: ``amp.decorate([Adagrad(0.1, parameter_list=tables),
+    Adam(1e-3, parameter_list=others)])``. A table that a product reads too, as where input and output embeddings are
+    tied, is among the others. ArgumentTypeError: no program.
+    """
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"split_embedding_parameters: {program!r} is no amp.Program")
+    tables = {
+        table.key
+        for table in looked_up(program)
+        if all(is_row_lookup(op, slot) for op, slot in table.readers if op.role == FORWARD)
+    }
+    parameters = program.parameters
+    return [v for v in parameters if v.key in tables], [v for v in parameters if v.key not in tables]
 
 
 def program_of(variable: Variable) -> Program:
@@ -271,4 +316,11 @@ def program_guard(main: Program, startup: Program | None = None) -> Iterator[Non
         yield
 
 
-__all__ = ["Program", "default_main_program", "default_startup_program", "program_guard", "program_of"]
+__all__ = [
+    "Program",
+    "default_main_program",
+    "default_startup_program",
+    "program_guard",
+    "program_of",
+    "split_embedding_parameters",
+]

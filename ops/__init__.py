@@ -32,6 +32,7 @@ from amp_transpiler.ops.training import (
     recompute_barrier,
     scaling,
     schedule,
+    sparse,
     update,
 )
 
@@ -64,6 +65,7 @@ __all__ = [
     "resize",
     "scaling",
     "schedule",
+    "sparse",
     "unit_norm",
     "update",
     "clip",

@@ -79,6 +79,8 @@ class _Cloner:
         for variable, copy in copies.items():
             if variable.grad_of is not None:
                 copy.grad_of = copies[variable.grad_of]
+            if variable.rows is not None:
+                copy.rows = copies[variable.rows]
         for op in old.added:
             if not self.for_test or op.role == FORWARD:
                 self.operator(op, new, copies)
@@ -101,7 +103,7 @@ class _Cloner:
             name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable, data=old.data
         )
         made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
-        made.declared = old.declared
+        made.declared, made.sparse = old.declared, old.sparse
         made.metadata = dict(old.metadata)
         if old.outer is not None:
             made.outer = outer[old.outer]

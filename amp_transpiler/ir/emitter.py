@@ -205,13 +205,13 @@ class Emitter:
         return self._holds.get(value.name) == dtype or (narrow is not None and narrow.dtype == dtype)
 
     @contextmanager
-    def emulation(self) -> Iterator[None]:
+    def emulation(self, on: bool = True) -> Iterator[None]:
         """Inside the block, 16-bit values are fp32 tensors, rounded after each operator that can make a new value."""
-        self.emulates = True
+        before, self.emulates = self.emulates, on
         try:
             yield
         finally:
-            self.emulates = False
+            self.emulates = before
 
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in the rank of a tensor of which the last dimension is 1 (a filter of size 1, a column).

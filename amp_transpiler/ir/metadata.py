@@ -112,8 +112,9 @@ def written_state(program: Graph) -> dict[str, str]:
     """
     kept = [v for v in program.variables if v.persistable]
     gradients = {v.name: v.grad_of.name for v in program.variables if v.grad_of is not None}
+    sparse = [v.name for v in kept if v.sparse]
     imported = all(v.data is not None and v.trainable == (not not_a_weight(v)) for v in kept)
-    if not program.updates and not gradients and imported:
+    if not program.updates and not gradients and not sparse and imported:
         return {}
     state = {
         "trainable": [v.name for v in kept if v.trainable],
@@ -121,6 +122,8 @@ def written_state(program: Graph) -> dict[str, str]:
         "updates": {state.name: new.name for state, new in program.updates.items()},
         "gradients": gradients,
     }
+    rows = {v.name: v.rows.name for v in program.variables if v.rows is not None}
+    state |= {key: found for key, found in (("rows", rows), ("sparse", sparse)) if found}
     if program.accumulation is not None:
         window = program.accumulation
         spread = {state.name: new.name for state, new in window.updates.items()}
@@ -138,10 +141,12 @@ def read_state(program: Graph) -> bool:
         kept = [(name, True) for name in state["trainable"]] + [(name, False) for name in state["persistable"]]
         updates = dict(state["updates"])
         gradients = dict(state.get("gradients", {}))
+        rows, sparse = dict(state.get("rows", {})), list(state.get("sparse", []))
         window = dict(state.get("window", {}))
         spread = dict(window.get("updates", {}))
         steps, counter = int(window.get("steps", 0)), window.get("counter", "")
         named = [*(name for name, _ in kept), *updates.values(), *gradients.values(), *spread.values(), counter]
+        named += [*rows.values(), *sparse]
         if not all(isinstance(name, str) for name in named):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -156,6 +161,10 @@ def read_state(program: Graph) -> bool:
         program.set_update(program.var(name), program.var(new))
     for name, variable in gradients.items():
         program.var(name).grad_of = program.var(variable)
+    for name, variable in rows.items():
+        program.var(name).rows = program.var(variable)
+    for name in sparse:
+        program.var(name).sparse = True
     if window:
         written = {program.var(name): program.var(new) for name, new in spread.items()}
         program.accumulation = AccumulationWindow(steps, program.var(counter), written)

@@ -62,7 +62,9 @@ class Variable:
     persistable and ``trainable``. ``data`` is constant content (a TensorProto, a numpy array, or what
     ``np.asarray`` takes: a tensor mapped from disk).
     ``outer`` is the variable of the enclosing program that this one, in a nested program, stands for.
-    ``grad_of`` is the forward variable that this one is the gradient of; it has its shape.
+    ``grad_of`` is the forward variable that this one is the gradient of; it has its shape, or, where ``rows`` is set,
+    its shape but for the first size: it holds the rows that this int64 variable [n] names, zeros where a row is named
+    again, and other rows have no gradient. ``sparse`` marks a table whose gradient is of such rows.
     """
 
     __slots__ = (
@@ -80,7 +82,9 @@ class Variable:
         "producer",
         "producer_slot",
         "program",
+        "rows",
         "shape",
+        "sparse",
         "stop_gradient",
         "trainable",
         "type_proto",
@@ -103,6 +107,8 @@ class Variable:
         self.producer_slot = -1
         self.outer: Variable | None = None
         self.grad_of: Variable | None = None
+        self.rows: Variable | None = None
+        self.sparse = False
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}

@@ -84,11 +84,14 @@ def embedding(
     param_attr: Attr = None,
     name: str | None = None,
     padding_idx: int | None = None,
+    is_sparse: bool = False,
 ) -> Variable:
     """Rows of a table: result [shape of ``x``, width].
 
     ``x``: int64 or int32 row numbers, any shape. ``size``: [rows, width]. The table w_0 starts Xavier uniform. Where
     ``x`` is ``padding_idx`` (below 0: counted from the last row), the result is 0, and that row gets no gradient.
+    With ``is_sparse`` the gradient is that of the rows in ``x`` alone: a step takes time and memory of these, where the
+    optimizer leaves the others as they are (SGD, Adagrad, and Momentum, Adam and AdamW with ``lazy_mode=True``).
     """
     call = "embedding"
     variable(call, "x", x, dtypes=INTEGER)
@@ -99,6 +102,7 @@ def embedding(
     required(call, "param_attr", param_attr)
     name = name or unique_name.generate(call)
     table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
+    table.sparse = table.sparse or bool(is_sparse)
     return _rows(call, table, x, row, name)
 
 
@@ -120,13 +124,16 @@ def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: 
     return append(call, "Where", [column, constant(y, 0), y], prefix=prefix)
 
 
-@function("nn.sparse")
-def functional_embedding(x: Variable, weight: Variable, padding_idx: int | None = None) -> Variable:
+@function()
+def functional_embedding(
+    x: Variable, weight: Variable, padding_idx: int | None = None, sparse: bool = False
+) -> Variable:
     """Rows ``x`` (int64 or int32, any shape) of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding`."""
     call = "embedding"
     variable(call, "x", x, dtypes=INTEGER)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
     row = None if padding_idx is None else _padding_row(call, padding_idx, fixed(call, "weight", weight, 0))
+    weight.sparse = weight.sparse or bool(sparse)
     return _rows(call, weight, x, row, fresh(call))
 
 

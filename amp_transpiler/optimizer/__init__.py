@@ -10,7 +10,7 @@ from amp_transpiler.optimizer.gradient_clip import ClipGradByGlobalNorm, ClipGra
 from amp_transpiler.optimizer.loss_scale_optimizer import LossScaleOptimizer
 from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, update_loss_scaling
 from amp_transpiler.optimizer.lr_schedule import enable_static
-from amp_transpiler.optimizer.optimizers import SGD, Adam, AdamW, Lamb, Lars, Momentum
+from amp_transpiler.optimizer.optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lars, Momentum
 from amp_transpiler.optimizer.policy import Policy, get_global_policy, policy_scope, set_global_policy
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 
@@ -20,6 +20,7 @@ __all__ = [
     "SGD",
     "Momentum",
     "Lars",
+    "Adagrad",
     "Adam",
     "AdamW",
     "Lamb",

@@ -25,7 +25,7 @@ class GradientClip:
         clipped = []
         for grad in grads:
             new = program.add_variable(program.unique(f"{grad.name}@CLIP"), master_type(grad.dtype), grad.shape)
-            new.grad_of = grad.grad_of
+            new.grad_of, new.rows = grad.grad_of, grad.rows
             clipped.append(new)
         program.add_operator(self._type, grads, clipped, attrs=self._attrs, domain=OWN)
         return clipped

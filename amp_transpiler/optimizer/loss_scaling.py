@@ -59,7 +59,7 @@ def _unscaled(grad: Variable) -> Variable:
     """A variable for a gradient divided by the scale."""
     program = grad.program
     new = program.add_variable(program.unique(f"{grad.name}@UNSCALED"), master_type(grad.dtype), grad.shape)
-    new.grad_of = grad.grad_of
+    new.grad_of, new.rows = grad.grad_of, grad.rows
     return new
 
 
@@ -119,7 +119,7 @@ def append_scale_update(
     zeroed = []
     for grad in grads:
         zeroed.append(program.add_variable(program.unique(f"{grad.name}@ZEROED"), grad.dtype, grad.shape))
-        zeroed[-1].grad_of = grad.grad_of
+        zeroed[-1].grad_of, zeroed[-1].rows = grad.grad_of, grad.rows
     with context.operator_role(SCALING):
         program.add_operator(UPDATE_SCALE, [found_inf, *state, *grads], [*new, *zeroed], attrs=attrs, domain=OWN)
     for variable, value in zip(state, new, strict=True):

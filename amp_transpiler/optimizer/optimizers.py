@@ -22,16 +22,20 @@ Penalty = float | L2Decay | L1Decay | None
 
 @paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class SGD(Optimizer):
-    """``p -= lr * (g + weight_decay * p)``. Arguments: see :class:`Optimizer`."""
+    """``p -= lr * (g + weight_decay * p)``. Arguments: see :class:`Optimizer`.
+
+    With a sparse gradient and without decay it touches the rows of that alone.
+    """
 
     type = "SGD"
+    keeps_rows = True
 
 
 @paddle_arguments("optimizer.parameters", "optimizer.penalty")
 class Momentum(Optimizer):
     """``v = momentum * v + g; p -= lr * v``, or ``p -= lr * (g + momentum * v)`` with ``use_nesterov``.
 
-    ``rescale_grad`` multiplies ``g`` first, after clipping. The velocity is fp32.
+    ``rescale_grad`` multiplies ``g`` first, after clipping. The velocity is fp32. ``lazy_mode``: see :class:`Adam`.
     """
 
     type = "Momentum"
@@ -48,6 +52,7 @@ class Momentum(Optimizer):
         rescale_grad: float = 1.0,
         name: str | None = None,
         *,
+        lazy_mode: bool = False,
         weight_decay_exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(
@@ -59,6 +64,7 @@ class Momentum(Optimizer):
             name,
             weight_decay_exclude=weight_decay_exclude,
         )
+        self.lazy_mode = bool(lazy_mode)
         self.momentum, self.rescale_grad = momentum, rescale_grad
         self.use_nesterov = bool(use_nesterov)
         self._attributes()  # raises for a value out of range
@@ -120,6 +126,58 @@ class Lars(Optimizer):
         return not any(part in name for part in self.exclude_from_weight_decay)
 
 
+@paddle_arguments("optimizer.parameters", "optimizer.penalty")
+class Adagrad(Optimizer):
+    """``a += g^2; p -= lr * g / (sqrt(a) + epsilon)`` (Duchi et al., 2011). The accumulator is fp32.
+
+    It starts at ``initial_accumulator_value``. ``row_wise`` keeps one for each row of a parameter, to which the mean
+    of the squares of that row is added, as recommendation systems do for large tables. With a sparse gradient and
+    without decay rows that have none stay as they are.
+    """
+
+    type = "Adagrad"
+    keeps_rows = True
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        epsilon: float = 1e-6,
+        parameter_list: Parameters = None,
+        weight_decay: Penalty = None,
+        grad_clip: GradientClip | None = None,
+        name: str | None = None,
+        initial_accumulator_value: float = 0.0,
+        multi_precision: bool = False,
+        *,
+        row_wise: bool = False,
+        weight_decay_exclude: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            parameter_list,
+            weight_decay,
+            grad_clip,
+            multi_precision,
+            name,
+            weight_decay_exclude=weight_decay_exclude,
+        )
+        self.epsilon, self.row_wise = epsilon, bool(row_wise)
+        self.initial_accumulator_value = initial_accumulator_value
+        self._attributes()  # raises for a value out of range
+        self._accumulator((1,))
+
+    def _attributes(self) -> dict[str, Any]:
+        return {"epsilon": number("Adagrad", "epsilon", self.epsilon, 0)}
+
+    def _accumulator(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+        start = number("Adagrad", "initial_accumulator_value", self.initial_accumulator_value, 0)
+        return (*shape[:1], *(1 for _ in shape[1:])) if self.row_wise else shape, start
+
+    @property
+    def _operator(self) -> str:
+        return "RowWiseAdagrad" if self.row_wise else "Adagrad"
+
+
 class _Adaptive(Optimizer):
     """Two moments and the powers of their decay rates, one pair of powers for all parameters.
 
@@ -138,6 +196,7 @@ class _Adaptive(Optimizer):
         multi_precision: bool,
         name: str | None,
         weight_decay_exclude: Sequence[str],
+        lazy_mode: bool = False,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -148,6 +207,7 @@ class _Adaptive(Optimizer):
             name,
             weight_decay_exclude=weight_decay_exclude,
         )
+        self.lazy_mode = bool(lazy_mode)
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self._attributes()  # raises for a value out of range
 
@@ -168,8 +228,9 @@ class Adam(_Adaptive):
     """Adam (Kingma and Ba, 2014). ``weight_decay`` is an L2 penalty added to the gradient.
 
     ``m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-    p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)``. Moments are fp32. ``lazy_mode`` is
-    Paddle's for sparse gradients; on dense ones, such as those of this package, it has no effect there either.
+    p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)``. Moments are fp32. With ``lazy_mode`` only
+    the rows of a sparse gradient take a step; moments of the others do not decay. Without it, sparse gradients give
+    what dense ones give, and a step takes time of the whole table.
     """
 
     type = "Adam"
@@ -200,6 +261,7 @@ class Adam(_Adaptive):
             multi_precision,
             name,
             weight_decay_exclude,
+            lazy_mode,
         )
 
 
@@ -243,6 +305,7 @@ class AdamW(_Adaptive):
             multi_precision,
             name,
             weight_decay_exclude,
+            lazy_mode,
         )
         self.apply_decay_param_fun = _choice("AdamW", "apply_decay_param_fun", apply_decay_param_fun)
         if lr_ratio is not None and not callable(lr_ratio):

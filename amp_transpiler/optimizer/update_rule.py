@@ -15,6 +15,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.ops.training.schedule import LEARNING_RATE
+from amp_transpiler.ops.training.update import sparse_update
 from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.optimizer.groups import (
     Group,
@@ -44,6 +45,7 @@ from amp_transpiler.optimizer.state import (
     shared_name,
     static_shape,
 )
+from amp_transpiler.passes.autodiff.sparse_gradient import append_dense
 from amp_transpiler.program import Program, program_guard
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -61,6 +63,10 @@ class UpdateRule:
     decay_attribute: str = "l2_decay"
     #: Whether ``weight_decay`` is a penalty, added to the gradient.
     penalises: bool = True
+    #: Whether, without decay, rows of a parameter with no gradient keep their value and state.
+    keeps_rows: bool = False
+    #: Whether rows of a sparse gradient alone take a step, where others would change too.
+    lazy_mode: bool = False
     _rate: Variable | None = None
 
     def __init__(
@@ -119,6 +125,15 @@ class UpdateRule:
         """Whether the parameter of this name decays, beside ``weight_decay_exclude``."""
         return True
 
+    def _accumulator(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+        """The shape and the initial value of an accumulator of a parameter of this shape."""
+        return shape, 0
+
+    @property
+    def _operator(self) -> str:
+        """The type of the update operator."""
+        return self.type
+
     def _initial(self, scalar: str) -> float:
         """The initial value of a shared scalar."""
         raise NotImplementedError
@@ -158,13 +173,26 @@ class UpdateRule:
                     "once, or give each optimizer its own parameter_list"
                 )
         with program_guard(program, startup), context.operator_role(UPDATE):
-            params_grads = clipped(params_grads, groups)
-            alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay))
+            params_grads = self._whole_where_needed(clipped(params_grads, groups), groups)
+            some = {parameter.key for parameter, grad in params_grads if grad.rows is not None}
+            alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay, p.key in some))
             rate = self._learning_rate(program, startup, found_inf)
             return [self._append_update(program, startup, groups, pairs, rate, found_inf) for pairs in alike]
 
     def _factor(self, parameter: Variable, groups: dict[int, Group]) -> float:
         return groups[parameter.key].lr_factor * self._rate_factor(parameter)
+
+    def _whole_where_needed(self, params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:
+        """The pairs, sparse gradients made whole where rows without a gradient change too."""
+        spared = without_decay(type(self).__name__, self.weight_decay_exclude, params_grads[0][0].program)
+        found: ParamsGrads = []
+        for parameter, grad in params_grads:
+            if grad.rows is not None and not self.lazy_mode:
+                decays = groups[parameter.key].weight_decay and parameter.key not in spared
+                if not self.keeps_rows or (decays and self._decays(parameter.name)):
+                    grad = append_dense(grad, f"{parameter.name}@GRAD@DENSE")
+            found.append((parameter, grad))
+        return found
 
     def _append_update(
         self,
@@ -175,7 +203,10 @@ class UpdateRule:
         rate: Variable,
         found_inf: Variable | None,
     ) -> Operator:
-        slots = slots_of(self.type)
+        type_ = self._operator
+        if pairs[0][1].rows is not None:
+            type_ = sparse_update(type_) or type_
+        slots = slots_of(type_)
         assert slots is not None
         inputs: list[Variable | None] = [found_inf, rate]
         for scalar in slots.outputs:
@@ -184,7 +215,7 @@ class UpdateRule:
         for parameter, grad in pairs:
             inputs += self._row(program, startup, slots, parameter, grad)
         attrs = {"n": len(pairs), **self._attributes(), **self._group_attributes(program, groups, pairs)}
-        return append_update(program, self.type, inputs, attrs)
+        return append_update(program, type_, inputs, attrs)
 
     def _group_attributes(self, program: Program, groups: dict[int, Group], pairs: ParamsGrads) -> dict[str, Any]:
         spared = without_decay(type(self).__name__, self.weight_decay_exclude, program)
@@ -197,7 +228,6 @@ class UpdateRule:
     def _row(
         self, program: Program, startup: Program, slots: Slots, parameter: Variable, grad: Variable
     ) -> list[Variable | None]:
-        shape = static_shape(parameter)
         master = None
         if parameter.dtype in HALF:
             if self.multi_precision:
@@ -207,11 +237,16 @@ class UpdateRule:
         prefix = (master or parameter).name
         accumulators = [
             create_state(
-                program, startup, owned_name(program, f"{prefix}_{kind}"), master_type(parameter.dtype), shape, 0
+                program,
+                startup,
+                owned_name(program, f"{prefix}_{kind}"),
+                master_type(parameter.dtype),
+                *self._accumulator(static_shape(parameter)),
             )
             for kind in slots.accumulators
         ]
-        return [parameter, grad, *accumulators, master]
+        rows = [] if grad.rows is None else [grad.rows]
+        return [parameter, grad, *rows, *accumulators, master]
 
     def warn_low_precision(self, what: str) -> None:
         """Warn, once, that small updates of 16-bit parameters are lost."""

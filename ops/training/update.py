@@ -1,11 +1,15 @@
-"""Update operators: SGD, Momentum, Lars, Adam, AdamW, Lamb. One operator updates a whole parameter group.
+"""Update operators: SGD, Momentum, Lars, Adagrad, Adam, AdamW, Lamb. One operator updates a whole parameter group.
 
 Inputs: ``found_inf`` (None: no gate), ``learning_rate``, the optimizer's shared scalars, then one row per
 parameter: parameter, gradient, accumulators, master weight (None where the parameter is its own master).
 Outputs: the new shared scalars, then rows of parameter, accumulators, master weight. Scalars and accumulators have
 Paddle's names. ``lr_factor`` multiplies the learning rate where it is given, ``rescale_grad`` the gradient;
 ``with_decay`` has a flag for every row. ``l1_decay`` takes the place of ``l2_decay`` where the penalty is that of L1.
-Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum``, ``adam``, ``adamw``, ``lamb``).
+Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum``, ``adagrad``, ``adam``, ``adamw``,
+``lamb``); ``RowWiseAdagrad`` is FBGEMM's, with one accumulator for each row.
+
+``SparseSGD`` and so on, of those in which a row of a parameter does not depend on the others, take the same step for
+some rows alone: those of a merged sparse gradient (``ops/training/sparse.py``), whose ``rows`` stand behind it.
 
 Arithmetic is fp32 on the master weight; a 16-bit parameter is the rounded new master. On CPU these
 operators, not the backward pass, decide the time of a step, so the scalar parts of a formula are folded
@@ -22,11 +26,12 @@ from functools import cached_property
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import Slots, lowering_rule, own, slots_of
 from amp_transpiler.ops.training.branches import chosen
 from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
 from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, finite_step, gate, scaled, unscaled
+from amp_transpiler.ops.training.sparse import picked, repeated, written
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
@@ -36,8 +41,9 @@ BRANCHING = frozenset({"cpu"})
 #: Parameters whose updates stand in one branch: the time to make a session is not linear in the nodes of one graph.
 _IN_A_BRANCH = 64
 
-#: Updates that take norms of every parameter, and so treat each by itself.
-BY_PARAMETER = frozenset({"Lamb", "Lars"})
+#: Updates that take norms of every parameter, or of its rows, and so treat each by itself.
+BY_PARAMETER = frozenset({"Lamb", "Lars", "RowWiseAdagrad"})
+_SPARSE = "Sparse"
 
 #: ``step(index, master, gradient, *accumulators) -> (new master, *new accumulators)``, which a bad step leaves as they
 #: were: a ``Switch`` sees to that. Rows of one buffer take a step together, and ``index`` is the first of them.
@@ -46,21 +52,33 @@ Step = Callable[..., tuple[Value, ...]]
 Prepare = Callable[..., tuple[list[Value], Step]]
 
 
+def sparse_update(type_: str) -> str | None:
+    """The operator that takes the step of an update for some rows of a parameter; None where there is none."""
+    return None if slots_of(_SPARSE + type_) is None else _SPARSE + type_
+
+
 def _update(
-    type_: str, scalars: tuple[str, ...] = (), accumulators: tuple[str, ...] = ()
+    type_: str, scalars: tuple[str, ...] = (), accumulators: tuple[str, ...] = (), by_row: bool = True
 ) -> Callable[[Prepare], Prepare]:
-    """Register an update: scalars are prepared once for the group and gated, then every row takes a step."""
-    slots = Slots(
-        inputs=("found_inf", "learning_rate", *scalars),
-        input_row=("parameter", "gradient", *accumulators, "master"),
-        outputs=scalars,
-        output_row=("parameter", *accumulators, "master"),
-        gated=True,
+    """Register an update: scalars are prepared once for the group and gated, then every row takes a step.
+
+    ``by_row``: a row of a parameter does not depend on the others, so that there is an update of some.
+    """
+    dense, sparse = (
+        Slots(
+            inputs=("found_inf", "learning_rate", *scalars),
+            input_row=("parameter", "gradient", *beside, *accumulators, "master"),
+            outputs=scalars,
+            output_row=("parameter", *accumulators, "master"),
+            gated=True,
+        )
+        for beside in ((), ("rows",))
     )
 
     def register(prepare: Prepare) -> Prepare:
-        @lowering_rule(own(type_), native=True, slots=slots)
+        @lowering_rule(own(type_), native=True, slots=dense)
         def emit(e: Emitter, op: Operator, found_inf: Value | None, *inputs: Value | None) -> list[Value | None]:
+            slots = dense if op.type == type_ else sparse
             head, values = inputs[: len(slots.inputs) - 1], [None, *inputs]
             rate, *shared = [e.reshape(v, ()) for v in head if v is not None]
             if "lr_factor" in op.attrs:
@@ -84,13 +102,16 @@ def _update(
 
             def stepped(rows: Rows) -> list[Value]:
                 """Their new values, in the order of the row."""
-                row = joint(rows, slots.input_row)
+                return moved(rows.numbers[0], joint(rows, slots.input_row), rows.chunks)
+
+            def moved(number: int, row: dict[str, Value], chunks: int = 1) -> list[Value]:
+                """The new values of one parameter, or of several in one tensor, in the order of the row."""
                 parameter, master = row["parameter"], row.get("master")
                 old = master or e.f32(parameter)
                 gradient = Gradient(e, e.cast(row["gradient"], old.dtype), switch)
 
                 def new(gradient: Gradient, old: Value, *before: Value) -> list[Value]:
-                    new, *after = step(rows.numbers[0], old, gradient, *before)
+                    new, *after = step(number, old, gradient, *before)
                     taken = dict(zip(accumulators, after, strict=True)) | {"master": new}
                     taken["parameter"] = e.cast(new, parameter.dtype)
                     if master and switch.bad is not None:
@@ -98,10 +119,20 @@ def _update(
                     return [taken[name] for name in slots.output_row if name in row]
 
                 before = [row[name] for name in accumulators if name in row]
-                if rows.chunks == 1:
+                if chunks == 1:
                     return new(gradient, old, *before)
                 read = [e.cast(gradient.raw, old.dtype), old, *before]
                 return by_chunks(e, read, lambda raw, *values: new(gradient.chunk(raw), *values))
+
+            def some_rows(number: int) -> list[Value]:
+                """The new values of a parameter of which some rows take a step."""
+                given = table[number]
+                at, gradient = given["rows"], given["gradient"]
+                assert at is not None and gradient is not None
+                whole = {name: value for name in slots.output_row if (value := given[name]) is not None}
+                row = {name: picked(e, value, at) for name, value in whole.items()}
+                news = moved(number, row | {"gradient": repeated(e, at, gradient)})
+                return [written(e, old, at, new) for old, new in zip(whole.values(), news, strict=True)]
 
             def branched(each: Sequence[Rows]) -> list[Value]:
                 """The same of rows that lie alone, in the branch of an If."""
@@ -126,7 +157,9 @@ def _update(
 
             alone: list[Rows] = []
             for rows in rows_of(e, op, len(table)):
-                if found_inf is None or e.place not in BRANCHING or (rows.shapes and rows.chunks == 1):
+                if slots is sparse:
+                    take([rows], some_rows(rows.numbers[0]))
+                elif found_inf is None or e.place not in BRANCHING or (rows.shapes and rows.chunks == 1):
                     take([rows], stepped(rows))
                 else:
                     alone.append(rows)
@@ -136,6 +169,8 @@ def _update(
             results += [made.get((number, name)) for number in range(len(table)) for name in slots.output_row]
             return results
 
+        if by_row:
+            lowering_rule(own(_SPARSE + type_), native=True, slots=sparse)(emit)
         return prepare
 
     return register
@@ -232,7 +267,7 @@ def _moved(e: Emitter, switch: Switch, p: Value, way: Value, factor: Value) -> V
     return add_product(e, p, switch.added(way), switch.share(factor))
 
 
-@_update("Lars", accumulators=("velocity",))
+@_update("Lars", accumulators=("velocity",), by_row=False)
 def _lars(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
     mu, coeff, epsilon = op.attrs["mu"], op.attrs["lars_coeff"], op.attrs["epsilon"]
 
@@ -248,6 +283,38 @@ def _lars(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Val
         return _moved(e, switch, p, new, e.like(-1, p)), new
 
     return [], step
+
+
+@_update("Adagrad", accumulators=("moment",))
+def _adagrad(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
+    def step(index: int, p: Value, g: Gradient, moment: Value) -> tuple[Value, ...]:
+        g = g.changed(_decayed(e, op, index, g.value, p))
+        return _adapted(e, op, switch, lr, p, g, moment, e.Mul(g.tensor, g.tensor))
+
+    return [], step
+
+
+@_update("RowWiseAdagrad", accumulators=("moment",))
+def _row_wise_adagrad(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
+    """The accumulator of a row is that of the mean of the squares; a vector's elements are its rows."""
+
+    def step(index: int, p: Value, g: Gradient, moment: Value) -> tuple[Value, ...]:
+        g = g.changed(_decayed(e, op, index, g.value, p))
+        square, axes = e.Mul(g.tensor, g.tensor), range(1, len(p.shape or ()))
+        if axes:
+            square = e.op("ReduceMean", square, e.ints(*axes), keepdims=1, shape=moment.shape)
+        return _adapted(e, op, switch, lr, p, g, moment, square)
+
+    return [], step
+
+
+def _adapted(
+    e: Emitter, op: Operator, switch: Switch, lr: Value, p: Value, g: Gradient, moment: Value, square: Value
+) -> tuple[Value, Value]:
+    """The parameter and the accumulator, to which the square of ``g.tensor`` was added."""
+    moment = add_product(e, moment, square, g.share(e.like(1, moment), 2))
+    bottom = e.Add(e.Sqrt(moment, shape=moment.shape), e.like(op.attrs["epsilon"], moment), shape=moment.shape)
+    return _moved(e, switch, p, e.Div(g.value, bottom, shape=p.shape), e.Neg(e.cast(lr, p.dtype))), moment
 
 
 class _Moments:
@@ -307,7 +374,7 @@ def _adamw(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow
     return moments.advanced, step
 
 
-@_update("Lamb", _BETAS, _MOMENTS)
+@_update("Lamb", _BETAS, _MOMENTS, by_row=False)
 def _lamb(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, switch, pow1, pow2)
 

@@ -24,6 +24,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.random import rng_state
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
 from amp_transpiler.passes.autodiff.segments import recompute_activations
+from amp_transpiler.passes.autodiff.sparse_gradient import append_rows, append_total, is_sparse_lookup
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow, why_not_known
 from amp_transpiler.passes.canonicalize.standard_form import standardize
 
@@ -310,11 +311,14 @@ class _Sweep:
         """The gradient of a variable whose readers have all contributed."""
         if variable.key in self._done:
             return self._done[variable.key]
-        parts = self._pending.pop(variable.key)
+        parts, name = self._pending.pop(variable.key), f"{variable.name}@GRAD"
+        if any(part.rows is not None for part in parts):
+            found, others = append_total(variable, parts, name)
+            parts = [*others, found]
         if len(parts) == 1:
             total = parts[0]
         else:
-            total = new_gradient(variable, f"{variable.name}@GRAD")
+            total = new_gradient(variable, name)
             op = variable.program.add_operator("GradSum", parts, [total], domain=OWN)
             _place_beside(op, variable.producer)
         self._done[variable.key] = total
@@ -329,7 +333,18 @@ class _Sweep:
         self._pending[variable.key].append(new)
         return new
 
+    def _append_rows(self, op: Operator) -> None:
+        """The gradient of a table that is marked sparse, by one of its readers."""
+        table, made = op.inputs[0], op.outputs[0]
+        assert table is not None and made is not None
+        pending = self._pending[table.key]
+        pending.append(append_rows(op, self.total(made), f"{table.name}@GRAD@{len(pending)}"))
+        self._appended(pending[-1].producer, op)
+
     def _append(self, op: Operator, rule: Gradient, slots: list[int]) -> None:
+        if is_sparse_lookup(op):
+            self._append_rows(op)
+            return
         inputs: list[Variable | None] = []
         for read in rule.reads:
             kind, which = (read[:2], read[2:]) if read.startswith("dy") else (read[:1], read[1:])
@@ -353,6 +368,10 @@ class _Sweep:
         if "x*" in rule.reads:
             attrs["n_inputs"] = len(op.inputs)
         grad = op.program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
+        self._appended(grad, op)
+
+    def _appended(self, grad: Operator | None, op: Operator) -> None:
+        assert grad is not None
         grad.metadata.update(op.metadata)
         _place_beside(grad, op)
         grad.precision, grad.why = op.precision, Reason(Kind.GRADIENT, op.label)

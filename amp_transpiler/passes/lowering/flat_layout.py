@@ -125,7 +125,7 @@ def flat_layout(
                 taken[v.key] = taken.get(v.key, 0) + 1
     for op in operators:
         slots = slots_of(op.type, op.domain)
-        if slots is None or not slots.updates or op.type in BY_PARAMETER:
+        if slots is None or not slots.updates or op.type in BY_PARAMETER or "rows" in slots.input_row:
             continue
         groups: dict[tuple[object, ...], list[_Row]] = {}
         rows_of = [row for row in _rows(op, updates, shapes) if all(taken[v.key] == 1 for v, _ in row.states.values())]

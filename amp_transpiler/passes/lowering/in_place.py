@@ -50,6 +50,7 @@ _ELEMENTWISE = {
     ("", "Mul"): (0, 1),
     ("", "Div"): (0, 1),
     ("", "Where"): (1, 2),
+    ("", "ScatterND"): (0,),  # it copies its first input where that is not its output already, and writes slices
     ("com.microsoft", "GatedAdd"): (0, 1),
     ("com.microsoft", "HyperConnectionPostMix"): (0,),  # of a row, which is one stream
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view.training_step import TrainingStep
 
 #: Bits of a mask; the bits above say whose gradient it is.
@@ -66,7 +67,7 @@ class GradientFlow:
         by_slot = op.key in self._clipping
         clips = by_slot or (op.type in _CLIPS and not op.domain)
         for slot, made in enumerate(op.outputs):
-            if made is None:
+            if made is None or made.dtype not in FLOATS:
                 continue
             source = op.input(slot) if by_slot else None
             mask = (self.mask(source) if source is not None else 0) if by_slot else together

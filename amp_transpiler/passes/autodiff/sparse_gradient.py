@@ -1,0 +1,62 @@
+"""Gradients of tables that are marked sparse: of the rows that the step looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ops.training.sparse import DENSE, GATHER, MERGE
+from amp_transpiler.passes.view.lookups import is_row_lookup
+
+
+def is_sparse_lookup(op: Operator) -> bool:
+    """Whether an operator looks up rows of a parameter that is marked sparse."""
+    table = op.input(0)
+    return table is not None and table.sparse and table.is_parameter and bool(table.shape) and is_row_lookup(op, 0)
+
+
+def append_rows(op: Operator, gradient: Variable, name: str) -> Variable:
+    """Append the gradient of a lookup's table, as its rows; ``gradient`` is that of what was looked up."""
+    table, indices = op.inputs[0], op.inputs[1]
+    assert table is not None and indices is not None and table.shape is not None
+    return _appended(GATHER, table, name, [indices, gradient], {"size": table.shape[0]})
+
+
+def append_total(table: Variable, parts: Sequence[Variable], name: str) -> tuple[Variable, list[Variable]]:
+    """Append the sum of the parts of a table's gradient that are of rows, and give it with the other parts.
+
+    Where there are other parts, the sum is of the whole table.
+    """
+    sparse = [part for part in parts if part.rows is not None]
+    others = [part for part in parts if part.rows is None]
+    if others:
+        name = f"{name}@{len(parts)}"
+    merged = _appended(MERGE, table, name, [v for part in sparse for v in (part.rows, part)], {})
+    return (append_dense(merged, f"{name}@DENSE") if others else merged), others
+
+
+def append_dense(gradient: Variable, name: str) -> Variable:
+    """Append the gradient of the whole table, of its rows."""
+    program, table = gradient.program, gradient.grad_of
+    assert table is not None
+    dense = program.add_variable(program.unique(name), gradient.dtype, table.shape)
+    dense.grad_of = table
+    program.add_operator(DENSE, [gradient.rows, gradient], [dense], domain=OWN)
+    return dense
+
+
+def _appended(
+    type_: str, table: Variable, name: str, inputs: Sequence[Variable | None], attrs: dict[str, object]
+) -> Variable:
+    """The gradient of some rows that an operator makes, with its rows beside it."""
+    program = table.program
+    rows = program.add_variable(program.unique(f"{name}.rows"), "int64", None)
+    values = program.add_variable(program.unique(name), table.dtype, None)
+    values.grad_of, values.rows = table, rows
+    op = program.add_operator(type_, inputs, [rows, values], attrs=attrs, domain=OWN)
+    env = Declared()
+    infer_operator(op, env)
+    for made in (rows, values):
+        made.shape = env.types[made.key][1]
+    return values
