@@ -100,6 +100,7 @@ class Kind(Enum):
     SPECTRUM = "the logarithm of its square '{subject}' shows the smallest numbers"
     SUMS = "sums {detail} elements"
     MULTIPLIES = "multiplies many elements"
+    ADDS_UP = "adds up in the element type of its sum"
     HYPERBOLIC = "an exponential leaves fp16 from 12 on"
     EXPONENTIAL = "an exponential leaves fp16 from 11.1 on"
     HIGHER_POWER = "a square on the way to a higher power"

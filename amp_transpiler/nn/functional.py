@@ -97,6 +97,8 @@ from amp_transpiler.nn.elementwise_functions import (
     subtract,
     where,
 )
+from amp_transpiler.nn.embeddings import functional_embedding as embedding
+from amp_transpiler.nn.embeddings import functional_embedding_bag as embedding_bag
 from amp_transpiler.nn.indexing import (
     gather,
     gather_nd,
@@ -106,7 +108,6 @@ from amp_transpiler.nn.indexing import (
     scatter_nd_add,
     take_along_axis,
 )
-from amp_transpiler.nn.layers import functional_embedding as embedding
 from amp_transpiler.nn.linalg import bmm, dot, einsum, linear, matmul, mm
 from amp_transpiler.nn.losses import (
     bce_with_logits,
@@ -228,6 +229,7 @@ __all__ = [
     "einsum",
     "elu",
     "embedding",
+    "embedding_bag",
     "equal",
     "erf",
     "exp",

@@ -11,8 +11,6 @@ these; a variable to share it; for a bias that the layer can do without, False f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,8 +19,7 @@ from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
-from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, describe, fixed, fresh, variable, whole
-from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
 from amp_transpiler.nn.initializer import Constant, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
 
@@ -74,67 +71,6 @@ def _merged(call: str, x: Variable, kept: int, features: int, prefix: str) -> Va
     if kept == 1:
         return append(call, "Flatten", [x], attrs={"axis": 1}, prefix=prefix)
     return append(call, "Reshape", [x, np.array([0] * kept + [features], np.int64)], prefix=prefix)
-
-
-@paddle_arguments("nn.input", "nn.weights", "nn.embedding")
-def embedding(
-    x: Variable,
-    size: Sequence[int],
-    dtype: Any = "float32",
-    param_attr: Attr = None,
-    name: str | None = None,
-    padding_idx: int | None = None,
-    is_sparse: bool = False,
-) -> Variable:
-    """Rows of a table: result [shape of ``x``, width].
-
-    ``x``: int64 or int32 row numbers, any shape. ``size``: [rows, width]. The table w_0 starts Xavier uniform. Where
-    ``x`` is ``padding_idx`` (below 0: counted from the last row), the result is 0, and that row gets no gradient.
-    With ``is_sparse`` the gradient is that of the rows in ``x`` alone: a step takes time and memory of these, where the
-    optimizer leaves the others as they are (SGD, Adagrad, and Momentum, Adam and AdamW with ``lazy_mode=True``).
-    """
-    call = "embedding"
-    variable(call, "x", x, dtypes=INTEGER)
-    if not isinstance(size, (list, tuple)) or len(size) != 2:
-        raise ArgumentError(f"{call}: size must be [rows, width], not {size!r}")
-    shape = [whole(call, "size", item) for item in size]
-    row = _padding_row(call, padding_idx, shape[0])
-    required(call, "param_attr", param_attr)
-    name = name or unique_name.generate(call)
-    table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
-    table.sparse = table.sparse or bool(is_sparse)
-    return _rows(call, table, x, row, name)
-
-
-def _padding_row(call: str, padding_idx: int | None, rows: int) -> int | None:
-    if padding_idx is None:
-        return None
-    row = whole(call, "padding_idx", padding_idx, -rows)
-    if row >= rows:
-        raise ArgumentError(f"{call}: padding_idx={row} is outside the {rows} rows of the table")
-    return row % rows
-
-
-def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: str) -> Variable:
-    y = append(call, "Gather", [table, x], attrs={"axis": 0}, prefix=prefix)
-    if padding is None:
-        return y
-    pads = append(call, "Equal", [x, constant(x, padding)], prefix=prefix)
-    column = append(call, "Unsqueeze", [pads, np.array([-1], np.int64)], prefix=prefix)
-    return append(call, "Where", [column, constant(y, 0), y], prefix=prefix)
-
-
-@function()
-def functional_embedding(
-    x: Variable, weight: Variable, padding_idx: int | None = None, sparse: bool = False
-) -> Variable:
-    """Rows ``x`` (int64 or int32, any shape) of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding`."""
-    call = "embedding"
-    variable(call, "x", x, dtypes=INTEGER)
-    variable(call, "weight", weight, dtypes=FLOATING, rank=2)
-    row = None if padding_idx is None else _padding_row(call, padding_idx, fixed(call, "weight", weight, 0))
-    weight.sparse = weight.sparse or bool(sparse)
-    return _rows(call, weight, x, row, fresh(call))
 
 
 @paddle_arguments("nn.input", "nn.weights")

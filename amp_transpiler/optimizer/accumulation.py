@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from amp_transpiler.ir import context
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable
-from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
+from amp_transpiler.ops.training.accumulate import ACCUMULATE, ACCUMULATE_ROWS, RESET
 from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.optimizer.pairs import ParamsGrads
@@ -44,6 +44,7 @@ class Accumulation:
         found: ParamsGrads = []
         sums: dict[Variable, Variable] = {}
         rows: list[Variable] = []
+        made: list[Variable] = []
         with context.operator_role(BACKWARD):
             for parameter, grad in params_grads:
                 total = create_state(
@@ -56,10 +57,15 @@ class Accumulation:
                 )
                 new = next_value(total)
                 new.grad_of = parameter
-                rows += [total, grad]
+                if grad.rows is None:
+                    rows += [total, grad]
+                    made.append(new)
+                else:
+                    program.add_operator(ACCUMULATE_ROWS, [total, grad.rows, grad], [new], domain=OWN)
                 sums[total] = new
                 found.append((parameter, new))
-            program.add_operator(ACCUMULATE, rows, [grad for _, grad in found], domain=OWN)
+            if made:
+                program.add_operator(ACCUMULATE, rows, made, domain=OWN)
         with context.operator_role(SCALING):
             zeros = [next_value(total) for total in sums]
             program.add_operator(RESET, list(sums.values()), zeros, domain=OWN)

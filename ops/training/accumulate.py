@@ -1,6 +1,7 @@
 """Gradients summed over micro-batches, in fp32.
 
-``AccumulateGradients(a1, g1 … an, gn) -> (a1 … an)`` adds; ``ResetGradients(a1 … an) -> (a1 … an)`` gives zeros in
+``AccumulateGradients(a1, g1 … an, gn) -> (a1 … an)`` adds, ``AccumulateRows(a, rows, g) -> (a)`` to some rows of a
+table; ``ResetGradients(a1 … an) -> (a1 … an)`` gives zeros in
 their place, also where they hold NaN, for the next window.
 """
 
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.common import size_of
 
-ACCUMULATE, RESET = "AccumulateGradients", "ResetGradients"
+ACCUMULATE, ACCUMULATE_ROWS, RESET = "AccumulateGradients", "AccumulateRows", "ResetGradients"
 
 
 @lowering_rule(own(ACCUMULATE), slots=Slots(input_row=("sum", "gradient"), output_row=("sum",)))
@@ -21,6 +23,12 @@ def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
         e.Add(total, e.cast(grad, total.dtype), shape=total.shape)
         for total, grad in zip(rows[::2], rows[1::2], strict=True)
     ]
+
+
+@lowering_rule(own(ACCUMULATE_ROWS), slots=Slots(inputs=("sum", "rows", "gradient"), outputs=("sum",)))
+def accumulate_rows(e: Emitter, op: Operator, total: Value, rows: Value, grad: Value) -> Sequence[Value]:
+    at = e.reshape(rows, (*size_of(rows), 1))
+    return [e.ScatterND(total, at, e.cast(grad, total.dtype), reduction="add", shape=total.shape)]
 
 
 @lowering_rule(own(RESET), slots=Slots(input_row=("sum",), output_row=("sum",)))

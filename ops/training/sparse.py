@@ -70,13 +70,12 @@ def _merge_types(op: Operator) -> Types:
     slots=Slots(input_row=("rows", "values"), outputs=("rows", "values")),
 )
 def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
-    """By the place of each row among the distinct ones. The sort keeps the order of equal rows, and so that of sums."""
+    """By the place of each row among the distinct ones. Each lookup's part is added up by itself, as dense ones are."""
     named, parts = inputs[::2], inputs[1::2]
     rows = named[0] if len(named) == 1 else e.Concat(*named, axis=0, shape=(sum(size_of(v)[0] for v in named),))
     count, rest = size_of(rows)[0], size_of(parts[0])[1:]
-    values = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0, shape=(count, *rest))
     if count < 2:
-        return [rows, values]
+        return [rows, parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0, shape=(count, *rest))]
     ascending, place = e.op(
         "TopK", rows, e.ints(count), outputs=2, dtype=("int64", "int64"), shape=(count,), largest=0, axis=0
     )
@@ -86,10 +85,14 @@ def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
     last = e.Expand(sliced(e, ascending, 0, count - 1, count), e.ints(count), shape=(count,))
     distinct = e.ScatterElements(last, number, ascending, axis=0, shape=(count,))
     whose = e.ScatterElements(e.const(np.zeros(count, np.int64)), place, number, axis=0, shape=(count,))
-    wide = e.f32(values)
-    zeros = e.zeros((count, *rest), wide.dtype)
-    column = e.reshape(whose, (count, 1))
-    return [distinct, e.ScatterND(zeros, column, wide, reduction="add", shape=(count, *rest))]
+    totals, start = list[Value](), 0
+    for part in parts:
+        wide, end = e.f32(part), start + size_of(part)[0]
+        column = e.reshape(sliced(e, whose, 0, start, end), (end - start, 1))
+        zeros = e.zeros((count, *rest), wide.dtype)
+        totals.append(e.ScatterND(zeros, column, wide, reduction="add", shape=(count, *rest)))
+        start = end
+    return [distinct, totals[0] if len(totals) == 1 else e.op("Sum", *totals, shape=(count, *rest))]
 
 
 @lowering_rule(own(DENSE), native=True)

@@ -24,7 +24,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.random import rng_state
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
 from amp_transpiler.passes.autodiff.segments import recompute_activations
-from amp_transpiler.passes.autodiff.sparse_gradient import append_rows, append_total, is_sparse_lookup
+from amp_transpiler.passes.autodiff.sparse_gradient import alike, append_rows, is_sparse_lookup
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow, why_not_known
 from amp_transpiler.passes.canonicalize.standard_form import standardize
 
@@ -311,10 +311,8 @@ class _Sweep:
         """The gradient of a variable whose readers have all contributed."""
         if variable.key in self._done:
             return self._done[variable.key]
-        parts, name = self._pending.pop(variable.key), f"{variable.name}@GRAD"
-        if any(part.rows is not None for part in parts):
-            found, others = append_total(variable, parts, name)
-            parts = [*others, found]
+        name = f"{variable.name}@GRAD"
+        parts = alike(variable, self._pending.pop(variable.key), name)
         if len(parts) == 1:
             total = parts[0]
         else:

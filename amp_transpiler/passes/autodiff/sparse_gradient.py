@@ -23,17 +23,13 @@ def append_rows(op: Operator, gradient: Variable, name: str) -> Variable:
     return _appended(GATHER, table, name, [indices, gradient], {"size": table.shape[0]})
 
 
-def append_total(table: Variable, parts: Sequence[Variable], name: str) -> tuple[Variable, list[Variable]]:
-    """Append the sum of the parts of a table's gradient that are of rows, and give it with the other parts.
-
-    Where there are other parts, the sum is of the whole table.
-    """
-    sparse = [part for part in parts if part.rows is not None]
-    others = [part for part in parts if part.rows is None]
-    if others:
-        name = f"{name}@{len(parts)}"
-    merged = _appended(MERGE, table, name, [v for part in sparse for v in (part.rows, part)], {})
-    return (append_dense(merged, f"{name}@DENSE") if others else merged), others
+def alike(table: Variable, parts: Sequence[Variable], name: str) -> list[Variable]:
+    """The parts of a table's gradient, merged where all are of rows, else all of the whole table."""
+    if not any(part.rows is not None for part in parts):
+        return [*parts]
+    if all(part.rows is not None for part in parts):
+        return [_appended(MERGE, table, name, [v for part in parts for v in (part.rows, part)], {})]
+    return [part if part.rows is None else append_dense(part, f"{part.name}@DENSE") for part in parts]
 
 
 def append_dense(gradient: Variable, name: str) -> Variable:

@@ -272,7 +272,7 @@ class _Emission(EmulatedStorage):
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
         exact = found is not None and found.exact
-        real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits)
+        real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits or self._looks_up(op))
         inputs = [None if v is None else self.read(op, v) for v in op.inputs]
         if real:
             inputs = [
@@ -306,6 +306,11 @@ class _Emission(EmulatedStorage):
             if v is not None and value is not None:
                 self.e.given[value.name] = value
                 self.env[v.key] = self._emulated(value) if real else self.finished(v, value, exact)
+
+    def _looks_up(self, op: Operator) -> bool:
+        """Whether an operator reads some elements of a 16-bit tensor from outside, the rest of which is not widened."""
+        table = op.input(0)
+        return traits_of(op).lookup and table is not None and table.producer is None and table.dtype in HALF
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         protos = op.attrs.protos()

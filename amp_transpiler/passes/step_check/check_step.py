@@ -25,7 +25,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.training.accumulate import ACCUMULATE, RESET
+from amp_transpiler.ops.training.accumulate import ACCUMULATE, ACCUMULATE_ROWS, RESET
 from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
 from amp_transpiler.passes.lowering.place import Place
@@ -253,7 +253,7 @@ class _Step:
         added = None if window is None else window.updates.get(state)
         if added is None or cleared is None:
             return False
-        return replaced(added, ACCUMULATE) is state and replaced(cleared, RESET) is added
+        return replaced(added, ACCUMULATE, ACCUMULATE_ROWS) is state and replaced(cleared, RESET) is added
 
     def _stands_for(self, before: Variable, state: Variable, new: Variable) -> bool:
         """Whether ``before`` holds what ``state``, which micro-batches write, was when their window began."""

@@ -1,0 +1,189 @@
+"""Embeddings: rows of a table, and sums of bags of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.metadata import FULL
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, fixed, fresh, variable, whole
+from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.initializer import XavierUniform
+from amp_transpiler.nn.parameters import Attr, parameter, required
+
+
+@paddle_arguments("nn.input", "nn.weights", "nn.embedding")
+def embedding(
+    x: Variable,
+    size: Sequence[int],
+    dtype: Any = "float32",
+    param_attr: Attr = None,
+    name: str | None = None,
+    padding_idx: int | None = None,
+    is_sparse: bool = False,
+) -> Variable:
+    """Rows of a table: result [shape of ``x``, width].
+
+    ``x``: int64 or int32 row numbers, any shape. ``size``: [rows, width]. The table w_0 starts Xavier uniform. Where
+    ``x`` is ``padding_idx`` (below 0: counted from the last row), the result is 0, and that row gets no gradient.
+    With ``is_sparse`` the gradient is that of the rows in ``x`` alone: a step takes time and memory of these, where the
+    optimizer leaves the others as they are (SGD, Adagrad, and Momentum, Adam and AdamW with ``lazy_mode=True``).
+    """
+    call = "embedding"
+    variable(call, "x", x, dtypes=INTEGER)
+    name = name or unique_name.generate(call)
+    table = _table(call, size, dtype, param_attr, name, is_sparse)
+    return _rows(call, table, x, _padding_row(call, padding_idx, table), name)
+
+
+@paddle_arguments("nn.weights")
+def embedding_bag(
+    x: Variable,
+    size: Sequence[int],
+    offsets: Variable | None = None,
+    mode: str = "mean",
+    dtype: Any = "float32",
+    param_attr: Attr = None,
+    name: str | None = None,
+    padding_idx: int | None = None,
+    is_sparse: bool = False,
+) -> Variable:
+    """Sums or means of the rows of each bag: result [bags, width].
+
+    ``x``: int64 or int32 row numbers, [bags, rows of each bag], or, with ``offsets``, [all rows], bag after bag;
+    ``offsets``: int64 or int32 [bags], where each bag begins in ``x``, ascending from 0; two that are equal make the
+    first bag empty, and its result 0. Where ``x`` is ``padding_idx``, it counts for nothing. ``mode``: "sum" or "mean".
+    16-bit tables are added up in fp32. The other arguments: see :func:`embedding`.
+    """
+    call = "embedding_bag"
+    _bags(call, x, offsets, mode)
+    name = name or unique_name.generate(call)
+    table = _table(call, size, dtype, param_attr, name, is_sparse)
+    return _bagged(call, table, x, offsets, mode, _padding_row(call, padding_idx, table), name)
+
+
+def _table(call: str, size: Any, dtype: Any, param_attr: Attr, name: str, is_sparse: bool) -> Variable:
+    if not isinstance(size, (list, tuple)) or len(size) != 2:
+        raise ArgumentError(f"{call}: size must be [rows, width], not {size!r}")
+    shape = [whole(call, "size", item) for item in size]
+    required(call, "param_attr", param_attr)
+    table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
+    table.sparse = table.sparse or bool(is_sparse)
+    return table
+
+
+def _padding_row(call: str, padding_idx: int | None, table: Variable) -> int | None:
+    if padding_idx is None:
+        return None
+    rows = fixed(call, "weight", table, 0)
+    row = whole(call, "padding_idx", padding_idx, -rows)
+    if row >= rows:
+        raise ArgumentError(f"{call}: padding_idx={row} is outside the {rows} rows of the table")
+    return row % rows
+
+
+def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: str) -> Variable:
+    y = append(call, "Gather", [table, x], attrs={"axis": 0}, prefix=prefix)
+    if padding is None:
+        return y
+    pads = append(call, "Equal", [x, constant(x, padding)], prefix=prefix)
+    column = append(call, "Unsqueeze", [pads, np.array([-1], np.int64)], prefix=prefix)
+    return append(call, "Where", [column, constant(y, 0), y], prefix=prefix)
+
+
+@function()
+def functional_embedding(
+    x: Variable, weight: Variable, padding_idx: int | None = None, sparse: bool = False
+) -> Variable:
+    """Rows ``x`` (int64 or int32, any shape) of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding`."""
+    call = "embedding"
+    variable(call, "x", x, dtypes=INTEGER)
+    variable(call, "weight", weight, dtypes=FLOATING, rank=2)
+    weight.sparse = weight.sparse or bool(sparse)
+    return _rows(call, weight, x, _padding_row(call, padding_idx, weight), fresh(call))
+
+
+@function()
+def functional_embedding_bag(
+    x: Variable,
+    weight: Variable,
+    offsets: Variable | None = None,
+    mode: str = "mean",
+    padding_idx: int | None = None,
+    sparse: bool = False,
+) -> Variable:
+    """Sums or means of rows of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding_bag`."""
+    call = "embedding_bag"
+    _bags(call, x, offsets, mode)
+    variable(call, "weight", weight, dtypes=FLOATING, rank=2)
+    weight.sparse = weight.sparse or bool(sparse)
+    return _bagged(call, weight, x, offsets, mode, _padding_row(call, padding_idx, weight), fresh(call))
+
+
+def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
+    if mode not in ("sum", "mean"):
+        raise ArgumentError(f'{call}: mode={mode!r}; known are "sum" and "mean"')
+    variable(call, "x", x, dtypes=INTEGER, rank=2 if offsets is None else 1)
+    if offsets is not None:
+        variable(call, "offsets", offsets, dtypes=INTEGER, rank=1)
+
+
+def _bagged(
+    call: str, table: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None, prefix: str
+) -> Variable:
+    def add(type_: str, *inputs: Any, **attrs: Any) -> Variable:
+        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+
+    def cast(value: Variable, dtype: str | None) -> Variable:
+        return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])
+
+    rows = cast(_rows(call, table, x, padding, prefix), "float32")
+    real = None
+    if padding is not None:
+        real = cast(add("Not", add("Equal", x, constant(x, padding))), "float32")
+    if offsets is None:
+        total = add("ReduceSum", rows, np.array([1], np.int64), keepdims=0)
+        if mode == "mean":
+            ones = add("Equal", x, x) if real is None else None
+            counted = real if ones is None else cast(ones, "float32")
+            total = _shared_out(add, total, add("ReduceSum", counted, np.array([1], np.int64), keepdims=1))
+    else:
+        bag, start = _bag_of_each(add, x, cast(offsets, "int64"))
+        flat = np.ones((1, fixed(call, "weight", table, 1)), np.float32)
+        total = _added(add, add("Mul", start, flat), bag, rows)
+        if mode == "mean":
+            ones = cast(add("Equal", x, x), "float32") if real is None else real
+            total = _shared_out(add, total, _added(add, start, bag, add("Unsqueeze", ones, np.array([1], np.int64))))
+    return cast(total, table.dtype)
+
+
+def _bag_of_each(add: Any, x: Variable, offsets: Variable) -> tuple[Variable, Variable]:
+    """The bag [all rows, 1] of each row, and zeros [bags, 1]: counted at the offsets, behind all rows too."""
+    zeros = add("Cast", add("Sub", x, x), to=ONNX_TYPES["int64"])
+    none = add("Sub", offsets, offsets)
+    counts = add("Concat", zeros, np.zeros(1, np.int64), axis=0)
+    ones = add("Add", none, np.ones(1, np.int64))
+    begins = add("ScatterElements", counts, offsets, ones, axis=0, reduction="add")
+    number = add("Sub", add("CumSum", begins, np.array(0, np.int64)), np.ones(1, np.int64))
+    number = add("Slice", number, np.array([0], np.int64), np.array([-1], np.int64), np.array([0], np.int64))
+    start = add("Cast", add("Unsqueeze", none, np.array([1], np.int64)), to=ONNX_TYPES["float32"])
+    return add("Unsqueeze", number, np.array([1], np.int64)), start
+
+
+def _added(add: Any, start: Variable, bag: Variable, values: Variable) -> Variable:
+    total: Variable = add("ScatterND", start, bag, values, reduction="add")
+    assert total.producer is not None
+    total.producer.metadata[FULL] = str(Reason(Kind.ADDS_UP))
+    return total
+
+
+def _shared_out(add: Any, total: Variable, count: Variable) -> Variable:
+    return add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
