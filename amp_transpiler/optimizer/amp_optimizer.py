@@ -34,8 +34,8 @@ from amp_transpiler.optimizer.step_passes import (
     unscaled,
     update_passes,
 )
-from amp_transpiler.optimizer.step_pieces import checked_losses, listed
-from amp_transpiler.optimizer.step_state import Ready, Step
+from amp_transpiler.optimizer.step_pieces import check_none_idle, checked_losses, listed
+from amp_transpiler.optimizer.step_state import Ready, Stage, Step
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import Wanted, check_loss, wanted_gradients
 from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, WANTED, Autodiff
@@ -125,6 +125,7 @@ class OptimizerWithMixedPrecision:
         losses = checked_losses(loss)
         with self._appending(program_of(losses[0]), startup_program) as startup:
             params_grads = self._gradients(losses, startup, parameter_list, no_grad_set)
+            check_none_idle(self.optimizers, program_of(losses[0]), params_grads)
             return self._apply(params_grads), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
@@ -187,8 +188,13 @@ class OptimizerWithMixedPrecision:
         """Append unscale, finite check, scale update and the update of [(parameter, scaled gradient)].
 
         Gradients that ``get_unscaled_gradients`` gave, or that were made of them, are not unscaled again. A parameter
-        whose gradient is None is left out, with a warning. Returns the update operators. OrderError: before
-        ``backward`` or ``get_scaled_loss``, or a second time. ArgumentError: some gradients unscaled and some not.
+        whose gradient is None is left out, with a warning. Returns the update operators.
+
+        Further calls may follow, for other parameters (tables in one, the rest in the other): one verdict is on the
+        gradients of all, a bad step changes none of their parameters, and the scale is updated once.
+
+        OrderError: before ``backward`` or ``get_scaled_loss``, a second time for a parameter or with
+        ``accumulate_steps``. ArgumentError: some gradients unscaled and some not.
         """
         step = self._step.built("apply_gradients")
         with self._appending(step.program, step.startup):
@@ -325,8 +331,9 @@ class OptimizerWithMixedPrecision:
         program = step.program
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
-        step.check_applying()
+        step.check_applying(parameter for parameter, _ in params_grads)
         context = Context({TRAINING: self.training, STEP: step, GRADIENTS: params_grads})
-        apply(update_passes(window=self._accumulation is not None, checks=self._checks), program, context)
+        window, again = self._accumulation is not None, step.stage is Stage.APPLIED
+        apply(update_passes(window=window, checks=self._checks, again=again), program, context)
         self._step = context[STEP]
         return context[UPDATES]

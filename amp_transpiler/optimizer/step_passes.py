@@ -186,13 +186,16 @@ def precision_passes(precision: Precision, *, trained: bool = True) -> tuple[Pas
     return (Canonicalize(), *kept, precision)
 
 
-def update_passes(*, window: bool, checks: bool) -> tuple[Pass, ...]:
-    """What makes a training step of gradients: with an accumulation window, with a check of gradients."""
+def update_passes(*, window: bool, checks: bool, again: bool = False) -> tuple[Pass, ...]:
+    """What makes a training step of gradients: with an accumulation window, with a check of gradients.
+
+    ``again``: the step is there, and takes further parameters, under the verdict and the scale that it has.
+    """
     asked: list[tuple[Pass, bool]] = [
         (Accumulate(), window),
         (Unscale(), checks),
-        (GateState(), True),
-        (UpdateScale(), checks),
+        (GateState(), not again),
+        (UpdateScale(), checks and not again),
         (Update(), True),
         (CloseWindow(), window),
         (CheckStep(), checks),
@@ -233,10 +236,11 @@ def _times_scale(name: str, losses: Sequence[Variable], scale: Variable, trainin
 
 def _all_unscaled(step: Step, params_grads: ParamsGrads) -> tuple[Step, ParamsGrads]:
     """The step with a finite check, and the pairs with unscaled gradients; those of code of the user's stay."""
-    if step.stage is Stage.SCALED:
+    made = made_of(step.unscaled.values())
+    others = step.stage is Stage.APPLIED and not any(grad in made for _, grad in params_grads)
+    if step.stage is Stage.SCALED or others:
         step = unscaled(step, [grad for _, grad in params_grads])
         return step, [(parameter, step.unscaled[grad]) for parameter, grad in params_grads]
-    made = made_of(step.unscaled.values())
     for parameter, grad in params_grads:
         if grad not in made:
             raise ArgumentError(

@@ -74,13 +74,18 @@ def shares(
                 "to one, or leave its gradient out"
             )
         found_shares[found].append((parameter, grad))
-    idle = next((optimizer for optimizer, pairs in found_shares.items() if not pairs), None)
+    return [(optimizer, pairs) for optimizer, pairs in found_shares.items() if pairs]
+
+
+def check_none_idle(optimizers: Sequence[UpdateRule], program: Program, params_grads: ParamsGrads) -> None:
+    """ArgumentError: an optimizer for none of these parameters."""
+    busy = {optimizer for optimizer, _ in shares(optimizers, program, params_grads)}
+    idle = next((optimizer for optimizer in optimizers if optimizer not in busy), None)
     if idle is not None:
         raise ArgumentError(
             f"{type(idle).__name__} has no parameter with a gradient in this step; leave it out, "
             "or give it a parameter_list that the loss depends on"
         )
-    return list(found_shares.items())
 
 
 def listed(optimizers: Sequence[UpdateRule], program: Program) -> list[Variable] | None:

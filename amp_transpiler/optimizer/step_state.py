@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -16,7 +16,7 @@ class Stage(Enum):
     """What was done last. Losses may be scaled, and gradients unscaled, by several calls, until all is applied.
 
     ``READY``: nothing. ``SCALED``: the program is in its precision, and has the product of loss and scale.
-    ``UNSCALED``: it has a finite check as well. ``APPLIED``: the step is complete.
+    ``UNSCALED``: it has a finite check as well. ``APPLIED``: it has updates, of all parameters or of some.
     """
 
     READY = "ready"
@@ -106,12 +106,17 @@ class Step:
         pairs = dict(zip(grads, unscaled, strict=True))
         return replace(self, unscaled={**self.unscaled, **pairs}, found_inf=found_inf, stage=Stage.UNSCALED)
 
-    def check_applying(self) -> None:
-        """OrderError: the step is complete."""
-        if self.stage is Stage.APPLIED:
+    def check_applying(self, parameters: Iterable[Variable]) -> None:
+        """OrderError: one of these parameters is updated already, or an update is spread over a window of runs."""
+        if self.stage is not Stage.APPLIED:
+            return
+        done = next((v.name for v in parameters if v in self.program.updates), None)
+        if done is not None or self.program.accumulation is not None:
+            what = f"program '{self.program.name}'" if done is None else f"parameter '{done}'"
+            way = "with accumulate_steps give it all gradients at once" if done is None else "give it other parameters"
             raise OrderError(
-                f"apply_gradients: program '{self.program.name}' has its update already, from an earlier call "
-                "of apply_gradients or minimize; give it all gradients at once"
+                f"apply_gradients: {what} has its update already, from an earlier call of apply_gradients or minimize; "
+                f"{way}"
             )
 
     def applied(self) -> Step:

@@ -19,7 +19,10 @@ def looked_up(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Varia
 
 
 class Recommender:
-    """``forward(ids, table, sparse)`` gives what the dense layers read; ``mode`` is fp32, mixed, pure or bf16."""
+    """``forward(ids, table, sparse)`` gives what the dense layers read; ``mode`` is fp32, mixed, pure or bf16.
+
+    ``calls``: the parameters of each call of ``apply_gradients``, in the place of ``minimize``.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Recommender:
         forward: Callable[[amp.Variable, amp.Variable, bool], amp.Variable] = looked_up,
         dtype: str = "float32",
         rows: int = ROWS,
+        calls: Callable[[amp.Program], Sequence[set[str]]] | None = None,
         **decorated: Any,
     ) -> None:
         self.main, startup = amp.Program(), amp.Program("startup")
@@ -48,7 +52,12 @@ class Recommender:
                 pure = mode in ("pure", "bf16")
                 optimizer = amp.decorate(optimizer, use_pure_fp16=pure, use_fp16_guard=False, **half, **decorated)
             self.optimizer = optimizer
-            optimizer.minimize(self.loss, startup)
+            if calls is None:
+                optimizer.minimize(self.loss, startup)
+            else:
+                pairs = optimizer.backward(self.loss, startup)
+                for names in calls(self.main):
+                    optimizer.apply_gradients([pair for pair in pairs if pair[0].name in names])
         self.exe, self.scope = amp.Executor(amp.CPUPlace()), amp.Scope()
         self.exe.run(startup, scope=self.scope)
         if mode not in ("fp32",):

@@ -198,8 +198,13 @@ def test_one_verdict_over_tables_and_the_rest(apart: str, where: str, value: flo
         ]
 
     options = {"init_loss_scaling": 64.0, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 1, "decr_ratio": 0.5}
-    net = Recommender(optimizers, "mixed", forward=overflowing(where), **options)
-    scale = [name for name in net.state() if name.startswith("loss_scaling")][0]
+
+    def calls(main: amp.Program) -> list[set[str]]:
+        return [{v.name for v in part} for part in amp.split_embedding_parameters(main)]
+
+    apply = calls if apart == "two calls" else None
+    net = Recommender(optimizers, "mixed", forward=overflowing(where), calls=apply, **options)
+    scale = next(name for name in net.state() if name.startswith("loss_scaling"))
     counts = [name for name in net.state() if name.startswith(("num_good", "num_bad"))]
 
     def step(number: int, boost: float) -> None:
