@@ -25,10 +25,12 @@ class Held:
     """What a tensor holds on a bad step, and the conditions of the Wheres by which that is known.
 
     ``state``: the graph input whose old value it is; ``number``: what each element is. With neither, nobody knows.
-    ``positive``: a -0.0 in the state would be 0.0.
+    ``rows``: the tensor that says which rows of the state; "" where it is all of it. ``positive``: a -0.0 in the state
+    would be 0.0.
     """
 
     state: str = ""
+    rows: str = ""
     number: float | None = None
     conditions: frozenset[str] = field(default=frozenset())
     positive: bool = False
@@ -77,6 +79,8 @@ class BadStep:
             return self._blended(*(self.held(name, depth - 1) for name in node.input))
         if node.op_type == "If":
             return self._branch(node, tensor, depth - 1)
+        if node.op_type in ("Gather", "ScatterND"):
+            return self._of_rows(node, depth - 1)
         rule = _RULES.get(node.op_type)
         return _UNKNOWN if rule is None else rule(*(self.held(name, depth - 1) for name in node.input))
 
@@ -96,6 +100,21 @@ class BadStep:
         if old.state not in self.flat or product.number != 0:
             return _UNKNOWN
         return replace(old.given(product), positive=True)
+
+    def _of_rows(self, node: onnx.NodeProto, depth: int) -> Held:
+        """Some rows of a state, or a state of which some rows were written: with themselves, as far as is known."""
+        whole, rows = self.held(node.input[0], depth), self._behind_views(node.input[1])
+        if node.op_type == "Gather":
+            along = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+            return replace(whole, rows=rows) if whole.state and not whole.rows and along == 0 else _UNKNOWN
+        written = self.held(node.input[2], depth)
+        same = whole.state == written.state != "" and not whole.rows and written.rows == rows
+        return whole.given(written) if same and not node.attribute else _UNKNOWN
+
+    def _behind_views(self, tensor: str) -> str:
+        while (node := self.producers.get(tensor)) is not None and traits_of(node.op_type, node.domain).view:
+            tensor = node.input[0]
+        return tensor
 
     def _branch(self, node: onnx.NodeProto, tensor: str, depth: int) -> Held:
         """What the branch that is run hands on from outside."""

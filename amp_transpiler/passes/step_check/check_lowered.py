@@ -86,7 +86,8 @@ class _Gates:
             return
         (new, place), (old, held_at) = self.updates[state], self.states.get(kept, ("", 0))
         found = self.bad_step.held(new)
-        if found.state == old and place == held_at and (state in self.accumulators or not found.positive):
+        whole = found.state == old and not found.rows
+        if whole and place == held_at and (state in self.accumulators or not found.positive):
             for condition in sorted(found.conditions):
                 self._condition(state, condition)
             return
