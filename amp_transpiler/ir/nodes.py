@@ -60,11 +60,9 @@ class Variable:
     (then ``type_proto`` holds its ONNX type). ``shape`` is None while unknown; its entries are sizes,
     symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is
     persistable and ``trainable``. ``data`` is constant content (a TensorProto, a numpy array, or what
-    ``np.asarray`` takes: a tensor mapped from disk).
-    ``outer`` is the variable of the enclosing program that this one, in a nested program, stands for.
-    ``grad_of`` is the forward variable that this one is the gradient of; it has its shape, or, where ``rows`` is set,
-    its shape but for the first size: it holds the rows that this int64 variable [n] names, zeros where a row is named
-    again, and other rows have no gradient. ``sparse`` marks a table whose gradient is of such rows.
+    ``np.asarray`` takes: a tensor mapped from disk). ``outer`` is the variable of the enclosing program that this one,
+    in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
+    shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``.
     """
 
     __slots__ = (
@@ -98,17 +96,13 @@ class Variable:
         #: The element type that a precision pass took from it, and in which it is still fetched; None: it has its own.
         self.declared: str | None = None
         self.shape = shape
-        self.persistable = False
-        self.trainable = False
-        self.stop_gradient = False
-        self.is_input = False
+        self.persistable = self.trainable = self.stop_gradient = self.is_input = self.sparse = False
         self.data: Any = None
         self.producer: Operator | None = None
         self.producer_slot = -1
         self.outer: Variable | None = None
         self.grad_of: Variable | None = None
         self.rows: Variable | None = None
-        self.sparse = False
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}
@@ -279,12 +273,12 @@ class Operator:
     @property
     def input_arg_names(self) -> list[str]:
         """Names of the inputs that are there."""
-        return [variable.name for variable in self._inputs if variable is not None]
+        return [v.name for v in self._inputs if v is not None]
 
     @property
     def output_arg_names(self) -> list[str]:
         """Names of the outputs that are there."""
-        return [variable.name for variable in self._outputs if variable is not None]
+        return [v.name for v in self._outputs if v is not None]
 
     def has_attr(self, name: str) -> bool:
         """Whether the operator has this attribute."""

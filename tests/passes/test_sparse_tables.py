@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.errors import StepError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from tests.helpers.placement import needs_placement_tool, place
@@ -124,7 +125,7 @@ def test_the_check_finds_rows_that_a_bad_step_would_change(slot: int, said: str)
     moment = made[next(port.tensor for port in lowered.updates if port.variable == "table_moment1_0")]
     other = next(node for node in nodes if node.op_type == "ScatterND" and node.input[1] != written.input[1])
     written.input[slot] = other.input[1] if slot == 1 else moment.input[2]
-    with pytest.raises(amp.StepError, match="state 'table' is written without a gate"):
+    with pytest.raises(StepError, match="state 'table' is written without a gate"):
         check_lowered(main, lowered)
 
 

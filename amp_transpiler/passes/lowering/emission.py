@@ -1,9 +1,9 @@
 """Emission: a graph as the ONNX model that a place runs.
 
-CUDA gets real 16-bit operators. The CPU has no 16-bit arithmetic, and stock onnxruntime drops the
-rounding between the fp32 operators that it puts in their place; so on CPU a 16-bit variable is
-stored as an fp32 tensor, and an explicit ``Cast -> 16 bit -> Cast -> fp32`` follows every operator that stores
-16 bit and can make a new value. Both round at the same points.
+CUDA gets real 16-bit operators. The CPU has no 16-bit arithmetic, and stock onnxruntime drops the rounding between the
+fp32 operators that it puts in their place; so on CPU a 16-bit variable is stored as an fp32 tensor, and an explicit
+``Cast -> 16 bit -> Cast -> fp32`` follows every operator that stores 16 bit and can make a new value. Both round at the
+same points.
 """
 
 from __future__ import annotations
@@ -306,11 +306,6 @@ class _Emission(EmulatedStorage):
             if v is not None and value is not None:
                 self.e.given[value.name] = value
                 self.env[v.key] = self._emulated(value) if real else self.finished(v, value, exact)
-
-    def _looks_up(self, op: Operator) -> bool:
-        """Whether an operator reads some elements of a 16-bit tensor from outside, the rest of which is not widened."""
-        table = op.input(0)
-        return traits_of(op).lookup and table is not None and table.producer is None and table.dtype in HALF
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         protos = op.attrs.protos()

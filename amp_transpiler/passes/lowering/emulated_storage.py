@@ -7,6 +7,7 @@ from collections.abc import Container
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import static
 
@@ -74,6 +75,11 @@ class EmulatedStorage:
                 return value
             return self.e.stored(value, variable.dtype)
         return self.e.cast(value, variable.dtype)
+
+    def _looks_up(self, op: Operator) -> bool:
+        """Whether an operator reads some elements of a 16-bit tensor from outside, the rest of which is not widened."""
+        v = op.input(0) if traits_of(op).lookup else None
+        return v is not None and v.producer is None and v.dtype in HALF
 
     def _real(self, variable: Variable, value: Value) -> Value:
         return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
