@@ -24,6 +24,7 @@ from amp_transpiler.ops import (
 from amp_transpiler.ops.rnn import recurrent_backward, recurrent_forward
 from amp_transpiler.ops.training import (
     accumulate,
+    adagrad,
     average,
     clip,
     initializers,
@@ -39,6 +40,7 @@ from amp_transpiler.ops.training import (
 __all__ = [
     "accumulate",
     "activation",
+    "adagrad",
     "attention",
     "average",
     "contrib",

@@ -57,7 +57,7 @@ def sparse_update(type_: str) -> str | None:
     return None if slots_of(_SPARSE + type_) is None else _SPARSE + type_
 
 
-def _update(
+def update_rule(
     type_: str, scalars: tuple[str, ...] = (), accumulators: tuple[str, ...] = (), by_row: bool = True
 ) -> Callable[[Prepare], Prepare]:
     """Register an update: scalars are prepared once for the group and gated, then every row takes a step.
@@ -221,7 +221,7 @@ def _rescaled(e: Emitter, op: Operator, gradient: Value) -> Value:
     return gradient if factor == 1 else e.Mul(gradient, e.like(factor, gradient))
 
 
-def _decayed(e: Emitter, op: Operator, index: int, gradient: Value, master: Value) -> Value:
+def decayed(e: Emitter, op: Operator, index: int, gradient: Value, master: Value) -> Value:
     """The gradient of ``l2_decay / 2 * |master|^2`` added, or of ``l1_decay * |master|``."""
     decay = _decay(op, index, "l2_decay")
     if decay:
@@ -234,7 +234,7 @@ def _with_l1(e: Emitter, op: Operator, index: int, gradient: Value, master: Valu
     return e.Add(gradient, e.Mul(e.Sign(master), e.like(decay, master))) if decay else gradient
 
 
-@_update("SGD")
+@update_rule("SGD")
 def _sgd(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
     def step(index: int, p: Value, g: Gradient) -> tuple[Value, ...]:
         rate, decay = e.cast(lr, p.dtype), _decay(op, index, "l2_decay")
@@ -246,28 +246,28 @@ def _sgd(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Valu
     return [], step
 
 
-@_update("Momentum", accumulators=("velocity",))
+@update_rule("Momentum", accumulators=("velocity",))
 def _momentum(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
     mu = op.attrs["mu"]
 
     def step(index: int, p: Value, g: Gradient, velocity: Value) -> tuple[Value, ...]:
         rate = e.cast(lr, p.dtype)
-        g = g.changed(_decayed(e, op, index, _rescaled(e, op, g.value), p))
+        g = g.changed(decayed(e, op, index, _rescaled(e, op, g.value), p))
         new = blended(e, switch, velocity, mu, g.tensor, g.share(e.like(1, p)))
         if not op.attrs["use_nesterov"]:
-            return _moved(e, switch, p, new, e.Neg(rate)), new
+            return shifted(e, switch, p, new, e.Neg(rate)), new
         way = e.Add(e.Mul(new, e.Mul(rate, e.like(mu, p))), e.Mul(g.value, rate))
-        return _moved(e, switch, p, way, e.like(-1, p)), new
+        return shifted(e, switch, p, way, e.like(-1, p)), new
 
     return [], step
 
 
-def _moved(e: Emitter, switch: Switch, p: Value, way: Value, factor: Value) -> Value:
+def shifted(e: Emitter, switch: Switch, p: Value, way: Value, factor: Value) -> Value:
     """``p + way * factor``; p on a bad step."""
     return add_product(e, p, switch.added(way), switch.share(factor))
 
 
-@_update("Lars", accumulators=("velocity",), by_row=False)
+@update_rule("Lars", accumulators=("velocity",), by_row=False)
 def _lars(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
     mu, coeff, epsilon = op.attrs["mu"], op.attrs["lars_coeff"], op.attrs["epsilon"]
 
@@ -279,42 +279,10 @@ def _lars(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Val
             bottom = e.Add(e.Add(length, e.Mul(size, e.like(decay, p))), e.like(epsilon, p))
             rate = e.Mul(rate, _both(e, size, length, e.Div(e.Mul(size, e.like(coeff, p)), bottom)))
             g = e.Add(g, e.Mul(p, e.like(decay, p)))
-        new = _moved(e, switch, e.Mul(velocity, switch.keep(e.like(mu, p))), g, rate)
-        return _moved(e, switch, p, new, e.like(-1, p)), new
+        new = shifted(e, switch, e.Mul(velocity, switch.keep(e.like(mu, p))), g, rate)
+        return shifted(e, switch, p, new, e.like(-1, p)), new
 
     return [], step
-
-
-@_update("Adagrad", accumulators=("moment",))
-def _adagrad(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
-    def step(index: int, p: Value, g: Gradient, moment: Value) -> tuple[Value, ...]:
-        g = g.changed(_decayed(e, op, index, g.value, p))
-        return _adapted(e, op, switch, lr, p, g, moment, e.Mul(g.tensor, g.tensor))
-
-    return [], step
-
-
-@_update("RowWiseAdagrad", accumulators=("moment",))
-def _row_wise_adagrad(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[Value], Step]:
-    """The accumulator of a row is that of the mean of the squares; a vector's elements are its rows."""
-
-    def step(index: int, p: Value, g: Gradient, moment: Value) -> tuple[Value, ...]:
-        g = g.changed(_decayed(e, op, index, g.value, p))
-        square, axes = e.Mul(g.tensor, g.tensor), range(1, len(p.shape or ()))
-        if axes:
-            square = e.op("ReduceMean", square, e.ints(*axes), keepdims=1, shape=moment.shape)
-        return _adapted(e, op, switch, lr, p, g, moment, square)
-
-    return [], step
-
-
-def _adapted(
-    e: Emitter, op: Operator, switch: Switch, lr: Value, p: Value, g: Gradient, moment: Value, square: Value
-) -> tuple[Value, Value]:
-    """The parameter and the accumulator, to which the square of ``g.tensor`` was added."""
-    moment = add_product(e, moment, square, g.share(e.like(1, moment), 2))
-    bottom = e.Add(e.Sqrt(moment, shape=moment.shape), e.like(op.attrs["epsilon"], moment), shape=moment.shape)
-    return _moved(e, switch, p, e.Div(g.value, bottom, shape=p.shape), e.Neg(e.cast(lr, p.dtype))), moment
 
 
 class _Moments:
@@ -347,19 +315,19 @@ class _Moments:
         return m, v, e.Div(m, e.Add(e.Sqrt(v), e.cast(self.eps, v.dtype)))
 
 
-@_update("Adam", _BETAS, _MOMENTS)
+@update_rule("Adam", _BETAS, _MOMENTS)
 def _adam(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, switch, pow1, pow2)
     rate = e.Neg(e.Mul(lr, moments.rate))
 
     def step(index: int, p: Value, g: Gradient, m: Value, v: Value) -> tuple[Value, ...]:
-        m, v, direction = moments.step(g.changed(_decayed(e, op, index, g.value, p)), m, v)
-        return _moved(e, switch, p, direction, e.cast(rate, p.dtype)), m, v
+        m, v, direction = moments.step(g.changed(decayed(e, op, index, g.value, p)), m, v)
+        return shifted(e, switch, p, direction, e.cast(rate, p.dtype)), m, v
 
     return moments.advanced, step
 
 
-@_update("AdamW", _BETAS, _MOMENTS)
+@update_rule("AdamW", _BETAS, _MOMENTS)
 def _adamw(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, switch, pow1, pow2)
     rate = e.Neg(e.Mul(lr, moments.rate))
@@ -369,12 +337,12 @@ def _adamw(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow
         m, v, direction = moments.step(g, m, v)
         if _decay(op, index, "coeff"):
             p = e.Mul(p, switch.keep(e.cast(kept, p.dtype)))
-        return _moved(e, switch, p, direction, e.cast(rate, p.dtype)), m, v
+        return shifted(e, switch, p, direction, e.cast(rate, p.dtype)), m, v
 
     return moments.advanced, step
 
 
-@_update("Lamb", _BETAS, _MOMENTS, by_row=False)
+@update_rule("Lamb", _BETAS, _MOMENTS, by_row=False)
 def _lamb(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2: Value) -> tuple[list[Value], Step]:
     moments = _Moments(e, op, switch, pow1, pow2)
 
@@ -387,7 +355,7 @@ def _lamb(e: Emitter, op: Operator, switch: Switch, lr: Value, pow1: Value, pow2
         rate = e.cast(lr, p.dtype)
         if decay or op.attrs["always_adapt"]:
             rate = e.Mul(rate, _trust(e, p, direction))
-        return _moved(e, switch, p, direction, e.Neg(rate)), m, v
+        return shifted(e, switch, p, direction, e.Neg(rate)), m, v
 
     return moments.advanced, step
 
