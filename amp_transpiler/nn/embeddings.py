@@ -186,4 +186,5 @@ def _added(add: Any, start: Variable, bag: Variable, values: Variable) -> Variab
 
 
 def _shared_out(add: Any, total: Variable, count: Variable) -> Variable:
-    return add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
+    shared: Variable = add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
+    return shared

@@ -173,7 +173,7 @@ class UpdateRule:
                     "once, or give each optimizer its own parameter_list"
                 )
         with program_guard(program, startup), context.operator_role(UPDATE):
-            params_grads = self._whole_where_needed(clipped(params_grads, groups), groups)
+            params_grads = self._whole_where_needed(program, clipped(params_grads, groups), groups)
             some = {parameter.key for parameter, grad in params_grads if grad.rows is not None}
             alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay, p.key in some))
             rate = self._learning_rate(program, startup, found_inf)
@@ -182,9 +182,9 @@ class UpdateRule:
     def _factor(self, parameter: Variable, groups: dict[int, Group]) -> float:
         return groups[parameter.key].lr_factor * self._rate_factor(parameter)
 
-    def _whole_where_needed(self, params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:
+    def _whole_where_needed(self, program: Program, params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:
         """The pairs, sparse gradients made whole where rows without a gradient change too."""
-        spared = without_decay(type(self).__name__, self.weight_decay_exclude, params_grads[0][0].program)
+        spared = without_decay(type(self).__name__, self.weight_decay_exclude, program)
         found: ParamsGrads = []
         for parameter, grad in params_grads:
             if grad.rows is not None and not self.lazy_mode:

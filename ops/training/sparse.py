@@ -37,8 +37,7 @@ def _count(shapes: Sequence[Shape | None]) -> int | None:
 def _gather_types(op: Operator) -> Types:
     indices, dy = op.inputs
     assert indices is not None and dy is not None
-    known = dy.shape is not None and indices.shape is not None
-    rest = dy.shape[len(indices.shape) :] if known else None
+    rest = None if dy.shape is None or indices.shape is None else dy.shape[len(indices.shape) :]
     count = _count([indices.shape])
     return [("int64", (count,)), (dy.dtype, None if rest is None else (count, *rest))]
 
