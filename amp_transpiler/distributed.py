@@ -16,10 +16,12 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
 from amp_transpiler.option_checks import choice, is_whole, number, shown, switch, whole
-from amp_transpiler.runtime.collective import mpi
+from amp_transpiler.runtime.collective import mpi, nccl
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.exits import guard
 from amp_transpiler.runtime.collective.mpi import MPIEngine
+from amp_transpiler.runtime.collective.nccl import NcclEngine
+from amp_transpiler.runtime.collective.ordered import OrderedEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine, single_engine
 from amp_transpiler.runtime.collective.thread import Work
 
@@ -34,8 +36,9 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
     """Makes this process one of several ranks. A second call gives the engine of the first.
 
     Args:
-        engine: ``"mpi"``: the ranks that ``mpiexec`` started. ``"auto"``: the same under ``mpiexec``, else one rank
-            alone, for which nothing need be installed. An :class:`Engine`: that one.
+        engine: ``"mpi"``: the ranks that ``mpiexec`` started, with arrays in memory. ``"nccl"``: likewise, with values
+            on a CUDA device each. ``"auto"``: ``"mpi"`` under ``mpiexec``, else one rank alone, for which nothing need
+            be installed. An :class:`Engine`: that one.
         timeout: seconds after which a call that waits for other ranks ends with DistributedError; the environment
             variable ``AMP_DISTRIBUTED_TIMEOUT``, or 600, where None.
 
@@ -48,7 +51,7 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
     """
     global _process
     if not isinstance(engine, Engine):
-        engine = choice("amp.distributed.init: engine", engine, ("auto", "mpi"))
+        engine = choice("amp.distributed.init: engine", engine, ("auto", "mpi", "nccl"))
     if _process is not None:
         if engine is not _process and engine not in ("auto", _process.name):
             named = engine if isinstance(engine, str) else engine.name
@@ -59,13 +62,20 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
     seconds = _seconds(timeout)
     if isinstance(engine, Engine):
         _process = engine
-    elif engine == "mpi" or _several():
-        made = MPIEngine(seconds)
-        guard(made)
-        _process = made
+    elif engine == "nccl":
+        modules = nccl.imported()
+        _process = NcclEngine(_started(_several(), seconds), modules=modules)
     else:
-        _process = single_engine(seconds)
+        _process = _started(engine == "mpi" or _several(), seconds)
     return _process
+
+
+def _started(several: bool, seconds: float) -> OrderedEngine:
+    if not several:
+        return single_engine(seconds)
+    made = MPIEngine(seconds)
+    guard(made)
+    return made
 
 
 def _seconds(timeout: float | None) -> float:
@@ -247,6 +257,7 @@ get_rank, get_size = rank, world_size  # which arguments of `shard` hide
 __all__ = [
     "Engine",
     "MPIEngine",
+    "NcclEngine",
     "SimulatedEngine",
     "Work",
     "all_gather",

@@ -31,8 +31,9 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-#: DLPack's code of a float type, and its bits.
+#: DLPack's code of an element type, and its bits.
 _DLPACK = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16)}
+_DLPACK |= {"int32": (0, 32), "int64": (0, 64), "uint32": (1, 32), "uint64": (1, 64)}
 
 
 class _Managed(ctypes.Structure):
@@ -117,7 +118,7 @@ def alias(array: np.ndarray, dtype: str) -> Any:
 
 
 def view(value: Any, offset: int, shape: Sequence[int]) -> Any:
-    """A value that shares the memory of a float ``value``, from its element ``offset`` on; on any device.
+    """A value that shares the memory of one of floats or integers, from its element ``offset`` on; on any device.
 
     It keeps ``value`` alive. Made through DLPack, whose deleter is one that needs no Python: values may die with it.
     """

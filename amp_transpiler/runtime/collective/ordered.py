@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,7 +44,7 @@ class OrderedEngine(Engine):
         self.timeout, self.peers = float(timeout), transport.peers
         self._transport, self._reducer = transport, Reducer()
         self._watch = Watch(transport, self.timeout)
-        self._calls, self._closed = 0, False
+        self._calls, self.closed = 0, False
         self._buffers: list[np.ndarray] = []
         self._closing = threading.Lock()
         self._thread = CommunicationThread(f"amp-{name}-{self.rank}", self._watch.idle)
@@ -52,14 +53,14 @@ class OrderedEngine(Engine):
     def all_reduce(self, array: np.ndarray, op: str = "sum") -> np.ndarray:
         flat = arguments.flat("all_reduce", array)
         arguments.operation("all_reduce", op, flat.dtype.name)
-        self._on_thread(lambda: self._all_reduce(flat, op))
+        self.on_thread(lambda: self._all_reduce(flat, op))
         return array
 
     def reduce_scatter(self, array: np.ndarray, sizes: Sequence[int], op: str = "sum") -> np.ndarray:
         flat = arguments.flat("reduce_scatter", array)
         arguments.operation("reduce_scatter", op, flat.dtype.name)
         parts = _split(flat, arguments.sizes_of("reduce_scatter", sizes, self.size, flat.size))
-        self._on_thread(lambda: self._reduce_scatter(flat, parts, op))
+        self.on_thread(lambda: self._reduce_scatter(flat, parts, op))
         return parts[self.rank]
 
     def all_gather(self, part: np.ndarray, sizes: Sequence[int], out: np.ndarray) -> np.ndarray:
@@ -70,57 +71,60 @@ class OrderedEngine(Engine):
                 f"all_gather: the part of rank {self.rank} is {own.dtype.name}[{own.size}]; "
                 f"sizes and out say {flat.dtype.name}[{parts[self.rank].size}]"
             )
-        self._on_thread(lambda: self._all_gather(own, parts))
+        self.on_thread(lambda: self._all_gather(own, parts))
         return out
 
     def all_to_all(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         given = arguments.parts_of("all_to_all", parts, self.size)
-        return self._on_thread(lambda: self._all_to_all(given))
+        return self.on_thread(lambda: self._all_to_all(given))
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
         root = arguments.rank_of("broadcast", root, self.size)
         flat = arguments.flat("broadcast", array, written=root != self.rank)
-        self._on_thread(lambda: self._broadcast(flat, root))
+        self.on_thread(lambda: self._broadcast(flat, root))
         return array
 
     def barrier(self) -> None:
-        self._on_thread(lambda: self._begin("barrier"))
+        self.on_thread(lambda: self.begin(Call(0, "barrier")))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         try:
             said = json.dumps(value).encode()
         except (TypeError, ValueError) as error:
             raise ArgumentTypeError(f"all_gather_object: {shown(value)} cannot be sent as JSON: {error}") from None
-        return self._on_thread(lambda: self._all_gather_object(said))
+        return self.on_thread(lambda: self._all_gather_object(said))
 
     def submit(self, call: Callable[[], _Result]) -> Work[_Result]:
         with self._closing:
-            if self._closed:
+            if self.closed:
                 raise OrderError(f"this {self.name} engine is closed; amp.distributed.init() makes another one")
             return self._thread.submit(call)
 
-    def _on_thread(self, call: Callable[[], _Result]) -> _Result:
+    def on_thread(self, call: Callable[[], _Result]) -> _Result:
+        """Submits a call and waits for it; what runs in the engine's thread already goes on."""
         return call() if self._thread.is_current() else self.submit(call).wait()
 
     # -- algorithms, in the engine's thread --------------------------------------------------------------------
-    def _begin(self, kind: str, op: str = "", array: np.ndarray | None = None, **fields: int) -> list[Call]:
-        """Begins a call: every rank's header, which must say the same."""
+    def _begin(self, kind: str, op: str, array: np.ndarray, root: int = 0, check: int = 0) -> list[Call]:
+        return self.begin(Call(0, kind, op, array.dtype.name, root, array.size, check))
+
+    def begin(self, call: Call) -> list[Call]:
+        """Begins a call, in the engine's thread: the headers of all ranks, numbered, which must say the same."""
         self._calls += 1
-        if array is not None:
-            fields.setdefault("length", array.size)
-        mine = Call(self._calls, kind, op, array.dtype.name if array is not None else "", **fields)
+        mine = replace(call, number=self._calls)
         self._watch.check(mine)
         if self.size == 1:
             return [mine]
         rows = np.empty((self.size, headers.SIZE), np.uint8)
-        self._wait(self._transport.headers(mine.packed(), rows), mine)
+        self.wait(self._transport.headers(mine.packed(), rows), mine)
         made = [Call.unpacked(row) for row in rows]
         found = headers.difference(made, self.rank)
         if found is not None:
             self._watch.mismatch(found[1], found[0])
         return made
 
-    def _wait(self, pending: Pending, call: Call) -> None:
+    def wait(self, pending: Pending, call: Call) -> None:
+        """Waits, in the engine's thread, for what a call has under way. DistributedError after a fault."""
         self._watch.wait(pending, call)
 
     def _exchange(
@@ -130,7 +134,7 @@ class OrderedEngine(Engine):
         sent = [None if array is None else as_bytes(array) for array in send]
         received = [None if array is None else as_bytes(array) for array in receive]
         pending = self._transport.exchange(sent, received)
-        return lambda: self._wait(pending, call)
+        return lambda: self.wait(pending, call)
 
     def _all_reduce(self, flat: np.ndarray, op: str) -> None:
         call = self._begin("all_reduce", op, flat)[self.rank]
@@ -251,9 +255,9 @@ class OrderedEngine(Engine):
 
     def close(self) -> None:
         with self._closing:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         if self._watch.fault is None:
             self._thread.submit(self._watch.leave)
         if self._thread.stop(self.timeout):
@@ -262,7 +266,7 @@ class OrderedEngine(Engine):
     def end(self, status: int) -> None:
         """Ends the program after a fault; other ranks get a moment to end by themselves before they are ended."""
         with self._closing:
-            self._closed = True
+            self.closed = True
         try:
             alone = self._thread.stop(_STOP) and self._watch.end(_END)
         except TransportError:

@@ -67,7 +67,7 @@ def test_the_timeout_is_an_argument_or_of_the_environment(monkeypatch: pytest.Mo
         distributed.init()
     with pytest.raises(ArgumentError, match="timeout is 0"):
         distributed.init(timeout=0)
-    with pytest.raises(ArgumentError, match="engine is 'gloo'; expected one of auto, mpi"):
+    with pytest.raises(ArgumentError, match="engine is 'gloo'; expected one of auto, mpi, nccl"):
         distributed.init("gloo")
 
 

@@ -1,0 +1,282 @@
+"""Ranks with a CUDA device each: NCCL, through nccl4py, carries and adds what lies on the devices.
+
+Beside it goes an engine for memory, MPI's where there are several ranks. It starts the ranks, hands out NCCL's unique
+id, compares what calls the ranks make, carries small objects and numpy arrays, and finds ranks that fail; so there is
+one way to start, and one place that knows of faults.
+
+NCCL adds 16-bit floats in 16 bit on most ways that it may take. Here each addend is first multiplied by
+2^-ceil(log2 N), which is exact short of subnormal numbers, so that no partial sum leaves the range;
+:meth:`NcclEngine.remaining_factor` is what is left to multiply by.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError
+from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.passes.lowering.place import CUDAPlace, Place
+from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.collective import arguments, headers
+from amp_transpiler.runtime.collective.engine import Engine
+from amp_transpiler.runtime.collective.ordered import OrderedEngine
+from amp_transpiler.runtime.collective.thread import Work
+from amp_transpiler.runtime.collective.transport import Pending, TransportError
+
+_Result = TypeVar("_Result")
+#: NCCL's results that are no errors: success, and a call that goes on.
+_WELL = (0, 7)
+#: Element types that NCCL knows.
+_TYPES = FLOATS | {"int8", "uint8", "int32", "uint32", "int64", "uint64"}
+#: Seconds between two looks at a stream: a share of the time waited, up to the longest.
+_SHARE, _LONGEST = 0.125, 2e-4
+
+
+def imported() -> tuple[Any, Any]:
+    """nccl4py's module and that of CUDA devices. MissingPackageError where they are not installed."""
+    try:
+        import cuda.core  # noqa: PLC0415 - optional packages
+        import nccl.core  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingPackageError(
+            f"several ranks on CUDA need nccl4py and NCCL: pip install 'amp-transpiler[nccl,mpi]' ({error})"
+        ) from None
+    return nccl.core, cuda.core
+
+
+class _OnStream(Pending):
+    """What is on its way on a stream."""
+
+    def __init__(self, communicator: Any, event: Any) -> None:
+        self._communicator, self._event = communicator, event
+
+    def wait(self, seconds: float) -> bool:
+        started = time.perf_counter()
+        while not self._event.is_done:
+            result = int(self._communicator.get_async_error())
+            if result not in _WELL:
+                raise TransportError(f"NCCL says {self._communicator.get_last_error() or result}")
+            passed = time.perf_counter() - started
+            if passed >= seconds:
+                return False
+            time.sleep(min(passed * _SHARE, _LONGEST))
+        return True
+
+
+class NcclEngine(Engine):
+    """Ranks with a CUDA device each. Arrays are onnxruntime values on it; numpy's go through the engine beside it.
+
+    Every call ends when its work on the device has, so that the next session may read what came. Integers other than
+    int32, int64, uint32 and uint64 are not reduced.
+
+    Args:
+        beside: the engine that starts the ranks and finds faults.
+        place: the device; where None, the one whose number is that of this rank among those on its host.
+        modules: nccl4py's and cuda.core, where they shall not be imported.
+
+    Attributes:
+        stream: the CUDA stream of all calls, a number, as sessions take it for ``user_compute_stream``.
+
+    Raises: MissingPackageError without nccl4py.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self, beside: OrderedEngine, place: Place | None = None, modules: tuple[Any, Any] | None = None
+    ) -> None:
+        self._nccl, self._cuda = modules or imported()
+        self.beside, self.rank, self.size = beside, beside.rank, beside.size
+        self.timeout, self.peers = beside.timeout, beside.peers
+        host = self.peers[self.rank].host
+        self.place = place or CUDAPlace(sum(peer.host == host for peer in self.peers[: self.rank]))
+        self._scaled: dict[str, Any] = {}
+        self.stream = beside.on_thread(self._connect)
+
+    def _connect(self) -> int:
+        device = self._cuda.Device(self.place.device_id)
+        device.set_current()
+        self._stream = device.create_stream()
+        mine = bytes(self._nccl.get_unique_id()).hex() if self.rank == 0 else ""
+        unique = self._nccl.UniqueId.from_bytes(bytes.fromhex(self.beside.all_gather_object(mine)[0]))
+        self._communicator: Any = self._nccl.Communicator.init(self.size, self.rank, unique)
+        return int(self._stream.handle)
+
+    # -- calls -------------------------------------------------------------------------------------------------
+    def all_reduce(self, array: Any, op: str = "sum") -> Any:
+        if isinstance(array, np.ndarray):
+            return self.beside.all_reduce(array, op)
+        dtype, length = self._checked("all_reduce", array)
+        arguments.operation("all_reduce", op, dtype)
+        self._run(
+            headers.Call(0, "all_reduce", op, dtype, length=length),
+            lambda to: length and to.allreduce(array, array, self._operator(dtype, op), stream=self.stream),
+        )
+        return array
+
+    def reduce_scatter(self, array: Any, sizes: Sequence[int], op: str = "sum") -> Any:
+        if isinstance(array, np.ndarray):
+            return self.beside.reduce_scatter(array, sizes, op)
+        dtype, length = self._checked("reduce_scatter", array)
+        arguments.operation("reduce_scatter", op, dtype)
+        given = arguments.sizes_of("reduce_scatter", sizes, self.size, length)
+        parts = _split(array, given)
+
+        def issue(to: Any) -> None:
+            operator = self._operator(dtype, op)
+            if len(set(given)) == 1 and length:
+                to.reduce_scatter(array, parts[self.rank], operator, stream=self.stream)
+                return
+            with self._nccl.group():
+                for root, part in enumerate(parts):
+                    if given[root]:
+                        to.reduce(part, part, operator, root, stream=self.stream)
+
+        check = headers.check_sum(given)
+        self._run(headers.Call(0, "reduce_scatter", op, dtype, length=length, check=check), issue)
+        return parts[self.rank]
+
+    def all_gather(self, part: Any, sizes: Sequence[int], out: Any) -> Any:
+        if isinstance(out, np.ndarray):
+            return self.beside.all_gather(part, sizes, out)
+        dtype, length = self._checked("all_gather: out", out)
+        given = arguments.sizes_of("all_gather", sizes, self.size, length)
+        if self._checked("all_gather: part", part) != (dtype, given[self.rank]):
+            raise ArgumentError(
+                f"all_gather: the part of rank {self.rank} is {device_tensors.dtype_of(part)}{list(part.shape())}; "
+                f"sizes and out say {dtype}[{given[self.rank]}]"
+            )
+        places = _split(out, given)
+
+        def issue(to: Any) -> None:
+            if len(set(given)) == 1 and length:
+                to.allgather(part, out, stream=self.stream)
+                return
+            with self._nccl.group():
+                for root, place in enumerate(places):
+                    if given[root]:
+                        to.broadcast(part if root == self.rank else place, place, root, stream=self.stream)
+
+        check = headers.check_sum(given)
+        self._run(headers.Call(0, "all_gather", "", dtype, length=given[self.rank], check=check), issue)
+        return out
+
+    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return self.beside.all_to_all(parts)
+        shapes = [list(part.shape()) for part in parts]
+        kinds = {(self._checked("all_to_all", part)[0], tuple(part.shape()[1:])) for part in parts}
+        if len(parts) != self.size or len(kinds) != 1 or not all(shapes):
+            raise ArgumentError(
+                f"all_to_all: expected {self.size} parts of one type and one shape but for the first dimension; "
+                f"got {len(parts)} of {sorted(map(str, kinds))}"
+            )
+        ((dtype, tail),) = kinds
+
+        def run() -> list[Any]:
+            lengths = self.beside.all_gather_object([shape[0] for shape in shapes])
+            come = [device_tensors.empty([row[self.rank], *tail], dtype, self.place) for row in lengths]
+
+            def issue(to: Any) -> None:
+                with self._nccl.group():
+                    for peer in range(self.size):
+                        if math.prod(shapes[peer]):
+                            to.send(parts[peer], peer, stream=self.stream)
+                        if math.prod(come[peer].shape()):
+                            to.recv(come[peer], peer, stream=self.stream)
+
+            check = headers.check_sum(tail)
+            own = math.prod(shapes[self.rank])
+            self._run(headers.Call(0, "all_to_all", "", dtype, length=own, check=check), issue)
+            return come
+
+        return self.beside.on_thread(run)
+
+    def broadcast(self, array: Any, root: int = 0) -> Any:
+        if isinstance(array, np.ndarray):
+            return self.beside.broadcast(array, root)
+        dtype, length = self._checked("broadcast", array)
+        root = arguments.rank_of("broadcast", root, self.size)
+        self._run(
+            headers.Call(0, "broadcast", "", dtype, root, length),
+            lambda to: length and to.broadcast(array, array, root, stream=self.stream),
+        )
+        return array
+
+    def barrier(self) -> None:
+        self.beside.barrier()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.beside.all_gather_object(value)
+
+    def submit(self, call: Callable[[], _Result]) -> Work[_Result]:
+        return self.beside.submit(call)
+
+    def remaining_factor(self, dtype: str, op: str) -> float:
+        if not self._is_scaled(dtype, op):
+            return 1.0
+        return 2.0 ** self._exponent() / (self.size if op == "mean" else 1)
+
+    # -- in the thread -----------------------------------------------------------------------------------------
+    def _run(self, call: headers.Call, issue: Callable[[Any], object]) -> None:
+        """Has all ranks agree on the call, issues it, and waits for its end on the device."""
+
+        def run() -> None:
+            try:
+                made = self.beside.begin(call)[self.rank]
+                issue(self._communicator)
+                self.beside.wait(_OnStream(self._communicator, self._stream.record()), made)
+            except Exception as error:
+                if not isinstance(error, DistributedError):  # NCCL's, of this rank alone: the others would wait
+                    self.beside.abort(f"raised {type(error).__name__}: {error}")
+                self._communicator.abort()
+                raise
+
+        self.beside.on_thread(run)
+
+    def _exponent(self) -> int:
+        return math.ceil(math.log2(self.size))
+
+    def _is_scaled(self, dtype: str, op: str) -> bool:
+        return self.size > 1 and ((op == "sum" and dtype in HALF) or (op == "mean" and dtype in FLOATS))
+
+    def _operator(self, dtype: str, op: str) -> Any:
+        if not self._is_scaled(dtype, op):
+            return self._nccl.MAX if op == "max" else self._nccl.SUM
+        if dtype not in self._scaled:
+            kind = getattr(self._nccl, dtype.upper())
+            self._scaled[dtype] = self._communicator.create_pre_mul_sum(2.0 ** -self._exponent(), kind)
+        return self._scaled[dtype]
+
+    def _checked(self, called: str, value: Any) -> tuple[str, int]:
+        """Element type and number of elements of a value on the device."""
+        if not hasattr(value, "data_ptr"):
+            raise ArgumentTypeError(
+                f"{called}: expected an onnxruntime value or a numpy array, got {type(value).__name__}"
+            )
+        if value.device_name() != self.place.kind:
+            raise ArgumentError(f"{called}: the value is on {value.device_name()}; this engine has {self.place}")
+        dtype = device_tensors.dtype_of(value)
+        if dtype not in _TYPES:
+            raise ArgumentTypeError(f"{called}: NCCL does not know {dtype}; give floats, int32 or int64")
+        return dtype, math.prod(value.shape())
+
+    # -- the end -----------------------------------------------------------------------------------------------
+    def abort(self, message: str) -> None:
+        self.beside.abort(message)
+
+    def close(self) -> None:
+        if self.beside.fault() is None and not self.beside.closed:
+            self.beside.submit(self._communicator.destroy).wait()
+        self.beside.close()
+
+
+def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Views of the parts of a value; the value itself stands for one without elements."""
+    ends = np.cumsum([0, *sizes])
+    return [device_tensors.view(value, int(ends[i]), [size]) if size else value for i, size in enumerate(sizes)]
