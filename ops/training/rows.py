@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -61,26 +61,35 @@ def _side_by_side(e: Emitter, rows: Rows, values: Sequence[Value], between: floa
     """One tensor for ``values``, with this number between them."""
     if all(value.name in e.initializers for value in values):
         return _constant(e, rows, values, between)
-    pieces, end = list[Value](), 0
+    pieces, end = list[tuple[int, Value | None]](), 0
     for value, offset, shape in zip(values, rows.offsets, rows.shapes, strict=True):
         if offset > end:
-            pieces.append(e.const(np.full((1, offset - end), between), value.dtype))
-        pieces.append(e.reshape(value, (1, math.prod(shape))))
+            pieces.append((offset - end, None))
+        pieces.append((math.prod(shape), value))
         end = offset + math.prod(shape)
-    return e.reshape(_chained(e, pieces), rows.shape)
+
+    def chained(part: Sequence[tuple[int, Value | None]]) -> Value:
+        """One row of several. What stands last in the file is made first, so pieces stand there in their order."""
+        if len(part) > 1:
+            runs = [chained(run) for run in _runs(part, MOST.get(e.place, len(part)))]
+            return e.Concat(*runs, axis=1, shape=(1, sum(size for size, _ in part)))
+        ((size, value),) = part
+        return e.reshape(value or e.const(np.full((1, size), between), values[0].dtype), (1, size))
+
+    return e.reshape(chained(pieces), rows.shape)
 
 
-def _chained(e: Emitter, pieces: Sequence[Value]) -> Value:
-    """One row of several: a Concat, or a tree of them where one would take more tensors than its kernel does."""
-    groups = _groups(e, pieces)
-    if len(groups) > 1:
-        return _chained(e, [_chained(e, group) for group in groups])
-    length = sum(_size(piece)[1] for piece in pieces)
-    return pieces[0] if len(pieces) == 1 else e.Concat(*pieces, axis=1, shape=(1, length))
+def _runs(pieces: Sequence[tuple[int, Any]], most: int) -> list[Sequence[tuple[int, Any]]]:
+    """Sized pieces in at most ``most`` runs of neighbours, as many of the largest by themselves as can be: what is in
+    a run of several is moved once more."""
+    count = len(pieces)
+    largest = sorted(range(count), key=lambda at: -pieces[at][0])[: count if count <= most else (most - 1) // 2]
+    ends = [0, *itertools.chain.from_iterable((at, at + 1) for at in sorted(largest)), count]
+    return [pieces[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
 
 
 def _groups(e: Emitter, pieces: Sequence[_Piece]) -> list[Sequence[_Piece]]:
-    """Neighbours in groups that a kernel takes, of sizes that differ by one at most."""
+    """Neighbours in groups that a kernel takes, of numbers that differ by one at most."""
     count = -(-len(pieces) // MOST.get(e.place, len(pieces)))
     ends = [len(pieces) * number // count for number in range(count + 1)]
     return [pieces[begin:end] for begin, end in itertools.pairwise(ends)]

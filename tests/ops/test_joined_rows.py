@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.flat import Rows
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import rows
 from amp_transpiler.passes.lowering import flat_layout
@@ -32,6 +37,41 @@ def test_no_kernel_on_cuda_takes_more_than_it_can() -> None:
     for kind in ("Concat", "Split"):
         sizes = [max(len(node.input), len(node.output)) for node in nodes if node.op_type == kind]
         assert rows.MOST["cuda"] == 32 and 20 < max(sizes) <= 32
+
+
+@pytest.mark.parametrize("most", [3, 8, 32])
+def test_what_is_large_is_moved_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 tensors, four of them large, none of these is in a Concat that another one reads."""
+    monkeypatch.setitem(rows.MOST, "cuda", most)
+    shapes = tuple((5000 if number % 25 == 7 else 3 + number,) for number in range(100))
+    e, together = Emitter("cuda"), Rows(tuple(range(100)), shapes)
+    whole = rows.joined(e, together, [Value(f"x{n}", "float32", shape) for n, shape in enumerate(shapes)])
+    made = {node.output[0]: node for node in e.nodes}
+    views = {name: node.input[0] for name, node in made.items() if node.op_type == "Reshape"}
+    last = made[views.get(whole.name, whole.name)]
+    direct = {views.get(name, name) for name in last.input}
+    assert all(len(node.input) <= most for node in e.nodes if node.op_type == "Concat")
+    large = {f"x{number}" for number, shape in enumerate(shapes) if shape[0] == 5000}
+    assert len(large & direct) == min(len(large), (most - 1) // 2)
+
+
+def test_a_huge_parameter_has_a_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its gradient is not copied; the others lie together as before."""
+    monkeypatch.setattr(flat_layout, "_HUGE", 12)
+    main, _, fetched = deep(6)
+    lowered = main.lower(amp.CUDAPlace(0), fetches=fetched[:1])
+    of_each = sorted(len(port.segments) for port in lowered.states if "moment1" in port.variable)
+    shapes = [v.shape or () for v in main.variables if v.trainable]
+    huge = [shape for shape in shapes if math.prod(shape) >= 12]
+    assert of_each == [*[1] * len(huge), len(shapes) - len(huge)] and len(huge) > 1
+    own = {port.variable: port.tensor for port in lowered.states if len(port.segments) == 1}
+    joined = [n for node in lowered.model.graph.node if node.op_type == "Concat" for n in node.input]
+    sizes = {v.name: math.prod(d.dim_value for d in v.type.tensor_type.shape.dim) for v in _inferred(lowered.model)}
+    assert own and max(sizes[name] for name in joined if name in sizes) < 12
+
+
+def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    return list(onnx.shape_inference.infer_shapes(model, data_prop=True).graph.value_info)
 
 
 def test_trees_are_the_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:

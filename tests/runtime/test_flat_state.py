@@ -70,7 +70,12 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(flat_layout.CHUNKED, "cpu", (50, 20))
 
 
-@pytest.mark.parametrize("layout", [together, in_chunks])
+def huge_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    together(monkeypatch)
+    monkeypatch.setattr(flat_layout, "_HUGE", 50)
+
+
+@pytest.mark.parametrize("layout", [together, in_chunks, huge_apart])
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
 @pytest.mark.parametrize("clip", [None, amp.optimizer.ClipGradByValue(0.1)])
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW", "Lamb"])

@@ -45,6 +45,9 @@ WORTH = {"cuda": Worth(fewest=2), "cpu": Worth(fewest=64, largest=16384)}
 #: about. Smaller chunks are slower again: memory is read best in long runs (measured).
 CHUNKED = {"cpu": (2**19, 2**18)}
 
+#: Elements of a parameter from which on copying its gradient into a buffer of several takes longer than the launches of
+#: an update of its own: 2**24 of fp32 are 128 MiB to move.
+_HUGE = 1 << 24
 #: The share of a flat state from which on all of it is cast.
 _NEARLY_ALL = 0.9
 _CAST_GRADIENT = gradient_type("", "Cast")
@@ -133,15 +136,24 @@ def flat_layout(
             if worth.takes(row.shape):
                 groups.setdefault(row.kind, []).append(row)
         # Gradients of the last group are made first; what the largest ones are made of takes the most until then.
-        for rows in sorted(groups.values(), key=lambda rows: sum(math.prod(row.shape) for row in rows)):
-            if len(rows) >= worth.fewest:
-                _add(layout, op, rows)
+        buffers = [rows for group in groups.values() for rows in _buffers(group, worth)]
+        for rows in sorted(buffers, key=lambda rows: sum(math.prod(row.shape) for row in rows)):
+            _add(layout, op, rows)
         grouped = {number for rows in layout.rows.get(op.key, ()) for number in rows.numbers}
         for row in rows_of:
             if row.number not in grouped and (count := _chunks(row, place)) > 1:
                 _add(layout, op, [row], count)
     _add_statistics(layout, operators, updates, shapes, worth)
     return layout
+
+
+def _buffers(rows: Sequence[_Row], worth: Worth) -> list[list[_Row]]:
+    """The rows that lie in one buffer together; a row of huge size has one of its own."""
+    if len(rows) < worth.fewest:
+        return []
+    huge = [row for row in rows if math.prod(row.shape) >= _HUGE]
+    together = [row for row in rows if math.prod(row.shape) < _HUGE]
+    return [*([together] if len(together) >= worth.fewest else []), *([row] for row in huge)]
 
 
 def _add_statistics(
