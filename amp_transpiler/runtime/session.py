@@ -23,7 +23,7 @@ import onnx
 import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
-from amp_transpiler.passes.lowering.arena import FIRST_REGION, REGION, WASTE
+from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.parts import Parts, cuts
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
@@ -194,13 +194,15 @@ def _make_arena() -> None:
 
     A session's own begins with 1 MiB and doubles: what is free then lies in many pieces, and a training step takes 4
     to 50 % more than its tensors (measured). A page of a region takes memory only once something was written to it.
-    onnxruntime never gives its first region back: so that is a small one, and those after a shrink are large.
+    onnxruntime never gives its first region back: so that is a small one, and those after a shrink are large, each
+    twice as large as the last.
     """
     place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     region = {"initial_chunk_size_bytes": FIRST_REGION, "initial_growth_chunk_size_bytes": REGION}
-    split = {"max_dead_bytes_per_chunk": WASTE, "arena_extend_strategy": 0, "max_power_of_two_extend_bytes": REGION}
+    growth = {"arena_extend_strategy": 0, "max_power_of_two_extend_bytes": LARGEST_REGION}
+    settings = ort.OrtArenaCfg(region | growth | {"max_dead_bytes_per_chunk": WASTE})
     try:
-        ort.create_and_register_allocator(place, ort.OrtArenaCfg(region | split))
+        ort.create_and_register_allocator(place, settings)
     except Exception:  # another part of the process has registered one; then that serves
         return
 

@@ -271,6 +271,29 @@ def test_an_arena_grows_by_regions_of_which_pages_count_once_they_are_used() -> 
     assert arena.resident == 4096 + REGION and arena.table == small + REGION // 32  # 8 bytes for each 256
 
 
+@pytest.mark.parametrize("requests", [[(1, 1), (1, 2), (1, 0), (3, 4)], [(3, 4), (3, 4), (4, 8)]])
+def test_regions_are_twice_as_large_as_the_last(requests: list[tuple[int, int]]) -> None:
+    """As onnxruntime's are: a region that was raised for a large request is followed by one as large."""
+    arena = Arena()
+    for size, added in requests:
+        before = arena.table
+        arena.take(size * REGION)
+        assert arena.table - before == pytest.approx(added * REGION // 32, rel=1e-6)
+
+
+def test_a_later_step_writes_to_no_memory_that_the_first_did_not_take() -> None:
+    """Of regions of one size the second step would fill the one first that the first step took last."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.memory_run", "--steps"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    first, fourth = map(float, done.stdout.split())
+    assert first > 300 and fourth < 1.05 * first, done.stdout
+
+
 def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
     """Eight shapes take little more than one; ``close`` frees what they took."""
     done = subprocess.run(

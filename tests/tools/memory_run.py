@@ -1,7 +1,8 @@
 """``python -m tests.tools.memory_run``, a process of its own: how much the resident memory of one training step grows over that of its state.
 
 Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode
-("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`.
+("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`, with ``--steps``:
+:func:`steps`.
 """
 
 from __future__ import annotations
@@ -195,6 +196,21 @@ def shapes() -> None:
     print(found[0], found[-1], status("VmRSS") - before)
 
 
+def steps() -> None:
+    """What one step of three times the batch takes, and what four do, in MiB."""
+    main_, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main_, startup), amp.unique_name.guard():
+        loss, feed = mlp()
+        amp.optimizer.SGD(0.01).minimize(loss)
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    executor.run(startup, scope=scope)
+    feed, before, found = {key: np.tile(array, (3, 1)) for key, array in feed.items()}, status("VmRSS"), []
+    for _ in range(4):
+        executor.run(main_, feed=feed, fetch_list=[loss], scope=scope)
+        found.append(status("VmRSS") - before)
+    print(found[0], found[-1])
+
+
 def measured(*arguments: str) -> tuple[float, float]:
     """(forecast, measured) MiB, by this module in a process of its own."""
     done = subprocess.run(
@@ -211,5 +227,7 @@ def measured(*arguments: str) -> tuple[float, float]:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--shapes"]:
         shapes()
+    elif sys.argv[1:] == ["--steps"]:
+        steps()
     else:
         main(*sys.argv[1:])

@@ -2,9 +2,13 @@
 
 Sizes are rounded up to 256 bytes. A request takes the smallest free chunk that is large enough, of equal ones the
 lowest, and leaves what it does not need where that is as much again, or more than ``WASTE``. Freed neighbours become
-one chunk. Where nothing fits, the arena grows by a region of ``REGION`` bytes, or as many times two as it takes. A page
-counts from the moment in which it is first written, and never less again: what is resident is what was ever touched.
-Beside its regions the arena keeps a table, with a number for every unit of them.
+one chunk. Where nothing fits, the arena grows by a region of ``REGION`` bytes, by one twice as large the next time, or
+as many times two as it takes. A page counts from the moment in which it is first written, and never less again: what
+is resident is what was ever touched. Beside its regions the arena keeps a table, with a number for every unit of them.
+
+That each region is larger than the last matters from the second step on. All are free when that begins, and it fills
+them from the smallest one, as the first step did. Of regions of one size it would begin with that at the lowest
+address, which is the one that the first step took last and did not fill: in the end all of them would be written to.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ from dataclasses import dataclass
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness
 from amp_transpiler.passes.lowering.workspace import EARLY
 
-#: How the arena is set up: bytes of the region that it always keeps, of the next one, and by which a chunk may be
-#: larger than what is in it.
-FIRST_REGION, REGION, WASTE = 2**16, 2**28, 2**16
+#: How the arena is set up: bytes of the region that it always keeps, of the next one, of the largest (the most that
+#: onnxruntime's Python takes), and by which a chunk may be larger than what is in it.
+FIRST_REGION, REGION, LARGEST_REGION, WASTE = 2**16, 2**28, 2**31 - 1, 2**16
 _UNIT, _PAGE, _NUMBER = 256, 4096, 8
 
 
@@ -87,12 +91,15 @@ class Arena:
 
     # -- pieces ----------------------------------------------------------------------------------------
     def _grow(self, size: int) -> None:
+        """Take a region in which so many bytes fit."""
+        fits = self._region >= size
         while self._region < size:
             self._region *= 2
-        chunk = Chunk(self._end, self._region)
         self._units += self._region // _UNIT
+        self._offer(Chunk(self._end, self._region))
         self._end += self._region + _PAGE
-        self._offer(chunk)
+        if fits:
+            self._region = min(2 * self._region, LARGEST_REGION)
 
     def _offer(self, chunk: Chunk) -> None:
         self._at[chunk.start] = chunk
