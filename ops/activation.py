@@ -13,6 +13,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu, rounded_once
 from amp_transpiler.ops.pool import through_maxima
+from amp_transpiler.ops.training.random import kept_of
 
 
 def _greater(e: Emitter, value: Value, number: float) -> Value:
@@ -174,12 +175,21 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     """y dy - y sum(y dy): the sum adds up in fp32 inside, and is at most the largest dy."""
     axis, last = _axis(op, y), len(size_of(y)) - 1
     base, factor = multiple(e, dy) if axis == last else (dy, 1.0)
-    weighed = e.Mul(base, y)
+    weighed = _kept_product(e, base, y) or e.Mul(base, y)
     dot = e.f32(e.ReduceSum(weighed, e.ints(axis), keepdims=1))
     if axis == last:
         share = None if factor == 1 else e.like(factor, dot)
         return [along_rows(e, share, weighed, e.Neg(dot) if share is None else e.Mul(dot, e.Neg(share)), y)]
     return [e.Mul(e.Sub(dy, e.cast(dot, dy.dtype)), y)]
+
+
+def _kept_product(e: Emitter, dy: Value, y: Value) -> Value | None:
+    """dy y where dy is what a dropout behind the softmax kept: dy as it was, times what that kept of y. Else None."""
+    maker = e.makers.get(dy.name)
+    if maker is None or maker.type != "Where" or maker.inputs[0] is None or maker.inputs[1] is None:
+        return None
+    kept = e.shared.get(kept_of(maker.inputs[0], y))
+    return None if kept is None else e.Mul(maker.inputs[1], kept[0], shape=y.shape)
 
 
 @gradient("LogSoftmax", reads="y0 dy0", native=True)

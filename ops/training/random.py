@@ -184,6 +184,11 @@ def normal(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: i
     return Value(z.name, z.dtype, tuple(shape))
 
 
+def kept_of(mask: Value, value: Value) -> str:
+    """The key under which rules find what is kept of a value, the rest 0."""
+    return f"kept by {mask.name}: {value.name}"
+
+
 def keep_mask(
     e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, threshold: Value, late: Value | None = None
 ) -> Value:
@@ -334,7 +339,9 @@ class _Rate:
             ratio = self.known if self.known.dtype == np.float64 else np.float32(self.known.item())
             factor = float(1 / (1 - ratio))
             if makes_multiples(e):
-                return times(e, e.Where(mask, value, e.like(0, value), shape=value.shape), factor)
+                kept = e.Where(mask, value, e.like(0, value), shape=value.shape)
+                e.shared[kept_of(mask, value)] = (kept,)
+                return times(e, kept, factor)
             scale = e.like(factor, value)
         else:
             assert self.ratio is not None
