@@ -1,9 +1,10 @@
 """Programs for real ranks, and their launcher: what is exact, and what comes of ranks that fail.
 
-    python -m tests.tools.ranks_run [--ranks 4] [CASE ...]
+    python -m tests.tools.ranks_run [--ranks 2] [--kills 50] [CASE ...]
 
 starts ``mpiexec`` for each case (all where none is named), prints what came, and how long it took. The test suite runs the
-same cases on two ranks.
+same cases on two ranks. ``--kills``: that many times, kill -9 of any rank at any moment of a loop of calls; the others must
+end within seconds and name it, or its process. Exit status 1 where one of them does not.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import random
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,20 +27,26 @@ from pathlib import Path
 import numpy as np
 
 import amp_transpiler as amp
+from amp_transpiler.runtime.collective import ordered
 from tests.helpers.ranks import TYPES, drawn, rounded_once, words
 from tests.helpers.where import ROOT
 
 TIMEOUT = 2.0
+#: The environment variable for the folder that ranks print into.
+FOLDER = "AMP_TEST_RANKS_FOLDER"
+#: With ``-disable-auto-cleanup`` MPICH's mpiexec leaves the others alone where a rank exits, but not where a signal ends it;
+#: and it tells them by a signal that would end them.
+WRAPPER = """trap '' USR1; "$@"; exit $?"""
 #: The rank that fails.
 CULPRIT = 1
 
 
 def sums() -> None:
     """Every call, to the bit, blocking and submitted."""
-    engine = amp.distributed.get_engine()
+    engine, ordered.SEGMENT = amp.distributed.get_engine(), 1 << 18  # several of them, on the way of large arrays
     ranks = range(engine.size)
     for dtype in TYPES:
-        for length in (0, 3, 1000, 6_000_001 if dtype == "float16" else 100_003):
+        for length in (0, 3, 1000, 300_001):
             array = drawn(engine.rank, length, dtype)
             work = engine.submit(lambda array=array: engine.all_reduce(array, "mean"))  # type: ignore[misc]
             expected = rounded_once([drawn(rank, length, dtype) for rank in ranks], "mean")
@@ -91,6 +102,37 @@ def overlapped() -> None:
     raise ValueError("no such file")
 
 
+def loop() -> None:
+    """Calls of all kinds and sizes, for ever."""
+    engine = amp.distributed.get_engine()
+    print(os.getpid(), flush=True)
+    for step in range(100_000):
+        engine.all_reduce(np.ones(10 ** (step % 7), np.float16), "mean")
+        amp.distributed.all_gather_object(step)
+        engine.broadcast(np.ones(100_000), step % engine.size)
+
+
+def times() -> None:
+    """Milliseconds of an all-reduce beside MPI's own sum of fp32, in turns."""
+    from mpi4py import MPI
+
+    engine, elements, taken = amp.distributed.get_engine(), 1 << 24, dict[str, list[tuple[float, float]]]()
+    single = np.ones(elements, np.float32)
+    arrays = {name: np.ones(elements, TYPES[name]) for name in ("float16", "bfloat16", "float32")}
+    calls = {name: lambda array=array: engine.all_reduce(array, "mean") for name, array in arrays.items()}
+    calls["MPI's own, float32"] = lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, single)  # type: ignore[misc]
+    for name in [*calls] * 15:
+        engine.barrier()
+        begun = time.perf_counter(), time.process_time()
+        calls[name]()
+        taken.setdefault(name, []).append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
+    if engine.rank == 0:
+        for name, rows in taken.items():
+            wall, cpu = ([1e3 * row[i] for row in rows] for i in (0, 1))
+            least, median, work = min(wall), statistics.median(wall), statistics.median(cpu)
+            print(f"{name}: {least:.1f} ms at least, {median:.1f} median, {work:.1f} of processor time", flush=True)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "sums": sums,
     "raises": failing(wrong),
@@ -102,6 +144,8 @@ CASES: dict[str, Callable[[], object]] = {
     "mismatch": failing(lambda: amp.distributed.all_reduce(np.ones(2000, np.float64))),
     "late": lambda: amp.distributed.rank() and time.sleep(3600),  # fails before init: see the end of this file
     "interrupted": failing(ready),
+    "times": times,
+    "loop": loop,
 }
 
 
@@ -112,65 +156,108 @@ def mpiexec() -> str | None:
     return found if importlib.util.find_spec("mpi4py") else None
 
 
-def start(case: str, ranks: int, *options: str, wrapped: bool = False) -> subprocess.Popen[str]:
-    """Starts a case on so many ranks. ``wrapped``: each in a shell, so that mpiexec sees no rank die by a signal."""
-    launcher = mpiexec()
-    assert launcher is not None
-    command = [sys.executable, "-m", "tests.tools.ranks_run", "--case", case]
-    if wrapped:
-        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [launcher, *options, "-n", str(ranks), *command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+class Started:
+    """A case on its way. What the ranks print goes into files, since lines of several ranks may mix on the way."""
+
+    def __init__(self, case: str, ranks: int, *options: str, wrapped: bool = False, apart: bool = True) -> None:
+        """``wrapped``: each rank in a shell, so that mpiexec sees none die by a signal. ``apart``: print into files."""
+        launcher = mpiexec()
+        assert launcher is not None
+        command = [sys.executable, "-m", "tests.tools.ranks_run", "--case", case]
+        if wrapped:
+            command = ["sh", "-c", WRAPPER, "sh", *command]
+        self.ranks, self._folder = ranks, tempfile.TemporaryDirectory()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", FOLDER: self._folder.name * apart}
+        self.process = subprocess.Popen(
+            [launcher, *options, "-n", str(ranks), *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def said(self) -> list[str]:
+        """What each rank has printed so far."""
+        files = [Path(self._folder.name) / str(rank) for rank in range(self.ranks)]
+        return [file.read_text(encoding="utf-8") if file.exists() else "" for file in files]
+
+    def outcome(self, seconds: float = 60.0) -> tuple[int, str]:
+        """The status, and all that was printed."""
+        try:
+            said, _ = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            said, _ = self.process.communicate()
+            said += "\n(it hung)"
+        whole = said + "".join(self.said())
+        self._folder.cleanup()
+        return self.process.returncode, whole
+
+    def interrupt(self) -> None:
+        """Ctrl-C, once the rank that sleeps does."""
+        self._until(lambda: "ready\n" in self.said()[CULPRIT])
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self, rank: int, after: float) -> None:
+        """kill -9 of a rank of a loop, so many seconds after all have begun it."""
+        self._until(lambda: all(said.endswith("\n") for said in self.said()))
+        time.sleep(after)
+        os.kill(int(self.said()[rank]), signal.SIGKILL)
+
+    def _until(self, reached: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not reached():
+            assert time.monotonic() < until and self.process.poll() is None, self.outcome()
+            time.sleep(0.02)
 
 
-def outcome(running: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, str]:
-    """The status and all that was printed."""
-    try:
-        said, _ = running.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)
-        said, _ = running.communicate()
-        said += "\n(it hung)"
-    return running.returncode, said
-
-
-def interrupt(running: subprocess.Popen[str]) -> None:
-    """Ctrl-C, once the rank that sleeps does."""
-    assert running.stdout is not None
-    assert running.stdout.readline() == "ready\n"
-    running.send_signal(signal.SIGINT)
+def kill(ranks: int, draw: random.Random) -> str:
+    """Kills a rank of a loop at some moment; what the others did wrong, "" where nothing."""
+    started = Started("loop", ranks, "-disable-auto-cleanup", wrapped=True)
+    rank = draw.randrange(ranks)
+    started.kill(rank, draw.uniform(0, 0.5))
+    killed = time.perf_counter()
+    status, said = started.outcome(20)
+    took = time.perf_counter() - killed
+    named = len(re.findall(rf"Error: the process of rank {rank} \(host .*; rank \d+ was at call", said))
+    print(f"rank {rank} killed: status {status} after {took:.2f} s, named {named} times", flush=True)
+    return "" if status and named == ranks - 1 and "(it hung)" not in said else said
 
 
 def run(case: str, ranks: int) -> None:
-    started = time.perf_counter()
-    running = start(case, ranks)
+    begun = time.perf_counter()
+    started = Started(case, ranks, apart=case == "interrupted")
     if case == "interrupted":
-        interrupt(running)
-    status, said = outcome(running)
-    print(f"== {case}: status {status} after {time.perf_counter() - started:.1f} s\n{said}", flush=True)
+        started.interrupt()
+    status, said = started.outcome(100)
+    print(f"== {case}: status {status} after {time.perf_counter() - begun:.1f} s\n{said}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--case", choices=CASES, help="be a rank of it")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     if chosen.case:
+        if os.environ.get(FOLDER):
+            printed = os.open(Path(os.environ[FOLDER]) / os.environ["PMI_RANK"], os.O_WRONLY | os.O_CREAT)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
         if chosen.case == "late" and os.environ.get("PMI_RANK") == str(CULPRIT):
             time.sleep(3600)
         engine = amp.distributed.init("mpi", timeout=TIMEOUT if chosen.case == "late" else 60)
         if chosen.case in ("sleeps", "stops"):  # a machine at work may need longer to start a rank
             engine._watch._timeout = TIMEOUT
         CASES[chosen.case]()
+    elif chosen.kills:
+        drawn_moments = random.Random(chosen.seed)
+        wrong_ones = list(filter(None, (kill(chosen.ranks, drawn_moments) for _ in range(chosen.kills))))
+        sys.exit("\n".join(wrong_ones))
     else:
-        for name in chosen.cases or CASES:
+        for name in chosen.cases or [name for name in CASES if name != "loop"]:
             run(name, chosen.ranks)

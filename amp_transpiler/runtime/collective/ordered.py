@@ -28,7 +28,7 @@ from amp_transpiler.runtime.collective.watch import Watch
 
 _Result = TypeVar("_Result")
 #: Bytes of an array that travel at once, and of the smallest share of it worth a message of its own.
-SEGMENT, _SHARE = 1 << 23, 1 << 15
+SEGMENT, _SHARE = 1 << 24, 1 << 15
 #: Up to this many bytes every rank sends all of its array to all others, and adds by itself: one exchange, not two.
 SMALL = 1 << 11
 #: Seconds: for an announced fault to be told; for other ranks to end after one; for the thread to end.

@@ -27,8 +27,8 @@ PIECE = 1 << 18
 #: Addends of one session's run.
 _ADDENDS = 8
 _OPSET = 21
-#: The exponent of bfloat16's infinities and NaN.
-_INFINITE = np.uint16(0x7F80)
+#: The bits of a bfloat16 without its sign, from which value of them on it is infinite or NaN.
+_MAGNITUDE, _INFINITE = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Reducer:
@@ -132,8 +132,10 @@ def _add(addends: Sequence[np.ndarray], result: np.ndarray, mean: int | None, fl
 def _mend(addends: Sequence[np.ndarray], result: np.ndarray, mean: int | None) -> None:
     """Computes anew where the result is not finite: a partial sum may have been too large."""
     if result.dtype.itemsize == 2:  # bfloat16, whose words tell it at once
-        words: np.ndarray = result.view(np.uint16)
-        found = (words & _INFINITE) == _INFINITE
+        words = result.view(np.uint16) & _MAGNITUDE
+        if words.max(initial=0) < _INFINITE:
+            return
+        found = words >= _INFINITE
     else:
         found = ~np.isfinite(result)
     if not found.any():

@@ -19,6 +19,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, no engine, before and after."""
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "AMP_DISTRIBUTED_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
+    distributed.shutdown()
     yield
     distributed.shutdown()
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.helpers.where import ROOT
-from tests.tools.ranks_run import TIMEOUT, interrupt, mpiexec, outcome, start
+from tests.tools.ranks_run import TIMEOUT, Started, mpiexec
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="mpi4py or an mpiexec is missing: pip install mpi4py mpich")
 SOMEONE = r"rank 1 \(host \S+, pid \d+\)"
@@ -18,7 +18,7 @@ HERE = r"rank 0 was at call 2 \(all_reduce mean float32\[2000\]\)"
 
 
 def ran(case: str, *options: str, wrapped: bool = False) -> tuple[int, str]:
-    status, said = outcome(start(case, 2, *options, wrapped=wrapped))
+    status, said = Started(case, 2, *options, wrapped=wrapped).outcome()
     assert "(it hung)" not in said, said
     return status, said
 
@@ -57,12 +57,12 @@ def test_a_killed_rank_is_named_where_the_launcher_leaves_the_others_alone() -> 
 
 
 def test_ctrl_c_ends_all_with_a_line_each() -> None:
-    running = start("interrupted", 2)
-    interrupt(running)
-    status, said = outcome(running)
+    started = Started("interrupted", 2)
+    started.interrupt()
+    status, said = started.outcome()
     assert status == 130
     lines = [line for line in said.splitlines() if line and not line.startswith("[mpiexec@")]
-    assert sorted(lines) == ["rank 0: interrupted", "rank 1: interrupted"]
+    assert sorted(lines) == ["rank 0: interrupted", "rank 1: interrupted", "ready"]
 
 
 def test_a_rank_that_never_starts_mpi_ends_the_others_in_time() -> None:

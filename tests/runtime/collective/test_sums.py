@@ -8,6 +8,7 @@ import pytest
 from amp_transpiler.runtime.collective import sums
 from amp_transpiler.runtime.collective.sums import Reducer
 from tests.helpers.ranks import TYPES, drawn, rounded_once, words
+from tests.tools.sums import KINDS, errors
 
 SIZES = [1, 2, 3, 4, 8, 9, 17, 64]
 
@@ -80,6 +81,20 @@ def test_a_sum_beyond_the_type_is_infinite_and_nan_of_any_rank_survives(dtype: s
         for turned in (rows, rows[::-1]):
             parts = [row.astype(TYPES[dtype]) for row in turned]
             np.testing.assert_array_equal(reduced(parts, op).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_order_of_ranks_loses_least_and_overflows_never(dtype: str) -> None:
+    """What the table of docs/distributed.md says."""
+    for kind in KINDS:
+        found = errors(dtype, kind, 64, 500)
+        rms, largest, infinite = found.pop("in order, rounded once")
+        assert largest <= 0.501 and infinite == found["pre-scaled, ring"][2] == 0
+        for way in ("ring", "tree"):
+            assert (found[way][2] > 0.9) == (kind in ("large", "largest"))
+        if kind == "normal":
+            assert all(rms < other for other, _, _ in found.values())
+    assert errors("float16", "small", 64, 500)["pre-scaled, ring"][0] > 3
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "uint64"])
