@@ -147,10 +147,9 @@ def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> No
         return
     for node in nodes:
         for slots in (node.input, node.output):
-            for i, name in enumerate(slots):
-                if name in names:
-                    slots[i] = names[name]
-        for graph in nested_graphs(node):
+            if not names.keys().isdisjoint(slots):
+                slots[:] = [names.get(name, name) for name in slots]
+        for graph in nested_graphs(node) if node.domain or node.op_type in CONTROL else ():
             rename_tensors(graph.node, names)
 
 

@@ -79,11 +79,13 @@ def cast_again(
         for node in nodes
         if node.op_type == "Cast" and static(feeds.get(node.input[0])) and NAMES.get(node.attribute[0].i) in HALF
     }
+    if not casts:
+        return list(nodes), list(origins)
     again: dict[str, Nodes] = {}
     ahead: set[str] = set()
     for node, origin in zip(nodes, origins, strict=True):
         forward = origin is None or origin.role == FORWARD
-        for slot, name in enumerate(node.input):
+        for slot, name in enumerate(node.input) if not casts.keys().isdisjoint(node.input) else ():
             if name in casts and forward:
                 ahead.add(name)
             elif name in casts and name in ahead:
@@ -121,17 +123,17 @@ def handed_on(
 
     ``scalars``: the element types of tensors of one element, by name. ``fresh``: a new name.
     """
-    readers: dict[str, int] = {}
-    made = {name for node in nodes for name in node.output}
-    for node in nodes:
-        for name in set(node.input) & made:
-            readers[name] = readers.get(name, 0) + 1
-    hot = {name: link for name, count in readers.items() if count > _HOT and (link := _LINK.get(scalars.get(name, "")))}
+    made = {name for node in nodes for name in scalars.keys() & node.output}
+    links = {name: _LINK[kind] for name, kind in scalars.items() if kind in _LINK and name in made}
+    readers = Counter(name for node in nodes for name in links.keys() & node.input)
+    hot = {name: links[name] for name, count in readers.items() if count > _HOT}
+    if not hot:
+        return list(nodes), list(origins)
     now = dict.fromkeys(hot, (0, ""))
     kept: Nodes = []
     owners: Origins = []
     for node, origin in zip(nodes, origins, strict=True):
-        for name in sorted(set(node.input) & hot.keys()):
+        for name in sorted(hot.keys() & node.input):
             count, link = now[name]
             if count and count % _GROUP == 0:
                 link = fresh(hot[name])
