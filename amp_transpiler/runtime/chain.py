@@ -1,11 +1,14 @@
 """Sessions of the parts of a model, one after the other, that are used as the one session of the whole.
 
+Parts that are equal have one session, which runs several times in a step, each time with bindings of its own.
+
 A tensor that a part gives to later ones has memory of its own for good where it is small: handing it on takes more time
 than computing it. A large one is freed when the last part that reads it has run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +20,7 @@ import onnxruntime as ort
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowering.lowered import static
-from amp_transpiler.passes.lowering.parts import Parts
+from amp_transpiler.passes.lowering.parts import Parts, named_alike
 from amp_transpiler.runtime import device_tensors
 
 #: Elements up to which a tensor keeps its memory between runs.
@@ -28,18 +31,34 @@ _NOTHING = ort.OrtValue.ortvalue_from_numpy(np.zeros((), np.float32))
 Type = tuple[str, tuple[int | None, ...]]
 
 
-def chained(parts: Parts, make: Callable[[onnx.ModelProto], Any]) -> Chain | None:
-    """The parts as one session on CPU, each made by ``make``; None where a part gives another what is no tensor."""
+#: Makes a session of a part, and gives the graph that it really runs (None: unknown).
+Make = Callable[[onnx.ModelProto], tuple[Any, onnx.GraphProto | None]]
+
+
+def chained(parts: Parts, make: Make) -> tuple[Chain | None, list[onnx.GraphProto | None]]:
+    """The parts as one session on CPU, and the graph of each; None where a part gives another what is no tensor.
+
+    Parts that are equal but for names have one session, made by ``make``: those of layers that are alike.
+    """
     types: dict[str, Type] = {}
-    sessions = []
+    made: dict[bytes, tuple[Any, onnx.GraphProto | None]] = {}
+    sessions, graphs, names = [], list[onnx.GraphProto | None](), list[dict[str, str]]()
     for number, inputs in enumerate(parts.inputs):
-        given = {name: type_proto(*types[name]) for name in inputs if name in types}
-        sessions.append(make(parts.part(number, given)))
-        for output in sessions[-1].get_outputs():
+        part = parts.part(number, {name: type_proto(*types[name]) for name in inputs if name in types})
+        names.append(named_alike(part))
+        key = hashlib.sha256(part.SerializeToString(deterministic=True)).digest()
+        if key not in made:
+            made[key] = make(part)
+        session, graph = made[key]
+        sessions.append(session)
+        graphs.append(graph)
+        found = {output.name: output for output in session.get_outputs()}
+        for name in parts.outputs[number]:
+            output = found[names[-1][name]]
             if not output.type.startswith("tensor("):
-                return None
-            types[output.name] = _type(output)
-    return Chain(parts, sessions, types)
+                return None, graphs
+            types[name] = _type(output)
+    return Chain(parts, sessions, names, types), graphs
 
 
 def _type(output: Any) -> Type:
@@ -56,8 +75,12 @@ class Chain:
 
     ends: Sequence[int] = ()
 
-    def __init__(self, parts: Parts, sessions: Sequence[Any], types: Mapping[str, Type]) -> None:
+    def __init__(
+        self, parts: Parts, sessions: Sequence[Any], names: Sequence[Mapping[str, str]], types: Mapping[str, Type]
+    ) -> None:
         self.sessions = sessions
+        #: What the session of each part calls tensors.
+        self.names = names
         self.inputs, self.outputs, self.last = parts.inputs, parts.outputs, parts.last
         results = {info.name for info in parts.model.graph.output}
         self.small = {
@@ -80,7 +103,7 @@ class Binding:
     """Inputs and outputs of a chain, with what of onnxruntime's IOBinding a step on CPU asks for."""
 
     def __init__(self, chain: Chain) -> None:
-        self.sessions, self.last = chain.sessions, chain.last
+        self.sessions, self.names, self.last = chain.sessions, chain.names, chain.last
         self.parts = [session.io_binding() for session in chain.sessions]
         self.made_by = {name: part for part, names in enumerate(chain.outputs) for name in names}
         self.readers: dict[str, list[int]] = {}
@@ -103,7 +126,7 @@ class Binding:
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         """Bind an input of the whole."""
         for part in self.readers.get(name, ()):
-            self.parts[part].bind_ortvalue_input(name, value)
+            self.parts[part].bind_ortvalue_input(self.names[part][name], value)
 
     def bind_ortvalue_output(self, name: str, value: Any) -> None:
         """Bind the memory of an output of the whole."""
@@ -119,9 +142,9 @@ class Binding:
         part = self.made_by[name]
         self.order[part].setdefault(name, len(self.order[part]))
         if value is None:
-            self.parts[part].bind_output(name, "cpu", 0)
+            self.parts[part].bind_output(self.names[part][name], "cpu", 0)
         else:
-            self.parts[part].bind_ortvalue_output(name, value)
+            self.parts[part].bind_ortvalue_output(self.names[part][name], value)
 
     def get_outputs(self) -> list[Any]:
         """The values of the outputs of the whole, in the order in which they were bound first."""
@@ -132,12 +155,13 @@ class Binding:
         self.results = dict(self.bound)
         values: dict[str, Any] = {}
         for number, (session, part) in enumerate(zip(self.sessions, self.parts, strict=True)):
+            within = self.names[number]
             for name in self.given[number]:
-                part.bind_ortvalue_input(name, values[name])
+                part.bind_ortvalue_input(within[name], values[name])
             session.run_with_iobinding(part, options)
             self._take(number, values)
             for name in self.given[number]:
-                part.bind_ortvalue_input(name, _NOTHING)
+                part.bind_ortvalue_input(within[name], _NOTHING)
                 if self.last[name] == number:
                     del values[name]
 

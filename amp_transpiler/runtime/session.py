@@ -80,20 +80,14 @@ def create_session(
     """
     ends = cuts(model.graph) if in_parts and place.kind == "cpu" else []
     if len(ends) > 1:
-        parts, graphs = Parts(model, ends), list[onnx.GraphProto | None]()
-
-        def make(part: onnx.ModelProto) -> Any:
-            session, graph = create_session(part, place, settings, name, keep_graph)
-            graphs.append(graph)
-            return session
-
-        chain = chained(parts, make)
+        parts = Parts(model, ends)
+        chain, graphs = chained(parts, lambda part: create_session(part, place, settings, name, keep_graph))
         if chain is not None:
             known = [graph for graph in graphs if graph is not None]
             if len(known) < len(ends):
                 return chain, None
             chain.ends = list(accumulate(len(graph.node) for graph in known))
-            return chain, parts.joined(known)
+            return chain, parts.joined(known, chain.names)
     data = _serialized(model, name)
     _settle_arena()
     try:

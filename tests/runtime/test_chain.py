@@ -17,7 +17,7 @@ FEEDS = [{"x": RNG.normal(size=(6, 12)).astype(np.float32) * size, "y": RNG.inte
 FEEDS += [{"x": np.full((6, 12), 1e30, np.float32), "y": FEEDS[0]["y"]}, FEEDS[0]]
 
 
-def built(layers: int, mode: str) -> tuple[Any, Any, Any, Any, Any]:
+def built(layers: int, mode: str, drop: float = 0.1) -> tuple[Any, Any, Any, Any, Any]:
     """A residual net with dropout and running statistics; its last hidden tensor is made in the middle of the step."""
     main, startup = amp.Program(), amp.Program("startup")
     main.random_seed = startup.random_seed = 3
@@ -25,7 +25,8 @@ def built(layers: int, mode: str) -> tuple[Any, Any, Any, Any, Any]:
         x, y = amp.data("x", [None, 12], "float32"), amp.data("y", [None, 1], "int64")
         hidden = amp.nn.batch_norm(x)
         for _ in range(layers):
-            hidden = hidden + F.dropout(amp.nn.fc(amp.nn.layer_norm(hidden), 12, act="gelu"), 0.1)
+            inner = amp.nn.fc(amp.nn.layer_norm(hidden), 12, act="gelu")
+            hidden = hidden + (F.dropout(inner, drop) if drop else inner)
         loss = F.cross_entropy(amp.nn.fc(hidden, 5), y)
         optimizer = amp.optimizer.AdamW(
             0.01, multi_precision=mode != "fp32", grad_clip=amp.optimizer.ClipGradByValue(1)
@@ -37,8 +38,10 @@ def built(layers: int, mode: str) -> tuple[Any, Any, Any, Any, Any]:
     return main, startup, opt, loss, hidden
 
 
-def trained(mode: str, return_numpy: bool = True) -> tuple[Any, list[Any], dict[str, bytes], Any]:
-    main, startup, opt, loss, hidden = built(6, mode)
+def trained(
+    mode: str, return_numpy: bool = True, layers: int = 6, drop: float = 0.1
+) -> tuple[Any, list[Any], dict[str, bytes], Any]:
+    main, startup, opt, loss, hidden = built(layers, mode, drop)
     exe, scope = amp.Executor(amp.CPUPlace(), threads=1), amp.Scope()
     exe.run(startup, scope=scope)
     if mode == "pure":
@@ -62,6 +65,22 @@ def test_a_model_in_parts_does_what_it_does_whole(mode: str, small: int, monkeyp
         assert a[0].tobytes() == b[0].tobytes() and a[1].tobytes() == b[1].tobytes()
     assert state == after and (mode == "fp32" or np.isnan(found[2][1]))
     assert set(in_parts.in_place) >= set(report.in_place) and len(report.in_place) > 20
+
+
+def test_layers_that_are_alike_share_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many layers take as many sessions, and the results are those of the whole."""
+    monkeypatch.setattr(parts, "PART", 150)
+    monkeypatch.setattr(parts, "WHOLE", 300)
+    made, counts = [], []
+    for layers in (20, 40):
+        session, found, after, _ = trained("pure", layers=layers, drop=0)
+        made.append(len({id(each) for each in session.sessions}))
+        counts.append(len(session.sessions))
+    assert counts[1] > 1.7 * counts[0] and made[1] < made[0] + 4
+    monkeypatch.setattr(parts, "WHOLE", 10**6)
+    _, expected, state, _ = trained("pure", layers=40, drop=0)
+    assert [[a.tobytes() for a in run] for run in found] == [[a.tobytes() for a in run] for run in expected]
+    assert after == state
 
 
 def test_a_large_tensor_is_free_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import onnx
 
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.passes.lowering.lowered import rename_tensors, used_tensors
 
 #: Nodes of a part, about, and of a model that stays whole, at most.
@@ -100,14 +101,44 @@ class Parts:
         graph.initializer.extend(self.constants[name] for name in sorted(self.read[number] & self.constants.keys()))
         return part
 
-    def joined(self, graphs: Sequence[onnx.GraphProto]) -> onnx.GraphProto:
-        """One graph of those that the parts really run, one behind the other; names inside are made its own."""
+    def joined(self, graphs: Sequence[onnx.GraphProto], names: Sequence[Mapping[str, str]]) -> onnx.GraphProto:
+        """One graph of those that the parts really run, one behind the other; names inside are made its own.
+
+        ``names``: what a part's graph calls its inputs and outputs.
+        """
         whole = onnx.GraphProto(name=self.model.graph.name)
         whole.input.extend(self.model.graph.input)
         whole.output.extend(self.model.graph.output)
         for number, graph in enumerate(graphs):
-            outside = {*self.inputs[number], *self.outputs[number]}
-            inside = {name for node in graph.node for name in node.output if name} - outside
-            rename_tensors(graph.node, {name: f"{name}/part {number}" for name in inside})
+            first = len(whole.node)
             whole.node.extend(graph.node)
+            inside = {name for node in graph.node for name in node.output if name}
+            renamed = {name: f"{name}/part {number}" for name in inside}
+            renamed |= {within: name for name, within in names[number].items()}
+            rename_tensors(whole.node[first:], renamed)
         return whole
+
+
+def named_alike(part: onnx.ModelProto) -> dict[str, str]:
+    """Name the tensors of a part by their place in it: layers that are alike make parts that are equal.
+
+    Gives the new name of each. A part with nested graphs, of which a step has few, keeps its names.
+    """
+    graph = part.graph
+    if any(next(nested_graphs(node), None) is not None for node in graph.node):
+        return {info.name: info.name for info in (*graph.input, *graph.output)}
+    names: dict[str, str] = {}
+    for node in graph.node:
+        for name in (*node.input, *node.output):
+            if name and name not in names:
+                names[name] = f"t{len(names)}"
+        node.name = f"{node.op_type}_{len(names)}"
+    rename_tensors(graph.node, names)
+    places = {name: place for place, name in enumerate(names)}
+    for infos in (graph.input, graph.output, graph.value_info, graph.initializer):
+        known = sorted(infos, key=lambda info: places[info.name])
+        for info in known:
+            info.name = names[info.name]
+        del infos[:]
+        infos.extend(known)
+    return names
