@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import onnx
 
-from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.control import CONTROL, nested_graphs
 from amp_transpiler.passes.lowering.lowered import rename_tensors, used_tensors
 
 #: Nodes of a part, about, and of a model that stays whole, at most.
@@ -125,20 +125,22 @@ def named_alike(part: onnx.ModelProto) -> dict[str, str]:
     Gives the new name of each. A part with nested graphs, of which a step has few, keeps its names.
     """
     graph = part.graph
-    if any(next(nested_graphs(node), None) is not None for node in graph.node):
+    if any((node.domain or node.op_type in CONTROL) and any(nested_graphs(node)) for node in graph.node):
         return {info.name: info.name for info in (*graph.input, *graph.output)}
-    names: dict[str, str] = {}
+    names = {"": ""}
     for node in graph.node:
-        for name in (*node.input, *node.output):
-            if name and name not in names:
-                names[name] = f"t{len(names)}"
-        node.name = f"{node.op_type}_{len(names)}"
-    rename_tensors(graph.node, names)
+        for slots in (node.input, node.output):
+            known = list(slots)
+            for name in known:
+                if name not in names:
+                    names[name] = f"t{len(names)}"
+            slots[:] = [names[name] for name in known]
+        node.name = node.output[0]
     places = {name: place for place, name in enumerate(names)}
     for infos in (graph.input, graph.output, graph.value_info, graph.initializer):
-        known = sorted(infos, key=lambda info: places[info.name])
-        for info in known:
+        ordered = sorted(infos, key=lambda info: places[info.name])
+        for info in ordered:
             info.name = names[info.name]
         del infos[:]
-        infos.extend(known)
+        infos.extend(ordered)
     return names
