@@ -7,9 +7,7 @@ ranks, and all runs, have the same bits. docs/distributed.md has the whole of it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +15,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
 from amp_transpiler.option_checks import choice, is_whole, number, shown, switch, whole
 from amp_transpiler.runtime.collective import mpi, nccl
+from amp_transpiler.runtime.collective.current import current, of_process, set_of_process, use_engine
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.exits import guard
 from amp_transpiler.runtime.collective.mpi import MPIEngine
@@ -28,8 +27,6 @@ from amp_transpiler.runtime.collective.thread import Work
 _Result = TypeVar("_Result")
 #: The environment variable for ``init``'s ``timeout``, and its value where neither says.
 _TIMEOUT, _SECONDS = "AMP_DISTRIBUTED_TIMEOUT", 600.0
-_process: Engine | None = None
-_of_thread: ContextVar[Engine | None] = ContextVar("engine", default=None)
 
 
 def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
@@ -49,25 +46,26 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
         DistributedError: not all ranks came here in time; or the processes do not see one another.
         OrderError: another engine is there already; :func:`shutdown` ends it.
     """
-    global _process
     if not isinstance(engine, Engine):
         engine = choice("amp.distributed.init: engine", engine, ("auto", "mpi", "nccl"))
-    if _process is not None:
-        if engine is not _process and engine not in ("auto", _process.name):
+    known = of_process()
+    if known is not None:
+        if engine is not known and engine not in ("auto", known.name):
             named = engine if isinstance(engine, str) else engine.name
             raise OrderError(
-                f"amp.distributed runs with the {_process.name} engine; call shutdown() before init({named!r})"
+                f"amp.distributed runs with the {known.name} engine; call shutdown() before init({named!r})"
             )
-        return _process
+        return known
     seconds = _seconds(timeout)
     if isinstance(engine, Engine):
-        _process = engine
+        made: Engine = engine
     elif engine == "nccl":
         modules = nccl.imported()
-        _process = NcclEngine(_started(_several(), seconds), modules=modules)
+        made = NcclEngine(_started(_several(), seconds), modules=modules)
     else:
-        _process = _started(engine == "mpi" or _several(), seconds)
-    return _process
+        made = _started(engine == "mpi" or _several(), seconds)
+    set_of_process(made)
+    return made
 
 
 def _started(several: bool, seconds: float) -> OrderedEngine:
@@ -105,20 +103,20 @@ def _several() -> bool:
 
 def shutdown() -> None:
     """Ends the engine of this process; :func:`init` may make another one. Nothing happens where there is none."""
-    global _process
-    engine, _process = _process, None
+    engine = of_process()
+    set_of_process(None)
     if engine is not None:
         engine.close()
 
 
 def is_initialized() -> bool:
     """Whether there is an engine: :func:`init` was called, or this is a rank of :func:`simulate`."""
-    return (_of_thread.get() or _process) is not None
+    return current() is not None
 
 
 def get_engine() -> Engine:
     """The engine of this rank. OrderError before :func:`init`."""
-    engine = _of_thread.get() or _process
+    engine = current()
     if engine is None:
         raise OrderError("several ranks need amp.distributed.init() first")
     return engine
@@ -132,16 +130,6 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks; 1 before :func:`init`. OrderError where mpiexec started several."""
     return get_engine().size if is_initialized() or _several() else 1
-
-
-@contextmanager
-def use_engine(engine: Engine) -> Iterator[None]:
-    """This thread is the rank of that engine inside, whatever the process is."""
-    token = _of_thread.set(engine)
-    try:
-        yield
-    finally:
-        _of_thread.reset(token)
 
 
 def simulate(size: int, function: Callable[[], _Result], timeout: float = 60.0) -> list[_Result]:

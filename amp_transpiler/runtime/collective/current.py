@@ -1,0 +1,38 @@
+"""The engine of this process, or of this thread where the ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from amp_transpiler.runtime.collective.engine import Engine
+
+_process: Engine | None = None
+_of_thread: ContextVar[Engine | None] = ContextVar("engine", default=None)
+
+
+def of_process() -> Engine | None:
+    """The engine of this process; None before ``amp.distributed.init``."""
+    return _process
+
+
+def set_of_process(engine: Engine | None) -> None:
+    """Let this engine be that of the process."""
+    global _process
+    _process = engine
+
+
+def current() -> Engine | None:
+    """The engine of this rank; None where it is alone, or ``amp.distributed.init`` was not called."""
+    return _of_thread.get() or _process
+
+
+@contextmanager
+def use_engine(engine: Engine) -> Iterator[None]:
+    """This thread is the rank of that engine inside, whatever the process is."""
+    token = _of_thread.set(engine)
+    try:
+        yield
+    finally:
+        _of_thread.reset(token)
