@@ -6,6 +6,7 @@ ranks, and all runs, have the same bits. docs/distributed.md has the whole of it
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.option_checks import choice, is_whole, number, shown, switch, whole
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.collective import mpi, nccl
 from amp_transpiler.runtime.collective.current import current, of_process, set_of_process, use_engine
 from amp_transpiler.runtime.collective.engine import Engine
@@ -23,6 +26,7 @@ from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine, single_engine
 from amp_transpiler.runtime.collective.thread import Work
+from amp_transpiler.runtime.scope import Scope, check_scope
 
 _Result = TypeVar("_Result")
 #: The environment variable for ``init``'s ``timeout``, and its value where neither says.
@@ -192,6 +196,35 @@ def all_gather_object(value: Any) -> list[Any]:
     return get_engine().all_gather_object(value)
 
 
+# -- programs ------------------------------------------------------------------------------------------------------
+def check_equal(program: Program, scope: Scope | None = None) -> None:
+    """Finds out whether all ranks hold the same state of ``program`` in ``scope`` (default: the current one).
+
+    Compared are hashes of parameters, master weights, moments and all that the training step writes, but not running
+    statistics, which each rank takes of its own examples. To be called now and then, such as every 1,000 steps.
+
+    Raises:
+        DistributedError: a rank holds other values; variables and ranks are named.
+    """
+    engine, scope = get_engine(), check_scope(scope)
+    own = {v for op in program.operators for slot in traits_of(op).statistics if (v := op.input(slot)) is not None}
+    states = [v.name for v in program.variables if v.persistable and v not in own and scope.has_var(v.name)]
+    hashes = {name: hashlib.sha256(np.ascontiguousarray(scope.find_var(name)).tobytes()).hexdigest() for name in states}
+    of_all = engine.all_gather_object(hashes)
+    differ = {
+        name: [number for number, of_rank in enumerate(of_all) if of_rank.get(name) != of_all[0].get(name)]
+        for name in dict.fromkeys(name for of_rank in of_all for name in of_rank)
+    }
+    wrong = {name: ranks for name, ranks in differ.items() if ranks}
+    if wrong:
+        some = "; ".join(f"'{name}' on rank {', '.join(map(str, ranks))}" for name, ranks in list(wrong.items())[:5])
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise DistributedError(
+            f"the ranks do not hold the same state of program '{program.name}': other than rank 0 is {some}{more}. "
+            "Seed their startup programs alike, or load one checkpoint on all of them"
+        )
+
+
 # -- data ----------------------------------------------------------------------------------------------------------
 def shard(
     n_or_indices: int | Sequence[int] | np.ndarray,
@@ -253,6 +286,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "check_equal",
     "get_engine",
     "init",
     "is_initialized",

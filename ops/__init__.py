@@ -25,6 +25,7 @@ from amp_transpiler.ops.rnn import recurrent_backward, recurrent_forward
 from amp_transpiler.ops.training import (
     accumulate,
     adagrad,
+    all_reduce,
     average,
     clip,
     initializers,
@@ -47,6 +48,7 @@ __all__ = [
     "conv",
     "ctc",
     "elementwise",
+    "all_reduce",
     "forward_only",
     "scalar_functions",
     "gather",

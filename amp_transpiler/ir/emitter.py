@@ -67,7 +67,7 @@ class Emitter:
         self.summand: Value | None = None
         #: Content of variables known before the run, by variable key; set by the lowering.
         self.known_values: Callable[[Variable], np.ndarray | None] = constant_array
-        #: Supplies run-time scalars ("zero", "seed", "step") as graph inputs; set by the lowering.
+        #: Supplies run-time scalars ("zero", "rank", "seed", "step") as graph inputs; set by the lowering.
         self.runtime_scalar: Callable[[str], Value] | None = None
         self._constants: dict[tuple[Any, ...], Value] = {}
         self._widened: dict[str, Value] = {}
@@ -79,6 +79,8 @@ class Emitter:
         self._holds: dict[str, str] = {}
         #: Of operators of the training step, by key: rows that are worked on together; set by the lowering.
         self.rows: Mapping[int, Sequence[Rows]] = {}
+        #: Whether each of several ranks runs this for examples of its own; set by the lowering.
+        self.ranked = False
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
         #: What made the results of elementwise operators and views, by tensor.
@@ -312,7 +314,7 @@ class Emitter:
         return None if variable is None else self.known_values(variable)
 
     def scalar(self, what: str) -> Value:
-        """A run-time scalar ("zero" float32, "seed" and "step" uint32) that no constant folding can see."""
+        """A run-time scalar ("zero" and "rank" float32, "seed" and "step" uint32) that no constant folding can see."""
         if self.runtime_scalar is not None:
             return self.runtime_scalar(what)
         return self.const(np.zeros((), np.float32 if what == "zero" else np.uint32))

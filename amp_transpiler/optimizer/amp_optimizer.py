@@ -72,6 +72,7 @@ class OptimizerWithMixedPrecision:
         use_fp16_guard: bool,
         accumulation: Accumulation | None,
         numeric_guards: bool | None = None,
+        allreduce_precision: str = "float32",
     ) -> None:
         self.optimizers = tuple(optimizers)
         self._accumulation = accumulation
@@ -79,7 +80,7 @@ class OptimizerWithMixedPrecision:
         self._scaler = scaler
         self._use_pure_fp16 = use_pure_fp16
         self._use_fp16_guard = use_fp16_guard
-        self._numeric_guards = numeric_guards
+        self._numeric_guards, self._allreduce_precision = numeric_guards, allreduce_precision
         self._checks = scaler.dynamic or scaler.init_scale != 1 or scaler.alarm or amp_lists.dtype == "bfloat16"
         self._step: Ready | Step = Ready()
 
@@ -104,7 +105,8 @@ class OptimizerWithMixedPrecision:
     @property
     def training(self) -> Training:
         """What the training step is made of, as its passes take it."""
-        return Training(self.optimizers, self._scaler, self._accumulation, self._checks)
+        precision = self._allreduce_precision
+        return Training(self.optimizers, self._scaler, self._accumulation, self._checks, precision)
 
     # -- minimize and its parts ----------------------------------------------------------------------
     @paddle_arguments("optimizer.minimize")
@@ -181,7 +183,7 @@ class OptimizerWithMixedPrecision:
                 "get_unscaled_gradients: every gradient is None; the loss depends on none of these parameters"
             )
         with self._appending(step.program, step.startup):
-            self._step = step = unscaled(step, given)
+            self._step = step = unscaled(step, given, self._allreduce_precision)
         return [None if grad is None else step.unscaled[grad] for grad in grads]
 
     def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:

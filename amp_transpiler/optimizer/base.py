@@ -19,6 +19,7 @@ from amp_transpiler.optimizer.pairs import (
     without_none,
 )
 from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
+from amp_transpiler.optimizer.rank_means import all_reduced, several_ranks
 from amp_transpiler.optimizer.state import appending
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, wanted_gradients
@@ -86,7 +87,7 @@ class Optimizer(UpdateRule):
         with appending(program_of(checked_loss(loss)), startup_program, *self.parts) as startup:
             self._mixed_precision = None
             params_grads = self._gradients(loss, parameter_list, no_grad_set)
-            return self.append_updates(params_grads, startup), params_grads
+            return self.append_updates(_of_all_ranks(params_grads), startup), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(
@@ -132,7 +133,15 @@ class Optimizer(UpdateRule):
     def _apply(self, params_grads: GivenGrads, startup_program: Program | None) -> list[Operator]:
         given = without_none(params_grads)
         with appending(checked_pairs(given), startup_program, *self.parts) as startup:
-            return self.append_updates(given, startup)
+            return self.append_updates(_of_all_ranks(given), startup)
+
+
+def _of_all_ranks(params_grads: ParamsGrads) -> ParamsGrads:
+    """The pairs; with several ranks, of the means of the gradients."""
+    if not several_ranks():
+        return params_grads
+    grads = all_reduced([grad for _, grad in params_grads], "float32")
+    return [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]
 
 
 __all__ = ["Optimizer"]

@@ -40,6 +40,7 @@ def decorate(
     scaler: LossScaler | None = None,
     accumulate_steps: int = 1,
     numeric_guards: bool | None = None,
+    allreduce_precision: str | None = None,
 ) -> OptimizerWithMixedPrecision:
     """Wrap an optimizer for training in mixed precision (default) or pure 16 bit.
 
@@ -67,6 +68,9 @@ def decorate(
         numeric_guards: keep fp32 what is known to leave 16 bit, as ``amp.convert`` does. None: as the program says:
             imported programs do, unless ``prepare_training`` was told otherwise, built ones do not. False takes mode
             and lists literally.
+        allreduce_precision: the element type in which gradients travel where the program is trained by several ranks
+            (``amp.distributed``): "float16", "bfloat16" or "float32"; ``dtype`` where None. They are added in fp32 in
+            any case, in the order of ranks, and rounded once.
 
     Raises:
         ArgumentTypeError: no optimizer, no lists, no scaler. ArgumentError: a number out of range, an optimizer
@@ -114,11 +118,24 @@ def decorate(
         use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
         Accumulation(int(accumulate_steps)) if accumulate_steps > 1 else None,
         numeric_guards,
+        dtype if allreduce_precision is None else _travels(allreduce_precision),
     )
     for each in optimizers:
         if use_pure_fp16 and not each.multi_precision:
             each.warn_low_precision(f"use_pure_fp16 stores parameters in {dtype}")
     return decorated
+
+
+def _travels(precision: Any) -> str:
+    try:
+        name = element_type(precision)
+    except ArgumentError:
+        name = ""
+    if name not in (*HALF, "float32"):
+        raise ArgumentError(
+            f"decorate: allreduce_precision is {precision!r}; expected 'float16', 'bfloat16', 'float32' or None"
+        )
+    return name
 
 
 def _half(dtype: Any) -> str:

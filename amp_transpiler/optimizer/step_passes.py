@@ -15,6 +15,7 @@ from amp_transpiler.ops.training.random import STEP as RNG_STEP
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
 from amp_transpiler.optimizer.pairs import ParamsGrads, latest_first
+from amp_transpiler.optimizer.rank_means import all_reduced, several_ranks
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.state import gated_value, startup_of
@@ -40,12 +41,14 @@ class Training:
         scaler: the rule for the loss scale.
         accumulation: the window, where a step is spread over several runs.
         checks: whether the loss is scaled, and gradients are unscaled and checked.
+        allreduce_precision: the element type in which gradients travel between ranks.
     """
 
     optimizers: Sequence[UpdateRule]
     scaler: LossScaler
     accumulation: Accumulation | None
     checks: bool
+    allreduce_precision: str = "float32"
 
 
 #: What the step is made of: ``training`` of a decorated optimizer.
@@ -104,12 +107,27 @@ class Unscale(Pass):
     """Gradients are divided by the loss scale in fp32, and one verdict says whether all are finite."""
 
     name = "unscale"
-    needs = (STEP, GRADIENTS)
+    needs = (STEP, GRADIENTS, TRAINING)
 
     def run(self, graph: Graph, context: Context) -> None:
         step, pairs = context[STEP], latest_first(context[GRADIENTS])
         with program_guard(step.program, step.startup):
-            context[STEP], context[GRADIENTS] = _all_unscaled(step, pairs)
+            context[STEP], context[GRADIENTS] = _all_unscaled(step, pairs, context[TRAINING].allreduce_precision)
+
+
+@dataclass(frozen=True)
+class AllReduce(Pass):
+    """Gradients that nobody unscales become their means over the ranks, where there are several."""
+
+    name = "all-reduce"
+    needs = (STEP, GRADIENTS, TRAINING)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        step, pairs = context[STEP], latest_first(context[GRADIENTS])
+        if several_ranks():
+            with program_guard(step.program, step.startup):
+                grads = all_reduced([grad for _, grad in pairs], context[TRAINING].allreduce_precision)
+            context[GRADIENTS] = [(parameter, grad) for (parameter, _), grad in zip(pairs, grads, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -194,6 +212,7 @@ def update_passes(*, window: bool, checks: bool, again: bool = False) -> tuple[P
     asked: list[tuple[Pass, bool]] = [
         (Accumulate(), window),
         (Unscale(), checks),
+        (AllReduce(), not checks),
         (GateState(), not again),
         (UpdateScale(), checks and not again),
         (Update(), True),
@@ -234,12 +253,12 @@ def _times_scale(name: str, losses: Sequence[Variable], scale: Variable, trainin
     return scaled
 
 
-def _all_unscaled(step: Step, params_grads: ParamsGrads) -> tuple[Step, ParamsGrads]:
+def _all_unscaled(step: Step, params_grads: ParamsGrads, precision: str) -> tuple[Step, ParamsGrads]:
     """The step with a finite check, and the pairs with unscaled gradients; those of code of the user's stay."""
     made = made_of(step.unscaled.values())
     others = step.stage is Stage.APPLIED and not any(grad in made for _, grad in params_grads)
     if step.stage is Stage.SCALED or others:
-        step = unscaled(step, [grad for _, grad in params_grads])
+        step = unscaled(step, [grad for _, grad in params_grads], precision)
         return step, [(parameter, step.unscaled[grad]) for parameter, grad in params_grads]
     for parameter, grad in params_grads:
         if grad not in made:
@@ -250,10 +269,14 @@ def _all_unscaled(step: Step, params_grads: ParamsGrads) -> tuple[Step, ParamsGr
     return step, params_grads
 
 
-def unscaled(step: Step, grads: list[Variable]) -> Step:
-    """The step once a finite check is appended, or the one that there is reads these gradients too."""
+def unscaled(step: Step, grads: list[Variable], precision: str) -> Step:
+    """The step once a finite check is appended, or the one that there is reads these gradients too.
+
+    Of several ranks it reads the means over them, which travel in the element type ``precision``.
+    """
+    read = all_reduced(grads, precision) if several_ranks() else grads
     if step.found_inf is None:
-        found, found_inf = check_finite_and_unscale(grads, step.scale.scale)
+        found, found_inf = check_finite_and_unscale(read, step.scale.scale)
         return step.with_unscaled(grads, found, found_inf)
     assert step.found_inf.producer is not None
-    return step.with_unscaled(grads, extend_check(step.found_inf.producer, grads), step.found_inf)
+    return step.with_unscaled(grads, extend_check(step.found_inf.producer, read), step.found_inf)

@@ -23,6 +23,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.chain import Chain
+from amp_transpiler.runtime.collective.current import current
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
@@ -136,7 +137,7 @@ class _Bindings:
         self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
         self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
         self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
-        for name, array in (dict.fromkeys(step.scalars, np.zeros((), np.float32)) | dict(step.sizes)).items():
+        for name, array in (scalar_values(step.scalars) | dict(step.sizes)).items():
             self.binding.bind_ortvalue_input(name, device_tensors.from_array(array, self.place))
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
@@ -279,7 +280,7 @@ class PlainStep:
         inputs = {p.tensor: feeds[p.variable] for p in self.feeds}
         inputs |= {s.tensor: device_tensors.to_array(self.states.gather(scope, s).whole) for s in self.states.flat}
         inputs |= {s.tensor: device_tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
-        inputs |= {name: np.zeros((), np.float32) for name in self.scalars}
+        inputs |= scalar_values(self.scalars)
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
         with watched(f"program '{self.program}'") as options:
             try:
@@ -294,6 +295,13 @@ class PlainStep:
                 value = device_tensors.from_array(array, self.place)
                 scope.hold(flat_over(update.port, value).held() if update.port.segments else {update.name: value})
         return list(results[:count])
+
+
+def scalar_values(names: Sequence[str]) -> dict[str, np.ndarray]:
+    """What run-time scalars of these names hold in this process."""
+    engine = current()
+    known = {"@rank": 0 if engine is None else engine.rank}
+    return {name: np.array(known.get(name, 0), np.float32) for name in names}
 
 
 def needs_plain(lowered: Lowered) -> bool:

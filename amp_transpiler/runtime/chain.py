@@ -19,9 +19,12 @@ import onnxruntime as ort
 
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.types import NAMES
+from amp_transpiler.passes.lowering.exchanges import Exchanged
 from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.parts import Parts, named_alike
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.buckets import Buckets
+from amp_transpiler.runtime.collective.thread import Work
 
 #: Elements up to which a tensor keeps its memory between runs.
 SMALL = 16384
@@ -35,10 +38,13 @@ Type = tuple[str, tuple[int | None, ...]]
 Make = Callable[[onnx.ModelProto], tuple[Any, onnx.GraphProto | None]]
 
 
-def chained(parts: Parts, make: Make) -> tuple[Chain | None, list[onnx.GraphProto | None]]:
+def chained(
+    parts: Parts, make: Make, exchanged: Sequence[Exchanged] = ()
+) -> tuple[Chain | None, list[onnx.GraphProto | None]]:
     """The parts as one session on CPU, and the graph of each; None where a part gives another what is no tensor.
 
-    Parts that are equal but for names have one session, made by ``make``: those of layers that are alike.
+    Parts that are equal but for names have one session, made by ``make``: those of layers that are alike. ``exchanged``:
+    tensors that are reduced over ranks on their way to the last part.
     """
     types: dict[str, Type] = {}
     made: dict[bytes, tuple[Any, onnx.GraphProto | None]] = {}
@@ -58,7 +64,7 @@ def chained(parts: Parts, make: Make) -> tuple[Chain | None, list[onnx.GraphProt
             if not output.type.startswith("tensor("):
                 return None, graphs
             types[name] = _type(output)
-    return Chain(parts, sessions, names, types), graphs
+    return Chain(parts, sessions, names, types, exchanged), graphs
 
 
 def _type(output: Any) -> Type:
@@ -76,9 +82,15 @@ class Chain:
     ends: Sequence[int] = ()
 
     def __init__(
-        self, parts: Parts, sessions: Sequence[Any], names: Sequence[Mapping[str, str]], types: Mapping[str, Type]
+        self,
+        parts: Parts,
+        sessions: Sequence[Any],
+        names: Sequence[Mapping[str, str]],
+        types: Mapping[str, Type],
+        exchanged: Sequence[Exchanged] = (),
     ) -> None:
-        self.sessions = sessions
+        self.sessions, self.exchanged = sessions, exchanged
+        travel = {each.name for each in exchanged}
         #: What the session of each part calls tensors.
         self.names = names
         self.inputs, self.outputs, self.last = parts.inputs, parts.outputs, parts.last
@@ -86,7 +98,7 @@ class Chain:
         self.small = {
             name: (dtype, known)
             for name, (dtype, shape) in types.items()
-            if name in self.last and name not in results
+            if name in self.last and name not in results and name not in travel
             if (known := static(shape)) is not None and math.prod(known) <= SMALL
         }
 
@@ -117,7 +129,11 @@ class Binding:
             value = device_tensors.empty(shape, dtype)
             self._bind_in_part(name, value)
             self.bind_ortvalue_input(name, value)
-        large = chain.last.keys() - chain.small.keys()
+        self.buckets = Buckets(chain.exchanged)
+        for name, value in self.buckets.views.items():
+            self._bind_in_part(name, value)
+            self.bind_ortvalue_input(name, value)
+        large = chain.last.keys() - chain.small.keys() - self.buckets.views.keys()
         self.given = [[name for name in names if name in large] for names in chain.inputs]
         self.passed = [[name for name in names if name in large] for names in chain.outputs]
         for name in large:
@@ -151,10 +167,14 @@ class Binding:
         return list(self.results.values())
 
     def run(self, options: Any) -> None:
-        """Run the parts in turn."""
+        """Run the parts in turn. Gradients that a part has made travel while the next ones run, but for the last."""
         self.results = dict(self.bound)
         values: dict[str, Any] = {}
+        travelling: list[Work[Any]] = []
         for number, (session, part) in enumerate(zip(self.sessions, self.parts, strict=True)):
+            if number == len(self.parts) - 1:
+                for work in travelling:
+                    work.wait()
             within = self.names[number]
             for name in self.given[number]:
                 part.bind_ortvalue_input(within[name], values[name])
@@ -164,6 +184,7 @@ class Binding:
                 part.bind_ortvalue_input(within[name], _NOTHING)
                 if self.last[name] == number:
                     del values[name]
+            travelling += self.buckets.start(number)
 
     def _take(self, number: int, values: dict[str, Any]) -> None:
         """Take what a part has made, and let the part hold nothing of it that is for other parts alone."""

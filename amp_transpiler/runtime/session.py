@@ -24,6 +24,7 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
+from amp_transpiler.passes.lowering.exchanges import Exchanged, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.budget import unbounded_optimizers
@@ -78,10 +79,19 @@ def create_session(
     a :class:`~amp_transpiler.runtime.binding.Step`. PlaceError where an operator has no kernel on ``place``,
     ExecutionError where onnxruntime refuses the model.
     """
-    ends = cuts(model.graph) if in_parts and place.kind == "cpu" else []
+    ends, exchanged = list[int](), list[Exchanged]()
+    if has_exchanges(model) and place.kind != "cpu":
+        raise PlaceError(
+            f"program '{name}' exchanges gradients between ranks, and several ranks train on CPUPlace() alone, not on "
+            f"{place!r}"
+        )
+    if in_parts and has_exchanges(model):
+        model, ends, exchanged = taken_apart(model)
+    elif in_parts and place.kind == "cpu":
+        ends = cuts(model.graph)
     if len(ends) > 1:
         parts = Parts(model, ends)
-        chain, graphs = chained(parts, lambda part: create_session(part, place, settings, name, keep_graph))
+        chain, graphs = chained(parts, lambda part: create_session(part, place, settings, name, keep_graph), exchanged)
         if chain is not None:
             known = [graph for graph in graphs if graph is not None]
             if len(known) < len(ends):

@@ -1,9 +1,8 @@
 """Emission: a graph as the ONNX model that a place runs.
 
 CUDA gets real 16-bit operators. The CPU has no 16-bit arithmetic, and stock onnxruntime drops the rounding between the
-fp32 operators that it puts in their place; so on CPU a 16-bit variable is stored as an fp32 tensor, and an explicit
-``Cast -> 16 bit -> Cast -> fp32`` follows every operator that stores 16 bit and can make a new value. Both round at the
-same points.
+fp32 operators that stand in; there a 16-bit variable is an fp32 tensor, and ``Cast -> 16 bit -> Cast -> fp32`` follows
+every operator that stores 16 bit and can make a new value. Both round at the same points.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, low
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
@@ -70,10 +70,10 @@ class _Emission(EmulatedStorage):
         self.stateless = wanted.updates is False
         self.program = program
         self.updates = wanted.written(program)
-        fetches = [program.var(name) for name in wanted.fetches]
-        self.fetches = list(dict.fromkeys(fetches if fetches or self.updates else program.outputs))
+        fetches = [program.var(name) for name in wanted.fetches] or ([] if self.updates else program.outputs)
+        self.fetches = list(dict.fromkeys(fetches))
         self.order = needed(program, [*self.fetches, *self.updates.values()])
-        ruled = any(has_lowering_rule(op) for op in self.order)
+        ruled = any(map(has_lowering_rule, self.order))
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not ruled else feed_shapes
@@ -81,6 +81,7 @@ class _Emission(EmulatedStorage):
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
+        self.e.ranked = any(op.type == ALL_REDUCE for op in program.operators)
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)
@@ -203,8 +204,7 @@ class _Emission(EmulatedStorage):
 
     # -- one operator ---------------------------------------------------------------------------------
     def operator(self, op: Operator) -> None:
-        first = next((v for v in op.outputs if v is not None), None)
-        self.e.prefix = first.name if first is not None else op.type
+        self.e.prefix = next((v.name for v in op.outputs if v is not None), op.type)
         if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:

@@ -56,6 +56,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     step_folders,
     write_checkpoint,
 )
+from amp_transpiler.runtime.collective.current import by_rank_0
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
@@ -99,7 +100,8 @@ def save_checkpoint(
     """Write all state of ``program`` in ``scope`` (default: the global one), whole or not at all; returns the folder.
 
     All state is every persistable variable: parameters, master weights, moments, statistics, the loss scale and its
-    counters, learning rate and schedule, seed and step of the randomness. Each keeps its element type.
+    counters, learning rate and schedule, seed and step of the randomness. Each keeps its element type. Of several ranks
+    all call it, and rank 0 writes; the others return when that is done.
 
     Args:
         path: with ``step``, the folder that holds the checkpoints, each in ``step_<8 digits>``; without, the
@@ -140,9 +142,13 @@ def save_checkpoint(
             "versions": _versions(),
             "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
         }
-        write_checkpoint(target, values, meta)
-    if keep_last is not None:
-        _remove_older(target, written, keep_last)
+
+        def write() -> None:
+            write_checkpoint(target, values, meta)
+            if keep_last is not None:
+                _remove_older(target, written, keep_last)
+
+        by_rank_0(write)
     return target
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, Variable
 from amp_transpiler.ir.tensors import SMALL, as_array, tensor_type
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.passes.view.training_step import TrainingStep, Update, training_step, ungated
 from amp_transpiler.program import Program
 
@@ -114,7 +115,7 @@ def scaler_settings(program: Program) -> list[dict[str, Any]]:
 def fingerprint(program: Program) -> str:
     """A hash of what a program computes: operators, attributes, small constants, names of inputs and of state.
 
-    Names of intermediate values and the values of weights and seeds play no part.
+    Names of intermediate values, the values of weights and seeds, and how many ranks share the work play no part.
     """
     found = hashlib.sha256()
     for line in _lines(program, {}):
@@ -134,11 +135,18 @@ def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
             numbers[variable] = f"^{numbers.get(variable.outer, '?')}"
         elif variable.data is not None:
             numbers[variable] = _constant(variable.data)
+    reduced: dict[Variable, str] = {}
     for op in program.operators:
+        if op.type == ALL_REDUCE and op.domain == OWN:
+            pairs = zip(op.inputs, op.outputs, strict=True)
+            reduced |= {new: numbers[old] for old, new in pairs if old is not None and new is not None}
+            continue
         for output in op.outputs:
             if output is not None:
                 numbers.setdefault(output, f"%{len(numbers)}")
-        names = [[v and numbers.get(v, "?") for v in variables] for variables in (op.inputs, op.outputs)]
+        names = [
+            [v and (numbers.get(v) or reduced.get(v, "?")) for v in variables] for variables in (op.inputs, op.outputs)
+        ]
         yield repr((op.type, op.domain, op.role, *names)).encode()
         for proto in sorted(op.attrs.protos(), key=lambda proto: proto.name):
             yield proto.SerializeToString(deterministic=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from amp_transpiler.errors import DistributedError
 from amp_transpiler.runtime.collective.engine import Engine
 
 _process: Engine | None = None
@@ -36,3 +37,22 @@ def use_engine(engine: Engine) -> Iterator[None]:
         yield
     finally:
         _of_thread.reset(token)
+
+
+def by_rank_0(call: Callable[[], None]) -> None:
+    """Call it on rank 0, and return on all ranks when that is done. DistributedError: it failed there."""
+    engine = current()
+    if engine is None or engine.size == 1:
+        call()
+        return
+    failed: Exception | None = None
+    if engine.rank == 0:
+        try:
+            call()
+        except Exception as error:
+            failed = error
+    said = engine.all_gather_object(None if failed is None else f"{type(failed).__name__}: {failed}")[0]
+    if failed is not None:
+        raise failed
+    if said is not None:
+        raise DistributedError(f"rank 0 failed where the others waited for it: {said}")

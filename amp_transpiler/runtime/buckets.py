@@ -1,0 +1,52 @@
+"""Gradients on their way between ranks: buckets that lie one tensor behind the other, reduced where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.flat import Rows
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.passes.lowering.exchanges import Exchanged
+from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.collective.current import current
+from amp_transpiler.runtime.collective.engine import Engine
+from amp_transpiler.runtime.collective.thread import Work
+
+
+class Buckets:
+    """The memory of what one run at a time exchanges: a flat array for each bucket and element type, and its views."""
+
+    def __init__(self, exchanged: Sequence[Exchanged]) -> None:
+        groups: dict[tuple[int, str], list[Exchanged]] = {}
+        for each in exchanged:
+            groups.setdefault((each.bucket, each.dtype), []).append(each)
+        #: The tensors that travel, by name.
+        self.views: dict[str, Any] = {}
+        self._flat: dict[int, list[np.ndarray]] = {}
+        self._wholes = []
+        for (bucket, dtype), members in groups.items():
+            rows = Rows(tuple(range(len(members))), tuple(each.shape for each in members))
+            flat = np.zeros(max(1, rows.shape[1]), numpy_dtype(dtype))
+            whole = device_tensors.alias(flat, dtype)
+            self._wholes.append(whole)
+            for each, offset in zip(members, rows.offsets, strict=True):
+                empty = 0 in each.shape
+                view = (
+                    device_tensors.empty(each.shape, dtype) if empty else device_tensors.view(whole, offset, each.shape)
+                )
+                self.views[each.name] = view
+            self._flat.setdefault(bucket, []).append(flat)
+
+    def start(self, bucket: int) -> list[Work[Any]]:
+        """Let a bucket travel; what is returned waits until it is there."""
+        engine = current()
+        if engine is None or engine.size == 1:
+            return []
+        return [engine.submit(_reduction(engine, flat)) for flat in self._flat.get(bucket, ())]
+
+
+def _reduction(engine: Engine, flat: np.ndarray) -> Any:
+    return lambda: engine.all_reduce(flat, "mean")

@@ -1,0 +1,175 @@
+"""Training by several ranks, which are threads here: beside one rank with the whole batch, and beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler import distributed
+from amp_transpiler.nn import functional as F
+
+BATCH, STEPS = 8, 5
+State = dict[str, np.ndarray]
+
+
+class Net:
+    """A small classifier as one rank trains it; ``explicit`` reduces its gradients itself."""
+
+    def __init__(self, mode: str, dropout: bool = False, boost: bool = False, **decorated: Any) -> None:
+        self.main, startup = amp.Program(), amp.Program("startup")
+        startup.seed = 5
+        with amp.program_guard(self.main, startup), amp.unique_name.guard():
+            x, label = amp.data("x", [None, 6], "float32"), amp.data("label", [None, 1], "int64")
+            h = amp.nn.fc(x * amp.data("boost", [1], "float32") if boost else x, 16, act="relu")
+            h = F.dropout(h, 0.5) if dropout else h
+            self.hidden = h
+            self.loss = F.mean(F.cross_entropy(amp.nn.fc(h, 4), label))
+            optimizer: Any = amp.optimizer.Adam(0.05, multi_precision=True)
+            if mode != "fp32":
+                optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False, **decorated)
+            optimizer.minimize(self.loss, startup)
+        self.exe, self.scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+        self.exe.run(startup, scope=self.scope)
+        if mode != "fp32":
+            optimizer.amp_init(amp.CPUPlace(), scope=self.scope)
+
+    def step(self, number: int, **feeds: Any) -> float:
+        """The loss on this rank's share of the batch."""
+        rng = np.random.default_rng(number)
+        feed = {"x": rng.normal(size=(BATCH, 6)).astype(np.float32), "label": rng.integers(0, 4, (BATCH, 1))}
+        mine = slice(distributed.rank(), None, distributed.world_size())
+        feed = {name: np.ascontiguousarray(array[mine]) for name, array in feed.items()} | feeds
+        return float(self.exe.run(self.main, feed=feed, fetch_list=[self.loss], scope=self.scope)[0])
+
+    def state(self) -> State:
+        return {v.name: np.array(self.scope.find_var(v.name)) for v in self.main.variables if v.persistable}
+
+
+def trained(mode: str, **options: Any) -> Callable[[], tuple[list[float], State]]:
+    def run() -> tuple[list[float], State]:
+        net = Net(mode, **options)
+        return [net.step(number) for number in range(STEPS)], net.state()
+
+    return run
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode, close", [("fp32", 1e-6), ("mixed", 5e-3), ("pure", 1e-2)])
+def test_ranks_learn_what_one_learns_of_the_whole_batch(mode: str, close: float, ranks: int) -> None:
+    losses, state = trained(mode)()
+    found = distributed.simulate(ranks, trained(mode))
+    assert all(same(found[0][1], other) for _, other in found)
+    np.testing.assert_allclose(np.mean([each for each, _ in found], axis=0), losses, rtol=close)
+    again = distributed.simulate(ranks, trained(mode))
+    assert [each for each, _ in again] == [each for each, _ in found] and same(again[0][1], found[0][1])
+    assert found[0][1].keys() == state.keys()
+
+
+@pytest.mark.parametrize("precision", [None, "float32", "bfloat16"])
+def test_gradients_travel_in_the_precision_that_is_asked_for(precision: str | None) -> None:
+    def run() -> set[str]:
+        net = Net("mixed", allreduce_precision=precision)
+        net.step(0)
+        model = net.main.lower(amp.CPUPlace(), feed_shapes={"x": (4, 6), "label": (4, 1)}).model
+        from amp_transpiler.passes.lowering.exchanges import taken_apart
+
+        return {each.dtype for each in taken_apart(model)[2]}
+
+    assert distributed.simulate(2, run) == [{precision or "float16"}] * 2
+
+
+def test_another_precision_is_an_error() -> None:
+    with pytest.raises(amp.AmpError, match="allreduce_precision is 'int8'; expected 'float16'"):
+        amp.decorate(amp.optimizer.SGD(0.1), allreduce_precision="int8")
+
+
+def test_an_overflow_on_one_rank_skips_on_all() -> None:
+    def run() -> tuple[State, State, float]:
+        net = Net("mixed", boost=True, init_loss_scaling=64.0, decr_every_n_nan_or_inf=1, decr_ratio=0.5)
+        one = np.ones(1, np.float32)
+        net.step(0, boost=one)
+        before = net.state()
+        net.step(1, boost=one * np.inf if distributed.rank() == 1 else one)
+        after = net.state()
+        net.step(2, boost=one)
+        distributed.check_equal(net.main, net.scope)
+        return before, after, float(next(v for k, v in net.state().items() if k.startswith("loss_scaling"))[0])
+
+    for before, after, scale in distributed.simulate(3, run):
+        changed = {name for name in before if not np.array_equal(before[name], after[name])}
+        assert {name.rstrip("_0123456789") for name in changed} <= {"loss_scaling", "num_good_steps", "num_bad_steps"}
+        assert scale == 32.0
+
+
+def test_each_rank_draws_masks_of_its_own() -> None:
+    def run() -> np.ndarray:
+        net = Net("fp32", dropout=True)
+        feed = {"x": np.ones((4, 6), np.float32), "label": np.zeros((4, 1), np.int64)}
+        return net.exe.run(net.main, feed=feed, fetch_list=[net.hidden], scope=net.scope)[0] == 0
+
+    masks = distributed.simulate(3, run)
+    assert all((masks[a] != masks[b]).any() for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert (run() == masks[0]).all()  # alone it is rank 0
+
+
+def test_state_that_differs_is_named() -> None:
+    def run() -> str:
+        net = Net("fp32")
+        if distributed.rank() == 2:
+            net.scope.set_var("fc_1.b_0", np.ones(4, np.float32))
+        with pytest.raises(amp.AmpError) as error:
+            distributed.check_equal(net.main, net.scope)
+        return str(error.value)
+
+    for said in distributed.simulate(3, run):
+        assert "other than rank 0 is 'fc_1.b_0' on rank 2." in said
+
+
+def test_checkpoints_go_from_one_number_of_ranks_to_another(tmp_path: Path) -> None:
+    """1, 2, 4, 1 ranks; the last one ends where a run without a stop ends, as near as the sums allow."""
+
+    def leg(first: int, source: Path | None, target: Path) -> Callable[[], State]:
+        def run() -> State:
+            net = Net("pure")
+            if source is not None:
+                assert amp.load_checkpoint(source, net.main, net.scope).exact
+            net.step(first)
+            amp.save_checkpoint(target, net.main, net.scope)
+            return net.state()
+
+        return run
+
+    source = None
+    for number, ranks in enumerate((1, 2, 4, 1)):
+        target = tmp_path / str(number)
+        run = leg(number, source, target)
+        states = distributed.simulate(ranks, run) if ranks > 1 else [run()]
+        assert all(same(states[0], other) for other in states)
+        source = target
+    whole = Net("pure")
+    for number in range(4):
+        whole.step(number)
+    for name, value in whole.state().items():
+        np.testing.assert_allclose(states[0][name].astype(np.float64), value.astype(np.float64), atol=2e-2)
+
+
+def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def run() -> str:
+        net = Net("fp32")
+        with pytest.raises(amp.AmpError) as error:
+            amp.save_checkpoint(tmp_path / "file", net.main, net.scope)
+        return f"{distributed.rank()} {error.value}"
+
+    first, second = distributed.simulate(2, run)
+    assert second.startswith("1 rank 0 failed where the others waited for it: ") and "file" in first
