@@ -53,8 +53,6 @@ _default_seed = 0
 
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9
-#: By which the seeds of ranks differ.
-_RANK = 0x632BE5AB
 _KEY1, _KEY2 = (0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)
 _SHARED = zlib.crc32(b"@masks")  # the stream of the words that masks share
 _LINE = 1 << 12  # elements in a line where a shape gives no good split
@@ -111,7 +109,7 @@ def _keys(e: Emitter, seed: Value, step: Value, stream: int) -> tuple[Value, Val
     names = f"{seed.name} {step.name}"
     if names not in e.shared:
         if e.ranked:  # each rank draws masks of its own
-            seed = e.Add(seed, e.Mul(e.cast(e.scalar("rank"), "uint32"), _word(e, _RANK)))
+            seed = e.Add(seed, e.Mul(e.cast(e.scalar("rank"), "uint32"), _word(e, _WEYL)))
         starts, strides = (e.const(np.array(row, np.uint32)) for row in zip(_KEY1, _KEY2, strict=True))
         both = _mix(e, e.Add(_mix(e, e.Add(seed, starts)), e.Mul(step, strides)))
         first, second = (e.reshape(word, ()) for word in e.Split(both, axis=0, num_outputs=2, outputs=2))
