@@ -43,8 +43,8 @@ def chained(
 ) -> tuple[Chain | None, list[onnx.GraphProto | None]]:
     """The parts as one session on CPU, and the graph of each; None where a part gives another what is no tensor.
 
-    Parts that are equal but for names have one session, made by ``make``: those of layers that are alike. ``exchanged``:
-    tensors that are reduced over ranks on their way to the last part.
+    Parts that are equal but for names have one session, made by ``make``: those of layers that are alike.
+    ``exchanged``: tensors that are reduced over ranks on their way to the last part.
     """
     types: dict[str, Type] = {}
     made: dict[bytes, tuple[Any, onnx.GraphProto | None]] = {}
