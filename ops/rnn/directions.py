@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,10 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.rnn.recurrence import concat
+from amp_transpiler.ops.rnn.recurrence import FEW, concat
+
+#: A batch of fewer rows takes no longer on the left of a product.
+_WIDE = 8
 
 
 def pick(e: Emitter, value: Value, index: int, axis: int) -> Value:
@@ -22,14 +25,14 @@ def pick(e: Emitter, value: Value, index: int, axis: int) -> Value:
     return e.Gather(value, e.const(np.int64(index)), axis=axis, shape=shape)
 
 
-def split(e: Emitter, value: Value, parts: int) -> list[Value]:
-    """The last dimension in equal parts."""
+def split(e: Emitter, value: Value, parts: int, axis: int = -1) -> list[Value]:
+    """A dimension, the last one by itself, in equal parts."""
     if parts == 1:
         return [value]
-    *lead, size = size_of(value)
-    each = size // parts
-    axis = len(lead)
-    return list(e.Split(value, e.ints(*[each] * parts), axis=axis, outputs=parts, shape=(*lead, each)))
+    shape = list(size_of(value))
+    axis %= len(shape)
+    shape[axis] //= parts
+    return list(e.Split(value, e.ints(*[shape[axis]] * parts), axis=axis, outputs=parts, shape=shape))
 
 
 def rows(e: Emitter, value: Value) -> Value:
@@ -88,6 +91,15 @@ class Layer:
     def directions(self) -> int:
         return size_of(self.r)[0]
 
+    @property
+    def columns(self) -> bool:
+        """Whether a step holds [units, batch], and weights stand left in its products. [batch, units] otherwise.
+
+        onnxruntime packs the right factor of each product on CPU. That is the weights, in every step, or the batch.
+        """
+        before = self.op.type.startswith("GRU") and not self.op.attrs.get("linear_before_reset", 0)
+        return self.e.place == "cpu" and self.steps > FEW and self.batch >= _WIDE and not before
+
     def sequence(self, y: Value | None) -> Value | None:
         """Y, or its gradient, as [steps, directions, batch, hidden]."""
         return y if y is None or not self.first else self.e.transpose(y, [1, 2, 0, 3])
@@ -142,6 +154,48 @@ class Direction:
         """[gates * hidden, hidden]"""
         return pick(self.e, self.layer.r, self.index, 0)
 
+    @property
+    def units(self) -> int:
+        """Which axis of what a step holds is that of the units."""
+        return 0 if self.layer.columns else 1
+
+    def turned(self, value: Value) -> Value:
+        """[.., batch, units] as steps hold it, or that as [.., batch, units]."""
+        rank = len(size_of(value))
+        return self.e.transpose(value, [*range(rank - 2), rank - 1, rank - 2]) if self.layer.columns else value
+
+    def column(self, vector: Value) -> Value:
+        """A vector of units, to be added to or multiplied with what a step holds."""
+        return self.e.reshape(vector, (*size_of(vector), 1)) if self.layer.columns else vector
+
+    def valid(self) -> Value | None:
+        """Which steps lie within their sequence, as steps hold it; None where all do."""
+        valid = self.layer.valid()
+        return None if valid is None else self.turned(valid)
+
+    def recurrence(self) -> Callable[[Value, Value | None], Value]:
+        """``(state, bias) -> the state's part of the gates, bias added``."""
+        e, r = self.e, self.r
+        if not self.layer.columns:
+            return lambda state, bias: product(e, state, r, bias)
+        return lambda state, bias: e.Gemm(
+            *[v for v in (r, state, bias) if v is not None], shape=(size_of(r)[0], size_of(state)[1])
+        )
+
+    def backwards(self) -> Callable[[Value], Value]:
+        """``gradient of the state's part of the gates -> gradient of the state``."""
+        e, r = self.e, self.r
+        if not self.layer.columns:
+            return lambda dgates: e.MatMul(dgates, r)
+        turned = e.transpose(r, [1, 0])
+        return lambda dgates: e.MatMul(turned, dgates)
+
+    def over_all(self, values: Value) -> OverAll:
+        """Values [steps, batch, units] to be added up over steps and rows."""
+        if not self.layer.columns:
+            return OverAll(self.e, values, False)
+        return OverAll(self.e, self.e.transpose(rows(self.e, values), [1, 0]), True)
+
     def biases(self) -> list[Value | None]:
         """The biases of the input's and of the state's part, each [gates * hidden]."""
         b = self.layer.b
@@ -181,9 +235,9 @@ class Direction:
         return None if y is None else pick(self.e, y, self.index, 1)
 
     def previous(self, states: Value, initial: Value, padded: bool = False) -> Value:
-        """For every step the state before it. ``padded``: steps behind a sequence's end hold 0, not a state."""
-        e, (steps, batch, hidden) = self.e, size_of(states)
-        initial = e.reshape(initial, (1, batch, hidden))
+        """For every step the state before it. ``padded``: steps behind a sequence's end hold 0, not a state (of Y)."""
+        e, (steps, *sizes) = self.e, size_of(states)
+        initial = e.reshape(initial, (1, *sizes))
         if steps == 1:
             return initial
         times = np.arange(steps)
@@ -193,6 +247,26 @@ class Direction:
         if first is None:
             first = e.const((times == (steps - 1 if self.reverse else 0)).reshape(-1, 1, 1))
         return e.Where(first, initial, shifted, shape=states.shape)
+
+
+@dataclass(frozen=True)
+class OverAll:
+    """Values of units at all steps of all rows: [steps, batch, units], or [units, steps * batch]."""
+
+    e: Emitter
+    values: Value
+    units_first: bool
+
+    def product(self, b: Value) -> Value:
+        """The sum of their products with ``b`` [steps * batch, n], as [units, n]."""
+        if not self.units_first:
+            return product(self.e, rows(self.e, self.values), b, across=True)
+        return self.e.Gemm(self.values, b, shape=(size_of(self.values)[0], size_of(b)[1]))
+
+    def total(self) -> Value:
+        """Their sum, [units]."""
+        units = size_of(self.values)[0 if self.units_first else 2]
+        return self.e.reshape(self.e.reduce_sum(self.values, [1] if self.units_first else [0, 1]), (units,))
 
 
 def assembled(layer: Layer, found: Sequence[dict[int, Value]]) -> list[Value | None]:

@@ -32,36 +32,33 @@ Back = Callable[[list[Value], Sequence[Value]], tuple[list[Value], list[Value]]]
 def _backwards(
     d: Direction, back: Back, states: list[Value], sequences: list[Value], dy: Value | None
 ) -> tuple[list[Value], list[Value]]:
-    """Run ``back`` against the direction's time. Where a step is behind the sequence's end, states pass unchanged."""
-    e = d.e
-    dys, valid = d.sequence(dy), d.layer.valid()
+    """Run ``back`` against the direction's time. Where a step is behind the sequence's end, states pass unchanged.
+
+    States before and after, and what ``back`` gives, are [batch, units]; ``back`` and the sequences have them as steps
+    hold them. What is turned in a step is in the cache, and onnxruntime moves no Transpose into it.
+    """
+    e, dys, valid = d.e, d.sequence(dy), d.valid()
     extra = [v for v in (dys, valid) if v is not None]
 
     def step(old: Sequence[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         own, rest = slices[: len(sequences)], list(slices[len(sequences) :])
         arrived = list(old)
         if dys is not None:
-            arrived[0] = e.Add(arrived[0], rest.pop(0))
+            arrived[0] = e.Add(arrived[0], d.turned(rest.pop(0)))
         new, outputs = back(arrived, own)
         if valid is not None:
             new = [e.Where(rest[0], n, o, shape=o.shape) for n, o in zip(new, old, strict=True)]
-        return new, outputs
+        return new, [d.turned(output) for output in outputs]
 
-    return recur(e, d.layer.op, step, states, sequences + extra, reverse=not d.reverse)
+    given = [d.turned(state) for state in states]
+    found, outputs = recur(e, d.layer.op, step, given, sequences + extra, reverse=not d.reverse)
+    return [d.turned(state) for state in found], outputs
 
 
 def _within(d: Direction, factors: Value) -> Value:
     """Factors of gradients, 0 behind the end of a sequence."""
-    valid = d.layer.valid()
+    valid = d.valid()
     return factors if valid is None else d.e.Where(valid, factors, d.e.like(0, factors), shape=factors.shape)
-
-
-def _bias(d: Direction, of_input: Value, of_state: Value) -> Value:
-    """The gradient of [Wb, Rb] from the gradients [steps, batch, n] of what they are added to."""
-    size = (size_of(of_input)[2],)
-    first = d.e.reshape(d.e.reduce_sum(of_input, [0, 1]), size)
-    second = first if of_state is of_input else d.e.reshape(d.e.reduce_sum(of_state, [0, 1]), size)
-    return concat(d.e, [first, second], 0)
 
 
 def _of_weights(d: Direction, of_input: Value, of_state: Value, previous: Value | None) -> Found:
@@ -70,29 +67,32 @@ def _of_weights(d: Direction, of_input: Value, of_state: Value, previous: Value 
     They come from those [steps, batch, gates * hidden] of the input's and the state's part of the gates.
     """
     e, found = d.e, Found()
-    flat = rows(e, of_input)
     if e.wants(0):
-        w = d.w
+        flat, w = rows(e, of_input), d.w
         found[0] = e.Gemm(flat, w, shape=(size_of(flat)[0], size_of(w)[1]))
+    over_input = d.over_all(of_input)
+    over_state = over_input if of_state is of_input else d.over_all(of_state)
     if e.wants(1):
-        found[1] = product(e, flat, rows(e, d.layer.x), across=True)
+        found[1] = over_input.product(rows(e, d.layer.x))
     if e.wants(2) and previous is not None:
-        found[2] = product(e, rows(e, of_state), rows(e, previous), across=True)
+        found[2] = over_state.product(rows(e, previous))
     if e.wants(3):
-        found[3] = _bias(d, of_input, of_state)
+        first = over_input.total()
+        second = first if over_state is over_input else over_state.total()
+        found[3] = concat(e, [first, second], 0)
     return found
 
 
 def _parts(d: Direction, previous: Value) -> tuple[Value, Value]:
-    """The input's and the state's part of all gates, each [steps, batch, gates * hidden], biases included."""
+    """The input's and the state's part of all gates, as steps hold them, biases included."""
     e, layer, kept = d.e, d.layer, d.kept()
     if kept is not None:
-        return kept[0], kept[1]
+        return d.turned(kept[0]), kept[1]
     of_input, of_state = d.biases()
     shape = (layer.steps, layer.batch, size_of(layer.w)[1])
     return (
-        e.reshape(product(e, rows(e, layer.x), d.w, of_input), shape),
-        e.reshape(product(e, rows(e, previous), d.r, of_state), shape),
+        d.turned(e.reshape(product(e, rows(e, layer.x), d.w, of_input), shape)),
+        d.turned(e.reshape(product(e, rows(e, previous), d.r, of_state), shape)),
     )
 
 
@@ -126,11 +126,11 @@ def _rnn(d: Direction, f: Activation, h0: Value | None, y: Value, dy: Value | No
     e = d.e
     previous = _previous(d, y, h0)
     _, slope = f(e, _gates(d, previous))
-    r = d.r
+    through = d.backwards()
 
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         dgate = e.Mul(states[0], slices[0])
-        return [e.MatMul(dgate, r)], [dgate]
+        return [through(dgate)], [dgate]
 
     (dh,), (dgates,) = _backwards(d, back, [d.last(dlast)], [_within(d, slope)], dy)
     return _of_weights(d, dgates, dgates, previous) | {5: dh}
@@ -173,9 +173,9 @@ class _Cells:
     kinds: Sequence[Activation]
     coupled: bool  # the forget gate is 1 - input gate
     previous: Value
-    gates: list[Value]  # input, output, forget, cell; each [steps, batch, hidden]
+    gates: list[Value]  # input, output, forget, cell; each [steps, batch, hidden], as steps hold it
     peepholes: list[Value] | None  # input, output, forget; each [hidden]
-    before: Value  # the cell state before each step
+    before: Value  # the cell state before each step, as steps hold it
     after: Value
 
     @classmethod
@@ -184,9 +184,9 @@ class _Cells:
     ) -> _Cells:
         e, coupled = d.e, bool(d.layer.op.attrs.get("input_forget", 0))
         previous = _previous(d, y, h0)
-        i, o, f, c = split(e, _gates(d, previous), 4)
-        peepholes = None if p is None else split(e, pick(e, p, d.index, 0), 3)
-        initial = d.state(c0)
+        i, o, f, c = split(e, _gates(d, previous), 4, 1 + d.units)
+        peepholes = None if p is None else [d.column(v) for v in split(e, pick(e, p, d.index, 0), 3)]
+        initial = d.turned(d.state(c0))
         kept = d.kept()
         after = _cells(d, kinds, coupled, [i, f, c], peepholes, initial) if kept is None else kept[2]
         before = d.previous(after, initial)
@@ -205,7 +205,7 @@ def _cells(
     initial: Value,
 ) -> Value:
     """The cell state after every step. Without peepholes the gates are known before the recurrence."""
-    e, valid = d.e, d.layer.valid()
+    e, valid = d.e, d.valid()
     f, g, _ = kinds
 
     def opened(i: Value, forget: Value) -> list[Value]:
@@ -246,26 +246,26 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
         of_input, of_forget = e.Sub(c, cells.before), e.zeros(size_of(c), c.dtype)
         forget = e.Sub(e.like(1, i), i)
     factors = [e.Mul(of_input, i_slope), e.Mul(squashed, o_slope), e.Mul(of_forget, f_slope), e.Mul(i, c_slope)]
-    r, peepholes = d.r, cells.peepholes
+    through, peepholes = d.backwards(), cells.peepholes
 
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         (dh, dc), (factor, to_c, keep) = states, slices
         dc = e.Add(dc, e.Mul(dh, to_c))
         if peepholes is not None:
-            dc = e.Add(dc, e.Mul(e.Mul(dh, split(e, factor, 4)[1]), peepholes[1]))
-        dgates = e.Mul(concat(e, [dc, dh, dc, dc], 1), factor)
+            dc = e.Add(dc, e.Mul(e.Mul(dh, split(e, factor, 4, d.units)[1]), peepholes[1]))
+        dgates = e.Mul(concat(e, [dc, dh, dc, dc], d.units), factor)
         dc = e.Mul(dc, keep)
         if peepholes is not None:
-            di, _, df, _ = split(e, dgates, 4)
+            di, _, df, _ = split(e, dgates, 4, d.units)
             dc = e.Add(dc, e.Add(e.Mul(di, peepholes[0]), e.Mul(df, peepholes[2])))
-        return [e.MatMul(dgates, r), dc], [dgates]
+        return [through(dgates), dc], [dgates]
 
-    states, sequences = [d.last(dlast), d.last(dcell)], [_within(d, concat(e, factors, 2)), to_cell, forget]
+    states, sequences = [d.last(dlast), d.last(dcell)], [_within(d, concat(e, factors, 1 + d.units)), to_cell, forget]
     (dh0, dc0), (dgates,) = _backwards(d, back, states, sequences, dy)
     found = _of_weights(d, dgates, dgates, cells.previous) | {5: dh0, 6: dc0}
     if peepholes is not None and e.wants(7):
         di, do, df, _ = split(e, dgates, 4)
-        seen = concat(e, [cells.before, cells.after, cells.before], 2)
+        seen = d.turned(concat(e, [cells.before, cells.after, cells.before], 1 + d.units))
         total = e.reduce_sum(e.Mul(concat(e, [di, do, df], 2), seen), [0, 1])
         found[7] = e.reshape(total, (3 * d.layer.hidden,))
     return found
@@ -304,25 +304,25 @@ def _gru_after(
     """The reset gate applied to the state's product: every gate's gradient is a multiple of dh."""
     e, (f, g) = d.e, kinds
     previous = _previous(d, y, h0)
-    of_input, of_state = _parts(d, previous)
-    (xz, xr, xh), (hz, hr, hh) = split(e, of_input, 3), split(e, of_state, 3)
+    axis = 1 + d.units
+    (xz, xr, xh), (hz, hr, hh) = (split(e, part, 3, axis) for part in _parts(d, previous))
     z, z_slope = f(e, e.Add(xz, hz))
     reset, reset_slope = f(e, e.Add(xr, hr))
     candidate, slope = g(e, e.Add(xh, e.Mul(reset, hh)))
-    dz = e.Mul(e.Sub(previous, candidate), z_slope)
+    dz = e.Mul(e.Sub(d.turned(previous), candidate), z_slope)
     dcandidate = e.Mul(e.Sub(e.like(1, z), z), slope)
     dreset = e.Mul(dcandidate, e.Mul(hh, reset_slope))
-    factors = _within(d, concat(e, [dz, dreset, e.Mul(dcandidate, reset)], 2))
-    r = d.r
+    factors = _within(d, concat(e, [dz, dreset, e.Mul(dcandidate, reset)], axis))
+    through = d.backwards()
 
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         dh, (factor, keep) = states[0], slices
-        dgates = e.Mul(concat(e, [dh] * 3, 1), factor)
-        return [e.Add(e.MatMul(dgates, r), e.Mul(dh, keep))], [dh, dgates]
+        dgates = e.Mul(concat(e, [dh] * 3, d.units), factor)
+        return [e.Add(through(dgates), e.Mul(dh, keep))], [dh, dgates]
 
     (dh0,), (dh, of_state) = _backwards(d, back, [d.last(dlast)], [factors, z], dy)
     dz, dreset, _ = split(e, of_state, 3)
-    of_input = concat(e, [dz, dreset, e.Mul(dh, _within(d, dcandidate))], 2)
+    of_input = concat(e, [dz, dreset, e.Mul(dh, d.turned(_within(d, dcandidate)))], 2)
     return _of_weights(d, of_input, of_state, previous) | {5: dh0}
 
 

@@ -104,30 +104,38 @@ def _at_layout(layer: Layer, results: Sequence[Value]) -> list[Value]:
 def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]]) -> list[Value]:
     """Y and the last states of every direction, stacked."""
     e, found = layer.e, []
-    valid, keeps = layer.valid(), e.place == "cpu" and _composed_on_cpu(layer.op)
+    keeps = e.place == "cpu" and _composed_on_cpu(layer.op)
     variable = sequence_of(layer.op)
     held = variable.dtype if keeps and variable is not None and _on_cuda(layer.op) else None
     for d in layer.each():
-        cell, states = cell_of(d)
+        (cell, states), valid = cell_of(d), d.valid()
         bias, of_state = d.biases()
         if layer.op.type != "GRU" and bias is not None:  # their biases are only ever added
             bias = e.Add(bias, of_state)
         part = product(e, rows(e, layer.x), d.w, bias)
         sequences = [e.reshape(part, (layer.steps, layer.batch, size_of(layer.w)[1]))]
 
-        def step(old: Sequence[Value], slices: Sequence[Value], cell: Cell = cell) -> tuple[list[Value], list[Value]]:
-            new, gates = cell(slices[0], old)
+        def step(
+            old: Sequence[Value],
+            slices: Sequence[Value],
+            cell: Cell = cell,
+            d: Direction = d,
+            valid: Value | None = valid,
+        ) -> tuple[list[Value], list[Value]]:
+            new, gates = cell(d.turned(slices[0]), old)
             if held is not None and held in HALF:  # as CUDA's kernel feeds its output back
                 new[0] = e.stored(new[0], held)
             if valid is not None:
                 new = [e.Where(slices[1], n, o, shape=o.shape) for n, o in zip(new, old, strict=True)]
             y = new[0] if valid is None else e.Where(slices[1], new[0], e.like(0, new[0]), shape=new[0].shape)
-            return new, [y, *gates, *new[1:]] if keeps else [y]
+            return new, [d.turned(y), *gates, *new[1:]] if keeps else [d.turned(y)]
 
-        last, (y, *kept) = recur(e, layer.op, step, states, sequences + ([] if valid is None else [valid]), d.reverse)
+        given = sequences + ([] if valid is None else [valid])
+        last, (y, *kept) = recur(e, layer.op, step, [d.turned(state) for state in states], given, d.reverse)
         if keeps:
             d.kept(sequences[0], *kept)
-        found.append([e.reshape(y, (layer.steps, 1, *size_of(y)[1:])), *(d.unless_empty(state) for state in last)])
+        last = [d.unless_empty(d.turned(state)) for state in last]
+        found.append([e.reshape(y, (layer.steps, 1, *size_of(y)[1:])), *last])
     columns: list[list[Value]] = [list(each) for each in zip(*found, strict=True)]
     stacked = [concat(e, [e.reshape(v, (1, *size_of(v))) for v in each], 0) for each in columns[1:]]
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
@@ -151,10 +159,10 @@ def rnn(
     kinds = activations(op, layer.directions)
 
     def cell_of(d: Direction) -> tuple[Cell, list[Value]]:
-        (f,), r = kinds[d.index], d.r
+        (f,), recurrence = kinds[d.index], d.recurrence()
 
         def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-            gate = product(e, states[0], r, part)
+            gate = recurrence(states[0], part)
             return [f.value(e, gate)], [gate]
 
         return cell, [d.state(h0)]
@@ -183,11 +191,12 @@ def gru(
 
 
 def _gru_after(d: Direction, kinds: Sequence[Activation]) -> Cell:
-    e, (f, g), r, bias = d.e, kinds, d.r, d.biases()[1]
+    e, (f, g), recurrence, bias = d.e, kinds, d.recurrence(), d.biases()[1]
+    bias = None if bias is None else d.column(bias)
 
     def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        of_state = product(e, states[0], r, bias)
-        (xz, xr, xh), (hz, hr, hh) = split(e, part, 3), split(e, of_state, 3)
+        of_state = recurrence(states[0], bias)
+        (xz, xr, xh), (hz, hr, hh) = (split(e, v, 3, d.units) for v in (part, of_state))
         candidate = g.value(e, e.Add(xh, e.Mul(f.value(e, e.Add(xr, hr)), hh)))
         return [_mixed(e, f.value(e, e.Add(xz, hz)), candidate, states[0])], [of_state]
 
@@ -238,16 +247,16 @@ def lstm(
 
 
 def _lstm(d: Direction, kinds: Sequence[Activation], p: Value | None) -> Cell:
-    e, (f, g, h), r = d.e, kinds, d.r
-    peepholes = None if p is None else split(e, pick(e, p, d.index, 0), 3)
+    e, (f, g, h), recurrence = d.e, kinds, d.recurrence()
+    peepholes = None if p is None else [d.column(v) for v in split(e, pick(e, p, d.index, 0), 3)]
     coupled = bool(d.layer.op.attrs.get("input_forget", 0))
 
     def seen(gate: Value, cell: Value, index: int) -> Value:
         return gate if peepholes is None else e.Add(gate, e.Mul(cell, peepholes[index]))
 
     def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        gates = product(e, states[0], r, part)
-        i, o, forget, c = split(e, gates, 4)
+        gates = recurrence(states[0], part)
+        i, o, forget, c = split(e, gates, 4, d.units)
         old = states[1]
         i = f.value(e, seen(i, old, 0))
         kept = e.Sub(e.like(1, i), i) if coupled else f.value(e, seen(forget, old, 2))

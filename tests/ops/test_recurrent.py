@@ -110,6 +110,16 @@ def test_more_steps_than_are_unrolled_on_cpu(type_: str) -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
+def test_a_batch_that_stands_on_the_right_of_products_on_cpu(type_: str) -> None:
+    lengths = [6, 4, 1, 0, 5, 6, 2, 3, 6]
+    attrs: dict[str, Any] = {"linear_before_reset": 1} if type_ == "GRU" else {}
+    check(type_, steps=6, batch=9, directions=2, attrs={"direction": "bidirectional", **attrs}, lengths=lengths)
+    check(type_, steps=5, batch=8, hidden=4, attrs={"direction": "reverse", "layout": 1, **attrs}, half=())
+    if type_ == "LSTM":
+        check(type_, steps=6, batch=8, peepholes=True, attrs={"input_forget": 1, "clip": 0.6}, lengths=lengths[:8])
+
+
+@pytest.mark.parametrize("type_", TYPES)
 def test_each_output_alone(type_: str) -> None:
     for slot in range(3 if type_ == "LSTM" else 2):
         check(type_, through=(slot,), half=())
