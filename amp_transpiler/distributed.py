@@ -62,6 +62,9 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
         return known
     seconds = _seconds(timeout)
     if isinstance(engine, Engine):
+        beside = engine.beside if isinstance(engine, NcclEngine) else engine
+        if isinstance(beside, MPIEngine):
+            guard(beside)
         made: Engine = engine
     elif engine == "nccl":
         modules = nccl.imported()

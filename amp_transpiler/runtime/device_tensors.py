@@ -143,6 +143,12 @@ def whole(value: Any) -> Any:
     return getattr(value, "whole", None)
 
 
+def shared_array(value: Any) -> np.ndarray:
+    """A flat array (ml_dtypes' for bfloat16) that shares the memory of a value on CPU, which must outlive it."""
+    memory = (ctypes.c_char * value.tensor_size_in_bytes()).from_address(value.data_ptr())
+    return np.frombuffer(memory, numpy_dtype(dtype_of(value)))
+
+
 def to_array(value: Any) -> np.ndarray:
     """A copy of a value, from any device, as a numpy array (ml_dtypes for bfloat16)."""
     dtype = dtype_of(value)

@@ -3,7 +3,6 @@ out between threads on values in memory, adding 16-bit floats in 16 bit from ran
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import threading
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.runtime import device_tensors
-from tests.helpers.ranks import TYPES
 
 RECORD = json.loads((Path(__file__).resolve().parents[1] / "data" / "nccl4py.json").read_text(encoding="utf-8"))
 SIGNATURES = {
@@ -50,10 +48,7 @@ class Wire:
 
 def memory(value: Any) -> np.ndarray:
     """The memory of an onnxruntime value as an array."""
-    dtype = device_tensors.dtype_of(value)
-    size = value.tensor_size_in_bytes()
-    raw = (ctypes.c_char * size).from_address(value.data_ptr())
-    return np.frombuffer(raw, TYPES.get(dtype, np.dtype(dtype if dtype != "bfloat16" else np.uint16)))
+    return device_tensors.shared_array(value)
 
 
 class Fake:

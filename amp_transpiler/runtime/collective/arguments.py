@@ -10,13 +10,16 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.option_checks import choice, is_whole, shown
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.headers import DTYPES, OPS
 
 
 def flat(called: str, array: Any, written: bool = True) -> np.ndarray:
-    """An array as a flat view of its memory."""
+    """An array, or an onnxruntime value in memory, as a flat view of its memory."""
+    if hasattr(array, "data_ptr") and array.device_name() == "cpu":
+        array = device_tensors.shared_array(array)
     if not isinstance(array, np.ndarray):
-        raise ArgumentTypeError(f"{called}: expected a numpy array, got {type(array).__name__}")
+        raise ArgumentTypeError(f"{called}: expected a numpy array or a value on CPU, got {type(array).__name__}")
     if array.dtype.name not in DTYPES or not array.dtype.isnative:
         raise ArgumentTypeError(f"{called}: {array.dtype.name} cannot be sent; give floats, integers or bool")
     if not array.flags.c_contiguous:
@@ -56,7 +59,8 @@ def rank_of(called: str, rank: Any, ranks: int) -> int:
 
 def parts_of(called: str, parts: Sequence[Any], ranks: int) -> list[np.ndarray]:
     """Parts for :meth:`Engine.all_to_all`: one for each rank, of one type and one shape behind the first dimension."""
-    arrays = [part for part in parts if flat(called, part, written=False) is not None]
+    given = ((part, flat(called, part, written=False)) for part in parts)
+    arrays = [array.reshape(part.shape() if hasattr(part, "data_ptr") else part.shape) for part, array in given]
     if len(arrays) != ranks:
         raise ArgumentError(f"{called}: {len(arrays)} parts for {ranks} ranks")
     kinds = {(part.dtype.name, part.shape[1:], part.ndim > 0) for part in arrays}

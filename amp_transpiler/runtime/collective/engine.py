@@ -19,8 +19,9 @@ class Engine(ABC):
     submitted; those that block wait for that. ``engine.submit(lambda: engine.all_reduce(a))`` returns at once, and the
     caller computes meanwhile; it must not touch the array before ``wait()``.
 
-    Arrays are C-contiguous. Engines for CPU take numpy's: float16, ml_dtypes' bfloat16, float32, float64, integers,
-    bool. :class:`NcclEngine` takes buffers on its CUDA device.
+    Arrays are C-contiguous. Engines for CPU take numpy's (float16, ml_dtypes' bfloat16, float32, float64, integers,
+    bool) and onnxruntime values in memory; what they make themselves is numpy's. :class:`NcclEngine` takes values on
+    its CUDA device.
 
     Attributes:
         name: ``"mpi"``, ``"nccl"``, ``"simulated"`` or ``"single"``.

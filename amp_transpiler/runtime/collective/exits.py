@@ -25,6 +25,9 @@ def guard(engine: OrderedEngine) -> None:
     usual, process = sys.excepthook, os.getpid()
 
     def raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if engine.closed and engine.fault() is None:  # what happens now is this rank's own affair
+            usual(kind, error, traceback)
+            return
         interrupted = issubclass(kind, KeyboardInterrupt)
         engine.abort(_INTERRUPTED if interrupted else f"raised {kind.__name__}: {error}")
         if interrupted or _INTERRUPTED in str(engine.fault()):

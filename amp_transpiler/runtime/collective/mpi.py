@@ -8,6 +8,7 @@ thread's); a program that calls MPI itself beside an engine needs MULTIPLE, whic
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -33,6 +34,8 @@ _LAUNCHERS = {
 _HELLO = 32001
 #: Seconds between two looks for messages: none at first, then a share of the time waited, up to the longest.
 _SHARE, _LONGEST = 0.125, 2e-4
+#: Bytes of a message: MPI before version 4 counts in 32 bits.
+_MESSAGE = 1 << 30
 #: Bytes for what a rank says of itself.
 _ROOM = 1 << 14
 
@@ -94,6 +97,11 @@ def _guarded(call: Callable[[], Any]) -> Any:
         raise TransportError(f"MPI says {error}") from error
 
 
+def _pieces(array: np.ndarray | None) -> list[np.ndarray]:
+    size = 0 if array is None else array.size
+    return [] if array is None else [array[start : start + _MESSAGE] for start in range(0, size, _MESSAGE)]
+
+
 class MPITransport(Transport):
     """Bytes over duplicates of a communicator."""
 
@@ -113,6 +121,7 @@ class MPITransport(Transport):
         pending = _Requests(self._mpi, [*receives.values(), *sends], [])
         if not pending.wait(timeout):
             missing = [rank for rank in others if not rows[rank][0]]
+            atexit.register(self.abort, 1)  # MPI's own end would wait for them
             raise DistributedError(
                 f"rank {self.rank} waited {timeout:.1f} s for ranks {', '.join(map(str, missing))} to come to "
                 "amp.distributed.init()",
@@ -123,13 +132,12 @@ class MPITransport(Transport):
 
     def exchange(self, send: Sequence[np.ndarray | None], receive: Sequence[np.ndarray | None]) -> Pending:
         order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
-        byte = self._mpi.BYTE
-        come = [(receive[rank], rank) for rank in order[::-1]]
-        go = [(send[rank], rank) for rank in order]
+        come = [(piece, rank) for rank in order[::-1] for piece in _pieces(receive[rank])]
+        go = [(piece, rank) for rank in order for piece in _pieces(send[rank])]
         requests = _guarded(
             lambda: [
-                *(self._data.Irecv([array, byte], rank) for array, rank in come if array is not None and array.size),
-                *(self._data.Isend([array, byte], rank) for array, rank in go if array is not None and array.size),
+                *(self._data.Irecv([piece, self._mpi.BYTE], rank) for piece, rank in come),
+                *(self._data.Isend([piece, self._mpi.BYTE], rank) for piece, rank in go),
             ]
         )
         return _Requests(self._mpi, requests, [*send, *receive])
@@ -159,6 +167,9 @@ class MPITransport(Transport):
         pass  # MPI frees the communicators when it ends; freeing them here would wait for all other ranks
 
     def abort(self, status: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         self._mpi.COMM_WORLD.Abort(status)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective import ordered
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine
@@ -149,6 +150,20 @@ def test_submitted_calls_run_in_order_while_the_caller_goes_on() -> None:
     assert on(3, run) == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values_of_onnxruntime_in_memory_are_reduced_where_they_lie(dtype: str) -> None:
+    def run(engine: Engine) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+        value = device_tensors.from_array(drawn(engine.rank, 3000, dtype).reshape(30, 100))
+        assert engine.all_reduce(value, "mean") is value
+        received = engine.all_to_all([value, value])
+        return device_tensors.to_array(value).reshape(-1), [each.shape for each in received]
+
+    expected = rounded_once([drawn(rank, 3000, dtype) for rank in range(2)], "mean")
+    for found, shapes in on(2, run):
+        np.testing.assert_array_equal(words(found), words(expected))
+        assert shapes == [(30, 100)] * 2
+
+
 def test_an_engine_in_its_own_thread_calls_itself() -> None:
     def run(engine: Engine) -> float:
         def both() -> float:
@@ -168,7 +183,7 @@ READ_ONLY.flags.writeable = False
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
-        (lambda e: e.all_reduce([1.0]), amp.errors.ArgumentTypeError, "numpy array, got list"),
+        (lambda e: e.all_reduce([1.0]), amp.errors.ArgumentTypeError, "numpy array or a value on CPU, got list"),
         (lambda e: e.all_reduce(np.zeros((4, 4), np.float32)[:, ::2]), amp.errors.ArgumentError, "not contiguous"),
         (lambda e: e.all_reduce(READ_ONLY), amp.errors.ArgumentError, "read-only"),
         (lambda e: e.all_reduce(np.zeros(3, np.complex64)), amp.errors.ArgumentTypeError, "complex64 cannot be sent"),

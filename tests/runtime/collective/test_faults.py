@@ -17,7 +17,7 @@ from amp_transpiler.runtime.collective.simulated import SimulatedEngine
 
 RANKS = 3
 #: Of the tests in which it is what ends a call; the others must end long before theirs.
-TIMEOUT = 1.0
+TIMEOUT = 1.5
 
 
 def outcomes(

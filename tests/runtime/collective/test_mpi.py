@@ -68,7 +68,15 @@ def test_ctrl_c_ends_all_with_a_line_each() -> None:
 def test_a_rank_that_never_starts_mpi_ends_the_others_in_time() -> None:
     status, said = ran("late")
     assert status == 1
-    assert "Timeout (0:00:02)" in said and "in init\n" in said, said
+    assert "Timeout (0:00:01)" in said and "in init\n" in said, said
+
+
+def test_a_rank_that_never_comes_to_init_is_named() -> None:
+    status, said = ran("absent")
+    assert status == 1
+    assert re.search(
+        r"DistributedError: rank 0 waited 4.0 s for ranks 1 to come to amp.distributed.init\(\)\n", said
+    ), said
 
 
 def test_an_mpiexec_of_another_mpi_is_noticed() -> None:
