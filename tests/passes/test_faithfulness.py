@@ -253,12 +253,16 @@ def alone(op: Operator, values: dict[str, np.ndarray]) -> list[np.ndarray | None
 
 
 #: What scales by a number, which the products and sums that read it take over (test_multiples has their values).
-SCALES = frozenset({"Dropout", "DropoutGrad", "MulGrad", "AddGrad"})
+SCALES = frozenset({"Dropout", "DropoutGrad", "Mul", "MulGrad", "AddGrad"})
+MOVES = frozenset({"Reshape", "Transpose"})
 
 
 def _scales_once(op: Operator, found: np.ndarray, want: np.ndarray, dtype: str) -> bool:
     """Whether the operator reads a multiple, and is near to what it makes of the rounded one."""
-    if not any(v is not None and v.producer is not None and v.producer.type in SCALES for v in op.inputs):
+    makers = [v.producer for v in op.inputs if v is not None]
+    makers = [made.inputs[0].producer if made and made.type in MOVES and made.inputs[0] else made for made in makers]
+    makers = [made.inputs[0].producer if made and made.type in MOVES and made.inputs[0] else made for made in makers]
+    if not any(made is not None and made.type in SCALES for made in makers):
         return False
     found, want = (a.astype(np.float64) for a in (found, want))
     return bool(np.abs(found - want).max() <= 4 * float(ml_dtypes.finfo(dtype).eps) * np.abs(want).max())

@@ -9,6 +9,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.building import building, startup_values
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.sessions import session
@@ -76,3 +77,58 @@ def test_who_fetches_the_multiple_gets_it() -> None:
     known = node_by_node(lowered.model, given | {name: np.zeros((), np.float32) for name in lowered.scalars})
     multiple, y = (known[port.tensor] for port in lowered.fetches)
     np.testing.assert_array_equal(y, X + multiple)
+
+
+HEADS, FACTOR = 4, 0.375
+
+
+def scores(place: str, dtype: str, other_reader: bool = False, fetch: bool = False) -> tuple[list[str], list[Any]]:
+    """(x w * 0.375) as heads times x as heads: the operators of a place that make or read float tensors; the products,
+    the gradient of w, and what is fetched besides."""
+    with building() as (main, startup):
+        x, g = (amp.data(name, [2, ROWS, WIDTH], dtype) for name in "xg")
+        w = amp.create_parameter([WIDTH, WIDTH], dtype, "w")
+        scaled = (x @ w) * FACTOR
+        q, k = (F.transpose(F.reshape(v, [2, ROWS, HEADS, WIDTH // HEADS]), [0, 2, 1, 3]) for v in (scaled, x))
+        y = q @ F.transpose(k, [0, 1, 3, 2])
+        loss = F.sum(F.cast(y, "float32"))
+        if other_reader:
+            loss = loss + F.sum(F.cast(F.relu(scaled) * g, "float32"))
+        ((_, dw),) = amp.append_backward(loss, parameter_list=[w])
+    lowered = lower(main, place, {}, [y, dw, *([scaled] if fetch else [])])
+    state = startup_values(startup) | {"w": W.astype(dtype)}
+    given = {port.tensor: state[port.variable] for port in lowered.states}
+    given |= {"x": X.astype(dtype), "g": G.astype(dtype)} | {n: np.zeros((), np.float32) for n in lowered.scalars}
+    given = {port.name: given[port.name] for port in lowered.model.graph.input}
+    ports, kinds = [port.tensor for port in lowered.fetches], [node.op_type for node in lowered.model.graph.node]
+    if place == "cuda":
+        known = node_by_node(lowered.model, given)
+        return kinds, [known[port] for port in ports]
+    return kinds, session(lowered.model).run(ports, given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_what_the_program_scales(place: str, dtype: str) -> None:
+    """The number goes through reshapes and transposes into the products, of both directions."""
+    kinds, (y, dw) = scores(place, dtype)
+    x, w = (a.astype(dtype).astype(np.float64) for a in (X, W))
+    heads = [v.reshape(2, ROWS, HEADS, -1).transpose(0, 2, 1, 3) for v in ((x @ w) * FACTOR, x)]
+    exact = heads[0] @ heads[1].transpose(0, 1, 3, 2)
+    dq = np.broadcast_to(heads[1].sum(2, keepdims=True), heads[0].shape).transpose(0, 2, 1, 3).reshape(2, ROWS, WIDTH)
+    limit = 2.0**-9 if dtype == "float16" else 1e-5
+    wanted = (x.reshape(-1, WIDTH).T @ dq.reshape(-1, WIDTH)) * FACTOR
+    for found, value in ((y, exact), (dw, wanted)):
+        assert np.abs(found - value).max() <= limit * np.abs(value).max()
+    assert ("Mul" in kinds) == (place == "cpu")
+
+
+def test_others_read_the_multiple() -> None:
+    """Who fetches it, and where something else reads it too, all do."""
+    kinds, (*found, fetched) = scores("cuda", "float16", fetch=True)
+    assert kinds.count("Mul") == 1
+    np.testing.assert_array_equal(fetched, ((X @ W).astype(np.float16) * np.float16(FACTOR)))
+    plain, expected = scores("cuda", "float16")
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+    kinds, _ = scores("cuda", "float16", other_reader=True)
+    assert kinds.count("MatMul") == plain.count("MatMul") + 1 and "Mul" in kinds

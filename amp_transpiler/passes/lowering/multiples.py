@@ -1,7 +1,9 @@
 """Multiples: a scaling by a number, as a dropout's of what it keeps, costs no pass where its readers can take it over.
 
 A product of matrices takes the number into its factor, and rounds once; a sum takes it where CUDA has a kernel that
-multiplies and adds (and rounds in between, as the two would). Who fetches the multiple gets it.
+multiplies and adds (and rounds in between, as the two would). Who fetches the multiple gets it. What a program
+multiplies by a number that it knows is a multiple where products alone read it, as the queries of attention, moved or
+not.
 """
 
 from __future__ import annotations
@@ -12,20 +14,68 @@ from contextlib import nullcontext
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ops.common import multiple
+from amp_transpiler.ir.opdef import own
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.common import multiple, times
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+from amp_transpiler.passes.lowering.lowered import static
+
+#: Operators that move the elements of their first input, and change none.
+_MOVES = ("Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_PRODUCTS = ("MatMul", own("MatMulGrad"))
 
 
 def emit_multiple(storage: EmulatedStorage, op: Operator) -> bool:
-    """Emit a sum or product that reads multiples from what they are multiples of; False where it is none."""
+    """Emit a sum or product that reads multiples from what they are multiples of, or a multiple; False where it is none
+    of these."""
     result = op.outputs[0] if op.outputs else None
-    if op.full_type not in ("Add", "MatMul") or result is None or result.name in storage.keep_fp32:
+    if result is None or result.name in storage.keep_fp32:
+        return False
+    if op.full_type == "Mul" or op.full_type in _MOVES:
+        return (storage.e.place == "cuda" or (storage.cpu and result.dtype in HALF)) and _made(storage, op, result)
+    if op.full_type not in ("Add", "MatMul"):
         return False
     values = [storage.stands_for(v, storage.read(op, v)) for v in op.inputs if v is not None]
     if all(multiple(storage.e, v)[0] is v for v in values) or not all(v.shape for v in values):
         return False
     return (_sum if op.type == "Add" else _product)(storage, result, *values)
+
+
+def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
+    """Emit a multiple that products alone read: of a tensor by a number, or of another multiple that is moved."""
+    e = storage.e
+    source, factor = op.input(0), 1.0
+    if op.type == "Mul":
+        numbers = [known for v in op.inputs if (known := e.known(v)) is not None and known.size == 1]
+        tensors = [v for v in op.inputs if v is not None and e.known(v) is None]
+        if len(numbers) != 1 or len(tensors) != 1:
+            return False
+        source, factor = tensors[0], float(numbers[0].item())
+    shape = static(result.shape if storage.shapes is None else storage.shapes[result][1])
+    if source is None or shape is None or len(shape) < 2 or result.dtype not in (*HALF, "float32"):
+        return False
+    base, before = multiple(e, storage.stands_for(source, storage.read(op, source)))
+    fits = base.shape is not None and math.prod(base.shape) == math.prod(shape)
+    if factor * before == 1 or not fits or not _feeds_products(result):
+        return False
+    with e.emulation() if storage.cpu else nullcontext():
+        perm = op.attrs.get("perm", range(len(shape))[::-1]) if op.type == "Transpose" else None
+        moved = e.reshape(base, shape) if perm is None else e.transpose(base, list(perm))
+        value = times(e, moved, factor * before)
+    storage.env[result.key] = storage.finished(result, value, False)
+    return True
+
+
+def _feeds_products(variable: Variable) -> bool:
+    """Whether products of matrices, and their gradients, alone read a variable, moved or not."""
+    readers = [op for op, _ in variable.readers]
+    moved = [op.outputs[0] for op in readers if op.full_type in _MOVES]
+    return (
+        bool(readers)
+        and all(op.full_type in _MOVES or op.full_type in _PRODUCTS for op in readers)
+        and all(v is not None and _feeds_products(v) for v in moved)
+    )
 
 
 def _product(storage: EmulatedStorage, result: Variable, a: Value, b: Value) -> bool:
