@@ -11,7 +11,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
-from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu, rounded_once
+from amp_transpiler.ops.gpu_kernels import along_rows, column_product, for_rows, on_gpu, rounded_once
 from amp_transpiler.ops.pool import through_maxima
 from amp_transpiler.ops.training.random import kept_of
 
@@ -176,11 +176,16 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     axis, last = _axis(op, y), len(size_of(y)) - 1
     base, factor = multiple(e, dy) if axis == last else (dy, 1.0)
     weighed = _kept_product(e, base, y) or e.Mul(base, y)
-    dot = e.f32(e.ReduceSum(weighed, e.ints(axis), keepdims=1))
-    if axis == last:
-        share = None if factor == 1 else e.like(factor, dot)
-        return [along_rows(e, share, weighed, e.Neg(dot) if share is None else e.Mul(dot, e.Neg(share)), y)]
-    return [e.Mul(e.Sub(dy, e.cast(dot, dy.dtype)), y)]
+    dot = e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
+    if axis != last:
+        return [e.Mul(e.Sub(dy, dot), y)]
+    if factor == 1:
+        return [along_rows(e, None, weighed, e.Neg(e.f32(dot)), y)]
+    share = e.like(factor, e.f32(dot))
+    if on_gpu(e) and y.dtype in HALF:
+        shares = e.reshape(for_rows(e, share, math.prod(size_of(dot))), size_of(dot))
+        return [along_rows(e, share, weighed, column_product(e, dot, shares, -1), y)]
+    return [along_rows(e, share, weighed, e.Mul(e.f32(dot), e.like(-factor, share)), y)]
 
 
 def _kept_product(e: Emitter, dy: Value, y: Value) -> Value | None:

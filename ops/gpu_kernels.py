@@ -93,10 +93,7 @@ def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Val
     shape = size_of(x)
     rows, width = math.prod(shape[:-1]), shape[-1]
     if a is not None and a.shape == ():
-        key = f"{a.name} for {rows} rows"
-        if key not in e.shared:
-            e.shared[key] = (e.Expand(a, e.ints(rows, 1, 1), shape=(rows, 1, 1)),)
-        a = e.shared[key][0]
+        a = for_rows(e, a, rows)
     mixed = e.op(
         "HyperConnectionPostMix",
         e.reshape(x, (rows, 1, width)),
@@ -105,6 +102,32 @@ def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Val
         None if a is None else e.reshape(a, (rows, 1, 1)),
         domain=DOMAIN,
         shape=(rows, 1, width),
+    )
+    return e.reshape(mixed, shape)
+
+
+def for_rows(e: Emitter, number: Value, rows: int) -> Value:
+    """A scalar as a column of so many rows."""
+    key = f"{number.name} for {rows} rows"
+    if key not in e.shared:
+        e.shared[key] = (e.Expand(number, e.ints(rows, 1, 1), shape=(rows, 1, 1)),)
+    return e.shared[key][0]
+
+
+def column_product(e: Emitter, narrow: Value, wide: Value, factor: float = 1.0) -> Value:
+    """The product, in fp32, of a number and two columns of one shape, of which the first may be of 16 bit."""
+    if not on_gpu(e) or narrow.dtype not in HALF:
+        found = e.Mul(e.f32(narrow), wide)
+        return found if factor == 1 else e.Mul(found, e.like(factor, found))
+    shape = size_of(wide)
+    rows = math.prod(shape)
+    mixed = e.op(
+        "HyperConnectionPreMix",
+        e.reshape(wide, (rows, 1, 1)),
+        e.reshape(narrow, (rows, 1)),
+        domain=DOMAIN,
+        reduction_scale=float(factor),
+        shape=(rows, 1),
     )
     return e.reshape(mixed, shape)
 

@@ -18,7 +18,7 @@ from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import shape_of, size_of
-from amp_transpiler.ops.gpu_kernels import along_rows, product
+from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
 
 _EPSILON = 1e-5
@@ -55,10 +55,10 @@ def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, al
     """d x of ``normal = (x - mean(x)) r``: ``r (d - mean(d) + normal along)`` with ``along = -mean(d normal)``.
 
     The kernel that normalises takes the mean from d; what it divides by comes back in the factor. All are matrices,
-    r and ``along`` fp32.
+    r fp32; ``along`` may be of 16 bit.
     """
     centred, inverse = _normalised(e, d_normal, _LEAST)
-    return along_rows(e, e.Div(r, inverse), centred, e.Mul(along, r), normal)
+    return along_rows(e, e.Div(r, inverse), centred, column_product(e, along, r), normal)
 
 
 # -- LayerNormalization ------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
         rows = e.reshape(dy, matrix)
         weighed = e.Mul(rows, normal)
     if e.wants(0):
-        along = e.f32(product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width))
+        along = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width)
         dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, (width,))), normal, r, along), shape)
     if e.wants(1):
         d_scale = e.sum_to(e.reshape(weighed, shape), scale_shape, shape)
