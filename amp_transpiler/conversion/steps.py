@@ -64,8 +64,10 @@ def assigned(program: Graph, constraints: Constraints | None, options: Conversio
     return assign(program, options.lists, options.mode, constraints, outside=outside, narrow_io=narrow)
 
 
-def _outside(program: Graph, options: ConversionOptions) -> Callable[[Operator], Reason | None]:
-    """Why patterns keep an operator as it is."""
+def _outside(program: Graph, options: ConversionOptions) -> Callable[[Operator], Reason | None] | None:
+    """Why patterns keep an operator as it is; None where there are no patterns."""
+    if not options.only and not options.exclude:
+        return None
     ops = list(program.walk())
     only = matching(ops, list(options.only), options.called("only")) if options.only else None
     exclude = matching(ops, list(options.exclude), options.called("exclude")) if options.exclude else {}

@@ -14,7 +14,8 @@ import amp_transpiler as amp
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.partition.assign_precision import Assignment, assign, nominal
+from amp_transpiler.passes.partition.assign_precision import Assignment, assign
+from amp_transpiler.passes.partition.problem import nominal
 from amp_transpiler.passes.view.constants import is_constant
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

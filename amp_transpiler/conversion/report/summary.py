@@ -11,7 +11,7 @@ from amp_transpiler.errors import OrderError
 from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.types import SHORT
-from amp_transpiler.passes.partition.assign_precision import nominal
+from amp_transpiler.passes.partition.problem import nominal
 
 #: How an operator runs: in 16 bit, in fp32, as the model has it, or as a cast that the conversion inserted.
 HALF_KIND, FULL_KIND, UNTOUCHED_KIND, CAST_KIND = KINDS = ("16 bit", "fp32", "untouched", "cast")

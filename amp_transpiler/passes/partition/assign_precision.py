@@ -10,37 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.kernel_cost import cast_bytes, moved_bytes, tensor_bytes
+from amp_transpiler.ir.metadata import FULL as KEPT
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.nodes import FORWARD, Operator
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import FLOATS, SHORT
+from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
-from amp_transpiler.passes.partition.cut import Cut, Tensor, solve, traffic
+from amp_transpiler.passes.partition.cut import FULL, HALF, Cut, solve, traffic_of
+from amp_transpiler.passes.partition.problem import Free, Problem
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program, own_cast
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import declared, is_float, operator_name, programs
+from amp_transpiler.passes.view.typing import by_shapes, declared, is_float, operator_name
 
-#: Size that an unknown dimension counts as in the traffic.
-NOMINAL = 64
+#: Operators whose choice depends on more than the element types of their slots.
+_OWN_CHOICE = frozenset({"Cast", "CastLike", "Constant"})
 #: Integers that float16 takes over float32 as it would straight: float32 holds exactly what float16 can hold.
 _INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 _NARROW_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
-
-
-@dataclass(frozen=True)
-class Free:
-    """The two ways to run an operator whose precision is free."""
-
-    half: Decision
-    full: Decision
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ def assign(
     mode: str,
     constraints: Constraints | None,
     *,
-    outside: Callable[[Operator], Reason | None] = lambda op: None,
+    outside: Callable[[Operator], Reason | None] | None = None,
     narrow_io: frozenset[str] = frozenset(),
 ) -> Assignment:
     """Decide every operator of ``program``, nested graphs included, and insert the casts, in place.
@@ -70,7 +62,7 @@ def assign(
         mode: "pure" and "auto" free whatever no list of the user's and no constraint binds; "mixed" binds
             the white list to 16 bit and the black list to fp32.
         constraints: what must stay fp32, and why; None takes everything literally, and "pure" then frees nothing.
-        outside: why an operator is out of reach (None where it is not).
+        outside: why an operator is out of reach (None where it is not); None where none is.
         narrow_io: names of inputs and outputs that will be 16 bit.
 
     Raises: what :func:`.rewrite.rewrite_program` raises.
@@ -82,7 +74,7 @@ def assign(
     decisions = choices.collect()
     free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
     free += choices.boundaries
-    problem = _Problem(program, decisions, free, lists.dtype, narrow_io, given_io=mode == "pure")
+    problem = Problem(program, decisions, free, lists.dtype, narrow_io, given_io=mode == "pure")
     cut = solve(problem.costs, problem.tensors)
     final: dict[Operator, Decision] = {}
     chosen = dict(zip(free, cut.half, strict=True))
@@ -92,7 +84,10 @@ def assign(
         final[op] = choice
     for boundary in choices.boundaries:
         boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
-    sides = [traffic(problem.costs, problem.tensors, [side] * len(free)) for side in (True, False)]
+    sides = [
+        cut.value if all(chosen is side for chosen in cut.half) else traffic_of(problem.costs, problem.tensors, side)
+        for side in (HALF, FULL)
+    ]
     apply(program, final, lists, narrow_parameters=False, fetchable=False)
     return Assignment(len(free), cut, *sides)
 
@@ -106,10 +101,13 @@ class _Choices(Rules):
         lists: AutoMixedPrecisionLists,
         mode: str,
         constraints: Constraints | None,
-        outside: Callable[[Operator], Reason | None],
+        outside: Callable[[Operator], Reason | None] | None,
     ) -> None:
         super().__init__(program, lists)
         self.mode, self.constraints, self.outside = mode, constraints, outside
+        #: The choices of operators that are told apart by type and element types alone; None where shapes matter too.
+        self.alike: dict[tuple[str | None, ...], Decision | Free | None] = {}
+        self.picks = outside is not None or self.names_matter
         self.kernel_opset, self.lowers = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
         self.boundaries: list[Boundary] = []
@@ -122,11 +120,29 @@ class _Choices(Rules):
         """The choices of every operator, in program order."""
         found: dict[Operator, Decision | Free] = {}
         for op in self.program.walk():
-            found[op] = choice = self._choice(op)
-            self.decisions[op] = choice.full if isinstance(choice, Free) else choice
+            found[op] = choice = self._like_others(op) or self._choice(op)
+            if op.attrs.programs:
+                self.decisions[op] = choice.full if isinstance(choice, Free) else choice
         if self.mode == "mixed":
             self._bind_isolated(found)
         return found
+
+    def _like_others(self, op: Operator) -> Decision | Free | None:
+        """The choice of an operator that is like others; None where it may have one of its own."""
+        if self.picks or op.role != FORWARD or op.type in _OWN_CHOICE or KEPT in op.metadata:
+            return None
+        if op.attrs.programs or op.program.parent is not None or (self.constraints and self.constraints.on(op)):
+            return None
+        kind = (
+            op.type,
+            op.domain,
+            *["" if v is None else v.dtype for v in op.inputs],
+            "->",
+            *["" if v is None else v.dtype for v in op.outputs],
+        )
+        if kind not in self.alike:
+            self.alike[kind] = self._choice(op) if None not in kind and not by_shapes(op) else None
+        return self.alike[kind]
 
     def _choice(self, op: Operator) -> Decision | Free:
         settled = self._settled(op)
@@ -135,7 +151,7 @@ class _Choices(Rules):
                 self.boundaries += [b for b in boundaries(op, self.dtype) if not self._pinned(b)]
             return self._retargeted(op) or settled
         name, lists = operator_name(op), self.lists
-        outside = self.outside(op)
+        outside = self.outside(op) if self.outside else None
         if outside:
             return self.full(op, outside)
         if name in lists.custom_black_list:
@@ -174,7 +190,7 @@ class _Choices(Rules):
         ours = made.dtype == self.dtype and op.why == half
         if read.dtype not in integers or not (made.dtype == "float32" or ours):
             return None
-        if self.forced(op) or self.outside(op) or (self.constraints and self.constraints.on(op)):
+        if self.forced(op) or (self.outside and self.outside(op)) or (self.constraints and self.constraints.on(op)):
             return None
         slots = declared(op)
         return Free(
@@ -213,134 +229,3 @@ def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[O
                 edges.setdefault(op, []).append(maker)
                 edges.setdefault(maker, []).append(op)
     return edges
-
-
-class _Ends:
-    """Who makes and who reads one tensor."""
-
-    __slots__ = ("full", "half", "producer", "readers")
-
-    def __init__(self, producer: int | bool) -> None:
-        self.producer = producer
-        self.readers: list[int] = []
-        self.half = self.full = False
-
-    def fixed(self, dtype: str | None, half: str) -> None:
-        self.half |= dtype == half
-        self.full |= dtype == "float32"
-
-
-class _Problem:
-    """The minimum cut problem of a program: bytes that each free operator and each cast moves.
-
-    ``given_io``: casts at the inputs and outputs of the program are taken as given and cost nothing. Pure 16 bit
-    would otherwise stop short of them, and leave a small program as it is.
-    """
-
-    def __init__(
-        self,
-        program: Graph,
-        choices: dict[Operator, Decision | Free],
-        free: list[Operator | Boundary],
-        dtype: str,
-        narrow_io: frozenset[str],
-        given_io: bool,
-    ) -> None:
-        self.dtype, self.narrow_io, self.given_io = dtype, narrow_io, given_io
-        self.number = {each: i for i, each in enumerate(free)}
-        crossing = [each for each in free if isinstance(each, Boundary)]
-        self.crossing = {
-            (b.op, kind, place[0]) for b in crossing for kind, place in (("in", b.read), ("out", b.made)) if place
-        }
-        inner = {v for b in crossing if b.made for v in b.made[1]}
-        self.ends: dict[Variable, _Ends] = {}
-        self.costs: list[tuple[int, int]] = []
-        ways = [
-            (op, c.half, c.full) if isinstance(c, Free) else (op, c, c) for op, c in choices.items() if not inserted(op)
-        ]
-        for op, half, full in ways:
-            self._writes(op, half, full)
-        for boundary in crossing:
-            self.ends[boundary.outer() if boundary.made else boundary.inner()[0]] = _Ends(self.number[boundary])
-        for op, half, full in ways:
-            self._reads(op, half, full)
-            if op in self.number:
-                self.costs.append((_moved(op, half), _moved(op, full)))
-        for boundary in crossing:
-            for variable in boundary.inner() if boundary.made else (boundary.outer(),):
-                ends = self._ends(source(variable))
-                if ends is not None:
-                    ends.readers.append(self.number[boundary])
-            self.costs.append((0, 0))  # a runtime hands the buffer over
-        for each in programs(program):
-            for variable in () if given_io and each is program else each.outputs:
-                ends = self._ends(source(variable))
-                if ends is not None and variable not in inner:
-                    ends.fixed(self._io_type(variable), dtype)
-        self.tensors = [
-            Tensor(e.producer, tuple(e.readers), e.half, e.full, _cast(v.shape, dtype)) for v, e in self.ends.items()
-        ]
-
-    def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
-        for slot, variable in enumerate(op.outputs):
-            if variable is None or not is_float(variable) or constants.is_constant(variable):
-                continue
-            if (op, "out", slot) in self.crossing:
-                continue
-            made = half.slots.outputs[slot], full.slots.outputs[slot]
-            if op in self.number and made == (self.dtype, "float32"):
-                self.ends[variable] = _Ends(self.number[op])
-            elif made[0] in (self.dtype, "float32"):
-                self.ends[variable] = _Ends(made[0] == self.dtype)
-
-    def _reads(self, op: Operator, half: Decision, full: Decision) -> None:
-        for slot, variable in enumerate(op.inputs):
-            ends = self._ends(source(variable)) if variable is not None and is_float(variable) else None
-            if ends is None or (op, "in", slot) in self.crossing:
-                continue
-            wanted = half.slots.inputs[slot], full.slots.inputs[slot]
-            if op in self.number and wanted == (self.dtype, "float32"):
-                ends.readers.append(self.number[op])
-            else:
-                ends.fixed(wanted[0], self.dtype)
-
-    def _ends(self, variable: Variable) -> _Ends | None:
-        """The ends of a tensor; None where a cast costs nothing (constants, given inputs), and for other types."""
-        if variable not in self.ends:
-            known = variable.producer is not None or constants.is_constant(variable)
-            given = self.given_io and variable.program.parent is None
-            dtype = self._io_type(variable)
-            if known or given or dtype not in (self.dtype, "float32"):
-                return None
-            self.ends[variable] = _Ends(dtype == self.dtype)
-        return self.ends[variable]
-
-    def _io_type(self, variable: Variable) -> str | None:
-        narrow = variable.program.parent is None and variable.name in self.narrow_io
-        return self.dtype if narrow and variable.dtype == "float32" else variable.dtype
-
-
-def nominal(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...]:
-    """A shape for the traffic: an unknown dimension is :data:`NOMINAL`, an unknown rank that of a matrix."""
-    return tuple(size if isinstance(size, int) else NOMINAL for size in ((None, None) if shape is None else shape))
-
-
-def _moved(op: Operator, decision: Decision) -> int:
-    """Bytes of floating-point tensors that the operator reads and writes."""
-    reads = [_bytes(v, dtype) for v, dtype in zip(op.inputs, decision.slots.inputs, strict=True)]
-    writes = [_bytes(v, dtype) for v, dtype in zip(op.outputs, decision.slots.outputs, strict=True)]
-    return moved_bytes(op.type, op.domain, reads, writes)
-
-
-def _bytes(variable: Variable | None, dtype: str | None) -> int:
-    return 0 if variable is None or dtype not in FLOATS else _held(variable.shape, dtype)
-
-
-@lru_cache(maxsize=4096)  # a program has few shapes, and thousands of tensors of each
-def _held(shape: Shape | None, dtype: str) -> int:
-    return tensor_bytes((dtype, nominal(shape)))
-
-
-@lru_cache(maxsize=4096)
-def _cast(shape: Shape | None, dtype: str) -> int:
-    return cast_bytes(nominal(shape), dtype, "float32")

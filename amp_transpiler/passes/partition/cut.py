@@ -10,8 +10,9 @@ with the auxiliary nodes of Kohli's robust potentials (2009).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # loads its parts where they are used: only a conversion needs them
@@ -22,8 +23,7 @@ HALF, FULL = True, False
 _LIMIT = 2**30
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor that operators exchange.
 
     ``producer``: index of the free operator in whose precision it is made, or HALF or FULL where that is fixed.
@@ -64,6 +64,17 @@ def traffic(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor], half: S
     return total
 
 
+def traffic_of(costs: Sequence[tuple[int, int]], tensors: Iterable[Tensor], side: bool) -> int:
+    """:func:`traffic` where all operators run in 16 bit, or in fp32."""
+    total = sum(cost[not side] for cost in costs)
+    for tensor in tensors:
+        fixed = isinstance(tensor.producer, bool)
+        made = tensor.producer if fixed else side
+        if (tensor.read_full if made else tensor.read_half) or (fixed and made != side and tensor.readers):
+            total += tensor.cast
+    return total
+
+
 def solve(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> Cut:
     """The assignment of 16 bit or fp32 to operators that moves the fewest bytes; among equals, the most 16 bit.
 
@@ -77,7 +88,7 @@ def solve(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> Cut:
     region, inside = _contested(costs, tensors)
     half = [True] * len(costs)
     if not region:
-        value = traffic(costs, tensors, half)
+        value = traffic_of(costs, tensors, HALF)
         return Cut(half, value, value)
     network = _Network([costs[index] for index in region], inside)
     for index, chosen in zip(region, network.cut(), strict=True):
@@ -95,6 +106,9 @@ def _contested(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> t
     All others run in 16 bit in a least assignment: those that no chain of tensors joins to anything that draws to fp32,
     and those that cost more in fp32 than all casts around them together, which end such chains.
     """
+    draws = any(tensor.cast and (tensor.read_full or tensor.producer is FULL) for tensor in tensors)
+    if not draws and all(half <= full for half, full in costs):
+        return [], []
     around, meets = [0] * len(costs), [list[int]() for _ in costs]
     drawn: list[int] = []
     ends = [{*tensor.readers, *_free(tensor)} if tensor.cast else set() for tensor in tensors]

@@ -8,22 +8,22 @@ read it. No cast is stacked on a widening one: 16 bit to fp32 and back is the te
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
-import numpy as np
 import onnx
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.tensors import CastTensor
-from amp_transpiler.ir.types import HALF, ONNX_TYPES, SHORT
+from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import is_float, kept_slots, operator_name, origin, programs, signature_of
+from amp_transpiler.passes.view.typing import Slots, kept_slots, operator_name, origin, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 
@@ -45,18 +45,20 @@ def apply(
     dtype = lists.dtype
     uses = _uses(program, decisions, dtype)
     narrow = {v: use for v, use in uses.items() if use.narrows(narrow_parameters, lists)}
-    contents = {  # first of all, for it can fail
-        v: constants.converted(v, dtype, use.reader)
+    rounded = {
+        v: use.reader
         for v, use in uses.items()
-        if use.rounded and v.dtype == "float32" and constants.has_content(v) and (use.constant or v in narrow)
+        if use.rounded and v.dtype == "float32" and (use.constant or (v in narrow and constants.has_content(v)))
     }
+    contents = constants.all_converted(rounded, dtype)  # first of all, for it can fail
     _move_rows(decisions, narrow, dtype)
-    entering = {v.name for v, use in uses.items() if use.enters(dtype, decisions)}
+    entering = {v.name for v, use in uses.items() if use.half and not use.constant and use.enters(dtype, decisions)}
     for variable in narrow:
         if variable in contents:
             constants.replace(variable, contents[variable])
         retype(variable, dtype)
-        _constant_decision(variable, decisions, dtype)
+        if variable.producer is not None:
+            _constant_decision(decisions[variable.producer], dtype)
     inserter = _Inserter(program, contents)
     protected = _protected(program, lists)
     if fetchable:
@@ -72,7 +74,7 @@ def _retype(program: Graph, decisions: Decisions, inserter: _Inserter, protected
         op.precision, op.why = decision.precision, decision.why
         _write_outputs(op, decision, inserter, protected)
     for each in programs(program):
-        for variable in each.variables:
+        for variable in each.variables if each.parent is not None else ():
             if variable.outer is not None:
                 variable.dtype = variable.outer.dtype
     for op, decision in decisions.items():
@@ -83,21 +85,20 @@ def _retype(program: Graph, decisions: Decisions, inserter: _Inserter, protected
     inserter.finish(protected)
 
 
-@dataclass
 class _Use:
     """How the whole program, nested graphs included, reads one floating-point variable."""
 
-    variable: Variable
-    rounded: bool = False  # an operator reads it in 16 bit
-    half: bool = False  # and as data
-    pinned: bool = False  # it is scale, bias or statistics of a normalisation
-    other: bool = False  # an operator reads it in its declared type
-    fetched: bool = False
-    reader: str = ""
+    __slots__ = ("constant", "fetched", "half", "other", "pinned", "reader", "rounded", "variable")
 
-    @property
-    def constant(self) -> bool:
-        return constants.is_constant(self.variable)
+    def __init__(self, variable: Variable) -> None:
+        self.variable = variable
+        self.constant = constants.is_constant(variable)
+        self.rounded = False  # an operator reads it in 16 bit
+        self.half = False  # and as data
+        self.pinned = False  # it is scale, bias or statistics of a normalisation
+        self.other = False  # an operator reads it in its declared type
+        self.fetched = False
+        self.reader = ""
 
     def narrows(self, parameters: bool, lists: AutoMixedPrecisionLists) -> bool:
         """Whether the variable itself becomes 16 bit."""
@@ -109,10 +110,8 @@ class _Use:
         return parameters and v.persistable and v.producer is None and self.half and not self.pinned
 
     def enters(self, dtype: str, decisions: Decisions) -> bool:
-        """Whether it enters the 16-bit part from outside."""
+        """Whether data enter the 16-bit part from outside in it."""
         v = self.variable
-        if not self.half or self.constant:
-            return False
         if v.producer is None:
             return v.dtype == "float32" or (v.persistable and v.dtype == dtype)
         return v.dtype == decisions[v.producer].slots.outputs[v.producer_slot] == "float32"
@@ -123,16 +122,16 @@ def _uses(program: Graph, decisions: Decisions, dtype: str) -> dict[Variable, _U
     uses: dict[Variable, _Use] = {}
     for op, decision in decisions.items():
         kept, _ = kept_slots(op)
-        for slot, wanted in enumerate(decision.slots.inputs):
-            variable = op.inputs[slot]
-            if variable is None or not is_float(variable):
+        for slot, (variable, wanted) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
+            if variable is None or variable.dtype not in FLOATS:
                 continue
             found = source(variable) if wanted in HALF else origin(variable)
-            use = uses.setdefault(found, _Use(found))
-            if wanted == dtype:
-                use.rounded = True
-                use.reader = use.reader or op.label
-            if slot in kept:
+            use = uses.get(found)
+            if use is None:
+                use = uses[found] = _Use(found)
+            if wanted == dtype and not use.rounded:
+                use.rounded, use.reader = True, op.label
+            if kept and slot in kept:
                 use.pinned = True
                 use.other |= wanted != dtype
             elif wanted == dtype:
@@ -154,16 +153,15 @@ def _move_rows(decisions: Decisions, narrow: Container[Variable], dtype: str) ->
         table = origin(op.inputs[0])
         if not (table.persistable and (table in narrow or table.dtype == dtype)):
             continue
-        decision.slots.inputs[0] = decision.slots.outputs[0] = dtype
-        decision.precision = dtype
-        decision.why = Reason(Kind.MOVES_ROWS, table.name, runs=SHORT[dtype])
+        slots = Slots([dtype, *decision.slots.inputs[1:]], [dtype, *decision.slots.outputs[1:]])
+        why = Reason(Kind.MOVES_ROWS, table.name, runs=SHORT[dtype])
+        decisions[op] = replace(decision, precision=dtype, why=why, slots=slots)
 
 
-def _constant_decision(variable: Variable, decisions: Decisions, dtype: str) -> None:
-    if variable.producer is not None:
-        decision = decisions[variable.producer]
-        decision.slots.outputs[0], decision.precision = dtype, dtype
-        decision.why = constant_reason(dtype)
+def _constant_decision(decision: Decision, dtype: str) -> None:
+    """Let a Constant make its number in 16 bit."""
+    decision.slots.outputs[0], decision.precision = dtype, dtype
+    decision.why = constant_reason(dtype)
 
 
 def _protected(program: Graph, lists: AutoMixedPrecisionLists) -> set[Variable]:
@@ -171,21 +169,22 @@ def _protected(program: Graph, lists: AutoMixedPrecisionLists) -> set[Variable]:
     found: set[Variable] = set()
     for each in programs(program):
         found.update(each.outputs, each.updates, each.updates.values())
-        found.update(v for v in each.variables if v.name in lists.black_varnames)
+        if lists.black_varnames:
+            found.update(v for v in each.variables if v.name in lists.black_varnames)
     return found
 
 
 def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protected: set[Variable]) -> None:
     """Retype what the operator writes; where the variable has to keep its type, write another one and cast it."""
-    _, kept = kept_slots(op)
+    casts = op.type == "Cast" and operator_name(op) == "Cast"
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
         if variable is None or made is None:
             continue
-        if operator_name(op) == "Cast" and op.attrs.get("to") != cast_target(op.program, made):
+        if casts and op.attrs.get("to") != cast_target(op.program, made):
             op.attrs["to"] = cast_target(op.program, made)
         if variable.dtype == made:
             continue
-        if slot in kept or variable in protected:
+        if variable in protected or slot in kept_slots(op)[1]:
             inserter.cast_output(op, slot, variable, made)
         else:
             retype(variable, made)
@@ -208,15 +207,15 @@ def _only_fetched(op: Operator, slot: int, variable: Variable) -> bool:
 class _Inserter:
     """Inserts casts and remembers them."""
 
-    def __init__(self, program: Graph, contents: dict[Variable, np.ndarray | CastTensor]) -> None:
+    def __init__(self, program: Graph, contents: Mapping[Variable, Any]) -> None:
         self.program = program
         self.contents = contents
         self.made: dict[tuple[Variable, str], Variable] = {}
         #: Variables that a reader was taken from.
         self.left: dict[Variable, None] = {}
         every = list(programs(program))
-        self.names = {v.name for each in every for v in each.variables}
-        self.stand_ins = {(each, v.outer): v for each in every for v in each.variables if v.outer is not None}
+        nested = [each for each in every if each.parent is not None]
+        self.stand_ins = {(each, v.outer): v for each in nested for v in each.variables if v.outer is not None}
         #: Results of nested graphs that are variables of an enclosing one, with their declared type.
         self.results = [(each, i, v.dtype) for each in every for i, v in enumerate(each.outputs) if v.outer is not None]
 
@@ -271,6 +270,11 @@ class _Inserter:
             program.parent.add_capture(outer)
             self.stand_ins[program, outer] = new
         return self.stand_ins[program, outer]
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The names of variables of all graphs."""
+        return {name for each in programs(self.program) for name in each.names}
 
     def _name(self, name: str) -> str:
         """``name``, numbered where any graph of the program has it: nested graphs may not shadow names."""

@@ -31,6 +31,8 @@ from amp_transpiler.passes.view.typing import (
 )
 
 WHITE, BLACK = "white", "black"
+#: In the name of a variable: what it scales in an update is never 16 bit.
+_RATE = "learning_rate"
 
 
 @dataclass
@@ -63,6 +65,9 @@ class Rules:
         self.lowers = True
         self._gaps: dict[str, Reason | None] = {}
         self._named = black_operators(program, lists)
+        rates = any(_RATE in name for each in programs(program) for name in each.names)
+        #: Whether the name of a variable, or a pattern, may keep an operator fp32.
+        self.names_matter = rates or bool(lists.black_varnames or self._named)
 
     def decide_all(self, rule: Callable[[Operator], Decision]) -> dict[Operator, Decision]:
         """Decide every operator, producers and enclosing operators first; ``rule`` decides what is not settled."""
@@ -153,13 +158,13 @@ class Rules:
         if FULL in op.metadata:
             return parse(op.metadata[FULL])
         listed = self.lists.black_varnames
-        for variable in (*op.inputs, *op.outputs):
+        for variable in (*op.inputs, *op.outputs) if self.names_matter else ():
             if variable is None:
                 continue
             name = source(variable).name
             if listed and (name in listed or variable.name in listed):
                 return Reason(Kind.BLACK_NAME, name)
-            if "learning_rate" in name:
+            if _RATE in name:
                 return Reason(Kind.LEARNING_RATE, name)
         return self._named.get(op)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,12 @@ import onnx
 from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import CastTensor, annotated, as_array, chunks, tensor_type, to_proto
-from amp_transpiler.ir.types import FLOATS, LIMITS, numpy_dtype
+from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
 
 #: Elements from which on a converted constant is not kept.
 _LARGE = 1 << 16
+#: Elements of the largest that are converted many at a time, and how many.
+_TINY, _BATCH = 1 << 12, 256
 _ATTRIBUTES = ("value", "value_float", "value_floats")
 
 
@@ -32,6 +36,13 @@ def content(variable: Variable) -> Any:
             value = producer.attrs[name]
             return value if name == "value" else np.asarray(value, np.float32)
     return None
+
+
+def _batched(variables: Iterable[Variable], size: int) -> Iterator[list[Variable]]:
+    """The variables in groups of this size."""
+    rest = iter(variables)
+    while group := list(islice(rest, size)):
+        yield group
 
 
 def is_constant(variable: Variable) -> bool:
@@ -59,6 +70,33 @@ def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastT
     return result
 
 
+def all_converted(
+    readers: Mapping[Variable, str], dtype: str
+) -> dict[Variable, np.ndarray | CastTensor | onnx.TensorProto]:
+    """The content of float32 variables in ``dtype``, as :func:`converted` gives it; what is tiny goes in one piece."""
+    tiny: dict[Variable, onnx.TensorProto] = {}
+    for variable in readers:
+        data = content(variable) if variable.producer is None else None
+        if isinstance(data, onnx.TensorProto) and data.raw_data and math.prod(data.dims) <= _TINY:
+            if not (data.doc_string or data.metadata_props):
+                tiny[variable] = data
+    found: dict[Variable, np.ndarray | CastTensor | onnx.TensorProto] = {}
+    for variables in _batched(tiny, _BATCH):
+        raw = [tiny[variable].raw_data for variable in variables]
+        array = np.frombuffer(b"".join(raw), "<f4")
+        result = _cast(array, dtype)
+        if (np.isfinite(array) & ~np.isfinite(result)).any():
+            break  # one of them fails, and the first one that does is named
+        cast, start = result.tobytes(), 0
+        for variable, content_ in zip(variables, raw, strict=True):
+            end = start + len(content_) * result.itemsize // array.itemsize
+            found[variable] = onnx.TensorProto(
+                name=variable.name, data_type=ONNX_TYPES[dtype], dims=tiny[variable].dims, raw_data=cast[start:end]
+            )
+            start = end
+    return {v: found[v] if v in found else converted(v, dtype, reader) for v, reader in readers.items()}
+
+
 def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(numpy_dtype(dtype))
@@ -78,10 +116,10 @@ def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtyp
         )
 
 
-def replace(variable: Variable, array: np.ndarray | CastTensor) -> None:
+def replace(variable: Variable, array: np.ndarray | CastTensor | onnx.TensorProto) -> None:
     """Let the variable carry ``array``. What a scope holds of it is left alone."""
     producer = variable.producer
-    if isinstance(array, CastTensor) and producer is None:
+    if isinstance(array, CastTensor | onnx.TensorProto) and producer is None:
         variable.data = array
         return
     array = np.asarray(array)

@@ -204,6 +204,11 @@ def widened(op: Operator) -> Slots:
     return _slots(op, _wide_plan(_typed(op)))
 
 
+def by_shapes(op: Operator) -> bool:
+    """Whether more than the element types of its slots tells those with which ``op`` runs in fp32 or 16 bit."""
+    return bool(_wide_plan(_typed(op))[2])
+
+
 def _slots(op: Operator, plan: _Plan) -> Slots:
     inputs, outputs, unbound = plan
     slots = Slots(list(inputs), list(outputs))

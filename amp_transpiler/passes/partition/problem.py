@@ -1,0 +1,180 @@
+"""The minimum cut problem of a program: what each operator and each cast moves, and who makes and reads each tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.kernel_cost import cast_bytes, moved_bytes, tensor_bytes
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.partition.boundaries import Boundary
+from amp_transpiler.passes.partition.cut import Tensor
+from amp_transpiler.passes.precision.rules import Decision
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import programs
+
+#: Size that an unknown dimension counts as in the traffic.
+NOMINAL = 64
+
+
+@dataclass(frozen=True)
+class Free:
+    """The two ways to run an operator whose precision is free."""
+
+    half: Decision
+    full: Decision
+
+
+class _Ends:
+    """Who makes and who reads one tensor."""
+
+    __slots__ = ("full", "half", "producer", "readers")
+
+    def __init__(self, producer: int | bool) -> None:
+        self.producer = producer
+        self.readers: list[int] = []
+        self.half = self.full = False
+
+    def fixed(self, dtype: str | None, half: str) -> None:
+        self.half |= dtype == half
+        self.full |= dtype == "float32"
+
+
+class Problem:
+    """The minimum cut problem of a program: bytes that each free operator and each cast moves.
+
+    ``given_io``: casts at the inputs and outputs of the program are taken as given and cost nothing. Pure 16 bit
+    would otherwise stop short of them, and leave a small program as it is.
+    """
+
+    def __init__(
+        self,
+        program: Graph,
+        choices: dict[Operator, Decision | Free],
+        free: list[Operator | Boundary],
+        dtype: str,
+        narrow_io: frozenset[str],
+        given_io: bool,
+    ) -> None:
+        self.dtype, self.narrow_io, self.given_io = dtype, narrow_io, given_io
+        self.number = {each: i for i, each in enumerate(free)}
+        crossing = [each for each in free if isinstance(each, Boundary)]
+        self.crossing = {
+            (b.op, kind, place[0]) for b in crossing for kind, place in (("in", b.read), ("out", b.made)) if place
+        }
+        inner = {v for b in crossing if b.made for v in b.made[1]}
+        self.ends: dict[Variable, _Ends] = {}
+        ways = [(op, *_ways(choice)) for op, choice in choices.items() if not op.inserted]
+        for op, half, full in ways:
+            self._writes(op, half, full)
+        for boundary in crossing:
+            self.ends[boundary.outer() if boundary.made else boundary.inner()[0]] = _Ends(self.number[boundary])
+        for op, half, full in ways:
+            self._reads(op, half, full)
+        moved = _Moved()
+        self.costs = [moved(op, half, full) for op, half, full in ways if op in self.number]
+        for boundary in crossing:
+            for variable in boundary.inner() if boundary.made else (boundary.outer(),):
+                ends = self._ends(source(variable))
+                if ends is not None:
+                    ends.readers.append(self.number[boundary])
+            self.costs.append((0, 0))  # a runtime hands the buffer over
+        for each in programs(program):
+            for variable in () if given_io and each is program else each.outputs:
+                ends = self._ends(source(variable))
+                if ends is not None and variable not in inner:
+                    ends.fixed(self._io_type(variable), dtype)
+        self.tensors = [
+            Tensor(e.producer, tuple(e.readers), e.half, e.full, _cast(v.shape, dtype)) for v, e in self.ends.items()
+        ]
+
+    def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
+        number = self.number.get(op)
+        for slot, variable in enumerate(op.outputs):
+            if variable is None or variable.dtype not in FLOATS or constants.is_constant(variable):
+                continue
+            if self.crossing and (op, "out", slot) in self.crossing:
+                continue
+            made, wide = half.slots.outputs[slot], full.slots.outputs[slot]
+            if number is not None and made == self.dtype and wide == "float32":
+                self.ends[variable] = _Ends(number)
+            elif made in (self.dtype, "float32"):
+                self.ends[variable] = _Ends(made == self.dtype)
+
+    def _reads(self, op: Operator, half: Decision, full: Decision) -> None:
+        number = self.number.get(op)
+        for slot, variable in enumerate(op.inputs):
+            if variable is None or variable.dtype not in FLOATS:
+                continue
+            variable = source(variable)
+            ends = self.ends.get(variable) or self._ends(variable)
+            if ends is None or (self.crossing and (op, "in", slot) in self.crossing):
+                continue
+            wanted = half.slots.inputs[slot]
+            if number is not None and wanted == self.dtype and full.slots.inputs[slot] == "float32":
+                ends.readers.append(number)
+            else:
+                ends.fixed(wanted, self.dtype)
+
+    def _ends(self, variable: Variable) -> _Ends | None:
+        """The ends of a tensor; None where a cast costs nothing (constants, given inputs), and for other types."""
+        if variable not in self.ends:
+            known = variable.producer is not None or constants.is_constant(variable)
+            given = self.given_io and variable.program.parent is None
+            dtype = self._io_type(variable)
+            if known or given or dtype not in (self.dtype, "float32"):
+                return None
+            self.ends[variable] = _Ends(dtype == self.dtype)
+        return self.ends[variable]
+
+    def _io_type(self, variable: Variable) -> str | None:
+        narrow = variable.program.parent is None and variable.name in self.narrow_io
+        return self.dtype if narrow and variable.dtype == "float32" else variable.dtype
+
+
+def _ways(choice: Decision | Free) -> tuple[Decision, Decision]:
+    return (choice.half, choice.full) if isinstance(choice, Free) else (choice, choice)
+
+
+class _Moved:
+    """Bytes that operators move in 16 bit and in fp32; those that decide alike on equal shapes are counted once."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int | Shape | None, ...], tuple[int, int]] = {}
+
+    def __call__(self, op: Operator, half: Decision, full: Decision) -> tuple[int, int]:
+        shapes = [None if v is None else v.shape for v in (*op.inputs, *op.outputs)]
+        kind = (id(half), id(full), *shapes)
+        found = self.known.get(kind)
+        if found is None:
+            found = self.known[kind] = _moved(op, half), _moved(op, full)
+        return found
+
+
+def nominal(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...]:
+    """A shape for the traffic: an unknown dimension is :data:`NOMINAL`, an unknown rank that of a matrix."""
+    return tuple(size if isinstance(size, int) else NOMINAL for size in ((None, None) if shape is None else shape))
+
+
+def _moved(op: Operator, decision: Decision) -> int:
+    """Bytes of floating-point tensors that the operator reads and writes."""
+    reads = [_bytes(v, dtype) for v, dtype in zip(op.inputs, decision.slots.inputs, strict=True)]
+    writes = [_bytes(v, dtype) for v, dtype in zip(op.outputs, decision.slots.outputs, strict=True)]
+    return moved_bytes(op.type, op.domain, reads, writes)
+
+
+def _bytes(variable: Variable | None, dtype: str | None) -> int:
+    return 0 if variable is None or dtype not in FLOATS else _held(variable.shape, dtype)
+
+
+@lru_cache(maxsize=4096)  # a program has few shapes, and thousands of tensors of each
+def _held(shape: Shape | None, dtype: str) -> int:
+    return tensor_bytes((dtype, nominal(shape)))
+
+
+@lru_cache(maxsize=4096)
+def _cast(shape: Shape | None, dtype: str) -> int:
+    return cast_bytes(nominal(shape), dtype, "float32")
