@@ -25,6 +25,7 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.extremes import Extremes
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable, masking
 from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
@@ -34,7 +35,7 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
     OverflowPropagation,
     summed_terms,
 )
-from amp_transpiler.passes.numerics.weight_norms import LARGE, summed_axes, weight_norm
+from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
@@ -67,12 +68,13 @@ def apply_overflow_rules(
     constraints: Constraints,
     flow: Flow | None = None,
     largest: Mapping[Variable, float] | None = None,
+    small: Mapping[Variable, Extremes] | None = None,
 ) -> None:
     """Add to ``constraints`` what patterns and intervals rule out in ``dtype`` ("float16" or "bfloat16").
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
     conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
-    ``largest``: the largest finite magnitudes of constants, of those that are known.
+    ``largest``: the largest finite magnitudes of constants, of those that are known. ``small``: of small ones, more.
     """
     flow, limit = flow or Flow(program), LIMITS[dtype].largest
     binary = binary_tensors(flow)
@@ -80,7 +82,7 @@ def apply_overflow_rules(
     far = any(_reaches(variable, limit, largest or {}) for variable in flow.uses)
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
-    rules = _OverflowRules(propagation, ranges)
+    rules = _OverflowRules(propagation, ranges, small or {})
     for variable in program.inputs:
         why = rules.beyond(variable)
         if why:
@@ -93,31 +95,49 @@ def apply_overflow_rules(
 class _OverflowRules:
     """What each operator makes of ordinary operands."""
 
-    def __init__(self, propagation: OverflowPropagation, ranges: Bounds) -> None:
+    def __init__(self, propagation: OverflowPropagation, ranges: Bounds, small: Mapping[Variable, Extremes]) -> None:
         self.flow, self.propagation, self.ranges, self.limit = propagation.flow, propagation, ranges, propagation.limit
         self.short, self.float16 = SHORT[propagation.dtype], propagation.dtype == "float16"
+        self.small = small
         self.weight_norms: dict[tuple[Variable, tuple[int, ...]], float] = {}
+        #: What an operator type may do by itself, in the words of :meth:`seed`.
+        self.kinds: dict[str, bool] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
-        for op, name, read in self.flow.steps:
+        for op, name, read in self.flow.steps if self.flow.names & {"Mul", "Pow"} else ():
             squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
-        self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
-        self.logged = self._before(lambda op, name: name == "Log")
-        self.cubed = {v for op, name, read in self.flow.steps if name == "Mul" and self._cubes(read) for v in read}
+        self.summed = self.logged = self.cubed = frozenset[Variable]()
+        if self.squares:
+            self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
+            products = (read for _, name, read in self.flow.steps if name == "Mul" and self._cubes(read))
+            self.cubed = frozenset(v for read in products for v in read if v is not None)
+        if "Log" in self.flow.names:
+            self.logged = self._before(lambda op, name: name == "Log")
 
     def seed(self, op: Operator, name: str) -> tuple[int, Reason] | None:
         """What the operator makes (:mod:`.overflow_propagation`) and why it stays fp32; None where no rule applies."""
         made = op.output(0)
         if made is None:
             return None
+        if name not in self.kinds:
+            self.kinds[name] = self._may_seed(op, name)
+        if not self.kinds[name]:
+            return self._proved(op, made)
         found = self._squares(op, made)
         if found is None and self.float16:
             why = self._grows(op, name)
             if why and not self.ranges.within(made, self.limit):
                 found = INVERSE if why.kind is Kind.NEGATIVE_POWER else MAY_OVERFLOW, why
         return found or self._proved(op, made)
+
+    def _may_seed(self, op: Operator, name: str) -> bool:
+        """Whether operators of this type may make what leaves the format of ordinary operands."""
+        traits = traits_of(op)
+        inside = traits.overflows_inside is not None or traits.reduces == "squares"
+        alone = traits.reduces == "sum" or traits.product or traits.overflows is not None
+        return inside or alone or name in ("Pow", "Exp") or (name == "Mul" and bool(self.squares))
 
     def keep_subtracted_squares(self, constraints: Constraints) -> None:
         """A variance as the mean of squares less the square of the mean: what is left are the digits that both
@@ -172,6 +192,9 @@ class _OverflowRules:
 
     def _proved(self, op: Operator, variable: Variable) -> tuple[int, Reason] | None:
         if variable.dtype not in ("float32", self.propagation.dtype) or constants.is_constant(variable):
+            return None
+        interval = self.ranges.bound(variable)
+        if interval is None or (-self.limit <= interval[1] and interval[0] <= self.limit):
             return None
         masked = any(v is not None and self.propagation.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
         masked |= bool(self.propagation.state.get(variable, 0) & (LOW | HIGH))
@@ -251,9 +274,11 @@ class _OverflowRules:
         return Reason(traits.overflows) if traits.overflows is not None else None
 
     def _weight_norms(self, op: Operator) -> Reason | None:
+        variable = self.flow.inputs[op][1] if len(op.inputs) > 1 else None
+        if variable is None or not may_be_large(variable, self.small.get(variable)):
+            return None
         axes = summed_axes(op)
-        variable = self.flow.inputs[op][1] if axes else None
-        if axes is None or variable is None:
+        if not axes:
             return None
         if (variable, axes) not in self.weight_norms:
             self.weight_norms[variable, axes] = weight_norm(variable, axes)
@@ -296,7 +321,7 @@ class _OverflowRules:
 
 def _reaches(variable: Variable, limit: float, largest: Mapping[Variable, float]) -> bool:
     """Whether it is a constant that may hold a number as far out as the limit."""
-    if largest.get(variable, limit) < limit:
+    if largest.get(variable, limit) < limit or not constants.may_hold(variable):
         return False
     return constants.content(variable) is not None or constants.fill(variable.producer) is not None
 

@@ -22,6 +22,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, moves, traits_of
 from amp_transpiler.ir.tensors import CHUNK, as_array, release, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS
+from amp_transpiler.passes.numerics.extremes import extremes, small_row_sums
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
 
@@ -44,14 +45,22 @@ class Ranges:
         self, program: Graph, input_ranges: Mapping[str, Interval] | None = None, *, trained: bool = False
     ) -> None:
         self.program, self.trained = program, trained
-        self._bounds: dict[Variable, Interval | None] = {}
-        self._weights: dict[tuple[Variable, tuple[int, ...]], tuple[np.ndarray, np.ndarray] | None] = {}
+        #: Of the small constants of the program, whoever trains them.
+        self.extremes = extremes(program)
+        held = {v: e for v, e in self.extremes.items() if not (trained and v.persistable)}
+        self._bounds: dict[Variable, Interval | None] = {
+            v: (e.low, e.high) if math.isfinite(e.low) and math.isfinite(e.high) else None for v, e in held.items()
+        }
+        operators = [op for op in program.walk() if not op.inserted]
+        self._weights = small_row_sums(operators, held, source)
+        rules: dict[tuple[str, str], RangeRule | None] = {}
         for name, (low, high) in (input_ranges or {}).items():
             self._bounds[_input(program, name)] = float(low), float(high)
-        for op in program.walk():
-            if inserted(op):
-                continue
-            rule = _rule(op)
+        for op in operators:
+            kind = (op.type, op.domain)
+            if kind not in rules:
+                rules[kind] = _rule(op)
+            rule = rules[kind]
             if rule is None:
                 continue
             for variable in op.outputs if len(op.outputs) > 1 and moves(op) else op.outputs[:1]:
@@ -63,7 +72,8 @@ class Ranges:
         """The interval in which every finite element lies; None where nothing is known."""
         if variable is None:
             return None
-        variable = source(variable)
+        if variable not in self._bounds:
+            variable = source(variable)
         if variable not in self._bounds:
             self._bounds[variable] = _bounds(self.content(variable), variable)
         return self._bounds[variable]

@@ -22,6 +22,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, release
 from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
+from amp_transpiler.passes.numerics.extremes import Extremes, extremes
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVERFLOW, VANISHING, OverflowPropagation
 from amp_transpiler.passes.view import constants
@@ -34,24 +35,27 @@ TOLERANCE = 2.0**-7
 #: Elements that are read at once: few enough to stay in the cache between the looks at them.
 CHUNK = 1 << 17
 
-#: Elements of arrays that are looked at together.
-_SMALL = 1 << 10
-
 #: As what a constant is read. A bias is added to a sum of products (or a variance to the eps of its
 #: norm), beside which what vanishes is nothing.
 ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
 
 
 def check_constants(
-    program: Graph, dtype: str, constraints: Constraints, flow: Flow | None = None
+    program: Graph,
+    dtype: str,
+    constraints: Constraints,
+    flow: Flow | None = None,
+    small: Mapping[Variable, Extremes] | None = None,
 ) -> dict[Variable, float]:
     """Add to ``constraints`` the constants that ``dtype`` does not hold ("float16" or "bfloat16"), and a note of each.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
     they are in any format. The program is not changed: see :func:`.constants.saturate` for ``constraints.replaced``.
-    ``flow``: that of the program, where the caller has it. Gives the largest finite magnitude of what was read.
+    ``flow`` and ``small``: those of the program, where the caller has them. Gives the largest finite magnitude of what
+    was read.
     """
-    return _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check()
+    small = extremes(program) if small is None else small
+    return _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check(small)
 
 
 @dataclass
@@ -90,29 +94,6 @@ def losses(array: np.ndarray, dtype: str) -> Losses:
                 found.vanishing += lost.size
                 found.smallest = min(found.smallest, float(lost.min()))
     return found
-
-
-def _is_small(variable: Variable) -> bool:
-    sizes = [size for size in variable.shape or (_SMALL + 1,) if isinstance(size, int)]
-    return math.prod(sizes) <= _SMALL
-
-
-def _small_losses(held: Mapping[Variable, np.ndarray | None], dtype: str) -> dict[Variable, Losses]:
-    """:func:`losses` of the small float32 arrays of which nothing is lost, all at once: a program has thousands."""
-    small = {v: a for v, a in held.items() if a is not None and a.size and a.dtype == np.float32}
-    if not small:
-        return {}
-    sizes = np.array([array.size for array in small.values()])
-    size = np.abs(np.concatenate([array.reshape(-1) for array in small.values()]))
-    starts = np.cumsum(sizes) - sizes
-    top = np.maximum.reduceat(size, starts)
-    lost = np.add.reduceat((size <= np.float32(LIMITS[dtype].vanish)) & (size != 0), starts)
-    whole = (top < np.float32(LIMITS[dtype].overflow)) & (lost == 0)  # false for NaN
-    return {
-        variable: Losses(int(count), float(most))
-        for variable, count, most, fits in zip(small, sizes, top, whole, strict=True)
-        if fits
-    }
 
 
 def _overflow(found: Losses, chunk: np.ndarray, size: np.ndarray, over: np.float32) -> float:
@@ -159,20 +140,23 @@ class _RoundingLoss:
     def maskable(self) -> dict[Variable, int]:
         return maskable(self.flow, self.binary)
 
-    def check(self) -> dict[Variable, float]:
-        read = [v for v in every_variable(self.program) if v in self.flow.uses or v in self.flow.results]
-        read = [variable for variable in read if variable.dtype != self.dtype]
-        small = {variable: _content(variable) for variable in read if _is_small(variable)}
-        known = _small_losses(small, self.dtype)
+    def check(self, small: Mapping[Variable, Extremes]) -> dict[Variable, float]:
         largest: dict[Variable, float] = {}
+        read = (v for v in every_variable(self.program) if constants.may_hold(v) and v.dtype != self.dtype)
         for variable in read:
-            array = small[variable] if variable in small else _content(variable)
+            if variable not in self.flow.uses and variable not in self.flow.results:
+                continue
+            known = small.get(variable)
+            if known is not None and self._holds(known):
+                largest[variable] = known.magnitude
+                continue
+            array = _content(variable)
             if array is None or not array.size:
                 continue
             if array.dtype != np.float32:
                 self._elsewhere(variable, array)
                 continue
-            found = known[variable] if variable in known else losses(array, self.dtype)
+            found = losses(array, self.dtype)
             largest[variable] = found.largest
             suspect = found.beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
             if suspect and self._narrow(variable):
@@ -186,6 +170,11 @@ class _RoundingLoss:
                 propagation.mark(variable, bits, (None, why))
             propagation.sweep(lambda op, name: None)
         return largest
+
+    def _holds(self, known: Extremes) -> bool:
+        """Whether nothing is lost of a constant, nor much of its digits."""
+        whole = known.magnitude < LIMITS[self.dtype].overflow and known.least > LIMITS[self.dtype].vanish
+        return whole and error_bound(Losses(known.size, known.magnitude), self.dtype) <= TOLERANCE
 
     def _elsewhere(self, variable: Variable, array: np.ndarray) -> None:
         """Mark a constant of another type, such as bfloat16, of which the operators that read it stay in theirs.

@@ -9,6 +9,7 @@ import numpy as np
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array, release, tensor_type
+from amp_transpiler.passes.numerics.extremes import Extremes
 from amp_transpiler.passes.view import constants
 
 #: Norm (L2) of the weights of one result from which on ordinary inputs (some tens) leave float16. Trained networks
@@ -20,6 +21,13 @@ def summed_axes(op: Operator) -> tuple[int, ...] | None:
     """The axes of its weights, in slot 1, over which a product sums; None for other operators."""
     axes, weights = traits_of(op).weight_axes, op.input(1)
     return axes(op, len(weights.shape)) if axes is not None and weights is not None and weights.shape else None
+
+
+def may_be_large(variable: Variable, known: Extremes | None) -> bool:
+    """Whether weights, of which something may be ``known``, may have a norm of :data:`LARGE`."""
+    if known is None:
+        return constants.may_hold(variable)
+    return not known.magnitude * math.sqrt(known.size) < LARGE
 
 
 def weight_norm(variable: Variable, axes: tuple[int, ...]) -> float:

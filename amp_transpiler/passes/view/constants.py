@@ -19,6 +19,8 @@ from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
 _LARGE = 1 << 16
 #: Elements of the largest that are converted many at a time, and how many.
 _TINY, _BATCH = 1 << 12, 256
+#: Operators that hold what they make.
+_HOLDERS = frozenset({"Constant", "ConstantOfShape"})
 _ATTRIBUTES = ("value", "value_float", "value_floats")
 
 
@@ -48,6 +50,12 @@ def _batched(variables: Iterable[Variable], size: int) -> Iterator[list[Variable
 def is_constant(variable: Variable) -> bool:
     """Whether the variable is a floating-point constant whose content is known and dense, and not a parameter."""
     return variable.dtype in FLOATS and not variable.persistable and content(variable) is not None
+
+
+def may_hold(variable: Variable) -> bool:
+    """Whether the variable, or the operator that makes it, is of those that hold content; for most it is not."""
+    producer = variable.producer
+    return variable.data is not None or (producer is not None and producer.type in _HOLDERS)
 
 
 def has_content(variable: Variable) -> bool:

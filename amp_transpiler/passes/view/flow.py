@@ -25,7 +25,8 @@ _HOPS = 8
 class Flow:
     """Every floating-point operand of a program, nested graphs included, and who reads it.
 
-    ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``inputs``:
+    ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``names``: of
+    all of these operators. ``inputs``:
     operands by slot as they were written (None for what is no floating-point tensor). ``uses``: their readers.
     ``results``: what the result of a nested graph becomes outside; ``entries``: what an operand of a Loop or Scan
     becomes inside; ``loops``: what a state becomes in the next iteration. ``fetched``: outputs and state updates of the
@@ -39,13 +40,16 @@ class Flow:
         self.results: dict[Variable, list[Variable]] = {}
         self.entries: dict[Variable, list[Variable]] = {}
         self.loops: dict[Variable, list[Variable]] = {}
+        self.names: set[str] = set()
         self.fetched = {source(v) for v in (*program.outputs, *program.updates.values())}
         self._numbers: dict[Variable, float | None] = {}
         for op in program.walk():
             if inserted(op):
                 continue
             self.inputs[op] = read = [source(v) if v is not None and v.dtype in FLOATS else None for v in op.inputs]
-            self.steps.append((op, operator_name(op), read))
+            name = operator_name(op)
+            self.steps.append((op, name, read))
+            self.names.add(name)
             for slot, variable in enumerate(read):
                 if variable is not None:
                     self.uses.setdefault(variable, []).append((op, slot))

@@ -1,0 +1,116 @@
+"""The least and the largest number of every small constant, in one look at all of them: a program has thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.tensors import tensor_type
+from amp_transpiler.passes.view.typing import programs
+
+#: Elements of constants that are looked at together with others, and bytes of those that are.
+_SMALL, _BATCH = 1 << 10, 1 << 24
+
+RowSums = tuple[np.ndarray, np.ndarray]
+
+
+class Extremes(NamedTuple):
+    """Of a float32 constant: elements, the least and the largest of them (NaN where one is), and the smallest magnitude
+    above zero (infinite where there is none)."""
+
+    size: int
+    low: float
+    high: float
+    least: float
+
+    @property
+    def magnitude(self) -> float:
+        """The largest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+def extremes(program: Graph) -> dict[Variable, Extremes]:
+    """Those of the small float32 constants of a program, nested graphs included."""
+    found: dict[Variable, Extremes] = {}
+    held = ((v, raw) for each in programs(program) for v in each.variables if (raw := _raw(v)))
+    for batch in _batches(held):
+        sizes = np.array([len(raw) // 4 for _, raw in batch])
+        starts = np.cumsum(sizes) - sizes
+        values = np.frombuffer(b"".join([raw for _, raw in batch]), "<f4")
+        above = np.abs(values)
+        above[~(above > 0)] = np.inf
+        parts = (np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts))
+        rows = zip(
+            sizes.tolist(), *(part.tolist() for part in parts), np.minimum.reduceat(above, starts).tolist(), strict=True
+        )
+        found.update((variable, Extremes(*row)) for (variable, _), row in zip(batch, rows, strict=True))
+    return found
+
+
+def _raw(variable: Variable) -> bytes | None:
+    """The bytes of a constant that belongs to a variable without a producer, if it is small and of float32."""
+    data = variable.data
+    if data is None or variable.producer is not None or variable.is_input:
+        return None
+    if isinstance(data, onnx.TensorProto):
+        raw: bytes = data.raw_data if data.data_type == onnx.TensorProto.FLOAT and _few(data.dims) else b""
+        return raw
+    return data.tobytes() if isinstance(data, np.ndarray) and data.dtype == np.float32 and data.size <= _SMALL else None
+
+
+def _few(dims: Sequence[int]) -> bool:
+    count = 1
+    for size in dims:
+        count *= size
+    return count <= _SMALL
+
+
+def _batches(held: Iterator[tuple[Variable, bytes]]) -> Iterator[list[tuple[Variable, bytes]]]:
+    """What is held in groups of about one size."""
+    batch: list[tuple[Variable, bytes]] = []
+    size = 0
+    for each in held:
+        batch.append(each)
+        size += len(each[1])
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def small_row_sums(
+    operators: Sequence[Operator], known: Mapping[Variable, Extremes], source: Callable[[Variable], Variable]
+) -> dict[tuple[Variable, tuple[int, ...]], RowSums | None]:
+    """Sums of the positive and of the negative parts of the small weights of products, over the axes that these sum.
+
+    By weight and axes, as :meth:`.ranges.Ranges.row_sums` gives them for one.
+    """
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[Variable, bytes]] = {}
+    for op in operators:
+        axes, read = traits_of(op).weight_axes, op.input(1)
+        weight = source(read) if axes is not None and read is not None else None
+        if axes is None or weight is None or weight not in known:
+            continue
+        shape = tensor_type(weight.data)[1]
+        raw = _raw(weight)
+        if len(shape) >= 2 and raw:
+            kinds.setdefault((shape, axes(op, len(shape))), {})[weight] = raw
+    found: dict[tuple[Variable, tuple[int, ...]], RowSums | None] = {}
+    for (shape, axes), weights in kinds.items():
+        for batch in _batches(iter(weights.items())):
+            values = np.frombuffer(b"".join([raw for _, raw in batch]), "<f4").reshape(len(batch), *shape)
+            values = values.astype(np.float64)
+            over = tuple(axis + 1 if axis >= 0 else axis for axis in axes)
+            total, size = (part.sum(over).reshape(len(batch), -1) for part in (values, np.abs(values)))
+            finite = np.isfinite(size).all(axis=1)
+            up, down = (size + total) / 2, (size - total) / 2
+            for row, (weight, _) in enumerate(batch):
+                found[weight, axes] = (up[row], down[row]) if finite[row] else None
+    return found
