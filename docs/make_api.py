@@ -65,7 +65,8 @@ def members(cls: type) -> dict[str, Any]:
             continue
         for name, value in vars(base).items():
             called = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if not name.startswith("_") and callable(called):
+            told = inspect.ismemberdescriptor(value) and inspect.getdoc(value)
+            if not name.startswith("_") and (callable(called) or told):
                 found.setdefault(name, called if not isinstance(value, property) else value)
     return dict(sorted(found.items()))
 

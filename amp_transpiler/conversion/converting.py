@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +140,16 @@ def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | st
     """:func:`convert` with its options made: the model read once, each pass run once, the outcome judged once."""
     path = None if isinstance(model_or_path, onnx.ModelProto) else Path(model_or_path)
     options.tell("reading")
-    with collector_paused():
+    with ExitStack() as resting:
+        resting.enter_context(collector_paused())
         program = load(model_or_path, Program, weights=False)
         before = record_program(program, path) if options.record else None
         reference = program.clone() if options.check else None
         if reference is not None:
             become_constants(reference)
-    context = Context({OPTIONS: options} if reference is None else {OPTIONS: options, ORIGINAL: reference})
-    with collector_paused() if options.calibration is None else nullcontext():  # a search makes garbage
+        if options.calibration is not None:
+            resting.close()  # a search makes garbage
+        context = Context({OPTIONS: options} if reference is None else {OPTIONS: options, ORIGINAL: reference})
         changes = apply(conversion(options), program, context)
     assignment, constraints = context[ASSIGNMENT], context[CONSTRAINTS]
     searched = context.get(SEARCHED)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
-import onnx
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.declared_shapes import shape_of, shape_value
 from amp_transpiler.conversion.file_room import Room, connected
+from amp_transpiler.conversion.one_session import ran
 from amp_transpiler.conversion.open_reshapes import infer_open_sizes
 from amp_transpiler.conversion.protected import converted, protected
-from amp_transpiler.errors import AmpError, GraphError
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, infer_operator, type_proto
+from amp_transpiler.ir.infer import constant_array, infer_operator
 from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
@@ -31,12 +31,11 @@ from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.passes.canonicalize.control_flow import inline_known_branches
 from amp_transpiler.passes.canonicalize.sequences import expand_sequences
 from amp_transpiler.passes.canonicalize.simplify import remove_dead, remove_identities
-from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.rules import check_variables
 from amp_transpiler.passes.view.constants import content
-from amp_transpiler.runtime.budget import Budget, watched, within
-from amp_transpiler.runtime.session import Settings, create_session
+from amp_transpiler.passes.view.typing import programs
+from amp_transpiler.runtime.budget import Budget, within
 
 #: Bytes of the largest tensor that is read or computed, and of all that one program computes.
 LARGEST, MOST = 16 << 20, 256 << 20
@@ -72,7 +71,7 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
         names: variables that stay what they are.
         keep: operators that stay what they are.
     """
-    before = sum(1 for _ in program.walk())
+    before = _count(program)
     for _ in range(_TURNS):
         _fold_graph(program, names, keep)
         branches = inline_known_branches(program)
@@ -83,7 +82,11 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
         if not branches:
             break
         annotate(program)
-    return before - sum(1 for _ in program.walk())
+    return before - _count(program)
+
+
+def _count(program: Graph) -> int:
+    return sum(len(each.added) for each in programs(program))
 
 
 def _fold_graph(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
@@ -98,6 +101,9 @@ def _eligible(op: Operator) -> bool:
     if op.domain not in ("", "ai.onnx") or op.attrs.programs:
         return False
     return op.type not in _NEVER and not traits_of(op).random
+
+
+_SHAPED = frozenset({"Shape", "Size", "Gather", "Slice"})
 
 
 class _Known:
@@ -136,6 +142,8 @@ class _Folding:
 
     def run(self) -> None:
         """Compute what can be, and put it in."""
+        if not any(map(self._asks, self.program.operators)):
+            return  # nothing is known before the run
         outputs = {*self.program.outputs, *self.program.updates.values()}
         for op in self.program.operators:
             self.place[op] = len(self.place)
@@ -160,8 +168,13 @@ class _Folding:
 
     def _asks(self, op: Operator) -> bool:
         """Whether the operator may be known from the start: it reads constants alone, or a shape."""
-        shaped = op.type in ("Shape", "Size") or (op.type in ("Gather", "Slice") and shape_of(op.input(0)) is not None)
-        return shaped or all(v is None or self._leaf(v) is not None for v in op.inputs)
+        if op.type in _SHAPED and (op.type in ("Shape", "Size") or shape_of(op.input(0)) is not None):
+            return True
+        for variable in op.inputs:
+            producer = None if variable is None else variable.producer
+            if producer is not None and producer.type != "Constant":
+                return False  # as most operators do: they read what others compute
+        return all(v is None or self._leaf(v) is not None for v in op.inputs) and op.type != "Constant"
 
     def _stir(self, changed: Iterable[Variable], heap: list[tuple[int, Operator]], queued: set[Operator]) -> None:
         """More is known of these variables: who reads them is asked again."""
@@ -293,25 +306,7 @@ class _Folding:
         return made
 
     def _ran(self, operators: Sequence[Operator]) -> dict[Variable, np.ndarray] | None:
-        made = [v for op in operators for v in op.outputs if v is not None]
-        own = set(made)
-        read = list(dict.fromkeys(v for op in operators for v in op.inputs if v is not None and v not in own))
-        opset = onnx.helper.make_opsetid("", self.program.opset())
-        given = [onnx.helper.make_value_info(_called(v), type_proto(*self.known[v])) for v in read]
-        wanted = [onnx.helper.make_value_info(_called(v), type_proto(self.known[v][0], None)) for v in made]
-        graph = onnx.helper.make_graph([_node(op) for op in operators], "fold", given, wanted)
-        model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8)
-        feeds = {_called(v): self.known.arrays[v] for v in read}
-        settings = Settings(optimization_level="disable", threads=1)
-        try:
-            with watched(f"folding constants of program '{self.program.name}'") as options:
-                session, _ = create_session(model, CPUPlace(), settings, self.program.name)
-                found = session.run([_called(v) for v in made], feeds, options)
-        except AmpError:
-            return None
-        except Exception:  # onnxruntime's errors have no common base class; what fails here will fail in the run
-            return None
-        return dict(zip(made, map(np.asarray, found), strict=True))
+        return ran(self.program, operators, self.known.__getitem__, self.known.arrays)
 
     # -- putting it in -----------------------------------------------------------------------------------
     def _replace(self) -> None:
@@ -368,18 +363,6 @@ def _constant(variable: Variable) -> np.ndarray | None:
     if data is None:
         return constant_array(variable)
     return as_array(data) if byte_size(*tensor_type(data)) <= LARGEST else None
-
-
-def _called(variable: Variable | None) -> str:
-    return "" if variable is None else f"v{variable.key}"
-
-
-def _node(op: Operator) -> onnx.NodeProto:
-    node: onnx.NodeProto = onnx.helper.make_node(
-        op.type, [_called(v) for v in op.inputs], [_called(v) for v in op.outputs]
-    )
-    node.attribute.extend(op.attrs.protos())
-    return node
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.view.of_type import of_type
 
 #: What an element of a shape goes through on its way to other sizes.
 _PICKS = frozenset({"Cast", "Slice", "Gather", "Squeeze", "Unsqueeze", "Reshape", "Identity"})
@@ -24,17 +25,18 @@ def infer_open_sizes(program: Graph, names: frozenset[str], keep: frozenset[Oper
     Expand behind it to the very same sizes goes. Variables among ``names`` and operators of ``keep`` stay.
     """
     count = 0
-    for op in program.operators:
+    for op in program.nesting:
         for nested in op.attrs.programs:
             count += infer_open_sizes(nested, names, keep)
-        if op.type == "Expand" and not op.domain and op not in keep and _is_there(op):
+    for op in of_type(program, "Expand"):
+        if op not in keep and _is_there(op):
             made, read = op.outputs[0], op.inputs[0]
             if made is not None and read is not None and made not in program.outputs and made.name not in names:
                 program.replace_uses(made, read)
                 program.remove_operator(op)
                 program.remove_variable(made)
-    for op in program.operators:
-        sizes = op.input(1) if op.type == "Reshape" and not op.domain and op not in keep else None
+    for op in of_type(program, "Reshape"):
+        sizes = op.input(1) if op not in keep else None
         known = None if sizes is None else _sizes(sizes)
         if sizes is not None and known is not None:
             op.set_input(1, program.add_constant(f"{sizes.name}.inferred", np.array(known, np.int64)))

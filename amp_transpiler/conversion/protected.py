@@ -19,4 +19,4 @@ def protected(program: Graph, options: ConversionOptions) -> tuple[frozenset[str
 
 def converted(program: Graph) -> bool:
     """Whether a conversion has decided on the program: it was simplified then, and a further one changes nothing."""
-    return any(op.why is not None for op in program.walk())
+    return any([op.why is not None for op in program.walk()])

@@ -64,7 +64,10 @@ def _targets(program: Graph, dtype: str) -> tuple[int, ...]:
     own = program.opset()
     if dtype == "bfloat16":
         return (TARGET_OPSET, _LATER)
-    kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
+    kinds = set[str]()
+    for op in program.walk():
+        if op.type not in kinds and op.domain in ("", "ai.onnx") and has_float(op):
+            kinds.add(op.type)
     lacking = [kind for kind in kinds if not has_kernel(_CUDA, kind, dtype, own)]
     gains = {
         t: sum(has_kernel(_CUDA, kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own

@@ -23,6 +23,7 @@ from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.numerics.rounding_loss import TOLERANCE, error_bound, losses, relative_error
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.of_type import of_type
 
 #: float16 holds no smaller power of two.
 _LEAST = -24
@@ -35,13 +36,13 @@ def rescale_factors(program: Graph, names: frozenset[str], keep: frozenset[Opera
 
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
-    return sum(_Factor(op, slot, names, keep).split() for op in program.operators for slot in _suspect(op))
+    return sum(_Factor(op, slot, names, keep).split() for op in of_type(program, "Mul") for slot in _suspect(op))
 
 
 def _suspect(op: Operator) -> list[int]:
     """The slot of a product that holds the factor, in a list; none where it is none or fits."""
     made = op.output(0)
-    if op.type != "Mul" or op.domain or made is None or made in op.program.outputs or not made.readers:
+    if made is None or made in op.program.outputs or not made.readers:
         return []
     if not all(_adds(reader, slot, made) for reader, slot in made.readers):
         return []

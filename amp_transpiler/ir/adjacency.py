@@ -65,6 +65,17 @@ def add_edges(graph: nx.MultiDiGraph, key: int, read: Iterable[Any], made: Itera
     _changed(graph)
 
 
+def remove_node(graph: nx.MultiDiGraph, key: int) -> None:
+    """What ``graph.remove_node(key)`` does for a node that is there."""
+    for head in graph._succ.pop(key):
+        del graph._pred[head][key]
+    for tail in graph._pred.pop(key):
+        if tail != key:
+            del graph._succ[tail][key]
+    del graph._node[key]
+    _changed(graph)
+
+
 def _changed(graph: nx.MultiDiGraph) -> None:
     """Forget what networkx's backends made of the graph."""
     if graph.__networkx_cache__:

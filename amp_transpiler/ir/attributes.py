@@ -40,7 +40,7 @@ class Attributes(MutableMapping[str, Any]):
     byte for byte as it came (types of empty lists, references of a function's attributes, doc strings).
     """
 
-    __slots__ = ("_graphs", "_order", "_protos", "_values")
+    __slots__ = ("_graphs", "_order", "_protos", "_values", "programs")
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
         self._order: dict[str, None] = {}
@@ -48,6 +48,8 @@ class Attributes(MutableMapping[str, Any]):
         self._protos: dict[str, onnx.AttributeProto] = {}
         self._values: dict[str, Any] = {}
         self._graphs: dict[str, Any] = {}
+        #: Every nested program, in attribute order.
+        self.programs: list[Graph] = []
         if values:
             for name, value in values.items():
                 self[name] = value
@@ -68,8 +70,14 @@ class Attributes(MutableMapping[str, Any]):
             self._protos.pop(name, None)
             self._graphs[name] = value
         else:
-            self._graphs.pop(name, None)
             self._protos[name] = proto
+            if self._graphs.pop(name, None) is None:
+                return
+        self._list_programs()
+
+    def _list_programs(self) -> None:
+        held = (value if isinstance(value, list) else [value] for value in self.graphs.values())
+        self.programs = [program for programs in held for program in programs]
 
     def __contains__(self, name: object) -> bool:
         return name in self._order
@@ -87,6 +95,7 @@ class Attributes(MutableMapping[str, Any]):
         del self._order[name]
         for held in (self._values, self._graphs, self._protos):
             held.pop(name, None)
+        self._list_programs()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
@@ -102,16 +111,6 @@ class Attributes(MutableMapping[str, Any]):
     def graph_header(self, name: str) -> onnx.AttributeProto | None:
         """The AttributeProto, without the graph, that a graph attribute had in its file."""
         return self._protos.get(name)
-
-    @property
-    def programs(self) -> list[Graph]:
-        """Every nested program, in attribute order."""
-        if not self._graphs:
-            return []
-        found: list[Graph] = []
-        for value in self.graphs.values():
-            found.extend(value if isinstance(value, list) else [value])
-        return found
 
     @property
     def graphs(self) -> dict[str, Any]:

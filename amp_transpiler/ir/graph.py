@@ -18,7 +18,7 @@ import networkx as nx
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
-from amp_transpiler.ir.adjacency import add_nodes
+from amp_transpiler.ir.adjacency import add_nodes, predecessors, remove_node, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable
@@ -175,13 +175,8 @@ class Graph(HasStartup):
 
     def walk(self) -> Iterator[Operator]:
         """Every operator, nested programs included, each before those inside it."""
-        if not self.nesting:
-            yield from self.operators
-            return
-        for op in self.operators:
-            yield op
-            for nested in op.attrs.programs:
-                yield from nested.walk()
+        _, order, nesting = self._ordered()
+        return _walk(order) if nesting else iter(order)
 
     # -- changing ------------------------------------------------------------------------------
     def touch(self) -> None:
@@ -294,17 +289,18 @@ class Graph(HasStartup):
             if variable is not None:
                 variable.producer, variable.producer_slot = None, -1
         del self._operators[op.key]
-        self.graph.remove_node(op.key)
+        remove_node(self.graph, op.key)
         self.touch()
 
     def remove_variable(self, variable: Variable) -> None:
         """Take out a variable that nothing reads or writes."""
         self.must_own(variable)
-        if self.graph.degree(variable.key):
+        if successors(self.graph)[variable.key] or predecessors(self.graph)[variable.key]:
             raise GraphError(f"variable '{variable.name}' is still in use and cannot be removed")
         del self._variables[variable.name]
-        self.graph.remove_node(variable.key)
-        self.inputs = [v for v in self.inputs if v is not variable]
+        remove_node(self.graph, variable.key)
+        if variable in self.inputs:
+            self.inputs = [v for v in self.inputs if v is not variable]
         self.updates.pop(variable, None)
         self.touch()
 
@@ -384,6 +380,13 @@ class Graph(HasStartup):
         return (
             f"<{type(self).__name__} {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
         )
+
+
+def _walk(order: list[Operator]) -> Iterator[Operator]:
+    for op in order:
+        yield op
+        for nested in op.attrs.programs:
+            yield from nested.walk()
 
 
 def _role(inputs: Slots) -> str:

@@ -208,26 +208,27 @@ class Operator:
     """One operator. ``why`` says why it has its precision, ``guard`` whether it lies in an fp16 guard, ``inserted``
     whether it is a cast that a pass put in: passes look through those, so that running twice changes nothing."""
 
-    __slots__ = (
-        "_inputs",
-        "_outputs",
-        "attrs",
-        "doc",
-        "domain",
-        "guard",
-        "inserted",
-        "key",
-        "metadata",
-        "name",
-        "overload",
-        "precision",
-        "program",
-        "role",
-        "scope",
-        "source",
-        "type",
-        "why",
-    )
+    #: By name, with what is to be said of those that nobody sets.
+    __slots__ = {
+        "attrs": None,
+        "doc": None,
+        "domain": None,
+        "guard": None,
+        "inputs": "Input variables by slot; None where an optional input is left out.",
+        "inserted": None,
+        "key": None,
+        "metadata": None,
+        "name": None,
+        "outputs": "Output variables by slot; None where an optional output is left out.",
+        "overload": None,
+        "precision": None,
+        "program": None,
+        "role": None,
+        "scope": None,
+        "source": None,
+        "type": None,
+        "why": None,
+    }
 
     def __init__(self, program: Graph, key: int, type: str, domain: str, attrs: Attributes | None = None) -> None:
         self.program = program
@@ -248,8 +249,8 @@ class Operator:
         self.metadata: dict[str, str] = {}
         #: Fields of the file's NodeProto that have no place here (None where there are none).
         self.source: Any = None
-        self._inputs: list[Variable | None] = []
-        self._outputs: list[Variable | None] = []
+        self.inputs: Sequence[Variable | None] = []
+        self.outputs: Sequence[Variable | None] = []
 
     @property
     def reason(self) -> str:
@@ -261,24 +262,14 @@ class Operator:
         self.why = parse(text) if text else None
 
     @property
-    def inputs(self) -> Sequence[Variable | None]:
-        """Input variables by slot; None where an optional input is left out."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> Sequence[Variable | None]:
-        """Output variables by slot; None where an optional output is left out."""
-        return self._outputs
-
-    @property
     def input_arg_names(self) -> list[str]:
         """Names of the inputs that are there."""
-        return [v.name for v in self._inputs if v is not None]
+        return [v.name for v in self.inputs if v is not None]
 
     @property
     def output_arg_names(self) -> list[str]:
         """Names of the outputs that are there."""
-        return [v.name for v in self._outputs if v is not None]
+        return [v.name for v in self.outputs if v is not None]
 
     def has_attr(self, name: str) -> bool:
         """Whether the operator has this attribute."""
@@ -302,16 +293,16 @@ class Operator:
     @property
     def label(self) -> str:
         """A name for messages: the operator's own, else that of its first output."""
-        first = next((v.name for v in self._outputs if v is not None), "")
+        first = next((v.name for v in self.outputs if v is not None), "")
         return self.name or (f"{self.type} -> {first}" if first else self.type)
 
     def input(self, slot: int) -> Variable | None:
         """The input in ``slot``, None where it is absent."""
-        return self._inputs[slot] if slot < len(self._inputs) else None
+        return self.inputs[slot] if slot < len(self.inputs) else None
 
     def output(self, slot: int) -> Variable | None:
         """The output in ``slot``, None where it is absent."""
-        return self._outputs[slot] if slot < len(self._outputs) else None
+        return self.outputs[slot] if slot < len(self.outputs) else None
 
     def connect(self, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None]) -> None:
         """Give a new operator what it reads and writes."""
@@ -327,37 +318,33 @@ class Operator:
             if variable.producer is not None:
                 self._refuse(variable)
             variable.producer, variable.producer_slot = self, slot
-        self._inputs += inputs
-        self._outputs += outputs
-        _trim(self._outputs)
+        self.inputs = list(inputs)
+        self.outputs = made = list(outputs)
+        _trim(made)
         add_edges(program.graph, self.key, inputs, outputs)
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""
-        graph = self.program.graph
-        while len(self._inputs) <= slot:
-            self._inputs.append(None)
-        old = self._inputs[slot]
+        graph, inputs = self.program.graph, _filled(self.inputs, slot)
+        old = inputs[slot]
         if old is not None:
             graph.remove_edge(old.key, self.key, key=slot)
-        self._inputs[slot] = variable
+        inputs[slot] = variable
         if variable is not None:
             self.program.must_own(variable)
             add_edge(graph, variable.key, self.key, slot)
         else:
-            _trim(self._inputs)
+            _trim(inputs)
         self.program.touch()
 
     def set_output(self, slot: int, variable: Variable | None) -> None:
         """Make this operator the producer of ``variable``, in output ``slot``."""
-        graph = self.program.graph
-        while len(self._outputs) <= slot:
-            self._outputs.append(None)
-        old = self._outputs[slot]
+        graph, outputs = self.program.graph, _filled(self.outputs, slot)
+        old = outputs[slot]
         if old is not None:
             graph.remove_edge(self.key, old.key, key=slot)
             old.producer, old.producer_slot = None, -1
-        self._outputs[slot] = variable
+        outputs[slot] = variable
         if variable is not None:
             self.program.must_own(variable)
             if variable.producer is not None:
@@ -365,7 +352,7 @@ class Operator:
             variable.producer, variable.producer_slot = self, slot
             add_edge(graph, self.key, variable.key, slot)
         else:
-            _trim(self._outputs)
+            _trim(outputs)
         self.program.touch()
 
     def _refuse(self, variable: Variable) -> NoReturn:
@@ -389,9 +376,16 @@ class Operator:
         self.program.touch()
 
     def __repr__(self) -> str:
-        ins = ", ".join("" if v is None else v.name for v in self._inputs)
-        outs = ", ".join("" if v is None else v.name for v in self._outputs)
+        ins = ", ".join("" if v is None else v.name for v in self.inputs)
+        outs = ", ".join("" if v is None else v.name for v in self.outputs)
         return f"<{outs} = {self.full_type}({ins})>"
+
+
+def _filled(slots: Sequence[Variable | None], slot: int) -> list[Variable | None]:
+    """The list of slots, long enough for this one."""
+    assert isinstance(slots, list)
+    slots.extend([None] * (slot + 1 - len(slots)))
+    return slots
 
 
 def _trim(slots: list[Variable | None]) -> None:

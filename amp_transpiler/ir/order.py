@@ -13,15 +13,18 @@ def topological_order(operators: Mapping[int, Operator], name: str) -> list[Oper
     added = [operators[key] for key in sorted(operators)]
     if all(map(_after_producers, added)):
         return added  # as a file is written, and a program is built
-    done: set[int] = set()
+    ahead: set[int] = set()  # those in the order before their turn; before the root, all are in it
     open_: set[int] = set()
     order: list[Operator] = []
     for first in added:
         root = first.key
-        if root in done:
+        if root in ahead:
             continue
-        if all(v is None or v.producer is None or v.producer.key in done for v in _reads(first)):
-            done.add(root)
+        for variable in _reads(first):
+            producer = None if variable is None else variable.producer
+            if producer is not None and producer.key >= root and producer.key not in ahead:
+                break
+        else:
             order.append(first)
             continue
         stack = [(root, False)]
@@ -29,10 +32,10 @@ def topological_order(operators: Mapping[int, Operator], name: str) -> list[Oper
             key, leave = stack.pop()
             if leave:
                 open_.discard(key)
-                done.add(key)
+                ahead.add(key)
                 order.append(operators[key])
                 continue
-            if key in done:
+            if key < root or key in ahead:
                 continue
             if key in open_:
                 label = operators[key].label
@@ -40,13 +43,15 @@ def topological_order(operators: Mapping[int, Operator], name: str) -> list[Oper
             open_.add(key)
             stack.append((key, True))
             producers = {v.producer.key for v in _reads(operators[key]) if v is not None and v.producer is not None}
-            for producer in sorted(producers - done, reverse=True):
-                if producer in open_:
+            for producer_key in sorted(producers - ahead, reverse=True):
+                if producer_key < root:
+                    continue
+                if producer_key in open_:
                     raise GraphError(
-                        f"program '{name}' has a cycle through operators '{operators[producer].label}' "
+                        f"program '{name}' has a cycle through operators '{operators[producer_key].label}' "
                         f"and '{operators[key].label}'"
                     )
-                stack.append((producer, False))
+                stack.append((producer_key, False))
     return order
 
 

@@ -19,6 +19,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.of_type import of_type
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def fuse_layer_norms(
 ) -> list[str]:
     """Put one LayerNormalization in the place of each that is written out over the last dimensions; in place."""
     count = 0
-    for op in program.operators:
-        found = _found(op) if op.type == "Add" and not op.domain else None
+    for op in of_type(program, "Add") if of_type(program, "ReduceMean") else ():
+        found = _found(op)
         if found is not None and not _protected(found, names, keep):
             _fuse(found)
             count += 1
@@ -48,7 +49,7 @@ def fuse_layer_norms(
 
 def has_layer_norms(program: Graph) -> bool:
     """Whether there is a layer norm that is written out."""
-    return any(op.type == "Add" and not op.domain and _found(op) is not None for op in program.operators)
+    return any(_found(op) is not None for op in of_type(program, "Add"))
 
 
 def _protected(norm: _Norm, names: frozenset[str], keep: frozenset[Operator]) -> bool:

@@ -18,6 +18,7 @@ from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.passes.canonicalize.fuse_norm import added_number, remove, squares
+from amp_transpiler.passes.view.of_type import of_type
 
 #: The least root of an epsilon: eight steps of float16's smallest numbers, to one of which it is rounded.
 _LEAST = 2.0**-21
@@ -40,9 +41,9 @@ def write_hypotenuses(program: Graph, names: frozenset[str], keep: frozenset[Ope
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
     count = 0
-    for root in program.operators:
+    for root in of_type(program, "Sqrt"):
         made = root.output(0)
-        if root.type != "Sqrt" or root.domain or made is None or made in program.outputs or _counts(made):
+        if made is None or made in program.outputs or _counts(made):
             continue
         found = _under(root, {*program.outputs, *program.updates.values()}, names, keep)
         if found is None or len(found.terms) + bool(found.number) < 2 or made.name in names:

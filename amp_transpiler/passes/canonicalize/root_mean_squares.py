@@ -20,6 +20,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.fuse_norm import added_number, maker, reduced_axes, remove, squares
 from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.of_type import of_type
 
 #: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
 _LARGE = 1024.0
@@ -33,9 +34,9 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
     count = 0
-    for mean in program.operators:
+    for mean in of_type(program, "ReduceMean"):
         made = mean.output(0)
-        if mean.type != "ReduceMean" or mean.domain or made is None or made.producer is not mean:
+        if made is None or made.producer is not mean:
             continue
         square = maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
         axes = reduced_axes(mean)

@@ -22,7 +22,7 @@ def expand_sequences(program: Graph) -> bool:
     """
     known: dict[Variable, list[Variable]] = {}
     changed = False
-    for op in program.operators:
+    for op in program.operators if any([v.type_proto is not None for v in program.variables]) else ():
         if op.domain or op.attrs.programs:
             continue
         pieces = known.get(op.inputs[0]) if op.inputs and op.inputs[0] is not None else None

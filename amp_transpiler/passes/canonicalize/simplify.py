@@ -8,6 +8,8 @@ from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import listed_inputs
 
+_IDENTITIES = frozenset({"Identity", "Cast", "Dropout"})
+
 
 def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
     """Take out Identity, casts to the type that is there, and Dropout that is not trained, in nested graphs too.
@@ -15,9 +17,12 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
     Outputs keep their names, and so do variables among ``names``; operators of ``keep`` stay.
     """
     outputs = set(program.outputs)
-    for op in program.operators:
+    kinds = {op.type for op in program.operators} & _IDENTITIES
+    for op in program.operators if kinds or program.nesting else ():
         for nested in op.attrs.programs:
             remove_identities(nested, names, keep)
+        if op.type not in kinds:
+            continue
         made, read = op.output(0), op.input(0)
         if op in keep or made is None or read is None or not _changes_nothing(op):
             continue
@@ -59,7 +64,7 @@ def _changes_nothing(op: Operator) -> bool:
         training = op.input(2)
         known = None if training is None else constant_array(training)
         return training is None or (known is not None and not known.any())
-    return op.type in ("Identity", "Cast")  # a cast between equal types: the caller compares them
+    return op.type in _IDENTITIES  # a cast between equal types: the caller compares them
 
 
 def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
@@ -68,7 +73,7 @@ def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]
     read = successors(program.graph)
     for op in reversed(program.operators):
         made = [v for v in op.outputs if v is not None]
-        if op in keep or any(read[v.key] or v in outputs or v.name in names for v in made):
+        if any([read[v.key] or v in outputs for v in made]) or op in keep or any(v.name in names for v in made):
             for nested in op.attrs.programs:
                 remove_dead(nested, names, keep)
                 _release(op, nested)
