@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import onnx
@@ -40,23 +41,30 @@ _Ranges = list[tuple[int, int, dict[str, frozenset[str]]]]
 
 
 @cache
-def _table() -> Mapping[str, Mapping[str, Mapping[str, _Ranges]]]:
-    data = json.loads(read_text("kernels.json"))
-    # A sequence or an optional counts as what it holds.
-    sets = [frozenset(_element(each) for each in types) for types in data["type_sets"]]
-    return {
-        provider: {
-            domain: {
-                op_type: [
-                    (*_versions(versions), {param: sets[index] for param, index in params.items()})
-                    for versions, params in ranges.items()
-                ]
-                for op_type, ranges in operators.items()
-            }
-            for domain, operators in domains.items()
-        }
-        for provider, domains in data["kernels"].items()
-    }
+def _data() -> Any:
+    return json.loads(read_text("kernels.json"))
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Mapping[str, Mapping[str, Mapping[str, int]]]]]:
+    """By provider, domain, operator type and versions: the number of the set of element types of each parameter."""
+    return MappingProxyType(_data()["kernels"])
+
+
+@cache
+def _type_set(index: int) -> frozenset[str]:
+    """Element types; a sequence or an optional counts as what it holds."""
+    return frozenset(_element(each) for each in _data()["type_sets"][index])
+
+
+@cache
+def _ranges(provider: str, domain: str, op_type: str) -> _Ranges:
+    """First and last version of each registration of an operator, with the element types of its parameters."""
+    registered = _table()[provider].get(domain, {}).get(op_type, {})
+    return [
+        (*_versions(versions), {param: _type_set(index) for param, index in params.items()})
+        for versions, params in registered.items()
+    ]
 
 
 def _versions(text: str) -> tuple[int, int]:
@@ -105,13 +113,13 @@ def kernel_types(provider: str, op_type: str, opset: int, domain: str = "") -> d
         raise ListError(f"The kernel table has no provider '{provider}'; it has {', '.join(sorted(table))}.")
     domain = "" if domain == "ai.onnx" else domain
     version = 1
-    if (domain, op_type) in schemas():
+    if defs.has(op_type, domain):
         schema = _schema(op_type, opset, domain)
         if schema is None or schema.deprecated:
             return None
         version = schema.since_version
     found: dict[str, frozenset[str]] | None = None
-    for first, last, params in table[provider].get(domain or "ai.onnx", {}).get(op_type, []):
+    for first, last, params in _ranges(provider, domain or "ai.onnx", op_type):
         if first <= version <= last:
             found = found or {}
             for param, types in params.items():
@@ -188,7 +196,7 @@ def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET) -> s
         opset: the opset that programs are lowered to.
     """
     domain, name = split_name(op_type)
-    if domain != "com.microsoft" and (domain, name) not in schemas():
+    if domain != "com.microsoft" and not defs.has(name, domain):
         return None
     return _gap(name, domain, dtype, opset)
 

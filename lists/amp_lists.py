@@ -20,7 +20,7 @@ class OperatorSet(set[str]):
     """
 
     def __contains__(self, name: object) -> bool:
-        if super().__contains__(name) or not isinstance(name, str):
+        if super().__contains__(name) or not isinstance(name, str) or name[:1].isupper():  # Paddle's names are not
             return super().__contains__(name)
         return all(map(super().__contains__, known_aliases().get(name, ("",))))
 

@@ -164,6 +164,11 @@ def test_a_wrong_alias_file_is_refused(text, message):
         parse_aliases(text, "f.toml")
 
 
+def test_the_default_lists_name_operators_of_onnx():
+    """Which a conversion takes for granted."""
+    assert parse_lists(read_text("default.toml"), "default.toml") == lists.default_lists()
+
+
 def test_every_name_of_paddles_lists_is_known():
     recorded = json.loads((ORACLES / "paddle" / "op_lists.json").read_text())
     names = {

@@ -94,14 +94,14 @@ def small_row_sums(
     """
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[Variable, bytes]] = {}
     for op in operators:
-        axes, read = traits_of(op).weight_axes, op.input(1)
-        weight = source(read) if axes is not None and read is not None else None
-        if axes is None or weight is None or weight not in known:
+        summed, read = traits_of(op).weight_axes, op.input(1)
+        weight = source(read) if summed is not None and read is not None else None
+        if summed is None or weight is None or weight not in known:
             continue
         shape = tensor_type(weight.data)[1]
         raw = _raw(weight)
         if len(shape) >= 2 and raw:
-            kinds.setdefault((shape, axes(op, len(shape))), {})[weight] = raw
+            kinds.setdefault((shape, summed(op, len(shape))), {})[weight] = raw
     found: dict[tuple[Variable, tuple[int, ...]], RowSums | None] = {}
     for (shape, axes), weights in kinds.items():
         for batch in _batches(iter(weights.items())):
@@ -110,7 +110,8 @@ def small_row_sums(
             over = tuple(axis + 1 if axis >= 0 else axis for axis in axes)
             total, size = (part.sum(over).reshape(len(batch), -1) for part in (values, np.abs(values)))
             finite = np.isfinite(size).all(axis=1)
-            up, down = (size + total) / 2, (size - total) / 2
+            with np.errstate(invalid="ignore"):  # of what is not finite
+                up, down = (size + total) / 2, (size - total) / 2
             for row, (weight, _) in enumerate(batch):
                 found[weight, axes] = (up[row], down[row]) if finite[row] else None
     return found
