@@ -319,8 +319,7 @@ class Operator:
                 self._refuse(variable)
             variable.producer, variable.producer_slot = self, slot
         self.inputs = list(inputs)
-        self.outputs = made = list(outputs)
-        _trim(made)
+        self.outputs = list(outputs)
         add_edges(program.graph, self.key, inputs, outputs)
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
