@@ -12,6 +12,7 @@ from amp_transpiler.lists._schemas import near_matches, read_text, schemas, spli
 
 #: Inputs and outputs that stay fp32, by operator; ``ops/`` fills it.
 _KEPT_FP32: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
+_NONE_KEPT: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def kept_fp32(op_type: str, domain: str = "") -> tuple[frozenset[int], frozenset
     in type from the data is not said here: where it does not, the lowering casts the fp32 value at the slot.
     """
     name = op_type if domain in ("", "ai.onnx") else f"{domain}::{op_type}"
-    return _KEPT_FP32.get(name, (frozenset(), frozenset()))
+    return _KEPT_FP32.get(name, _NONE_KEPT)
 
 
 def resolve(name: str) -> tuple[str, ...]:

@@ -63,7 +63,8 @@ class Layout:
         """What goes into the data file."""
         if self.path is None or external_data is False:
             return []
-        large = [(v, data) for v, data in held if _size(data) >= _WORTH]
+        sizes = [_size(data) for _, data in held]
+        large = [each for each, size in zip(held, sizes, strict=True) if size >= _WORTH]
         if external_data is not None:
             return large
         source = source_of(program)
@@ -71,7 +72,7 @@ class Layout:
         moved = [
             (v, data) for v, data in large if came and (v in self.values or not isinstance(data, onnx.TensorProto))
         ]
-        inside = sum(_size(data) for _, data in held) - sum(_size(data) for _, data in moved)
+        inside = sum(sizes) - sum(_size(data) for _, data in moved)
         return large if inside > serializing.LIMIT else moved
 
     def _place(self, moved: list[tuple[Variable, Any]]) -> dict[Variable, tuple[int, int]]:

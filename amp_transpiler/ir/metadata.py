@@ -57,7 +57,7 @@ def written_marks(op: Operator) -> dict[str, str]:
         marks[PREFIX + "role"] = op.role
     if op.guard:
         marks[PREFIX + "guard"] = "1"
-    if op.scope != derived_scope(op):
+    if (op.scope or op.metadata or op.name.startswith("/")) and op.scope != derived_scope(op):
         marks[PREFIX + "scope"] = op.scope
     if op.precision != _said(op.why):
         marks[PREFIX + "precision"] = op.precision

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from amp_transpiler.files import Group
 from amp_transpiler.ir.external import Layout
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import INITIALIZER, inserted, written_marks, written_state
+from amp_transpiler.ir.metadata import INITIALIZER, written_marks, written_state
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.proto_residue import plain_domain, source_of, value_info
 from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
@@ -134,6 +135,7 @@ class _Writer:
         self.content = content
         self.values = values
         self.results = results
+        self.marks: dict[tuple[int, str], list[onnx.StringStringEntryProto]] = {}
 
     # -- model -----------------------------------------------------------------------------------
     def model(self, program: Graph) -> onnx.ModelProto:
@@ -194,7 +196,8 @@ class _Writer:
     def _initializers(self, program: Graph, graph: onnx.GraphProto) -> set[Variable]:
         """Write every variable that has content and no producer; gives those variables."""
         source = source_of(program)
-        held = [v for v in program.variables if v.producer is None and v.outer is None and self._data(v) is not None]
+        free = [v for v in program.variables if v.producer is None and v.outer is None]
+        held = [v for v in free if v.data is not None or v in self.values]
         found = set(held)
         order = [v for v in (source.initializers if source else []) if v in found]
         for variable in dict.fromkeys([*order, *held]):
@@ -249,7 +252,7 @@ class _Writer:
         for op in program.operators:
             if op.domain == OWN:
                 made = list(op.outputs)
-            elif inserted(op) and op.outputs[0] is not None and op.outputs[0].key in outputs:
+            elif op.inserted and op.outputs[0] is not None and op.outputs[0].key in outputs:
                 made = [v for v in op.inputs if v is not None and v.producer is not None]
             else:
                 continue
@@ -261,28 +264,45 @@ class _Writer:
     # -- node ------------------------------------------------------------------------------------
     def node(self, op: Operator, node: onnx.NodeProto) -> None:
         """Write the operator into an empty NodeProto."""
-        node.input.extend("" if v is None else exported_name(v) for v in op.inputs)
-        node.output.extend("" if v is None else v.name for v in op.outputs)
-        for field, value in (
-            ("name", op.name),
-            ("op_type", op.type),
-            ("domain", op.domain),
-            ("overload", op.overload),
-            ("doc_string", op.doc),
-        ):
-            if value:
-                setattr(node, field, value)
+        node.op_type = op.type
+        node.input.extend(["" if v is None else v.name if v.outer is None else exported_name(v) for v in op.inputs])
+        node.output.extend(["" if v is None else v.name for v in op.outputs])
+        if op.name:
+            node.name = op.name
+        if op.domain:
+            node.domain = op.domain
+        if op.overload:
+            node.overload = op.overload
+        if op.doc:
+            node.doc_string = op.doc
+        if op.attrs.programs:
+            self._attributes(op, node)
+        elif protos := op.attrs.protos():
+            node.attribute.extend(protos)
+        if op.metadata or op.scope or op.guard or op.role != FORWARD or op.name.startswith("/"):
+            metadata = op.metadata | written_marks(op)
+            node.metadata_props.extend([_entry(*item) for item in metadata.items()])
+        elif op.why is not None or op.precision:
+            node.metadata_props.extend(self._marks(op))
+        if op.source is not None:
+            self._leftover(op, node)
+        if op.domain == OWN and op.type == INITIALIZER:
+            self._initializer_value(op, node)
+
+    def _marks(self, op: Operator) -> list[onnx.StringStringEntryProto]:
+        """The marks of an operator that has nothing to say but its precision and why, as thousands have it."""
+        key = id(op.why), op.precision
+        if key not in self.marks:
+            self.marks[key] = [_entry(*item) for item in written_marks(op).items()]
+        return self.marks[key]
+
+    def _attributes(self, op: Operator, node: onnx.NodeProto) -> None:
         for name in op.attrs:
             nested = op.attrs.graphs.get(name)
             if nested is None:
                 node.attribute.append(op.attrs.proto(name))
             else:
                 self._graph_attribute(op, name, nested, node.attribute.add())
-        _write_metadata(node.metadata_props, op.metadata | written_marks(op))
-        if op.source is not None:
-            self._leftover(op, node)
-        if op.domain == OWN and op.type == INITIALIZER:
-            self._initializer_value(op, node)
 
     def _initializer_value(self, op: Operator, node: onnx.NodeProto) -> None:
         """In a program the content lies on the variable, shared with the main program; in a file, in the operator."""
@@ -323,6 +343,11 @@ def exported_name(variable: Variable) -> str:
     while variable.outer is not None:
         variable = variable.outer
     return variable.name
+
+
+@lru_cache(maxsize=4096)  # thousands of operators have few reasons
+def _entry(key: str, value: str) -> onnx.StringStringEntryProto:
+    return onnx.StringStringEntryProto(key=key, value=value)
 
 
 def _write_metadata(props: Any, metadata: dict[str, str]) -> None:

@@ -47,7 +47,7 @@ def test_edges_and_slots():
     program.graph.remove_edge(program.var("x").key, scale.key, key=0)
     assert "input slots of operator 'scale'" in findings(program)
     program = nested()
-    named(program, "scale")._inputs[0] = program.var("w")
+    named(program, "scale").inputs[0] = program.var("w")  # type: ignore[index]
     assert "input slots of operator 'scale'" in findings(program)
     program = nested()
     program.var("s").producer = None

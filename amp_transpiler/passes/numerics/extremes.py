@@ -21,18 +21,14 @@ RowSums = tuple[np.ndarray, np.ndarray]
 
 
 class Extremes(NamedTuple):
-    """Of a float32 constant: elements, the least and the largest of them (NaN where one is), and the smallest magnitude
-    above zero (infinite where there is none)."""
+    """Of a float32 constant: elements, the least and the largest of them (NaN where one is), the largest magnitude,
+    and the smallest one above zero (infinite where there is none)."""
 
     size: int
     low: float
     high: float
+    magnitude: float
     least: float
-
-    @property
-    def magnitude(self) -> float:
-        """The largest magnitude."""
-        return max(abs(self.low), abs(self.high))
 
 
 def extremes(program: Graph) -> dict[Variable, Extremes]:
@@ -43,12 +39,15 @@ def extremes(program: Graph) -> dict[Variable, Extremes]:
         sizes = np.array([len(raw) // 4 for _, raw in batch])
         starts = np.cumsum(sizes) - sizes
         values = np.frombuffer(b"".join([raw for _, raw in batch]), "<f4")
-        above = np.abs(values)
-        above[~(above > 0)] = np.inf
-        parts = (np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts))
-        rows = zip(
-            sizes.tolist(), *(part.tolist() for part in parts), np.minimum.reduceat(above, starts).tolist(), strict=True
-        )
+        size = np.abs(values)
+        parts = [
+            np.minimum.reduceat(values, starts),
+            np.maximum.reduceat(values, starts),
+            np.maximum.reduceat(size, starts),
+        ]
+        size[~(size > 0)] = np.inf
+        parts.append(np.minimum.reduceat(size, starts))
+        rows = zip(sizes.tolist(), *(part.tolist() for part in parts), strict=True)
         found.update((variable, Extremes(*row)) for (variable, _), row in zip(batch, rows, strict=True))
     return found
 
@@ -93,8 +92,13 @@ def small_row_sums(
     By weight and axes, as :meth:`.ranges.Ranges.row_sums` gives them for one.
     """
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[Variable, bytes]] = {}
+    axes_of: dict[tuple[str, str], Callable[[Operator, int], tuple[int, ...]] | None] = {}
     for op in operators:
-        summed, read = traits_of(op).weight_axes, op.input(1)
+        type_ = (op.type, op.domain)
+        if type_ not in axes_of:
+            axes_of[type_] = traits_of(op).weight_axes
+        summed = axes_of[type_]
+        read = op.input(1) if summed is not None else None
         weight = source(read) if summed is not None and read is not None else None
         if summed is None or weight is None or weight not in known:
             continue

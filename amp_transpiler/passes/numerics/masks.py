@@ -112,8 +112,9 @@ def _ends(op: Operator, name: str, slot: int) -> int | None:
 def binary_tensors(flow: Flow) -> frozenset[Variable]:
     """Tensors of zeros and ones, as masks are made of: cast from truth values or integers, ``1 - mask``."""
     found: set[Variable] = set()
+    kinds = {name for name, traits in flow.kinds.items() if traits.moves != ()} | {"Sub", "Mul"}
     for op, name, operands in flow.steps:
-        if not moves(op) and name not in ("Sub", "Mul"):
+        if name not in kinds:
             continue
         read = [v for v in operands if v is not None]
         if name == "Cast":

@@ -66,7 +66,9 @@ class OverflowPropagation:
         """Go over the program; ``seed`` says what an operator makes of ordinary operands, and why it is kept."""
         for _ in range(2 if self.flow.loops else 1):
             for op, name, read in self.flow.steps:
-                self._visit(op, name, read, seed(op, name))
+                found = seed(op, name)
+                if found is not None or (self.state and not self.state.keys().isdisjoint(read)):
+                    self._visit(op, name, read, found)
 
     def mark(self, variable: Variable, bits: int, cause: Cause) -> None:
         """Note what is known of a tensor, inside and outside of nested graphs.
@@ -227,7 +229,7 @@ def _cast_down(op: Operator, name: str, dtype: str) -> bool:
 def _before_division(flow: Flow) -> frozenset[Variable]:
     """Tensors that a division, a logarithm or a negative power reads, at once or after what statistics do between."""
     found: set[Variable] = set()
-    for op, name, read in reversed(flow.steps):
+    for op, name, read in reversed(flow.steps) if flow.kinds.keys() & {"Reciprocal", "Log", "Div", "Pow"} else ():
         made = op.output(0)
         ahead = made is not None and made in found
         for slot, variable in enumerate(read):

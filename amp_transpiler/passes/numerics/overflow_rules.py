@@ -79,7 +79,8 @@ def apply_overflow_rules(
     flow, limit = flow or Flow(program), LIMITS[dtype].largest
     binary = binary_tensors(flow)
     propagation = OverflowPropagation(flow, dtype, constraints, binary, lambda v: ranges.within(v, limit))
-    far = any(_reaches(variable, limit, largest or {}) for variable in flow.uses)
+    held = [variable for variable in flow.uses if constants.may_hold(variable)]
+    far = any(_reaches(variable, limit, largest or {}) for variable in held)
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     rules = _OverflowRules(propagation, ranges, small or {})
@@ -104,7 +105,7 @@ class _OverflowRules:
         self.kinds: dict[str, bool] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
-        for op, name, read in self.flow.steps if self.flow.names & {"Mul", "Pow"} else ():
+        for op, name, read in self.flow.steps if self.flow.kinds.keys() & {"Mul", "Pow"} else ():
             squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
@@ -113,7 +114,7 @@ class _OverflowRules:
             self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
             products = (read for _, name, read in self.flow.steps if name == "Mul" and self._cubes(read))
             self.cubed = frozenset(v for read in products for v in read if v is not None)
-        if "Log" in self.flow.names:
+        if "Log" in self.flow.kinds:
             self.logged = self._before(lambda op, name: name == "Log")
 
     def seed(self, op: Operator, name: str) -> tuple[int, Reason] | None:
@@ -142,7 +143,7 @@ class _OverflowRules:
     def keep_subtracted_squares(self, constraints: Constraints) -> None:
         """A variance as the mean of squares less the square of the mean: what is left are the digits that both
         share least, so that the mean, back to its sum, stays fp32 as the squares do."""
-        for op, name, read in self.flow.steps:
+        for op, name, read in self.flow.steps if self.squares else ():
             if name != "Sub" or not constraints.on(op):
                 continue
             for squared in read:
@@ -158,6 +159,8 @@ class _OverflowRules:
     def keep_spectra(self, constraints: Constraints) -> None:
         """What is squared on the way to a logarithm, and the signal that it is made of by one matrix product: the
         small numbers between the large ones are most of a logarithm, and rounding before the sum drowns them."""
+        if not self.logged:
+            return
         seen: set[tuple[Variable, bool]] = set()
         found = dict(self.squares)
         for op, _, read in self.flow.steps:
@@ -191,10 +194,10 @@ class _OverflowRules:
         return Reason(Kind.INTERVAL, detail=(f"{interval[0]:g}", f"{interval[1]:g}", self.short))
 
     def _proved(self, op: Operator, variable: Variable) -> tuple[int, Reason] | None:
-        if variable.dtype not in ("float32", self.propagation.dtype) or constants.is_constant(variable):
-            return None
         interval = self.ranges.bound(variable)
         if interval is None or (-self.limit <= interval[1] and interval[0] <= self.limit):
+            return None
+        if variable.dtype not in ("float32", self.propagation.dtype) or constants.is_constant(variable):
             return None
         masked = any(v is not None and self.propagation.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
         masked |= bool(self.propagation.state.get(variable, 0) & (LOW | HIGH))
@@ -321,7 +324,7 @@ class _OverflowRules:
 
 def _reaches(variable: Variable, limit: float, largest: Mapping[Variable, float]) -> bool:
     """Whether it is a constant that may hold a number as far out as the limit."""
-    if largest.get(variable, limit) < limit or not constants.may_hold(variable):
+    if largest.get(variable, limit) < limit:
         return False
     return constants.content(variable) is not None or constants.fill(variable.producer) is not None
 

@@ -63,7 +63,8 @@ class Ranges:
             rule = rules[kind]
             if rule is None:
                 continue
-            for variable in op.outputs if len(op.outputs) > 1 and moves(op) else op.outputs[:1]:
+            several = len(op.outputs) > 1 and moves(op)
+            for variable in op.outputs if several else op.outputs[:1]:
                 if variable is not None and variable.dtype in FLOATS:
                     found = rule(op, self)
                     self._bounds[variable] = found if found is not None and _says_something(found) else None

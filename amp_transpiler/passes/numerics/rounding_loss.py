@@ -26,9 +26,9 @@ from amp_transpiler.passes.numerics.extremes import Extremes, extremes
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVERFLOW, VANISHING, OverflowPropagation
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import Flow, every_variable
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import Obstacle, narrowed, operator_name
+from amp_transpiler.passes.view.typing import Obstacle, is_float, narrowed, operator_name, programs
 
 #: Relative error (L2) from which on rounding loses a factor.
 TOLERANCE = 2.0**-7
@@ -107,9 +107,13 @@ def _overflow(found: Losses, chunk: np.ndarray, size: np.ndarray, over: np.float
 
 def error_bound(found: Losses, dtype: str) -> float:
     """A bound of the relative error (L2) of rounding, from the largest element alone."""
+    return _bound(found.size, found.largest, dtype)
+
+
+def _bound(size: int, largest: float, dtype: str) -> float:
     # An element is off by half a unit in its last place, or by half a step near zero; the largest one is in the norm.
     limits = LIMITS[dtype]
-    return limits.epsilon / 2 + limits.vanish * math.sqrt(found.size) / found.largest if found.largest else 0.0
+    return limits.epsilon / 2 + limits.vanish * math.sqrt(size) / largest if largest else 0.0
 
 
 def relative_error(array: np.ndarray, dtype: str) -> float:
@@ -142,8 +146,10 @@ class _RoundingLoss:
 
     def check(self, small: Mapping[Variable, Extremes]) -> dict[Variable, float]:
         largest: dict[Variable, float] = {}
-        read = (v for v in every_variable(self.program) if constants.may_hold(v) and v.dtype != self.dtype)
-        for variable in read:
+        held = (v for each in programs(self.program) for v in each.variables if constants.may_hold(v))
+        for variable in held:
+            if variable.outer is not None or not is_float(variable) or variable.dtype == self.dtype:
+                continue
             if variable not in self.flow.uses and variable not in self.flow.results:
                 continue
             known = small.get(variable)
@@ -174,7 +180,7 @@ class _RoundingLoss:
     def _holds(self, known: Extremes) -> bool:
         """Whether nothing is lost of a constant, nor much of its digits."""
         whole = known.magnitude < LIMITS[self.dtype].overflow and known.least > LIMITS[self.dtype].vanish
-        return whole and error_bound(Losses(known.size, known.magnitude), self.dtype) <= TOLERANCE
+        return whole and _bound(known.size, known.magnitude, self.dtype) <= TOLERANCE
 
     def _elsewhere(self, variable: Variable, array: np.ndarray) -> None:
         """Mark a constant of another type, such as bfloat16, of which the operators that read it stay in theirs.

@@ -48,7 +48,9 @@ def apply(
     rounded = {
         v: use.reader
         for v, use in uses.items()
-        if use.rounded and v.dtype == "float32" and (use.constant or (v in narrow and constants.has_content(v)))
+        if use.reader is not None
+        and v.dtype == "float32"
+        and (use.constant or (v in narrow and constants.has_content(v)))
     }
     contents = constants.all_converted(rounded, dtype)  # first of all, for it can fail
     _move_rows(decisions, narrow, dtype)
@@ -88,17 +90,16 @@ def _retype(program: Graph, decisions: Decisions, inserter: _Inserter, protected
 class _Use:
     """How the whole program, nested graphs included, reads one floating-point variable."""
 
-    __slots__ = ("constant", "fetched", "half", "other", "pinned", "reader", "rounded", "variable")
+    __slots__ = ("constant", "fetched", "half", "other", "pinned", "reader", "variable")
 
     def __init__(self, variable: Variable) -> None:
         self.variable = variable
         self.constant = constants.is_constant(variable)
-        self.rounded = False  # an operator reads it in 16 bit
+        self.reader: Operator | None = None  # the first that reads it in 16 bit
         self.half = False  # and as data
         self.pinned = False  # it is scale, bias or statistics of a normalisation
         self.other = False  # an operator reads it in its declared type
         self.fetched = False
-        self.reader = ""
 
     def narrows(self, parameters: bool, lists: AutoMixedPrecisionLists) -> bool:
         """Whether the variable itself becomes 16 bit."""
@@ -106,7 +107,7 @@ class _Use:
         if v.dtype != "float32" or self.fetched or v.is_input or v.name in lists.black_varnames:
             return False
         if self.constant:
-            return self.rounded and not self.other
+            return self.reader is not None and not self.other
         return parameters and v.persistable and v.producer is None and self.half and not self.pinned
 
     def enters(self, dtype: str, decisions: Decisions) -> bool:
@@ -129,8 +130,8 @@ def _uses(program: Graph, decisions: Decisions, dtype: str) -> dict[Variable, _U
             use = uses.get(found)
             if use is None:
                 use = uses[found] = _Use(found)
-            if wanted == dtype and not use.rounded:
-                use.rounded, use.reader = True, op.label
+            if wanted == dtype and use.reader is None:
+                use.reader = op
             if kept and slot in kept:
                 use.pinned = True
                 use.other |= wanted != dtype

@@ -49,6 +49,8 @@ def _batched(variables: Iterable[Variable], size: int) -> Iterator[list[Variable
 
 def is_constant(variable: Variable) -> bool:
     """Whether the variable is a floating-point constant whose content is known and dense, and not a parameter."""
+    if variable.data is None and (variable.producer is None or variable.producer.type != "Constant"):
+        return False  # as most
     return variable.dtype in FLOATS and not variable.persistable and content(variable) is not None
 
 
@@ -79,7 +81,7 @@ def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastT
 
 
 def all_converted(
-    readers: Mapping[Variable, str], dtype: str
+    readers: Mapping[Variable, Operator], dtype: str
 ) -> dict[Variable, np.ndarray | CastTensor | onnx.TensorProto]:
     """The content of float32 variables in ``dtype``, as :func:`converted` gives it; what is tiny goes in one piece."""
     tiny: dict[Variable, onnx.TensorProto] = {}
@@ -102,7 +104,7 @@ def all_converted(
                 name=variable.name, data_type=ONNX_TYPES[dtype], dims=tiny[variable].dims, raw_data=cast[start:end]
             )
             start = end
-    return {v: found[v] if v in found else converted(v, dtype, reader) for v, reader in readers.items()}
+    return {v: found[v] if v in found else converted(v, dtype, reader.label) for v, reader in readers.items()}
 
 
 def _cast(array: np.ndarray, dtype: str) -> np.ndarray:

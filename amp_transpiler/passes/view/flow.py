@@ -13,6 +13,7 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
@@ -25,8 +26,8 @@ _HOPS = 8
 class Flow:
     """Every floating-point operand of a program, nested graphs included, and who reads it.
 
-    ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``names``: of
-    all of these operators. ``inputs``:
+    ``steps``: operators in program order, without inserted casts, each with its name and its operands. ``kinds``: their
+    traits by name. ``inputs``:
     operands by slot as they were written (None for what is no floating-point tensor). ``uses``: their readers.
     ``results``: what the result of a nested graph becomes outside; ``entries``: what an operand of a Loop or Scan
     becomes inside; ``loops``: what a state becomes in the next iteration. ``fetched``: outputs and state updates of the
@@ -40,19 +41,23 @@ class Flow:
         self.results: dict[Variable, list[Variable]] = {}
         self.entries: dict[Variable, list[Variable]] = {}
         self.loops: dict[Variable, list[Variable]] = {}
-        self.names: set[str] = set()
+        self.kinds: dict[str, Traits] = {}
         self.fetched = {source(v) for v in (*program.outputs, *program.updates.values())}
         self._numbers: dict[Variable, float | None] = {}
         for op in program.walk():
-            if inserted(op):
+            if op.inserted:
                 continue
             self.inputs[op] = read = [source(v) if v is not None and v.dtype in FLOATS else None for v in op.inputs]
             name = operator_name(op)
             self.steps.append((op, name, read))
-            self.names.add(name)
+            if name not in self.kinds:
+                self.kinds[name] = traits_of(op)
             for slot, variable in enumerate(read):
                 if variable is not None:
-                    self.uses.setdefault(variable, []).append((op, slot))
+                    if variable in self.uses:
+                        self.uses[variable].append((op, slot))
+                    else:
+                        self.uses[variable] = [(op, slot)]
             if op.attrs.programs:
                 self._enclose(op)
 
