@@ -23,7 +23,7 @@ def fed(ports: Iterable[Port], value: Callable[[str], Array]) -> dict[str, Array
             continue
         whole = np.zeros(static(port.shape) or (), numpy_dtype(port.dtype))
         for part in port.segments:
-            whole[0, part.offset : part.offset + math.prod(part.shape)] = value(part.variable).ravel()
+            whole.reshape(-1)[part.offset : part.offset + math.prod(part.shape)] = value(part.variable).ravel()
         found[port.tensor] = whole
     return found
 
@@ -35,6 +35,6 @@ def taken(ports: Iterable[Port], tensors: Mapping[str, Array]) -> dict[str, Arra
         if not port.segments:
             found[port.variable] = tensors[port.tensor]
         for part in port.segments:
-            flat = tensors[port.tensor][0, part.offset : part.offset + math.prod(part.shape)]
+            flat = tensors[port.tensor].reshape(-1)[part.offset : part.offset + math.prod(part.shape)]
             found[part.variable] = flat.reshape(part.shape)
     return found

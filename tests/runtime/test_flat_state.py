@@ -16,6 +16,7 @@ from amp_transpiler.passes.lowering import flat_layout
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope
 from tests.helpers.node_by_node import node_by_node
+from tests.helpers.ports import fed, taken
 
 RNG = np.random.default_rng(5)
 FEEDS = {"x": RNG.normal(size=(8, 20)).astype(np.float32), "y": RNG.normal(size=(8, 3)).astype(np.float32)}
@@ -157,6 +158,20 @@ def test_large_parameters_are_worked_on_in_chunks_where_they_lie(mode: str, monk
     if mode != "fp32":
         exe.run(main, feed=BAD, scope=scope)
         assert all(scope.find_var(name).tobytes() == before[name].tobytes() for name in large)
+
+
+@pytest.mark.parametrize("layout", [together, in_chunks])
+def test_what_runs_without_an_executor_is_fed_by_names(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout(monkeypatch)
+    main, startup, _, opt = built(amp.optimizer.Adam(0.01), "fp32")
+    scope = Scope()
+    started(main, startup, opt, "fp32", scope)
+    states = main.lower(amp.CPUPlace()).states
+    assert any(port.segments for port in states)
+    given = fed(states, scope.find_var)
+    assert all(given[port.tensor].shape == port.shape for port in states)
+    for name, value in taken(states, given).items():
+        np.testing.assert_array_equal(value, scope.find_var(name))
 
 
 @pytest.mark.usefixtures("flat")
