@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_transpiler.ir import context
+from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import OWN, SCALING, Variable
-from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
-from amp_transpiler.passes.autodiff.sparse_gradient import append_dense
+from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
+from amp_transpiler.ops.training.sparse import MERGE
+from amp_transpiler.passes.autodiff.sparse_gradient import append_merged
 from amp_transpiler.runtime.collective.current import current
 
 
@@ -22,25 +24,40 @@ def all_reduced(grads: Sequence[Variable], precision: str) -> list[Variable]:
 
     ``precision``: the element type in which they travel.
     """
-    found = [grad if _is_reduced(grad) else _whole(grad) for grad in grads]
-    sent = [grad for grad in found if not _is_reduced(grad)]
-    if not sent:
-        return found
-    program = sent[0].program
-    made = {}
-    for grad in sent:
-        new = program.add_variable(program.unique(f"{grad.name}@REDUCED"), grad.dtype, grad.shape)
-        new.grad_of = grad.grad_of
-        made[grad] = new
-    with context.operator_role(SCALING):
-        program.add_operator(ALL_REDUCE, sent, [*made.values()], attrs={"precision": precision}, domain=OWN)
-    return [made.get(grad, grad) for grad in found]
+    own = [grad for grad in dict.fromkeys(grads) if not _is_reduced(grad)]
+    made = {grad: _rows_of_all(grad, precision) for grad in own if grad.rows is not None}
+    sent = {grad: _like(grad) for grad in own if grad.rows is None}
+    if sent:
+        with context.operator_role(SCALING):
+            attrs = {"precision": precision}
+            grads[0].program.add_operator(ALL_REDUCE, [*sent], [*sent.values()], attrs=attrs, domain=OWN)
+    made |= sent
+    return [made.get(grad, grad) for grad in grads]
+
+
+def _like(grad: Variable) -> Variable:
+    program = grad.program
+    new = program.add_variable(program.unique(f"{grad.name}@REDUCED"), grad.dtype, grad.shape)
+    new.grad_of = grad.grad_of
+    return new
 
 
 def _is_reduced(grad: Variable) -> bool:
     op = grad.producer
-    return op is not None and op.type == ALL_REDUCE and op.domain == OWN
+    return op is not None and op.domain == OWN and (op.type == ALL_REDUCE or (op.type == MERGE and "ranks" in op.attrs))
 
 
-def _whole(grad: Variable) -> Variable:
-    return grad if grad.rows is None else append_dense(grad, f"{grad.name}@DENSE")
+def _rows_of_all(grad: Variable, precision: str) -> Variable:
+    """The mean of a sparse gradient: the rows of all ranks, merged."""
+    engine, program = current(), grad.program
+    assert engine is not None and grad.grad_of is not None
+    rows, values = (program.add_variable(program.unique(f"{grad.name}@{what}"), None, None) for what in ("ROWS", "ALL"))
+    attrs = {"ranks": engine.size, "precision": precision}
+    with context.operator_role(SCALING):
+        op = program.add_operator(ALL_GATHER, [grad.rows, grad], [rows, values], attrs=attrs, domain=OWN)
+        env = Declared()
+        infer_operator(op, env)
+        for v in (rows, values):
+            v.dtype, v.shape = env.types[v.key]
+        values.grad_of, values.rows = grad.grad_of, rows
+        return append_merged(grad.grad_of, [values], f"{grad.name}@REDUCED", ranks=engine.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,16 @@ class Buckets:
     """The memory of what one run at a time exchanges: a flat array for each bucket and element type, and its views."""
 
     def __init__(self, exchanged: Sequence[Exchanged]) -> None:
-        groups: dict[tuple[int, str], list[Exchanged]] = {}
+        groups: dict[tuple[int, str, str], list[Exchanged]] = {}
         for each in exchanged:
-            groups.setdefault((each.bucket, each.dtype), []).append(each)
+            groups.setdefault((each.bucket, each.dtype, each.name if each.gathered else ""), []).append(each)
         #: The tensors that travel, by name.
         self.views: dict[str, Any] = {}
-        self._flat: dict[int, list[np.ndarray]] = {}
+        self._flat: dict[int, list[tuple[np.ndarray, bool]]] = {}
         self._wholes = []
-        for (bucket, dtype), members in groups.items():
+        for (bucket, dtype, gathered), members in groups.items():
             rows = Rows(tuple(range(len(members))), tuple(each.shape for each in members))
-            flat = np.zeros(max(1, rows.shape[1]), numpy_dtype(dtype))
+            flat = np.zeros(rows.shape[1] or (0 if gathered else 1), numpy_dtype(dtype))
             whole = device_tensors.alias(flat, dtype)
             self._wholes.append(whole)
             for each, offset in zip(members, rows.offsets, strict=True):
@@ -38,15 +39,21 @@ class Buckets:
                     device_tensors.empty(each.shape, dtype) if empty else device_tensors.view(whole, offset, each.shape)
                 )
                 self.views[each.name] = view
-            self._flat.setdefault(bucket, []).append(flat)
+            self._flat.setdefault(bucket, []).append((flat, bool(gathered)))
 
     def start(self, bucket: int) -> list[Work[Any]]:
         """Let a bucket travel; what is returned waits until it is there."""
         engine = current()
         if engine is None or engine.size == 1:
             return []
-        return [engine.submit(_reduction(engine, flat)) for flat in self._flat.get(bucket, ())]
+        flats = self._flat.get(bucket, ())
+        return [engine.submit(partial(_gather if gathered else _reduce, engine, flat)) for flat, gathered in flats]
 
 
-def _reduction(engine: Engine, flat: np.ndarray) -> Any:
-    return lambda: engine.all_reduce(flat, "mean")
+def _reduce(engine: Engine, flat: np.ndarray) -> None:
+    engine.all_reduce(flat, "mean")
+
+
+def _gather(engine: Engine, flat: np.ndarray) -> None:
+    own = flat.size // engine.size
+    engine.all_gather(flat[engine.rank * own :][:own], [own] * engine.size, flat)

@@ -2,7 +2,7 @@
 
 ``GatherRowsGrad(indices, dy) -> (rows, values)``: the row that each index names, and its gradient.
 ``MergeRows(rows1, values1, rows2, values2 …) -> (rows, values)``: each row once, with the sum of its values, added up
-in fp32 and rounded once.
+in fp32 and rounded once; divided by ``ranks`` where they are those of several.
 ``DenseRows(rows, values) -> gradient``: the gradient of the whole table, zeros for the other rows.
 
 What ``MergeRows`` makes has a fixed size, that of all rows it is given: ``rows`` are int64 and ascend, and where a row
@@ -70,7 +70,7 @@ def _merge_types(op: Operator) -> Types:
 )
 def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
     """By the place of each row among the distinct ones. Each lookup's part is added up by itself, as dense ones are."""
-    named, parts = inputs[::2], inputs[1::2]
+    named, parts, ranks = inputs[::2], inputs[1::2], op.attrs.get("ranks", 1)
     rows = named[0] if len(named) == 1 else e.Concat(*named, axis=0, shape=(sum(size_of(v)[0] for v in named),))
     count, rest = size_of(rows)[0], size_of(parts[0])[1:]
     if count < 2:
@@ -91,7 +91,10 @@ def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
         zeros = e.zeros((count, *rest), wide.dtype)
         totals.append(e.ScatterND(zeros, column, wide, reduction="add", shape=(count, *rest)))
         start = end
-    return [distinct, totals[0] if len(totals) == 1 else e.op("Sum", *totals, shape=(count, *rest))]
+    total = totals[0] if len(totals) == 1 else e.op("Sum", *totals, shape=(count, *rest))
+    if ranks != 1:
+        total = e.Div(total, e.like(ranks, total), shape=(count, *rest))
+    return [distinct, total]
 
 
 @lowering_rule(own(DENSE), native=True)

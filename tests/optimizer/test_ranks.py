@@ -12,6 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
+from tests.helpers.tables import Recommender
 
 BATCH, STEPS = 8, 5
 State = dict[str, np.ndarray]
@@ -173,3 +174,39 @@ def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all(tmp_path: Path
 
     first, second = distributed.simulate(2, run)
     assert second.startswith("1 rank 0 failed where the others waited for it: ") and "file" in first
+
+
+# -- sparse gradients ----------------------------------------------------------------------------------------
+def with_a_table(name: str, mode: str, sparse: bool) -> Callable[[], tuple[list[float], dict[str, bytes], set[str]]]:
+    def run() -> tuple[list[float], dict[str, bytes], set[str]]:
+        makers = {
+            "sgd": lambda _: amp.optimizer.SGD(0.02),
+            "adam": lambda _: amp.optimizer.Adam(0.01),
+            "lazy adam": lambda _: amp.optimizer.Adam(0.01, lazy_mode=True),
+        }
+        scaling = {} if mode == "fp32" else {"init_loss_scaling": 128.0}  # the scaled gradients travel in 16 bit
+        net = Recommender(makers[name], mode, sparse, **scaling)
+        mine = slice(distributed.rank(), None, distributed.world_size())
+        losses = [float(net.run({k: v[mine] for k, v in net.feed(step).items()})) for step in range(4)]
+        return losses, net.state(), {op.type for op in net.main.operators}
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "lazy adam"])
+def test_tables_take_the_rows_of_all_ranks(name: str, mode: str, ranks: int) -> None:
+    found = distributed.simulate(ranks, with_a_table(name, mode, True))
+    assert all(state == found[0][1] for _, state, _ in found)
+    assert "AllGatherRows" in found[0][2] and ("SparseSGD" in found[0][2]) == (name == "sgd")
+    losses, state, _ = with_a_table(name, mode, True)()
+    np.testing.assert_allclose(
+        np.mean([each for each, _, _ in found], axis=0), losses, rtol=1e-5 if mode == "fp32" else 2e-2
+    )
+    table = np.frombuffer(state["table"], np.float32)
+    close = 1e-5 if mode == "fp32" else 2e-2
+    np.testing.assert_allclose(np.frombuffer(found[0][1]["table"], np.float32), table, atol=close)
+    if mode == "fp32" and name != "lazy adam":
+        dense = distributed.simulate(ranks, with_a_table(name, mode, False))
+        assert [(each, state) for each, state, _ in dense] == [(each, state) for each, state, _ in found]

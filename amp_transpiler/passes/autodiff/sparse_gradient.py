@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
@@ -28,8 +28,13 @@ def alike(table: Variable, parts: Sequence[Variable], name: str) -> list[Variabl
     if not any(part.rows is not None for part in parts):
         return [*parts]
     if all(part.rows is not None for part in parts):
-        return [_appended(MERGE, table, name, [v for part in parts for v in (part.rows, part)], {})]
+        return [append_merged(table, parts, name)]
     return [part if part.rows is None else append_dense(part, f"{part.name}@DENSE") for part in parts]
+
+
+def append_merged(table: Variable, parts: Sequence[Variable], name: str, **attrs: int) -> Variable:
+    """Append the sum of gradients of rows of a table; with ``ranks`` the mean over so many."""
+    return _appended(MERGE, table, name, [v for part in parts for v in (part.rows, part)], attrs)
 
 
 def append_dense(gradient: Variable, name: str) -> Variable:
@@ -43,7 +48,7 @@ def append_dense(gradient: Variable, name: str) -> Variable:
 
 
 def _appended(
-    type_: str, table: Variable, name: str, inputs: Sequence[Variable | None], attrs: dict[str, object]
+    type_: str, table: Variable, name: str, inputs: Sequence[Variable | None], attrs: Mapping[str, object]
 ) -> Variable:
     """The gradient of some rows that an operator makes, with its rows beside it."""
     program = table.program

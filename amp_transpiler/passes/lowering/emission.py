@@ -25,7 +25,7 @@ from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, low
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
-from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
+from amp_transpiler.ops.training.all_reduce import EXCHANGES
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
@@ -81,7 +81,7 @@ class _Emission(EmulatedStorage):
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
-        self.e.ranked = any(op.type == ALL_REDUCE for op in program.operators)
+        self.e.ranked = any(op.type in EXCHANGES for op in program.operators)
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import onnx
 
 from amp_transpiler.ir.nodes import OWN
 from amp_transpiler.ir.types import BYTES, NAMES
-from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
+from amp_transpiler.ops.training.all_reduce import ALL_GATHER, EXCHANGES
 from amp_transpiler.passes.lowering.lowered import rename_tensors, used_tensors
 
 #: Bytes of a bucket, about, as in torch's DistributedDataParallel; and buckets at most.
@@ -24,12 +24,16 @@ BUCKET, MOST = 25 * 2**20, 4
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A tensor that is made in one part, reduced over ranks where it lies, and read by the last part."""
+    """A tensor that is made in one part, exchanged between ranks where it lies, and read by the last part.
+
+    ``gathered``: what it holds are the tensors of all ranks; otherwise their mean.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bucket: int
+    gathered: bool
 
 
 def has_exchanges(model: onnx.ModelProto) -> bool:
@@ -38,7 +42,7 @@ def has_exchanges(model: onnx.ModelProto) -> bool:
 
 
 def _is_exchange(node: onnx.NodeProto) -> bool:
-    return node.domain == OWN and node.op_type == ALL_REDUCE
+    return node.domain == OWN and node.op_type in EXCHANGES
 
 
 def taken_apart(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[int], list[Exchanged]]:
@@ -70,14 +74,15 @@ def _exchanged(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto]) -> dict[
     listed = []
     for node in reversed(nodes):
         kind = types[node.output[0]]
-        listed.append((node.input[0], NAMES[kind.elem_type], tuple(d.dim_value for d in kind.shape.dim)))
-    sizes = [math.prod(shape) * BYTES[dtype] for _, dtype, shape in listed]
+        shape, gathered = tuple(d.dim_value for d in kind.shape.dim), node.op_type == ALL_GATHER
+        listed.append((node.input[0], NAMES[kind.elem_type], shape, gathered))
+    sizes = [math.prod(shape) * BYTES[dtype] for _, dtype, shape, _ in listed]
     count = min(MOST, max(1, round(sum(sizes) / BUCKET)))
     begins = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
     share = max(1, -(-sum(sizes) // count))
     return {
-        name: Exchanged(name, dtype, shape, begin // share)
-        for (name, dtype, shape), begin in zip(listed, begins, strict=True)
+        name: Exchanged(name, dtype, shape, begin // share, gathered)
+        for (name, dtype, shape, gathered), begin in zip(listed, begins, strict=True)
     }
 
 
@@ -118,6 +123,6 @@ def _alone(
         if readers[name] > 1 or name in outputs or name not in makers:
             own = f"{name}/sent"
             copies.setdefault(each.bucket, []).append(onnx.helper.make_node("Identity", [name], [own]))
-            each = Exchanged(own, each.dtype, each.shape, each.bucket)
+            each = replace(each, name=own)
         found[name] = each
     return copies, found
