@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
@@ -48,7 +49,7 @@ def append_dense(gradient: Variable, name: str) -> Variable:
 
 
 def _appended(
-    type_: str, table: Variable, name: str, inputs: Sequence[Variable | None], attrs: Mapping[str, object]
+    type_: str, table: Variable, name: str, inputs: Sequence[Variable | None], attrs: dict[str, Any]
 ) -> Variable:
     """The gradient of some rows that an operator makes, with its rows beside it."""
     program = table.program
