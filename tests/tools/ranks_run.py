@@ -261,7 +261,7 @@ if __name__ == "__main__":
     elif chosen.kills:
         drawn_moments = random.Random(chosen.seed)
         wrong_ones = list(filter(None, (kill(chosen.ranks, drawn_moments) for _ in range(chosen.kills))))
-        sys.exit("\n".join(wrong_ones))
+        sys.exit("\n".join(wrong_ones) or 0)
     else:
         for name in chosen.cases or [name for name in CASES if name != "loop"]:
             run(name, chosen.ranks)

@@ -196,7 +196,7 @@ class MPIEngine(OrderedEngine):
         chosen = mpi.COMM_WORLD if communicator is None else communicator
         found = launched()
         if found is not None and found[0] > 1 and mpi.COMM_WORLD.size == 1:
-            library = mpi.Get_library_version().split("\n")[0].strip(" \0")
+            library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip(" \0")
             raise DistributedError(
                 f"{found[1]} started {found[0]} processes, but mpi4py runs with {library} and sees one: they do not "
                 "fit together. Start with the mpiexec of the same MPI (python -m mpi4py --mpi-lib-version says which)"
