@@ -22,6 +22,8 @@ from amp_transpiler.ir.opdef import traits_of
 
 #: Elements up to which launching a kernel costs more than what it moves.
 _FEW = 2**18
+#: Elements from which on moving them once more costs more than launching a kernel.
+_MUCH = 2**20
 #: Place -> tensors that its kernels of Concat and Split take. onnxruntime's for CUDA take 32 by address; for more they
 #: make, on the host and in every step, a table of 8 bytes for each element along the axis, and copy it to the device.
 MOST = {"cuda": 32}
@@ -80,18 +82,24 @@ def _side_by_side(e: Emitter, rows: Rows, values: Sequence[Value], between: floa
 
 
 def _runs(pieces: Sequence[tuple[int, Any]], most: int) -> list[Sequence[tuple[int, Any]]]:
-    """Sized pieces in at most ``most`` runs of neighbours, as many of the largest by themselves as can be: what is in
-    a run of several is moved once more."""
+    """Sized pieces in at most ``most`` runs of neighbours, as many large ones by themselves as can be: what is in a run
+    of several is moved once more."""
     count = len(pieces)
-    largest = sorted(range(count), key=lambda at: -pieces[at][0])[: count if count <= most else (most - 1) // 2]
-    ends = [0, *itertools.chain.from_iterable((at, at + 1) for at in sorted(largest)), count]
-    return [pieces[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
+    if count <= most:
+        return [pieces[at : at + 1] for at in range(count)]
+    large = sorted((at for at in range(count) if pieces[at][0] >= _MUCH), key=lambda at: -pieces[at][0])
+    for alone in range(min(len(large), most // 2), 0, -1):
+        ends = [0, *itertools.chain.from_iterable((at, at + 1) for at in sorted(large[:alone])), count]
+        found = [run for begin, end in itertools.pairwise(ends) for run in _groups(pieces[begin:end], most)]
+        if len(found) <= most:
+            return found
+    return _groups(pieces, most)
 
 
-def _groups(e: Emitter, pieces: Sequence[_Piece]) -> list[Sequence[_Piece]]:
-    """Neighbours in groups that a kernel takes, of numbers that differ by one at most."""
-    count = -(-len(pieces) // MOST.get(e.place, len(pieces)))
-    ends = [len(pieces) * number // count for number in range(count + 1)]
+def _groups(pieces: Sequence[_Piece], most: int) -> list[Sequence[_Piece]]:
+    """Neighbours in groups of ``most`` or fewer, or in ``most`` groups, of numbers that differ by one at most."""
+    count = min(-(-len(pieces) // most), most)
+    ends = [len(pieces) * number // count for number in range(count + 1)] if count else [0]
     return [pieces[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
@@ -174,7 +182,7 @@ def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
     """The pieces of a row, by a Split, or by a tree of them where one would make more than its kernel takes."""
     if len(lengths) == 1:
         return [value]
-    groups = _groups(e, lengths)
+    groups = _groups(lengths, MOST.get(e.place, len(lengths)))
     made = [sum(group) for group in groups] if len(groups) > 1 else lengths
     pieces: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=1)
     if len(groups) == 1:
