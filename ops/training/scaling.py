@@ -16,6 +16,7 @@ forward pass writes (running statistics), while update operators gate what they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,9 @@ RULE: dict[str, float | int | bool] = {
     "growth_delay": 0,
 }
 
+#: Elements of gradients that are worth the small operators which spare a pass over them. Of larger ones that lie in no
+#: flat tensor a copy fits better into memory, where the product that made them has been.
+_LARGE = range(2**17, 2**19)
 #: Elements in a row from which on the kernel that adds a product is faster than two.
 _LONG = 16
 
@@ -171,10 +175,10 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     Found_inf is on the unscaled values, so a scale of 0 or NaN is found as well. Finite gradients
     whose sum leaves fp32 count as infinite: no step can be made of them.
 
-    Of fp16 gradients in a flat tensor the mean of the scaled ones is looked at, with the inverse scale beside it. The
-    mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16 times their number. An
-    unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of fp32 ones it is the sum
-    of magnitudes, unscaled: no two large ones cancel.
+    Of fp16 gradients in a flat tensor, and of large ones on CPU, the mean of the scaled ones is looked at, with the
+    inverse scale beside it. The mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16
+    times their number. An unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of
+    fp32 ones it is the sum of magnitudes, unscaled: no two large ones cancel. Updates take them as they were.
 
     The largest tensor is looked at last: what stands last is computed first, each weight's gradient where the backward
     pass reaches it. Behind a tensor of vectors alone they would wait for the whole pass, with all that they read.
@@ -187,7 +191,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         raw = joined(e, rows, [grads[number] for number in rows.numbers])
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
-        if rows.shapes and raw.dtype in ("float16", "float32"):
+        large = e.place == "cpu" and math.prod(raw.shape or ()) in _LARGE
+        if (rows.shapes or large) and raw.dtype in ("float16", "float32"):
             e.shared[_scaled(new)] = (raw, inverse)
             if raw.dtype == "float16":
                 total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")

@@ -12,6 +12,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from amp_transpiler.ops.training import scaling
 from amp_transpiler.passes.lowering import flat_layout
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope
@@ -172,6 +173,17 @@ def test_what_runs_without_an_executor_is_fed_by_names(layout: Any, monkeypatch:
     assert all(given[port.tensor].shape == port.shape for port in states)
     for name, value in taken(states, given).items():
         np.testing.assert_array_equal(value, scope.find_var(name))
+
+
+@pytest.mark.parametrize("mode", ["mixed", "pure"])
+def test_an_update_on_cpu_takes_its_gradient_scaled(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inverse scale is part of its factors: no pass over the gradient is for it."""
+    monkeypatch.setattr(scaling, "_LARGE", range(600, 900))
+    main, _, _, _ = built(amp.optimizer.Adam(0.01, multi_precision=True), mode)
+    graph = onnx.shape_inference.infer_shapes(main.lower(amp.CPUPlace()).model).graph
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.value_info, *graph.input)}
+    whole = {node.op_type for node in graph.node if shapes.get(node.output[0]) in ([20, 40], [40, 17])}
+    assert whole == {"Cast", "MatMul"}, "weights and gradients in 16 bit and fp32, and the products that give them"
 
 
 @pytest.mark.usefixtures("flat")
