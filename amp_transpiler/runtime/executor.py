@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ from amp_transpiler.runtime.plan import (
 )
 from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
 from amp_transpiler.runtime.scope import Scope, check_scope
-from amp_transpiler.runtime.session import Settings, create_session, release_memory, require_cuda
+from amp_transpiler.runtime.session import Settings, check_model, create_session, release_memory, require_cuda
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.warn import AmpWarning
@@ -320,7 +321,9 @@ class Executor:
 
         if plan.open is None or settings.cuda_graph:
             return make(lowered.model, lowered)[0]
-        return plan.open.step(lowered, make)
+        return plan.open.step(
+            lowered, make, partial(check_model, place=self.place, settings=settings, name=program.name)
+        )
 
     # -- running --------------------------------------------------------------------------------------
     def _run(

@@ -26,6 +26,8 @@ LARGEST = 64 << 20
 
 #: Makes a step of a model, with the ports of a lowered one, and gives the graph that it really runs (None: unknown).
 Make = Callable[[onnx.ModelProto, Lowered], tuple[Step, onnx.GraphProto | None]]
+#: Raises what making a session raises of a model whose sizes do not fit together.
+Check = Callable[[onnx.ModelProto], None]
 
 
 class _Alike:
@@ -42,8 +44,11 @@ class _Alike:
         """What the model is opened for; found when there are others, for a program may be fed one shape alone."""
         return [Sized(self.model, self.given)]
 
-    def served(self, sized: Sized, lowered: Lowered, make: Make) -> Step | None:
+    def served(self, sized: Sized, lowered: Lowered, make: Make, check: Check) -> Step | None:
         """The step for one more of them; None where it needs a session of its own."""
+        if self.closed and self.open is None:
+            return None
+        check(lowered.model)  # an open model would be refused in the middle of a step
         inputs = None if self.open is None else self.open.inputs(sized)
         if inputs is None and not self.closed:
             opened = OpenModel([*self.samples, sized])
@@ -73,14 +78,14 @@ class OpenSteps:
         self.lock = threading.RLock()
         self.known: list[_Alike] = []
 
-    def step(self, lowered: Lowered, make: Make) -> Step:
+    def step(self, lowered: Lowered, make: Make, check: Check) -> Step:
         """The step for what was lowered: with a session that is there, if one serves it."""
         found: _Alike | None = None
         with self.lock:
             if self.known:
                 sized = Sized(lowered.model, lowered.given)
                 found = next((each for each in self.known if each.samples[0].alike(sized)), None)
-                step = None if found is None else found.served(sized, lowered, make)
+                step = None if found is None else found.served(sized, lowered, make, check)
                 if step is not None:
                     return step
         step, graph = make(lowered.model, lowered)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as LoadedModel
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
@@ -109,6 +110,16 @@ def create_session(
     if settings.allow_cpu_fallback and isinstance(place, CUDAPlace):
         _warn_of_fallback(data, place, settings, name)
     return session, None if kept is None or not keep_graph else onnx.load_model_from_string(kept).graph
+
+
+def check_model(model: onnx.ModelProto, place: Place, settings: Settings, name: str) -> None:
+    """The errors of :func:`create_session` where types and shapes do not fit together, in a tenth of its time."""
+    data, options = _serialized(model, name), ort.SessionOptions()
+    options.log_severity_level = _SILENT
+    try:
+        LoadedModel(options, data, False, False)
+    except Exception as error:
+        raise _creation_error(error, data, place, settings, name) from None
 
 
 def _make(

@@ -123,3 +123,22 @@ def test_fixed_feeds_are_not_opened() -> None:
     exe.run(startup, scope=scope)
     exe.run(main, {"x": np.ones((2, 4), np.float32)}, [loss], scope)
     assert exe._programs[main].last.open is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_sizes_that_do_not_fit_are_refused_before_the_step(mode: str, before: int) -> None:
+    """As a session of their own would be, whatever was fed before; and training goes on."""
+    main, startup, loss, optimizer = built(mode)
+    exe, scope = amp.Executor(threads=1), amp.Scope()
+    exe.run(startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(exe.place, scope)
+    for batch in range(3, 3 + before):
+        exe.run(main, fed(batch, 9), [loss], scope)
+    state = {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+    for batch in (3, 6):
+        with pytest.raises(ExecutionError, match=rf"refuses program 'net'.*'ids' \[{batch}, 9\], 'label' \[4, 1\]"):
+            exe.run(main, fed(batch, 9) | {"label": fed(4, 9)["label"]}, [loss], scope)
+    assert state == {name: scope.find_var(name).tobytes() for name in scope.var_names()}
+    assert np.isfinite(exe.run(main, fed(6, 9), [loss], scope)[0])
