@@ -390,6 +390,8 @@ def _shape(type_: str, traits: Traits, shapes: list[tuple[int, ...] | None]) -> 
     if not known or len(known) < len(shapes):
         return None
     if traits.elementwise or (traits.over and not traits.reduces):
+        if all(shape == known[0] for shape in known):
+            return tuple(map(int, known[0]))
         return tuple(int(d) for d in np.broadcast_shapes(*known))
     if type_ == "MatMul" and min(len(s) for s in known) >= 2:
         a, b = known

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import onnx
 
+from amp_transpiler.ir.control import CONTROL
 from amp_transpiler.ir.emitter import Emitter
 from amp_transpiler.ir.nodes import FORWARD, Operator, Shape
 from amp_transpiler.ir.opdef import traits_of
@@ -156,20 +157,23 @@ def listed(
     ``feeds``: the tensors that are fed.
     """
     fed = set(feeds)
-    counts = Counter(origin.key for node, origin in zip(nodes, origins, strict=True) if origin and not _is_view(node))
+    many = {op.key for op in dict.fromkeys(origins) if op is not None and len(op.inputs) > _ROWS}
+    pairs = zip(nodes, origins, strict=True)
+    counts = Counter(op.key for node, op in pairs if op is not None and op.key in many and not _is_view(node))
     after: dict[str, int] = {}  # tensor -> the place of the node behind which it is made
     places: list[tuple[int, int]] = []
     for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
-        read = used_tensors([node])
+        read = used_tensors([node]) if node.domain or node.op_type in CONTROL else node.input
         place = (i, -1)
         if fed.isdisjoint(read):
             place = (-1, i)
         else:
             fed.update(filter(None, node.output))
-            behind = max((after[name] for name in read if name in after), default=-1)
-            if origin is not None and min(len(origin.inputs), counts[origin.key]) > _ROWS and behind >= 0:
-                place = (behind, i)
-        after.update((name, place[0]) for name in node.output if name)
+            if origin is not None and counts[origin.key] > _ROWS:
+                behind = max((after[name] for name in read if name in after), default=-1)
+                place = (behind, i) if behind >= 0 else place
+        if many:
+            after.update((name, place[0]) for name in node.output if name)
         places.append(place)
     order = sorted(range(len(nodes)), key=places.__getitem__)
     return [nodes[i] for i in order], [origins[i] for i in order]
