@@ -26,6 +26,7 @@ from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine, single_engine
 from amp_transpiler.runtime.collective.thread import Work
+from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 _Result = TypeVar("_Result")
@@ -157,12 +158,18 @@ def simulate(size: int, function: Callable[[], _Result], timeout: float = 60.0) 
 def all_reduce(array: Any, op: str = "mean") -> Any:
     """The mean, sum or max over ranks, in place, of an array or of every array of a list. Returns what it was given.
 
-    float16 and bfloat16 are added in fp32 in the order of ranks and rounded once: :meth:`Engine.all_reduce`. An engine
-    whose ``remaining_factor`` is not 1 is not for this call, which would leave it to the caller.
+    float16 and bfloat16 are added in fp32 in the order of ranks and rounded once: :meth:`Engine.all_reduce`.
+
+    Raises: OrderError for a value on a device of which the engine leaves a factor, :meth:`Engine.remaining_factor`.
     """
     engine = get_engine()
     arrays = list(array) if isinstance(array, list | tuple) else [array]
     for each in arrays:
+        if hasattr(each, "data_ptr") and engine.remaining_factor(dtype_of(each), op) != 1.0:
+            raise OrderError(
+                f"all_reduce: the {engine.name} engine leaves a factor in {op}s of {dtype_of(each)} over {engine.size} "
+                "ranks; call get_engine().all_reduce, and multiply by get_engine().remaining_factor(dtype, op)"
+            )
         engine.all_reduce(each, op)
     return array
 

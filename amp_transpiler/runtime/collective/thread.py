@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ class Work(Generic[_Result]):
 
     def __init__(self, call: Callable[[], _Result]) -> None:
         self._call: Callable[[], _Result] | None = call
+        self._context = contextvars.copy_context()  # where ranks are threads, it knows which of them calls
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -40,7 +42,7 @@ class Work(Generic[_Result]):
         call, self._call = self._call, None  # what it refers to may go once it ran
         assert call is not None
         try:
-            self._result = call()
+            self._result = self._context.run(call)
         except DistributedError as error:  # what happened elsewhere; where it was noticed tells nobody anything
             self._error = error.with_traceback(None)
         except BaseException as error:

@@ -103,6 +103,15 @@ def test_simulated_ranks_are_ranks_of_their_threads() -> None:
     assert not distributed.is_initialized()
 
 
+def test_what_is_submitted_is_of_the_rank_that_submits() -> None:
+    def run() -> tuple[int, float]:
+        work = distributed.get_engine().submit(lambda: (distributed.rank(), distributed.all_reduce(np.ones(3), "sum")))
+        rank, total = work.wait()
+        return rank, float(total[0])
+
+    assert distributed.simulate(3, run) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
 def test_all_gather_of_arrays_that_differ_in_length() -> None:
     def run() -> list[Any]:
         mine = np.full((distributed.rank(), 2), distributed.rank(), np.int16)

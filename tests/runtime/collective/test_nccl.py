@@ -118,6 +118,17 @@ def test_remaining_factors() -> None:
     assert on(3, run) == [[4.0, 4 / 3, 1.0, 4 / 3, 1.0]] * 3
 
 
+def test_a_factor_that_is_left_is_not_lost_in_silence() -> None:
+    def run(engine: NcclEngine, fake: Fake) -> float:
+        with amp.distributed.use_engine(engine):
+            whole = value(np.ones(4, np.float16))
+            with pytest.raises(amp.errors.OrderError, match="leaves a factor in sums of float16 over 2 ranks"):
+                amp.distributed.all_reduce(whole, "sum")
+            return float(memory(amp.distributed.all_reduce(whole, "mean"))[0])  # of two ranks nothing is left
+
+    assert on(2, run) == [1.0, 1.0]
+
+
 def test_parts_of_any_length_and_numpy_beside() -> None:
     def run(engine: NcclEngine, fake: Fake) -> tuple[list[list[int]], float, list[int], Any]:
         parts = [value(np.full((engine.rank + j, 2), 10 * engine.rank + j, np.int64)) for j in range(engine.size)]
