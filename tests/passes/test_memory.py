@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.lowering.arena import REGION, Arena
+from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, Arena
 from amp_transpiler.passes.lowering.liveness import Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from tests.helpers.programs import build
@@ -305,3 +305,8 @@ def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
     )
     one, eight, closed = map(float, done.stdout.split())
     assert one > 50 and eight < 1.5 * one and closed < 0.5 * one, done.stdout
+
+
+def test_regions_are_whole_units() -> None:
+    """onnxruntime's arena refuses another one, once a program needs so much: some gigabytes here."""
+    assert all(size % 256 == 0 and size < 2**31 for size in (FIRST_REGION, REGION, LARGEST_REGION))

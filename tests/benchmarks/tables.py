@@ -1,0 +1,99 @@
+"""Steps over large embedding tables: ``python -m tests.benchmarks.tables [--torch-python PYTHON]``.
+
+A bag of 20 ids for each of 512 examples, a table of width 16 with lazy Adam, two dense layers with Adam, one thread. The
+table has 10,000 rows, and 10,000,000; beside it torch's ``EmbeddingBag(sparse=True)`` with ``SparseAdam`` and ``Adam``, in
+an environment of its own. Times are process time, medians of the steps; programs run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+ROWS, WIDTH, BATCH, IDS, HIDDEN, STEPS = (10_000, 10_000_000), 16, 512, 20, 64, 30
+
+TORCH = """
+import sys, time, json, torch
+rows, width, batch, ids, hidden, steps = map(int, sys.argv[1:])
+torch.set_num_threads(1)
+bag = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=True)
+net = torch.nn.Sequential(torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1))
+tables, others = torch.optim.SparseAdam(bag.parameters(), lr=0.01), torch.optim.Adam(net.parameters(), lr=0.01)
+times = []
+for step in range(steps):
+    torch.manual_seed(step)
+    x, y = torch.randint(0, rows, (batch * ids,)), torch.rand(batch, 1)
+    offsets = torch.arange(0, batch * ids, ids)
+    begin = time.process_time()
+    tables.zero_grad(); others.zero_grad()
+    loss = ((net(bag(x, offsets)) - y) ** 2).mean()
+    loss.backward()
+    tables.step(); others.step()
+    times.append(time.process_time() - begin)
+print(json.dumps(times))
+"""
+
+
+def ours(rows: int, mode: str) -> list[float]:
+    """The times of the steps, seconds."""
+    import amp_transpiler as amp
+    from amp_transpiler.nn import functional as F
+
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, begins = amp.data("x", [BATCH * IDS], "int64"), amp.data("offsets", [BATCH], "int64")
+        y = amp.data("y", [BATCH, 1], "float32")
+        bag = amp.nn.embedding_bag(x, [rows, WIDTH], begins, "sum", is_sparse=True)
+        error = amp.nn.fc(amp.nn.fc(bag, HIDDEN, act="relu"), 1) - y
+        loss = F.mean(error * error)
+        optimizer = amp.optimizer.Adam(0.01, lazy_mode=True, multi_precision=True)
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False)
+        optimizer.minimize(loss, startup)
+    exe, scope = amp.Executor(amp.CPUPlace(), threads=1), amp.Scope()
+    exe.run(startup, scope=scope)
+    if mode != "fp32":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    times, offsets = [], np.arange(0, BATCH * IDS, IDS)
+    for step in range(STEPS):
+        rng = np.random.default_rng(step)
+        feed = {"x": rng.integers(0, rows, BATCH * IDS), "offsets": offsets, "y": rng.random((BATCH, 1), np.float32)}
+        begin = time.process_time()
+        exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
+        times.append(time.process_time() - begin)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", metavar="PYTHON", help="an interpreter of another environment that has torch")
+    parser.add_argument("--one", nargs=2, metavar=("ROWS", "MODE"), help="print the times of one program")
+    chosen = parser.parse_args()
+    if chosen.one:
+        print(json.dumps(ours(int(chosen.one[0]), chosen.one[1])))
+        return
+    here = [sys.executable, "-m", "tests.benchmarks.tables", "--one"]
+    programs = {(mode, rows): [*here, str(rows), mode] for mode in ("fp32", "mixed", "pure") for rows in ROWS}
+    if chosen.torch_python:
+        sizes = [str(n) for n in (WIDTH, BATCH, IDS, HIDDEN, STEPS)]
+        programs |= {("torch", rows): [chosen.torch_python, "-c", TORCH, str(rows), *sizes] for rows in ROWS}
+    found: dict[tuple[str, int], list[float]] = {key: [] for key in programs}
+    for _ in range(3):
+        for key, command in programs.items():
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found[key] += json.loads(done.stdout.splitlines()[-1])[5:]
+    middle = {key: statistics.median(times) for key, times in found.items()}
+    print("| | " + " | ".join(f"{rows:,} rows, ms" for rows in ROWS) + " | ratio |" + "\n|---|---|---|---|")
+    for name in dict.fromkeys(name for name, _ in programs):
+        few, many = (middle[name, rows] * 1e3 for rows in ROWS)
+        print(f"| {name} | {few:.2f} | {many:.2f} | {many / few:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
