@@ -15,6 +15,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.option_checks import choice, is_whole, number, shown, switch, whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.collective import mpi, nccl
@@ -29,6 +30,7 @@ from amp_transpiler.runtime.collective.thread import Work
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import Scope, check_scope
 
+__getattr__ = paddle_attributes("amp_transpiler.distributed")
 _Result = TypeVar("_Result")
 #: The environment variable for ``init``'s ``timeout``, and its value where neither says.
 _TIMEOUT, _SECONDS = "AMP_DISTRIBUTED_TIMEOUT", 600.0

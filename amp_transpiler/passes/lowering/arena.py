@@ -22,7 +22,7 @@ from amp_transpiler.passes.lowering.workspace import EARLY
 #: How the arena is set up: bytes of the region that it always keeps, of the next one, of the largest (onnxruntime's
 #: Python takes less than 2 GiB, and the arena multiples of a unit alone), and by which a chunk may be larger than what
 #: is in it.
-FIRST_REGION, REGION, LARGEST_REGION, WASTE = 2**16, 2**28, 2**30, 2**16
+FIRST_REGION, REGION, LARGEST_REGION, WASTE = 2**16, 2**28, 2**31 - 256, 2**16
 _UNIT, _PAGE, _NUMBER = 256, 4096, 8
 
 
