@@ -17,6 +17,8 @@ from amp_transpiler.ir.weights import not_a_weight
 PREFIX = "amp_transpiler."
 #: Metadata entry: why an operator runs in fp32 whatever the lists say. A part of an operator that does so inside.
 FULL = PREFIX + "fp32"
+#: Metadata entry of an operator that only looks at what it reads: nothing is computed otherwise for it.
+PROBE = PREFIX + "probe"
 #: Metadata entry of a norm that stands for a written-out one: its squares are summed in fp32 inside.
 NORM = PREFIX + "norm"
 #: Operator, of the own domain, that sets a variable to the content that it carries.
@@ -30,6 +32,11 @@ _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 def inserted(op: Operator | None) -> bool:
     """Whether a pass inserted this cast."""
     return op is not None and op.inserted
+
+
+def only_looks(op: Operator) -> bool:
+    """Whether an operator is a probe, for which nothing is computed otherwise."""
+    return PROBE in op.metadata
 
 
 def read_marks(op: Operator, metadata: dict[str, str]) -> None:

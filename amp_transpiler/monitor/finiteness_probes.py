@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir import context
+from amp_transpiler.ir.metadata import PROBE
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Shape, Variable
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
@@ -84,5 +85,5 @@ def _appended(
     attrs: dict[str, Any] | None = None,
 ) -> Variable:
     made = program.add_variable(program.unique(name), dtype, shape)
-    program.add_operator(type_, inputs, [made], attrs=attrs)
+    program.add_operator(type_, inputs, [made], attrs=attrs).metadata[PROBE] = "1"
     return made

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
 from amp_transpiler.ir.types import HALF
@@ -59,7 +60,8 @@ def running_sums(
 
 def _adds(made: Operator, share: Variable) -> bool:
     """Whether a gradient operator makes this share, which only the sum reads, by one product of two matrices."""
-    if made.full_type not in _PRODUCTS or made.output(0) is not share or len(share.readers) != 1:
+    readers = [reader for reader, _ in share.readers if not only_looks(reader)]
+    if made.full_type not in _PRODUCTS or made.output(0) is not share or len(readers) != 1:
         return False
     a, b = made.input(0), made.input(1)
     ranks = [None if v is None or v.shape is None else len(v.shape) for v in (a, b)]

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
 from amp_transpiler.ir.types import HALF
@@ -69,7 +70,7 @@ def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
 
 def _feeds_products(variable: Variable) -> bool:
     """Whether products of matrices, and their gradients, alone read a variable, moved or not."""
-    readers = [op for op, _ in variable.readers]
+    readers = [op for op, _ in variable.readers if not only_looks(op)]
     moved = [op.outputs[0] for op in readers if op.full_type in _MOVES]
     return (
         bool(readers)
