@@ -16,6 +16,7 @@ import onnx
 
 from amp_transpiler.errors import ExecutionError, PlaceError
 from amp_transpiler.passes.lowering.computations import computations
+from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
 from amp_transpiler.passes.lowering.parts import WHOLE
@@ -89,7 +90,7 @@ class OpenSteps:
                 if step is not None:
                     return step
         step, graph = make(lowered.model, lowered)
-        if found is None and graph is not None and _is_small(lowered.model):
+        if found is None and graph is not None and _is_small(lowered.model) and not has_exchanges(lowered.model):
             with self.lock:
                 self.known.append(_Alike(lowered, graph))
         return step

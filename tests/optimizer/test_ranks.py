@@ -210,3 +210,21 @@ def test_tables_take_the_rows_of_all_ranks(name: str, mode: str, ranks: int) -> 
     if mode == "fp32" and name != "lazy adam":
         dense = distributed.simulate(ranks, with_a_table(name, mode, False))
         assert [(each, state) for each, state, _ in dense] == [(each, state) for each, state, _ in found]
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_batches_of_several_sizes(sparse: bool) -> None:
+    def run() -> tuple[list[float], np.ndarray]:
+        net = Recommender(lambda _: amp.optimizer.SGD(0.02), "fp32", sparse)
+        mine, losses = slice(distributed.rank(), None, distributed.world_size()), []
+        for step, size in enumerate((4, 8, 12, 4, 16)):
+            rng = np.random.default_rng(step)
+            ids, label = rng.integers(0, 9, (size, 5)), rng.normal(size=(size, 1)).astype(np.float32)
+            losses.append(float(net.run({"ids": ids[mine], "label": label[mine]})))
+        return losses, net.table().copy()
+
+    losses, table = run()
+    (first, of_first), (second, of_second) = distributed.simulate(2, run)
+    np.testing.assert_allclose(np.mean([first, second], axis=0), losses, rtol=1e-5)
+    np.testing.assert_allclose(of_first, table, atol=1e-6)
+    assert np.array_equal(of_first, of_second)

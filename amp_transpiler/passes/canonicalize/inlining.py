@@ -59,11 +59,13 @@ def _carry_variables(old: Graph, new: Graph) -> None:
             continue
         made = new.var(variable.name)
         made.persistable, made.trainable = variable.persistable, variable.trainable
-        made.stop_gradient = variable.stop_gradient
+        made.stop_gradient, made.sparse = variable.stop_gradient, variable.sparse
         made.data = variable.data
         made.dtype, made.shape = variable.dtype or made.dtype, variable.shape or made.shape
         if variable.grad_of is not None and new.has_var(variable.grad_of.name):
             made.grad_of = new.var(variable.grad_of.name)
+        if variable.rows is not None and new.has_var(variable.rows.name):
+            made.rows = new.var(variable.rows.name)
     new.updates = _named(old.updates, new)
     if old.accumulation is not None:
         counter, updates = new.var(old.accumulation.counter.name), _named(old.accumulation.updates, new)
