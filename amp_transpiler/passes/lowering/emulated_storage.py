@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import cached_property
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import static
@@ -18,6 +20,8 @@ class EmulatedStorage:
     ``keep_fp32`` names 16-bit variables that are held unrounded on CPU; see :func:`.lowering.lower`.
     """
 
+    program: Graph
+
     def __init__(self, e: Emitter, keep_fp32: Container[str]) -> None:
         self.e = e
         self.cpu = e.place == "cpu"
@@ -26,6 +30,11 @@ class EmulatedStorage:
         #: Variables kept fp32, rounded for the readers that do not run in fp32.
         self.rounded: dict[int, Value] = {}
         self.shapes: Shapes | None = None
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether the program has gradients."""
+        return any(op.role == BACKWARD for op in self.program.operators)
 
     def _emulated(self, value: Value) -> Value:
         """A real tensor as this place stores it."""

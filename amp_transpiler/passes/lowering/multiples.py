@@ -3,7 +3,7 @@
 A product of matrices takes the number into its factor, and rounds once; a sum takes it where CUDA has a kernel that
 multiplies and adds (and rounds in between, as the two would). Who fetches the multiple gets it. What a program
 multiplies by a number that it knows is a multiple where products alone read it, as the queries of attention, moved or
-not, and gradients of such among them: a program that is only run forward rounds where its file does.
+not. A program that has no gradients rounds where its file does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.metadata import only_looks
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import multiple, times
@@ -58,7 +58,7 @@ def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
         return False
     base, before = multiple(e, storage.stands_for(source, storage.read(op, source)))
     fits = base.shape is not None and math.prod(base.shape) == math.prod(shape)
-    if factor * before == 1 or not fits or not any(op.domain == OWN for op in _products(result) or ()):
+    if factor * before == 1 or not fits or not storage.trains or not _products_alone(result):
         return False
     with e.emulation() if storage.cpu else nullcontext():
         perm = op.attrs.get("perm", range(len(shape))[::-1]) if op.type == "Transpose" else None
@@ -68,16 +68,15 @@ def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
     return True
 
 
-def _products(variable: Variable) -> list[Operator] | None:
-    """The products of matrices, and their gradients, that alone read a variable, moved or not; None where others do."""
-    found: list[Operator] = []
-    for op, _ in variable.readers:
-        moved = op.outputs[0] if op.full_type in _MOVES else None
-        behind = _products(moved) if moved is not None else [op] if op.full_type in _PRODUCTS else None
-        if behind is None and not only_looks(op):
-            return None
-        found += behind or []
-    return found
+def _products_alone(variable: Variable) -> bool:
+    """Whether products of matrices, and their gradients, alone read a variable, moved or not."""
+    readers = [op for op, _ in variable.readers if not only_looks(op)]
+    moved = [op.outputs[0] for op in readers if op.full_type in _MOVES]
+    return (
+        bool(readers)
+        and all(op.full_type in _MOVES or op.full_type in _PRODUCTS for op in readers)
+        and all(v is not None and _products_alone(v) for v in moved)
+    )
 
 
 def _product(storage: EmulatedStorage, result: Variable, a: Value, b: Value) -> bool:
