@@ -189,7 +189,11 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
 
 
 def _kept_product(e: Emitter, dy: Value, y: Value) -> Value | None:
-    """dy y where dy is what a dropout behind the softmax kept: dy as it was, times what that kept of y. Else None."""
+    """dy y where dy is what a dropout behind the softmax kept: dy as it was, times what that kept of y. Else None.
+
+    Nothing is selected, for the bytes of that: a dy that is infinite where it was dropped makes a bad step, as it does
+    where a probability is 0.
+    """
     maker = e.makers.get(dy.name)
     if maker is None or maker.type != "Where" or maker.inputs[0] is None or maker.inputs[1] is None:
         return None

@@ -186,6 +186,15 @@ def infer_operator(op: Operator, env: Any) -> None:
             env.types[variable.key] = result
 
 
+def declare_outputs(op: Operator) -> None:
+    """Give what a new operator makes the element types and shapes that its inputs say."""
+    env = Declared()
+    infer_operator(op, env)
+    for variable in op.outputs:
+        if variable is not None and variable.key in env.types:
+            variable.dtype, variable.shape = env.types[variable.key]
+
+
 def _like(variable: Variable, env: Any) -> tuple[str | None, Shape | None]:
     if variable.grad_of is not None:
         return variable.dtype, env[variable.grad_of][1]

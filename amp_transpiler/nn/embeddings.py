@@ -145,23 +145,22 @@ def _bagged(
     def cast(value: Variable, dtype: str | None) -> Variable:
         return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])
 
+    along = np.array([1], np.int64)
     rows = cast(_rows(call, table, x, padding, prefix), "float32")
-    real = None
-    if padding is not None:
-        real = cast(add("Not", add("Equal", x, constant(x, padding))), "float32")
+    ones = None
+    if mode == "mean":
+        counts = add("Equal", x, x) if padding is None else add("Not", add("Equal", x, constant(x, padding)))
+        ones = cast(counts, "float32")
     if offsets is None:
-        total = add("ReduceSum", rows, np.array([1], np.int64), keepdims=0)
-        if mode == "mean":
-            ones = add("Equal", x, x) if real is None else None
-            counted = real if ones is None else cast(ones, "float32")
-            total = _shared_out(add, total, add("ReduceSum", counted, np.array([1], np.int64), keepdims=1))
+        total = add("ReduceSum", rows, along, keepdims=0)
+        count = None if ones is None else add("ReduceSum", ones, along, keepdims=1)
     else:
         bag, start = _bag_of_each(add, x, cast(offsets, "int64"))
         flat = np.ones((1, fixed(call, "weight", table, 1)), np.float32)
         total = _added(add, add("Mul", start, flat), bag, rows)
-        if mode == "mean":
-            ones = cast(add("Equal", x, x), "float32") if real is None else real
-            total = _shared_out(add, total, _added(add, start, bag, add("Unsqueeze", ones, np.array([1], np.int64))))
+        count = None if ones is None else _added(add, start, bag, add("Unsqueeze", ones, along))
+    if count is not None:
+        total = add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
     return cast(total, table.dtype)
 
 
@@ -183,8 +182,3 @@ def _added(add: Any, start: Variable, bag: Variable, values: Variable) -> Variab
     assert total.producer is not None
     total.producer.metadata[FULL] = str(Reason(Kind.ADDS_UP))
     return total
-
-
-def _shared_out(add: Any, total: Variable, count: Variable) -> Variable:
-    shared: Variable = add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
-    return shared

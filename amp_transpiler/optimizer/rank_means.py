@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_transpiler.ir import context
-from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import OWN, SCALING, Variable
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.ops.training.sparse import MERGE
@@ -54,10 +54,6 @@ def _rows_of_all(grad: Variable, precision: str) -> Variable:
     rows, values = (program.add_variable(program.unique(f"{grad.name}@{what}"), None, None) for what in ("ROWS", "ALL"))
     attrs = {"ranks": engine.size, "precision": precision}
     with context.operator_role(SCALING):
-        op = program.add_operator(ALL_GATHER, [grad.rows, grad], [rows, values], attrs=attrs, domain=OWN)
-        env = Declared()
-        infer_operator(op, env)
-        for v in (rows, values):
-            v.dtype, v.shape = env.types[v.key]
+        declare_outputs(program.add_operator(ALL_GATHER, [grad.rows, grad], [rows, values], attrs=attrs, domain=OWN))
         values.grad_of, values.rows = grad.grad_of, rows
         return append_merged(grad.grad_of, [values], f"{grad.name}@REDUCED", ranks=engine.size)

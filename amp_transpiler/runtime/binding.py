@@ -17,6 +17,7 @@ import onnx
 
 from amp_transpiler.errors import ExecutionError
 from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.passes.lowering.place import Place
@@ -269,6 +270,11 @@ class PlainStep:
     """A program whose feeds or fetches onnxruntime can bind to no memory (strings, sequences): every run copies."""
 
     def __init__(self, session: Any, lowered: Lowered, place: Place, program: str, startup: str) -> None:
+        if has_exchanges(lowered.model):
+            raise ExecutionError(
+                f"program '{program}' is trained by several ranks, and feeds or fetches what is no tensor of numbers; "
+                "leave that out of the training program"
+            )
         self.session, self.place, self.program = session, place, program
         self.feeds, self.fetches, self.scalars = lowered.feeds, lowered.fetches, lowered.scalars
         self.states = States(lowered.states, place, program, startup)

@@ -77,20 +77,21 @@ def create_session(
     """A session for a lowered model and, with ``keep_graph``, the graph that it really runs (None: cannot be had).
 
     ``name`` is the program's, for messages. ``in_parts``: a large model on CPU may be a chain of sessions, which serves
-    a :class:`~amp_transpiler.runtime.binding.Step`. PlaceError where an operator has no kernel on ``place``,
-    ExecutionError where onnxruntime refuses the model.
+    a :class:`~amp_transpiler.runtime.binding.Step`, and ranks exchange gradients between its parts; without it a rank
+    computes with its own alone. PlaceError where an operator has no kernel on ``place``, ExecutionError where
+    onnxruntime refuses the model.
     """
     ends, exchanged = list[int](), list[Exchanged]()
-    if has_exchanges(model) and place.kind != "cpu":
+    if in_parts and has_exchanges(model) and place.kind != "cpu":
         raise PlaceError(
             f"program '{name}' exchanges gradients between ranks, and several ranks train on CPUPlace() alone, not on "
             f"{place!r}"
         )
-    if in_parts and has_exchanges(model):
+    if has_exchanges(model):
         model, ends, exchanged = taken_apart(model)
-    elif in_parts and place.kind == "cpu":
+    elif place.kind == "cpu":
         ends = cuts(model.graph)
-    if len(ends) > 1:
+    if in_parts and len(ends) > 1:
         parts = Parts(model, ends)
         chain, graphs = chained(parts, lambda part: create_session(part, place, settings, name, keep_graph), exchanged)
         if chain is not None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import shape_of, size_of, sliced
 from amp_transpiler.ops.training.branches import as_tensor, emulating
 
@@ -62,12 +62,7 @@ def _merge_types(op: Operator) -> Types:
     return [("int64", (count,)), (first.dtype, None if rest is None else (count, *rest))]
 
 
-@lowering_rule(
-    own(MERGE),
-    native=True,
-    infer=_merge_types,
-    slots=Slots(input_row=("rows", "values"), outputs=("rows", "values")),
-)
+@lowering_rule(own(MERGE), native=True, infer=_merge_types)
 def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
     """By the place of each row among the distinct ones. Each lookup's part is added up by itself, as dense ones are."""
     named, parts, ranks = inputs[::2], inputs[1::2], op.attrs.get("ranks", 1)

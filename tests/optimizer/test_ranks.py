@@ -228,3 +228,15 @@ def test_batches_of_several_sizes(sparse: bool) -> None:
     np.testing.assert_allclose(np.mean([first, second], axis=0), losses, rtol=1e-5)
     np.testing.assert_allclose(of_first, table, atol=1e-6)
     assert np.array_equal(of_first, of_second)
+
+
+def test_the_culprit_of_a_bad_step_is_found_on_the_rank_that_made_it() -> None:
+    """The step is run again by one rank, without the others."""
+
+    def run() -> str:
+        net = Net("mixed", boost=True, init_loss_scaling=64.0)
+        x = np.full((4, 6), 1.0, np.float32)
+        feed = {"x": x, "label": np.zeros((4, 1), np.int64), "boost": np.full(1, 1e30, np.float32)}
+        return str(amp.find_culprit(net.main, feed, net.scope).operator) if distributed.rank() else ""
+
+    assert distributed.simulate(2, run, timeout=5.0)[1].startswith("Cast")

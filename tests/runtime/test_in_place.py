@@ -14,6 +14,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
 from amp_transpiler.runtime.binding import Step
 from amp_transpiler.runtime.session import Settings, create_session
+from tests.corpora.in_place_corpus import ROWS, SAFE, SCAN, UNSAFE
 from tests.helpers.sessions import session
 
 SGD = """
@@ -62,50 +63,6 @@ def verdict(body: str, signature: str = "(float[4] s, float[4] x) => (float[4] s
 
 
 # -- the proof, case by case ---------------------------------------------------------------------------
-#: A state that is kept where the sum of x is 0: what the other branch computes of it, and what it gives besides.
-BRANCHES = (
-    "t = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (t)  s_new, seen = If (c) <then_branch = a () => (float[4] p, "
-    "float[4] o) {{ {}  {} }}, else_branch = b () => (float[4] q, float[4] r) {{ q = Identity(s)  r = Exp(x) }}>"
-)
-#: One that is updated row by row: what is read, more attributes, and what the body makes of rows r of s and q of x.
-SCAN = (
-    "k = Constant <value_ints = [4, 1]> ()  y = Reshape(x, k)  s_new = Scan ({}) <num_scan_inputs = 2{}, "
-    "body = b (float[1] r, float[1] q) => (float[1] p) {{ {} }}>  seen = Relu(x)"
-)
-ROWS = "(float[4, 1] s, float[4] x) => (float[4, 1] s_new, float[4] seen)"
-SAFE = {
-    "elementwise": "s_new = Sub(s, x)  seen = Relu(x)",
-    "second operand": "s_new = Add(x, s)  seen = Relu(x)",
-    "scalar operand": "two = Constant <value_float = 2.0> ()  s_new = Mul(s, two)  seen = Relu(x)",
-    "not read by its producer": "a = Mul(s, x)  b = Exp(a)  s_new = Sqrt(b)  seen = Relu(x)",
-    "reader is an ancestor": "seen = Exp(s)  a = Add(seen, x)  s_new = Mul(s, a)",
-    "reader of the new value": "s_new = Sub(s, x)  seen = Relu(s_new)",
-    "gate": "z = Sub(x, x)  ok = Equal(z, x)  n = Mul(s, x)  s_new = Where(ok, n, s)  seen = Relu(x)",
-    "branches": BRANCHES.format("n = Exp(s)  p = Add(s, n)", "o = Identity(x)"),
-    "view read by an ancestor": "v = Identity(s)  e = Exp(v)  s_new = Add(s, e)  seen = Relu(x)",
-}
-UNSAFE = {
-    "late reader": ("s_new = Sub(s, x)  seen = Exp(s)", "Exp 'seen' may read it after"),
-    "state fetched": ("s_new = Sub(s, x)  seen = Identity(s)", "Identity 'seen' may read it after"),
-    "not elementwise": ("a = Constant <value_int = 0> ()  s_new = CumSum(s, a)  seen = Relu(x)", "not elementwise"),
-    "three terms": ("s_new = Sum(x, x, s)  seen = Relu(x)", "Sum 's_new', which makes the update, is not elementwise"),
-    "passed through": ("s_new = Identity(s)  seen = Relu(x)", "not elementwise"),
-    "unknown operator": ("a = foreign.Thing(s)  s_new = Sub(s, x)  seen = foreign.Thing(a)", "may read it after"),
-    "view read late": ("v = Identity(s)  s_new = Sub(s, x)  seen = Exp(v)", "may read it after"),
-    "view of a view": ("v = Identity(s)  u = Identity(v)  s_new = Sub(s, x)  seen = Exp(u)", "may read it after"),
-    "view at the producer": ("v = Identity(s)  s_new = Sub(v, x)  seen = Relu(x)", "not elementwise"),
-    "condition of the gate": ("c = Cast <to = 9> (s)  s_new = Where(c, x, x)  seen = Exp(s)", "may read it after"),
-    "nested graph": (
-        "t = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (t)  s_new = Sub(s, x)  seen = If (c) "
-        "<then_branch = a () => (float[4] p) { p = Exp(s) }, else_branch = b () => (float[4] q) { q = Exp(x) }>",
-        "If 'seen' may read it after",
-    ),
-    "late reader in a branch": (BRANCHES.format("p = Add(s, x)", "o = Exp(s)"), "Exp 'o' may read it after"),
-    "branch that is not elementwise": (BRANCHES.format("p = Sum(x, x, s)", "o = Exp(x)"), "not elementwise"),
-    "given, not made": ("seen = Sub(s, x)", "no node produces"),
-}
-
-
 @pytest.mark.parametrize("case", SAFE)
 def test_proved_safe(case: str) -> None:
     assert verdict(SAFE[case]) == ""

@@ -12,7 +12,7 @@ from amp_transpiler.errors import ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -381,7 +381,5 @@ def _add_output(op: Operator, slot: int) -> Variable:
     first = next(v for v in op.outputs if v is not None)
     added = op.program.add_variable(op.program.unique(f"{first.name}.y{slot}"))
     op.set_output(slot, added)
-    env = Declared()
-    infer_operator(op, env)
-    added.dtype, added.shape = env.types.get(added.key, (None, None))
+    declare_outputs(op)
     return added

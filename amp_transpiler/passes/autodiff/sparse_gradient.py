@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ops.training.sparse import DENSE, GATHER, MERGE
 from amp_transpiler.passes.view.lookups import is_row_lookup
@@ -57,8 +57,5 @@ def _appended(
     values = program.add_variable(program.unique(name), table.dtype, None)
     values.grad_of, values.rows = table, rows
     op = program.add_operator(type_, inputs, [rows, values], attrs=attrs, domain=OWN)
-    env = Declared()
-    infer_operator(op, env)
-    for made in (rows, values):
-        made.shape = env.types[made.key][1]
+    declare_outputs(op)
     return values
