@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,11 +23,13 @@ from amp_transpiler.runtime.collective import mpi, nccl
 from amp_transpiler.runtime.collective.current import current, of_process, set_of_process, use_engine
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.exits import guard
+from amp_transpiler.runtime.collective.journal import Exchange, Span, StepExchanges, last_step
 from amp_transpiler.runtime.collective.mpi import MPIEngine
 from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine, single_engine
 from amp_transpiler.runtime.collective.thread import Work
+from amp_transpiler.runtime.collective.trace import traced
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -237,6 +240,35 @@ def check_equal(program: Program, scope: Scope | None = None) -> None:
         )
 
 
+def step_report() -> StepExchanges:
+    """What the last step of this rank exchanged with other ranks: bytes, seconds, and how much of it while computing::
+
+        exe.run(program, feed, [loss])
+        print(amp.distributed.step_report())
+
+    An ``amp.StepReports`` in the fetch list has the same in its reports, and in the lines and files of these.
+    OrderError where this rank has not run a step that exchanges anything.
+    """
+    found = last_step(current())
+    if found is None:
+        raise OrderError("step_report: this rank has run no step that exchanges gradients with others")
+    return found
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Writes what the steps inside do when, of all ranks, to one file: ``with amp.distributed.trace("trace.json"):``.
+
+    All ranks enter and leave; rank 0 writes. The file has the format of onnxruntime's profiler, which
+    https://ui.perfetto.dev and ``chrome://tracing`` draw: for each rank one row with the sessions that it runs and its
+    waits, and one with its exchanges. Hosts are shown on their own clocks. Nothing is written where the block raises.
+
+    Raises: OrderError before :func:`init`. ModelFileWriteError: the file cannot be written.
+    """
+    with traced(get_engine(), path):
+        yield
+
+
 # -- data ----------------------------------------------------------------------------------------------------------
 def shard(
     n_or_indices: int | Sequence[int] | np.ndarray,
@@ -289,9 +321,12 @@ get_rank, get_size = rank, world_size  # which arguments of `shard` hide
 
 __all__ = [
     "Engine",
+    "Exchange",
     "MPIEngine",
     "NcclEngine",
     "SimulatedEngine",
+    "Span",
+    "StepExchanges",
     "Work",
     "all_gather",
     "all_gather_object",
@@ -306,6 +341,8 @@ __all__ = [
     "shard",
     "shutdown",
     "simulate",
+    "step_report",
+    "trace",
     "use_engine",
     "world_size",
 ]

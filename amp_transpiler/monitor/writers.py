@@ -55,16 +55,25 @@ class _LineWriter(_Writer):
 class CsvWriter(_LineWriter):
     """A CSV file with a head line; fields as in ``StepReport.to_dict``, groups joined by spaces, nothing for None.
 
+    One that is gone on with keeps the columns that it has.
+
     ModelFileWriteError, an OSError, where the file can be no target, OSError where it cannot be written.
     """
+
+    def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
+        super().__init__(path, append)
+        self._columns: list[str] = []
+        if not self._empty:
+            with open(self._file.name, encoding="utf-8", newline="") as file:
+                self._columns = next(csv.reader(file), [])
 
     def _write(self, report: StepReport) -> None:
         record = report.to_dict()
         record["overflow"] = " ".join(record["overflow"])
-        writer = csv.DictWriter(self._file, list(record), lineterminator="\n")
-        if self._empty:
+        writer = csv.DictWriter(self._file, self._columns or list(record), lineterminator="\n", extrasaction="ignore")
+        if not self._columns:
             writer.writeheader()
-        self._empty = False
+        self._columns = list(writer.fieldnames)
         writer.writerow(record)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.flat import Rows
-from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ir.types import SHORT, numpy_dtype
 from amp_transpiler.passes.lowering.exchanges import Exchanged
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.collective.current import current
+from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.collective.engine import Engine
+from amp_transpiler.runtime.collective.journal import Journal
 from amp_transpiler.runtime.collective.thread import Work
 
 
@@ -26,7 +27,7 @@ class Buckets:
             groups.setdefault((each.bucket, each.dtype, each.name if each.gathered else ""), []).append(each)
         #: The tensors that travel, by name.
         self.views: dict[str, Any] = {}
-        self._flat: dict[int, list[tuple[np.ndarray, bool]]] = {}
+        self._flat: dict[int, list[tuple[str, np.ndarray, bool]]] = {}
         self._wholes = []
         for (bucket, dtype, gathered), members in groups.items():
             rows = Rows(tuple(range(len(members))), tuple(each.shape for each in members))
@@ -39,15 +40,19 @@ class Buckets:
                     device_tensors.empty(each.shape, dtype) if empty else device_tensors.view(whole, offset, each.shape)
                 )
                 self.views[each.name] = view
-            self._flat.setdefault(bucket, []).append((flat, bool(gathered)))
+            name = f"bucket {bucket}, {SHORT.get(dtype, dtype)}" + (f" {gathered}" if gathered else "")
+            self._flat.setdefault(bucket, []).append((name, flat, bool(gathered)))
 
-    def start(self, bucket: int) -> list[Work[Any]]:
-        """Let a bucket travel; what is returned waits until it is there."""
-        engine = current()
-        if engine is None or engine.size == 1:
+    def start(self, bucket: int, journal: Journal) -> list[tuple[str, Work[Any]]]:
+        """Let a bucket travel: names of exchanges, and what waits until each is there."""
+        engine = several()
+        if engine is None:
             return []
-        flats = self._flat.get(bucket, ())
-        return [engine.submit(partial(_gather if gathered else _reduce, engine, flat)) for flat, gathered in flats]
+        started = []
+        for name, flat, gathered in self._flat.get(bucket, ()):
+            call = partial(_gather if gathered else _reduce, engine, flat)
+            started.append((name, engine.submit(partial(journal.exchange, engine, name, flat.nbytes, call))))
+        return started
 
 
 def _reduce(engine: Engine, flat: np.ndarray) -> None:

@@ -24,6 +24,8 @@ from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.parts import Parts, named_alike
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.buckets import Buckets
+from amp_transpiler.runtime.collective.current import several
+from amp_transpiler.runtime.collective.journal import Journal
 from amp_transpiler.runtime.collective.thread import Work
 
 #: Elements up to which a tensor keeps its memory between runs.
@@ -170,21 +172,27 @@ class Binding:
         """Run the parts in turn. Gradients that a part has made travel while the next ones run, but for the last."""
         self.results = dict(self.bound)
         values: dict[str, Any] = {}
-        travelling: list[Work[Any]] = []
+        travelling: list[tuple[str, Work[Any]]] = []
+        journal = Journal()
         for number, (session, part) in enumerate(zip(self.sessions, self.parts, strict=True)):
             if number == len(self.parts) - 1:
-                for work in travelling:
-                    work.wait()
+                for name, work in travelling:
+                    with journal.timed(journal.waits, f"wait for {name}"):
+                        work.wait()
             within = self.names[number]
             for name in self.given[number]:
                 part.bind_ortvalue_input(within[name], values[name])
-            session.run_with_iobinding(part, options)
+            with journal.timed(journal.sessions, f"part {number} of {len(self.parts)}"):
+                session.run_with_iobinding(part, options)
             self._take(number, values)
             for name in self.given[number]:
                 part.bind_ortvalue_input(within[name], _NOTHING)
                 if self.last[name] == number:
                     del values[name]
-            travelling += self.buckets.start(number)
+            travelling += self.buckets.start(number, journal)
+        engine = several()
+        if travelling and engine is not None:
+            journal.close(engine)
 
     def _take(self, number: int, values: dict[str, Any]) -> None:
         """Take what a part has made, and let the part hold nothing of it that is for other parts alone."""

@@ -13,6 +13,8 @@ import numpy as np
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.collective.current import several
+from amp_transpiler.runtime.collective.journal import NOTHING, StepExchanges, last_step
 
 #: The scalars at the head of a summary; losses and learning rates follow.
 SCALARS = ("found_inf", "loss_scaling", "next_loss_scaling", "num_good_steps", "num_bad_steps", "micro_batch")
@@ -23,7 +25,8 @@ class ReportRequest:
     """What to fetch for a report; see :class:`amp_transpiler.monitor.StepReports`, which makes it.
 
     ``variables`` are the summary and what ``InspectGradients`` gives; ``names``, ``sizes`` and ``groups`` describe the
-    gradients' parameters; ``runs`` says how many runs are one step. ``step`` is the number of the next report.
+    gradients' parameters; ``runs`` says how many runs are one step. ``step`` is the number of the next report,
+    ``before`` what ranks exchanged last before the run.
     """
 
     program: Program
@@ -34,10 +37,19 @@ class ReportRequest:
     losses: list[str]
     runs: int
     step: int = 0
+    before: StepExchanges | None = None
+
+    def asked(self) -> list[Variable]:
+        """The variables to fetch, for a run that begins."""
+        self.before = last_step(several())
+        return self.variables
 
     def made(self, values: Sequence[Any]) -> StepReport:
         """The report of the step that gave these values for ``variables``."""
-        report = StepReport(self.step, self, list(values))
+        engine = several()
+        found = last_step(engine)
+        exchanges = found if found is not self.before else None
+        report = StepReport(self.step, self, list(values), exchanges, 1 if engine is None else engine.size)
         self.step += 1
         return report
 
@@ -47,12 +59,15 @@ class StepReport:
     """One step. Values stay where the step left them; reading an attribute copies what it needs, once.
 
     ``str(report)`` is one line for a log, ``to_dict()`` plain numbers. Gradients are meant unscaled and not clipped;
-    where they accumulate over several runs, the sum so far is meant, and ``step`` counts runs.
+    where they accumulate over several runs, the sum so far is meant, and ``step`` counts runs. ``exchanges``: what this
+    rank exchanged with others; None of one rank alone, and of a run that ends no window of accumulation.
     """
 
     step: int
     request: ReportRequest = field(repr=False)
     values: list[Any] = field(repr=False)
+    exchanges: StepExchanges | None = None
+    ranks: int = 1
 
     def _host(self, index: int) -> np.ndarray:
         if not isinstance(self.values[index], np.ndarray):
@@ -169,7 +184,12 @@ class StepReport:
 
     # -- for logs and files ------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python numbers by name; ``overflow`` holds the groups with a gradient that is not finite."""
+        """Plain Python numbers by name; ``overflow`` holds the groups with a gradient that is not finite.
+
+        Of several ranks also what was exchanged: ``bytes_sent``, ``bytes_received``, ``exchange_seconds``,
+        ``waited_seconds``, and ``overlap``, the share of the exchanges in which the rank computed meanwhile.
+        """
+        known = NOTHING if self.exchanges is None else self.exchanges.to_dict()
         return {
             "step": self.step,
             "loss": self.loss,
@@ -183,6 +203,7 @@ class StepReport:
             "learning_rate": self.learning_rate,
             "grad_norm": self.grad_norm,
             "zero_share": self.zero_share,
+            **(known if self.ranks > 1 else {}),
         }
 
     def __str__(self) -> str:
@@ -196,6 +217,8 @@ class StepReport:
         parts += [f"lr {self.learning_rate:.3g}", f"|g| {self.grad_norm:.3g}"]
         if self.zero_share >= 0.005:
             parts.append(f"{self.zero_share:.0%} of gradients zero")
+        if self.exchanges is not None:
+            parts.append(self.exchanges.line())
         part = f" ({self.micro_batch} of {self.request.runs})" if self.request.runs > 1 else ""
         return f"step {self.step}{part}: {', '.join(parts)}"
 
@@ -210,7 +233,7 @@ def expanded(fetch_list: Any) -> list[Any]:
     """The fetches with the variables of report requests in their place."""
     flat: list[Any] = []
     for item in fetch_list:
-        flat += item.variables if isinstance(item, ReportRequest) else [item]
+        flat += item.asked() if isinstance(item, ReportRequest) else [item]
     return flat
 
 

@@ -29,6 +29,12 @@ def current() -> Engine | None:
     return _of_thread.get() or _process
 
 
+def several() -> Engine | None:
+    """The engine of this rank where it is one of several; None where it is alone."""
+    engine = current()
+    return engine if engine is not None and engine.size > 1 else None
+
+
 @contextmanager
 def use_engine(engine: Engine) -> Iterator[None]:
     """This thread is the rank of that engine inside, whatever the process is."""

@@ -29,6 +29,7 @@ class Engine(ABC):
         size: the number of ranks.
         timeout: seconds after which a call that waits for other ranks ends with DistributedError.
         peers: host and process number of every rank.
+        sent, received: bytes to and from other ranks so far; on NCCL those of rings.
 
     Raises (every call): DistributedError, where a rank died, hangs, raised, or made another call than the others; the
     engine can then do nothing more. ArgumentError, ArgumentTypeError: arrays that cannot be used.
@@ -39,6 +40,8 @@ class Engine(ABC):
     size: int
     timeout: float
     peers: tuple[Peer, ...]
+    sent: int = 0
+    received: int = 0
 
     @abstractmethod
     def all_reduce(self, array: Any, op: str = "sum") -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError
-from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.ir.types import BYTES, FLOATS, HALF
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective import arguments, headers
@@ -231,6 +231,8 @@ class NcclEngine(Engine):
                 made = self.beside.begin(call)[self.rank]
                 issue(self._communicator)
                 self.beside.wait(_OnStream(self._communicator, self._stream.record()), made)
+                volume = self._volume(call)
+                self.beside.count(volume, volume)
             except Exception as error:
                 if not isinstance(error, DistributedError):  # NCCL's, of this rank alone: the others would wait
                     self.beside.abort(f"raised {type(error).__name__}: {error}")
@@ -238,6 +240,21 @@ class NcclEngine(Engine):
                 raise
 
         self.beside.on_thread(run)
+
+    def _volume(self, call: headers.Call) -> int:
+        """Bytes that a rank sends in a call, and as many that it receives, where NCCL goes along rings."""
+        size, others = call.length * BYTES[call.dtype], self.size - 1
+        if call.kind in ("all_reduce", "reduce_scatter"):
+            return size * others // self.size * (2 if call.kind == "all_reduce" else 1)
+        return size * others if call.kind == "all_gather" else size
+
+    @property
+    def sent(self) -> int:  # type: ignore[override]
+        return self.beside.sent
+
+    @property
+    def received(self) -> int:  # type: ignore[override]
+        return self.beside.received
 
     def _exponent(self) -> int:
         return math.ceil(math.log2(self.size))

@@ -116,12 +116,17 @@ class OrderedEngine(Engine):
         if self.size == 1:
             return [mine]
         rows = np.empty((self.size, headers.SIZE), np.uint8)
+        self.count((self.size - 1) * headers.SIZE, (self.size - 1) * headers.SIZE)
         self.wait(self._transport.headers(mine.packed(), rows), mine)
         made = [Call.unpacked(row) for row in rows]
         found = headers.difference(made, self.rank)
         if found is not None:
             self._watch.mismatch(found[1], found[0])
         return made
+
+    def count(self, sent: int, received: int) -> None:
+        """Count bytes that go to other ranks and come from them, in the engine's thread."""
+        self.sent, self.received = self.sent + sent, self.received + received
 
     def wait(self, pending: Pending, call: Call) -> None:
         """Waits, in the engine's thread, for what a call has under way. DistributedError after a fault."""
@@ -133,6 +138,10 @@ class OrderedEngine(Engine):
         """Begins an exchange of arrays; what it gives waits for the end."""
         sent = [None if array is None else as_bytes(array) for array in send]
         received = [None if array is None else as_bytes(array) for array in receive]
+        of_others = [
+            [a.nbytes for i, a in enumerate(each) if a is not None and i != self.rank] for each in (sent, received)
+        ]
+        self.count(*map(sum, of_others))
         pending = self._transport.exchange(sent, received)
         return lambda: self.wait(pending, call)
 

@@ -220,3 +220,24 @@ def test_without_nccl4py_a_message_says_how_to_get_it(monkeypatch: pytest.Monkey
     with pytest.raises(MissingPackageError):
         amp.distributed.init("nccl")
     assert not amp.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("call", "sent"),
+    [
+        (lambda engine, array: engine.all_reduce(array), 32),
+        (lambda engine, array: engine.reduce_scatter(array, [2, 2, 2]), 16),
+        (lambda engine, array: engine.all_gather(device_tensors.view(array, 2 * engine.rank, [2]), [2] * 3, array), 16),
+    ],
+    ids=["all_reduce", "reduce_scatter", "all_gather"],
+)
+def test_bytes_are_counted_as_rings_send_them(call: Callable[[NcclEngine, Any], Any], sent: int) -> None:
+    """Six numbers of 4 bytes on three ranks: each sends and receives 2/3 of them, or twice that."""
+
+    def run(engine: NcclEngine, fake: Fake) -> tuple[int, int]:
+        array = fake.watch("a", value(np.ones(6, np.float32)))
+        before = engine.sent, engine.received
+        call(engine, array)
+        return engine.sent - before[0], engine.received - before[1]
+
+    assert on(3, run) == [(2 * 40 + sent,) * 2] * 3
