@@ -9,7 +9,8 @@ makes other kernels of an open model, every shape gets a session of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 
 import onnx
@@ -20,6 +21,7 @@ from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
 from amp_transpiler.passes.lowering.parts import WHOLE
+from amp_transpiler.passes.lowering.size_check import Inferred, SizeCheck, watched
 from amp_transpiler.runtime.binding import Step
 
 #: Bytes of a model with its constants up to which it is kept for those that are like it.
@@ -27,8 +29,8 @@ LARGEST = 64 << 20
 
 #: Makes a step of a model, with the ports of a lowered one, and gives the graph that it really runs (None: unknown).
 Make = Callable[[onnx.ModelProto, Lowered], tuple[Step, onnx.GraphProto | None]]
-#: Raises what making a session raises of a model whose sizes do not fit together.
-Check = Callable[[onnx.ModelProto], None]
+#: The shapes of a model's outputs. Raises what making a session raises of one whose sizes do not fit together.
+Check = Callable[[onnx.ModelProto], Mapping[str, Inferred]]
 
 
 class _Alike:
@@ -39,6 +41,8 @@ class _Alike:
         self.open: OpenModel | None = None
         self.step: Step | None = None
         self.closed = False  # what is not served yet gets sessions of its own
+        self.shapes: list[Mapping[str, Inferred]] = []  # what onnxruntime infers of each sample; empty: not yet known
+        self.size_check: SizeCheck | None = None
 
     @cached_property
     def samples(self) -> list[Sized]:
@@ -46,20 +50,36 @@ class _Alike:
         return [Sized(self.model, self.given)]
 
     def served(self, sized: Sized, lowered: Lowered, make: Make, check: Check) -> Step | None:
-        """The step for one more of them; None where it needs a session of its own."""
-        if self.closed and self.open is None:
-            return None
-        check(lowered.model)  # an open model would be refused in the middle of a step
+        """The step for one more of them; None where it needs a session of its own.
+
+        What does not fit is refused here: an open model would be refused in the middle of a step.
+        """
         inputs = None if self.open is None else self.open.inputs(sized)
-        if inputs is None and not self.closed:
+        if inputs is not None:
+            self._check_part(sized, check)
+        elif self.closed:
+            return None
+        else:
+            shapes = _shapes(lowered.model, check)
             opened = OpenModel([*self.samples, sized])
             step = self._made(opened, lowered, make)
             if step is None:
                 self.closed = True
-            else:
-                self.samples.append(sized)
-                self.open, self.step, inputs = opened, step, opened.inputs(sized)
+                return None
+            self.shapes = self.shapes or [_shapes(self.model, check)]
+            self.samples.append(sized)
+            self.shapes.append(shapes)
+            self.open, self.step, inputs, self.size_check = opened, step, opened.inputs(sized), None
         return None if inputs is None or self.step is None else self.step.resized(lowered, inputs)
+
+    def _check_part(self, sized: Sized, check: Check) -> None:
+        """Raise where sizes do not fit of a model that the open one serves."""
+        assert self.open is not None
+        self.size_check = self.size_check or SizeCheck(self.open, self.shapes)
+        with suppress(ExecutionError, PlaceError):
+            if self.size_check.serves and self.size_check.fits(check(self.size_check.part(sized))):
+                return
+        check(sized.model)  # it says what is wrong with the whole
 
     def _made(self, opened: OpenModel, lowered: Lowered, make: Make) -> Step | None:
         if opened.model is None:
@@ -84,7 +104,7 @@ class OpenSteps:
         found: _Alike | None = None
         with self.lock:
             if self.known:
-                sized = Sized(lowered.model, lowered.given)
+                sized = Sized(lowered.model, lowered.given, self.known[-1].samples[-1])
                 found = next((each for each in self.known if each.samples[0].alike(sized)), None)
                 step = None if found is None else found.served(sized, lowered, make, check)
                 if step is not None:
@@ -94,6 +114,14 @@ class OpenSteps:
             with self.lock:
                 self.known.append(_Alike(lowered, graph))
         return step
+
+
+def _shapes(model: onnx.ModelProto, check: Check) -> Mapping[str, Inferred]:
+    """What onnxruntime infers of all that the nodes of a model make; empty where it tells only when it runs."""
+    with suppress(ExecutionError, PlaceError):
+        return check(watched(model))
+    check(model)
+    return {}
 
 
 def _is_small(model: onnx.ModelProto) -> bool:

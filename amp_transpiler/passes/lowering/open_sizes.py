@@ -30,24 +30,32 @@ Slot = tuple[onnx.NodeProto, int]
 
 
 class Sized:
-    """A lowered model taken apart: its nodes without sizes, and what these are, in one order."""
+    """A lowered model taken apart: its nodes without sizes, and what these are, in one order.
 
-    def __init__(self, model: onnx.ModelProto, given: Mapping[str, Value]) -> None:
+    ``like``: one that may have the same nodes to the byte; then what they are is known.
+    """
+
+    def __init__(self, model: onnx.ModelProto, given: Mapping[str, Value], like: Sized | None = None) -> None:
         graph = model.graph
         self.model, self.given = model, given
         self.tensors: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+        kinds = {name: _kind(tensor) for name, tensor in self.tensors.items()}
+        self.written = kinds, [node.SerializeToString(deterministic=True) for node in graph.node]
         slots: list[Slot] = []
-        self.nodes = list(_rows(graph, self.tensors, slots))
-        #: Of each slot that reads a constant, which one, and what is in it.
-        self.names = [node.input[slot] for node, slot in slots]
-        known = {name: content(self.tensors[name]) for name in dict.fromkeys(self.names)}
-        self.constants = [known[name] for name in self.names]
+        known = like is not None and like.written == self.written
+        self.nodes: list[Hashable] = like.nodes if like and known else list(_rows(graph, kinds, slots))
+        #: Of each slot that reads a constant, which one.
+        self.names: list[str] = like.names if like and known else [node.input[slot] for node, slot in slots]
+        contents = {name: content(self.tensors[name]) for name in dict.fromkeys(self.names)}
+        #: Of each of these slots what it reads.
+        self.constants = [contents[name] for name in self.names]
+        self.types = _types(graph)
         #: The sizes that types declare, of one tensor after the other.
         self.declared = [size for info in _infos(graph) for size in _sizes(info)]
 
     def alike(self, other: Sized) -> bool:
         """Whether both have the same nodes, and tensors of the same types but for sizes."""
-        return self.nodes == other.nodes
+        return self.types == other.types and (self.nodes is other.nodes or self.nodes == other.nodes)
 
     def rank(self, tensor: str) -> int | None:
         """Of what a node makes whose inputs say its shape."""
@@ -71,7 +79,7 @@ def content(tensor: onnx.TensorProto) -> Content:
 
 
 def _rows(
-    graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto], slots: list[Slot]
+    graph: onnx.GraphProto, constants: Mapping[str, tuple[int, int]], slots: list[Slot]
 ) -> Iterator[tuple[Hashable, ...]]:
     """What nodes are, those of nested graphs too, but for what is in constants; ``slots`` takes where they read one."""
     for node in graph.node:
@@ -79,12 +87,22 @@ def _rows(
         for slot, name in enumerate(node.input):
             if name in constants:
                 slots.append((node, slot))
-                inputs[slot] = constants[name].data_type, len(constants[name].dims)
+                inputs[slot] = constants[name]
         yield (node.op_type, node.domain, *inputs, ":", *node.output, *settings(node))
         for nested in nested_graphs(node):
             yield from _rows(nested, constants, slots)
-    for info in (*graph.input, *graph.output, *graph.value_info):
-        yield info.name, info.type.WhichOneof("value"), info.type.tensor_type.elem_type, len(_sizes(info))
+            yield from _types(nested)
+
+
+def _types(graph: onnx.GraphProto) -> list[tuple[Hashable, ...]]:
+    """What tensors are whose types a graph declares, but for their sizes."""
+    infos = (*graph.input, *graph.output, *graph.value_info)
+    return [(i.name, i.type.WhichOneof("value"), i.type.tensor_type.elem_type, len(_sizes(i))) for i in infos]
+
+
+def _kind(tensor: onnx.TensorProto) -> tuple[int, int]:
+    """Element type and rank of a constant."""
+    return tensor.data_type, len(tensor.dims)
 
 
 def settings(node: onnx.NodeProto) -> list[bytes]:
@@ -130,6 +148,8 @@ class OpenModel:
         for slot, number in enumerate(self.constants.of):
             if number not in self.constants.fixed:
                 self.open.setdefault(number, slot)
+        #: What these inputs are called.
+        self.names = {_name(number) for number in self.open}
         self.shaped: list[str] = []
         self.model: onnx.ModelProto | None = onnx.ModelProto()
         self.model.CopyFrom(samples[0].model)
@@ -159,7 +179,7 @@ class OpenModel:
         """Let the nodes read inputs instead of the constants that differ; False where one must not."""
         assert self.model is not None
         graph, slots, first = self.model.graph, list[Slot](), samples[0]
-        for _ in _rows(graph, first.tensors, slots):
+        for _ in _rows(graph, first.written[0], slots):
             pass
         for (node, place), number, found in zip(slots, self.constants.of, first.constants, strict=True):
             if number not in self.open:
@@ -167,9 +187,8 @@ class OpenModel:
             if found[0] in _FLOATS and not _is_read_as_it_is(node, place):
                 return False
             node.input[place] = _name(number)
-        names = {_name(number) for number in self.open}
         for node in graph.node:
-            if not names.isdisjoint(node.input):
+            if not self.names.isdisjoint(node.input):
                 ranks = {sample.rank(node.output[0]) for sample in samples}
                 self.shaped += [node.output[0]] if len(ranks) == 1 and None not in ranks else []
         used = used_tensors(graph.node)

@@ -1,0 +1,128 @@
+"""Whether the sizes of a model fit together, told from the few nodes of it that differ in what they do with sizes.
+
+onnxruntime finds that while it loads a model: it infers every shape anew, from node to node. Of models that are alike
+
+- most nodes read tensors of one shape each time, as the update of a parameter does. What was found of these holds
+  again if the others make what they made;
+- many others are the same operator and read tensors whose shapes were equal each time, as those of layers do. One of
+  them is enough, if what they make has equal shapes again.
+
+So one node of each kind is loaded, with the sizes of the new model, and the shapes that come out are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import onnx
+
+from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.passes.lowering.lowered import used_tensors
+from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized, settings
+
+_WHOLE = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
+
+#: Element type and sizes of a tensor, as onnxruntime infers them; a size that it cannot tell is no number.
+Inferred = tuple[int, tuple[int | str | None, ...]]
+
+
+def watched(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with everything that its nodes make as an output, so that loading it tells their shapes."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    _watch(found, model)
+    return found
+
+
+def _watch(model: onnx.ModelProto, declared: onnx.ModelProto) -> None:
+    """Let a model give all that its nodes make, of the types that another one declares."""
+    infos = {info.name: info for info in (*declared.graph.value_info, *declared.graph.output)}
+    made = [name for node in model.graph.node for name in node.output if name]
+    del model.graph.value_info[:], model.graph.output[:]
+    model.graph.output.extend(infos.get(name) or onnx.ValueInfoProto(name=name) for name in made)
+
+
+class SizeCheck:
+    """What to load of further models that ``opened`` serves.
+
+    ``shapes`` are what onnxruntime inferred of models that it serves, each :func:`watched`.
+    """
+
+    def __init__(self, opened: OpenModel, shapes: Sequence[Mapping[str, Inferred]]) -> None:
+        assert opened.model is not None
+        graph, self.opened = opened.model.graph, opened
+        given = {info.name: _declared(info) for info in graph.input if info.name not in opened.names}
+        always = {name: (found,) * len(shapes) for name, found in given.items() if _is_known(found)}
+        columns = always | {name: tuple(known[name] for known in shapes) for name in shapes[0]}
+        vary = {name for name, column in columns.items() if len(set(column)) > 1}
+        vary |= opened.names | given.keys() - always.keys()
+        first: dict[Hashable, str] = {}
+        #: Of each tensor the first one whose shape was equal each time, and the shapes that were the same each time.
+        self.same = {n: first.setdefault(n if _may_say_sizes(c[0]) else c, n) for n, c in columns.items()}
+        self.fixed = {name: columns[name][0] for name in first.values() if name not in vary}
+        kinds: dict[Hashable, onnx.NodeProto] = {}
+        for node in graph.node:
+            if vary.isdisjoint(used_tensors([node])) and vary.isdisjoint(node.output):
+                continue
+            read = [self.same.get(name, name) for name in node.input]
+            made = (self.same.get(name, name) for name in node.output)
+            kind = (node.op_type, node.domain, *read, ":", *made, *settings(node))
+            if kind not in kinds:
+                kinds[kind] = twin = onnx.NodeProto()
+                twin.CopyFrom(node)
+                twin.input[:] = read
+        #: Whether the part tells: where all shapes are known, and no graph is nested in a node of it.
+        self.serves = all(_is_known(found) for column in columns.values() for found in column)
+        self.serves &= not any(next(nested_graphs(node), None) for node in kinds.values())
+        self.head = _without_graph(opened.model)
+        self.head.graph.node.extend(kinds.values())
+        self.used = used_tensors(list(kinds.values()))
+        within = {name for node in kinds.values() for name in node.output}
+        self.head.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in self.used)
+        self.head.graph.input.extend(
+            onnx.helper.make_tensor_value_info(name, *self.fixed[name])
+            for name in sorted(self.used & self.fixed.keys() - within)
+        )
+
+    def part(self, sample: Sized) -> onnx.ModelProto:
+        """A node of each kind that reads or makes what differs in size, with the sizes of this model."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self.head)
+        for name, tensor in self.opened.known(sample).items():
+            if name in self.used:
+                model.graph.initializer.add().CopyFrom(tensor)
+                model.graph.initializer[-1].name = name
+        differ = self.used - self.fixed.keys()
+        model.graph.input.extend(info for info in sample.model.graph.input if info.name in differ)
+        _watch(model, sample.model)
+        return model
+
+    def fits(self, shapes: Mapping[str, Inferred]) -> bool:
+        """Whether these shapes of the part are as equal as they were each time."""
+        found = dict(self.fixed)
+        return all(
+            _is_known(shape) and found.setdefault(self.same[name], shape) == shape for name, shape in shapes.items()
+        )
+
+
+def _without_graph(model: onnx.ModelProto) -> onnx.ModelProto:
+    head = onnx.ModelProto(ir_version=model.ir_version)
+    head.opset_import.extend(model.opset_import)
+    head.functions.extend(model.functions)
+    head.graph.name = model.graph.name
+    return head
+
+
+def _declared(info: onnx.ValueInfoProto) -> Inferred:
+    kind = info.type.tensor_type
+    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim]
+    return kind.elem_type, tuple(sizes) if kind.HasField("shape") else (None,)
+
+
+def _may_say_sizes(found: Inferred) -> bool:
+    """Whether onnxruntime may know the numbers of such a tensor, as it does those of a Shape: each one is its own."""
+    return found[0] in _WHOLE and len(found[1]) <= 1
+
+
+def _is_known(found: Inferred) -> bool:
+    return found[0] != 0 and all(isinstance(size, int) for size in found[1])
