@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,16 +17,27 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists.paddle import paddle_attributes
-from amp_transpiler.option_checks import choice, is_whole, number, shown, switch, whole
+from amp_transpiler.option_checks import choice, number, shown
 from amp_transpiler.program import Program
-from amp_transpiler.runtime.collective import mpi, nccl
-from amp_transpiler.runtime.collective.current import current, of_process, set_of_process, use_engine
+from amp_transpiler.runtime.collective import nccl
+from amp_transpiler.runtime.collective.current import (
+    current,
+    get_engine,
+    is_initialized,
+    of_process,
+    rank,
+    set_of_process,
+    several_launched,
+    use_engine,
+    world_size,
+)
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.exits import guard
 from amp_transpiler.runtime.collective.journal import Exchange, Span, StepExchanges, last_step
 from amp_transpiler.runtime.collective.mpi import MPIEngine
 from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
+from amp_transpiler.runtime.collective.shares import Batch, batches, shard
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine, single_engine
 from amp_transpiler.runtime.collective.thread import Work
 from amp_transpiler.runtime.collective.trace import traced
@@ -74,9 +85,9 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
         made: Engine = engine
     elif engine == "nccl":
         modules = nccl.imported()
-        made = NcclEngine(_started(_several(), seconds), modules=modules)
+        made = NcclEngine(_started(several_launched(), seconds), modules=modules)
     else:
-        made = _started(engine == "mpi" or _several(), seconds)
+        made = _started(engine == "mpi" or several_launched(), seconds)
     set_of_process(made)
     return made
 
@@ -100,49 +111,12 @@ def _seconds(timeout: float | None) -> float:
     return float(timeout)
 
 
-def _several() -> bool:
-    """Whether a launcher started several ranks."""
-    found = mpi.launched()
-    if found is not None:
-        return found[0] > 1
-    others = os.environ.get("WORLD_SIZE", "")
-    if others.isdecimal() and int(others) > 1:
-        raise DistributedError(
-            f"WORLD_SIZE is {others}, but no mpiexec started this process: each would train by itself. Start the "
-            f"program with mpiexec -n {others}, or unset WORLD_SIZE"
-        )
-    return False
-
-
 def shutdown() -> None:
     """Ends the engine of this process; :func:`init` may make another one. Nothing happens where there is none."""
     engine = of_process()
     set_of_process(None)
     if engine is not None:
         engine.close()
-
-
-def is_initialized() -> bool:
-    """Whether there is an engine: :func:`init` was called, or this is a rank of :func:`simulate`."""
-    return current() is not None
-
-
-def get_engine() -> Engine:
-    """The engine of this rank. OrderError before :func:`init`."""
-    engine = current()
-    if engine is None:
-        raise OrderError("several ranks need amp.distributed.init() first")
-    return engine
-
-
-def rank() -> int:
-    """The number of this rank, from 0 on; 0 before :func:`init`. OrderError where mpiexec started several."""
-    return get_engine().rank if is_initialized() or _several() else 0
-
-
-def world_size() -> int:
-    """The number of ranks; 1 before :func:`init`. OrderError where mpiexec started several."""
-    return get_engine().size if is_initialized() or _several() else 1
 
 
 def simulate(size: int, function: Callable[[], _Result], timeout: float = 60.0) -> list[_Result]:
@@ -222,8 +196,8 @@ def check_equal(program: Program, scope: Scope | None = None) -> None:
         DistributedError: a rank holds other values; variables and ranks are named.
     """
     engine, scope = get_engine(), check_scope(scope)
-    own = {v for op in program.operators for slot in traits_of(op).statistics if (v := op.input(slot)) is not None}
-    states = [v.name for v in program.variables if v.persistable and v not in own and scope.has_var(v.name)]
+    own = _statistics(program)
+    states = [v.name for v in program.variables if v.persistable and v.name not in own and scope.has_var(v.name)]
     hashes = {name: hashlib.sha256(np.ascontiguousarray(scope.find_var(name)).tobytes()).hexdigest() for name in states}
     of_all = engine.all_gather_object(hashes)
     differ = {
@@ -269,57 +243,26 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-# -- data ----------------------------------------------------------------------------------------------------------
-def shard(
-    n_or_indices: int | Sequence[int] | np.ndarray,
-    epoch: int = 0,
-    seed: int = 0,
-    rank: int | None = None,
-    world_size: int | None = None,
-    drop_last: bool = False,
-) -> np.ndarray:
-    """The examples of this rank in one epoch: every rank the same number, each example once in the epoch.
+def broadcast_statistics(program: Program, scope: Scope | None = None) -> None:
+    """Running statistics (of batch norm) become those of rank 0 on all ranks, as checkpoints have them.
 
-    All examples are permuted by (seed, epoch), the same on every rank, and dealt out in turn: the ranks' batches ``b``
-    together hold what batch ``b`` of one rank with the N-fold batch holds.
-
-    Args:
-        n_or_indices: the number of examples, or their indices.
-        epoch, seed: whole numbers from 0 on, of which the order is made.
-        rank, world_size: which part of how many; those of the engine where None.
-        drop_last: leave out up to ``world_size - 1`` examples where the number does not divide; else as many from the
-            front of the permutation come again.
-
-    Returns: indices, int64.
+    To be called before an evaluation that the ranks share, or where a training is to end as one that was resumed.
     """
-    whole("shard: epoch", epoch, 0)
-    whole("shard: seed", seed, 0)
-    switch("shard: drop_last", drop_last)
-    parts = get_size() if world_size is None else world_size
-    whole("shard: world_size", parts, 1)
-    own = get_rank() if rank is None else rank
-    whole("shard: rank", own, 0)
-    if own >= parts:
-        raise ArgumentError(f"shard: rank is {own}; expected one below the world size, {parts}")
-    indices = _indices(n_or_indices)
-    order = indices[np.random.default_rng([seed, epoch]).permutation(len(indices))]
-    each = len(order) // parts if drop_last else -(-len(order) // parts)
-    return np.resize(order, each * parts)[own::parts] if each else order[:0]
+    engine, scope = get_engine(), check_scope(scope)
+    for name in _statistics(program):
+        value = np.array(scope.find_var(name))
+        engine.broadcast(value)
+        scope.set_var(name, value)
 
 
-def _indices(given: int | Sequence[int] | np.ndarray) -> np.ndarray:
-    if is_whole(given):
-        whole("shard: the number of examples", given, 0)
-        return np.arange(given, dtype=np.int64)
-    indices = np.asarray(given)
-    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        raise ArgumentTypeError(f"shard: expected a number or a list of whole numbers, got {shown(given)}")
-    return indices.astype(np.int64)
+def _statistics(program: Program) -> list[str]:
+    """The names of running statistics, in the order of the program."""
+    found = [op.input(slot) for op in program.operators for slot in traits_of(op).statistics]
+    return list(dict.fromkeys(v.name for v in found if v is not None))
 
-
-get_rank, get_size = rank, world_size  # which arguments of `shard` hide
 
 __all__ = [
+    "Batch",
     "Engine",
     "Exchange",
     "MPIEngine",
@@ -332,7 +275,9 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "barrier",
+    "batches",
     "broadcast",
+    "broadcast_statistics",
     "check_equal",
     "get_engine",
     "init",

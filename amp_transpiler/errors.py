@@ -144,9 +144,9 @@ class ExecutionError(AmpError, RuntimeError):
 class DistributedError(AmpError, RuntimeError):
     """Several ranks cannot go on together: one died, hangs, raised, or made another call than the others.
 
-    ``ranks``: those at fault, where it is known.
+    ``ranks``: those at fault, where it is known; ``told``: it was they who said so, and raised an error of their own.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), told: bool = False) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.ranks, self.told = ranks, told

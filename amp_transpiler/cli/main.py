@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from amp_transpiler.cli import convert, cost, diff, explain, info, train
 from amp_transpiler.cli.output import patient_output
+from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
 from amp_transpiler.conversion.conversion_options import MODES, TOLERANCE, ConversionOptions
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
@@ -164,11 +165,11 @@ _COMMANDS = {"convert": convert.run, "train": train.run, "explain": explain.run,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    with safe_streams():
-        return _run(_parser().parse_args(arguments))
+    with safe_streams(), Voice() as voice:
+        return _run(_parser().parse_args(arguments), voice)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, voice: Voice) -> int:
     try:
         with patient_output() as output, plain_warnings():
             status = _COMMANDS[options.command](options)
@@ -177,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
         complain(f"standard output cannot be written: {output.trouble.strerror}")
         return status or 1
     except AmpError as error:
-        complain(error)
+        voice.complain(error)
         return 2 if isinstance(error, ArgumentError | ArgumentTypeError | ListError) else 1
     except MemoryError:
         complain("there is not enough memory for this")

@@ -9,11 +9,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from amp_transpiler import distributed
 from amp_transpiler.cli.terminal import number
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.finetune import fit
 from amp_transpiler.finetune.metrics import METRICS
 from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
+from amp_transpiler.runtime.collective.exits import INTERRUPTED
+from amp_transpiler.runtime.collective.mpi import launched
 
 _DEFAULTS = FitOptions()
 #: Arguments that are none of the fields of FitOptions.
@@ -21,13 +24,16 @@ _OTHERS = ("command", "input", "output", "data", "test", "checkpoint", "log", "p
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and write."""
+    """Train and write; as one of several ranks where ``mpiexec`` started this."""
     given = {name: value for name, value in vars(options).items() if name not in _OTHERS}
     given |= {
         name: _pairs(given[name], flag)
         for name, flag in (("dropout", "--dropout"), ("values", "--value"))
         if name in given
     }
+    several = (launched() or (1, ""))[0] > 1
+    if several:
+        distributed.init()
     bar = _Bar(not options.quiet and sys.stderr.isatty())
     try:
         fit(
@@ -46,9 +52,15 @@ def run(options: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt as stopped:
         bar.close()
+        if several:
+            distributed.get_engine().abort(INTERRUPTED)
         stands = str(stopped) or f"{options.output} was not written"
         print(f"\namp-transpile: interrupted; {stands}", file=sys.stderr)
         return 130
+    except AmpError as error:
+        if several and not isinstance(error, ArgumentError | ArgumentTypeError | ListError):  # which all ranks raise
+            distributed.get_engine().abort(f"raised {type(error).__name__}: {error}")
+        raise
     finally:
         bar.close()
     return 0
@@ -162,3 +174,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
     one_of("--batch-norm", "normalise by statistics of the batch, or by the running ones", ["train", "frozen"])
     option("--seed", "for the order of samples and dropout", type=number)
+    option(
+        "--check-every",
+        "of several ranks: steps between comparisons of their state; 0: never",
+        type=number,
+        metavar="N",
+    )

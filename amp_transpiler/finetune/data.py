@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ from amp_transpiler.finetune.metrics import IGNORED
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, element_type
 from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
+from amp_transpiler.runtime.collective.shares import dealt
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 #: Elements of the pieces in which arrays are looked through.
@@ -46,14 +47,31 @@ def read(source: Source, wanted: list[str], what: str) -> dict[str, np.ndarray]:
     return arrays
 
 
+class Share(NamedTuple):
+    """One rank's part of a batch: the samples of the whole batch, and what this rank is fed.
+
+    ``weight`` and ``own`` are as :class:`amp.distributed.Batch` has them; a weight of 0 is that of samples that do not
+    count.
+    """
+
+    size: int
+    weight: float
+    own: bool
+    feed: dict[str, np.ndarray]
+
+
 @dataclass
 class Samples:
-    """Arrays for the inputs of a program. ``what`` names the data in messages."""
+    """Arrays for the inputs of a program. ``what`` names the data in messages.
+
+    ``ignorable``: the array of labels some of which may not count.
+    """
 
     what: str
     arrays: dict[str, np.ndarray]
     dtypes: dict[str, str]
     count: int
+    ignorable: str | None = None
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], inputs: list[Variable], what: str) -> Samples:
@@ -68,11 +86,12 @@ class Samples:
             _check_finite(fitted[variable.name], f"{what}: array '{variable.name}'")
         return cls(what, fitted, {v.name: str(v.dtype) for v in inputs}, count)
 
-    def with_label(self, arrays: Mapping[str, np.ndarray], label: Variable) -> Samples:
-        """These samples with their label, which is checked as they were."""
+    def with_label(self, arrays: Mapping[str, np.ndarray], label: Variable, ignorable: bool) -> Samples:
+        """These samples with their label, which is checked as they were; whether some labels may not count."""
         other = Samples.of(arrays, [label], self.what)
         both = {**self.arrays, **other.arrays}
-        return Samples(self.what, both, {**self.dtypes, **other.dtypes}, _count(both, self.what))
+        name = label.name if ignorable else None
+        return Samples(self.what, both, {**self.dtypes, **other.dtypes}, _count(both, self.what), name)
 
     def rows(self, chosen: Any) -> dict[str, np.ndarray]:
         """A feed of these samples."""
@@ -84,13 +103,24 @@ class Samples:
     def _array(self, name: str) -> str:
         return f"{self.what}: array '{name}'"
 
-    def batches(self, sizes: list[int], rng: np.random.Generator | None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Batches of these sizes, each with its number of samples; in another order where there is a generator."""
+    def batches(
+        self, sizes: list[int], rng: np.random.Generator | None, rank: int = 0, ranks: int = 1
+    ) -> Iterator[Share]:
+        """A rank's shares in batches of these samples; in another order where there is a generator."""
         order = np.arange(self.count) if rng is None else rng.permutation(self.count)
         start = 0
         for size in sizes:
-            yield size, self.rows(np.sort(order[start : start + size]))
+            rows = np.sort(order[start : start + size])
+            chosen, weight, own = dealt(rows, rank, ranks, None if ranks == 1 else self._counted(rows))
+            yield Share(size, weight, own, self.rows(chosen))
             start += size
+
+    def _counted(self, rows: np.ndarray) -> np.ndarray | None:
+        """How many values of each of these samples the loss is a mean over; None where that is the same for all."""
+        if self.ignorable is None:
+            return None
+        labels = np.asarray(self.arrays[self.ignorable][rows])
+        return np.asarray((labels != IGNORED).reshape(len(rows), -1).sum(1))
 
     def identity(self) -> dict[str, Any]:
         """What tells this data from other data: types, shapes and check sums by array."""

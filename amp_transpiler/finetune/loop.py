@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.finetune.data import Samples, batch_sizes
+from amp_transpiler.distributed import all_reduce, broadcast_statistics, check_equal
+from amp_transpiler.finetune.data import Samples, Share, batch_sizes
 from amp_transpiler.finetune.diagnose import Feed, model_fault, training_fault
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.metrics import Metric
@@ -19,6 +20,7 @@ from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.monitor import StepReports
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
+from amp_transpiler.runtime.report import StepReport
 
 #: Batches on which the model is tried as it was given, where a loss is not finite.
 _TRIED = 4
@@ -34,6 +36,7 @@ class Loop:
     """What the epochs of one run need. ``batch`` is fixed where ``whole``: samples that do not fill one are left out.
 
     ``steps`` counts the runs of the training program. ``progress`` is called with the steps done and all of an epoch.
+    Of several ``ranks`` each runs its share of every batch, and all have the same numbers at the end of each step.
     """
 
     programs: Programs
@@ -47,6 +50,9 @@ class Loop:
     progress: Callable[[int, int], None] | None = None
     say: Callable[[str], None] | None = None
     steps: int = 0
+    rank: int = 0
+    ranks: int = 1
+    reported: bool = False
     _fetches: list[Any] = field(default_factory=list)
     _bad_in_a_row: int = 0
 
@@ -55,7 +61,7 @@ class Loop:
         if self.options.mode != "fp32":
             found_inf = self.optimizer.get_found_inf()
             self._fetches += [self.optimizer.get_loss_scaling()] + ([found_inf] if found_inf is not None else [])
-        if self.log is not None:
+        if self.reported:
             self._fetches.append(StepReports(self.programs.program, self.programs.loss, step=self.steps))
 
     def sizes(self, samples: Samples) -> list[int]:
@@ -69,25 +75,27 @@ class Loop:
         metric = Metric(options.measured, options.loss)
         total, seen, skipped, scale = 0.0, 0, 0, None
         rng = np.random.default_rng([options.seed, number])
-        for step, (size, feed) in enumerate(train.batches(sizes, rng)):
-            values = self._first_step(feed) if self.steps == 0 else self._step(feed)
-            loss, prediction, *rest = values
-            found = float(np.ravel(loss)[0])
+        for step, share in enumerate(train.batches(sizes, rng, self.rank, self.ranks)):
+            found, prediction, *rest = self._first_step(share) if self.steps == 0 else self._step(share)
             scale = float(np.ravel(rest[0])[0]) if rest else None
             bad = bool(np.ravel(rest[1])[0]) if len(rest) > 1 else False
             skipped += bad
             self._bad_in_a_row = 0 if math.isfinite(found) else self._bad_in_a_row + 1
             if math.isfinite(found):
-                total, seen = total + found * size, seen + size
-                if metric.name != "none":
-                    metric.update(prediction, feed[options.label])
+                total, seen = total + found * share.size, seen + share.size
+                if metric.name != "none" and share.own:
+                    metric.update(prediction, share.feed[options.label])
             elif not bad or self._bad_in_a_row == _LOST or self.steps == 1:
                 self._check(number, step, train, sizes, go_on=bad and self._bad_in_a_row < _LOST)
+            if options.check_every and self.steps % options.check_every == 0:
+                self.check_equal()
             if self.progress is not None:
                 self.progress(step + 1, len(sizes))
         if not seen or self._bad_in_a_row >= _LOST_AT_END:
             self._check(number, len(sizes) - 1, train, sizes, go_on=False)
-        value = metric.value() if metric.name != "none" else None
+        if self.ranks > 1:
+            broadcast_statistics(self.programs.program, self.scope)
+        value = self._value(metric)
         return EpochRecord(
             number, total / seen, value, loss_scale=scale, skipped_steps=None if scale is None else skipped
         )
@@ -97,29 +105,50 @@ class Loop:
         metric = Metric(self.options.measured, self.options.loss)
         total, seen = 0.0, 0
         names = [self.programs.loss.name, self.programs.prediction.name]
-        for size, feed in samples.batches(batch_sizes(samples.count, self.batch, 1, whole=self.whole), None):
+        sizes = batch_sizes(samples.count, self.batch, 1, whole=self.whole)
+        for share in samples.batches(sizes, None, self.rank, self.ranks):
+            seen += share.size
+            if not share.weight:
+                continue
             loss, prediction = self.executor.run(
-                self.programs.evaluation, feed=feed, fetch_list=names, scope=self.scope
+                self.programs.evaluation, feed=share.feed, fetch_list=names, scope=self.scope
             )
-            total, seen = total + float(np.ravel(loss)[0]) * size, seen + size
-            if metric.name != "none":
-                metric.update(prediction, feed[self.options.label])
-        return total / seen, metric.value() if metric.name != "none" else None
+            total += float(np.ravel(loss)[0]) * share.weight * share.size
+            if metric.name != "none" and share.own:
+                metric.update(prediction, share.feed[self.options.label])
+        return self._mean(total) / seen, self._value(metric)
 
-    def _first_step(self, feed: Feed) -> list[Any]:
+    def check_equal(self) -> None:
+        """DistributedError where the ranks do not hold the same state."""
+        if self.ranks > 1:
+            check_equal(self.programs.program, self.scope)
+
+    def _mean(self, value: float) -> float:
+        """The mean over ranks."""
+        return value if self.ranks == 1 else float(all_reduce(np.array([value]))[0])
+
+    def _value(self, metric: Metric) -> float | None:
+        """The metric over the samples of all ranks."""
+        if metric.name == "none":
+            return None
+        if self.ranks > 1:
+            metric.gather()
+        return metric.value()
+
+    def _first_step(self, share: Share) -> list[Any]:
         """The first step of a training: where only its gradients overflow, the loss scale is halved until they do not.
 
         A bad step changes no parameter, so the batch is not lost. Where no scale helps, the first one stands.
         """
-        values = self._step(feed)
+        values = self._step(share)
         # over several batches found_inf comes with the last of a window, which would have to be run anew whole
-        if len(values) < 4 or self.options.accumulate > 1 or not math.isfinite(float(np.ravel(values[0])[0])):
+        if len(values) < 4 or self.options.accumulate > 1 or not math.isfinite(values[0]):
             return values
         start = state = self.optimizer.get_loss_scale_state(self.scope)
         while np.ravel(values[3])[0] and state.scale > 1:
             state = state._replace(scale=max(state.scale / 2, 1.0), good=0, bad=0)
             self.optimizer.set_loss_scale_state(state, self.scope)
-            values = self._step(feed)
+            values = self._step(share)
         if np.ravel(values[3])[0]:
             self.optimizer.set_loss_scale_state(start, self.scope)
         elif state is not start:
@@ -137,20 +166,27 @@ class Loop:
                 )
         return values
 
-    def _step(self, feed: Feed) -> list[Any]:
-        """Run a step; its results without the report, which goes to the log."""
+    def _step(self, share: Share) -> list[Any]:
+        """Run a step; its results without the report, which goes to the log, and with the loss of the whole batch."""
+        feed = dict(share.feed)
+        if self.programs.weight is not None:
+            feed[self.programs.weight.name] = np.array(share.weight, np.float32)
         values: list[Any] = self.executor.run(
-            self.programs.program, feed=dict(feed), fetch_list=self._fetches, scope=self.scope
+            self.programs.program, feed=feed, fetch_list=self._fetches, scope=self.scope
         )
         self.steps += 1
-        if self.log is not None:
-            self.log.step(values.pop())
+        values[0] = self._mean(float(np.ravel(values[0])[0]) * share.weight if share.weight else 0.0)
+        if self.reported:
+            report: StepReport = values.pop()
+            if self.log is not None:
+                self.log.step(report if self.ranks == 1 else report.with_loss(values[0]))
         return values
 
     def _check(self, number: int, step: int, train: Samples, sizes: list[int], *, go_on: bool) -> None:
         """Raise for a loss that is not finite; with ``go_on`` only where the model as it was given is at fault."""
         rng = np.random.default_rng([self.options.seed, number])
-        feeds = [feed for _, feed in train.batches(sizes[:_TRIED], rng)]
+        ranks = self.ranks if self.whole else 1  # the same samples on every rank
+        feeds = [share.feed for share in train.batches(sizes[:_TRIED], rng, 0, ranks)]
         error = model_fault(self.programs, feeds, self._first_loss)
         if error is None and not go_on:
             where = f"in epoch {number}, step {step + 1}"

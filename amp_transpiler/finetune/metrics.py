@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from amp_transpiler.distributed import all_gather_object
+
 #: By name: the losses that each goes with.
 _LOSSES: dict[str, tuple[str, ...]] = {
     "accuracy": ("cross_entropy", "bce_with_logits", "kl_div"),
@@ -65,6 +67,17 @@ class Metric:
         else:
             self._add_classes(decided, right)
 
+    def gather(self) -> None:
+        """Take in what all other ranks added; in the order of ranks, so that all have the same."""
+        of_all = all_gather_object(
+            [self._sum, self._count, {str(k): list(map(int, v)) for k, v in self._classes.items()}]
+        )
+        self._sum, self._count, self._classes = 0.0, 0, {}
+        for total, count, classes in of_all:
+            self._sum, self._count = self._sum + total, self._count + count
+            for one, counts in classes.items():
+                self._classes[int(one)] = self._classes.get(int(one), np.zeros(3)) + counts
+
     def value(self) -> float:
         """The metric over all that was added; NaN where nothing was."""
         if self.name != "f1":
@@ -78,7 +91,7 @@ class Metric:
 
     def _add(self, values: np.ndarray) -> None:
         self._sum += float(np.sum(values, dtype=np.float64))
-        self._count += values.size
+        self._count += int(values.size)
 
     def _add_classes(self, decided: np.ndarray, right: np.ndarray) -> None:
         wanted = [1] if self.loss == "bce_with_logits" else np.unique(np.concatenate([decided.ravel(), right.ravel()]))

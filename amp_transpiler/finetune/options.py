@@ -31,7 +31,7 @@ _CHOICES: dict[str, Sequence[str]] = {
 #: Where other spellings of an option's values stand.
 SPELLINGS = {"mode": MODE_SPELLINGS, "save": MODE_SPELLINGS, "dtype": TYPES}
 #: Whole numbers, with the least that each may be.
-_COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0}
+_COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0, "check_every": 0}
 #: Other numbers, above 0, and whether 0 itself is taken.
 _NUMBERS = {"lr": False, "weight_decay": True, "clip_norm": False, "loss_scale": False}
 _LISTS = ("black_list", "trainable", "freeze")
@@ -83,6 +83,8 @@ class FitOptions:
             freed of it where its operators let it.
         trainable, freeze, dropout, values, batch_norm: as ``prepare_training`` takes them.
         seed: of the order of samples and of dropout.
+        check_every: steps from one comparison of the ranks' state, by hash, to the next; it is also compared at the end
+            of an epoch, before a checkpoint is written. 0: never.
         metric: what is reported beside the loss: "accuracy", "top5", "f1", "mae", "mse" or "none"; None: by the loss.
         flags: name options in messages as the command line spells them.
 
@@ -113,6 +115,7 @@ class FitOptions:
     values: Mapping[str, Any] = field(default_factory=dict)
     batch_norm: str = "train"
     seed: int = 0
+    check_every: int = 1000
     metric: str | None = None
     flags: bool = False
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler import optimizer as optimizers
+from amp_transpiler.distributed import world_size
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, prepare_training
@@ -34,7 +35,8 @@ class Programs:
     """``program`` trains once :meth:`compile` has run; ``model`` is for inference, ``evaluation`` has the loss too.
 
     ``reference`` is the evaluation in fp32, whatever the training's precision is. ``prediction`` is what the loss
-    reads, under the same name in all of them.
+    reads, under the same name in all of them. ``weight`` is what a rank's loss is multiplied by, fed with each step;
+    None where a rank is alone.
     """
 
     program: Program
@@ -45,6 +47,7 @@ class Programs:
     loss: Variable
     prediction: Variable
     label: Variable
+    weight: Variable | None = None
 
     @classmethod
     def of(
@@ -103,7 +106,11 @@ class Programs:
                 **scaling,
             )
         with program_guard(self.program, self.program.startup), unique_name.guard():
-            optimizer.minimize(self.loss, self.program.startup)
+            objective = self.loss
+            if world_size() > 1:
+                self.weight = data(self.program.unique("weight_of_this_rank"), [], str(self.loss.dtype))
+                objective = self.loss * self.weight
+            optimizer.minimize(objective, self.program.startup)
         return optimizer
 
 

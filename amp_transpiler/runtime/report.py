@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -90,6 +90,12 @@ class StepReport:
     def loss(self) -> float:
         """The loss, unscaled; the sum where there are several, NaN where it is not known."""
         return sum(self.losses.values()) if self.request.losses else math.nan
+
+    def with_loss(self, loss: float) -> StepReport:
+        """This report with another loss: the mean over several ranks."""
+        scalars = self._host(0).copy()
+        scalars[len(SCALARS)] = loss
+        return replace(self, values=[scalars, *self.values[1:]])
 
     @property
     def found_inf(self) -> bool:

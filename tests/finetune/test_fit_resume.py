@@ -30,8 +30,8 @@ def test_a_training_that_was_broken_off_ends_where_a_whole_one_ends(
     whole, result, _ = trained(tmp_path, "whole.onnx", **{**options, "log": tmp_path / "whole"})
     batches, left = Samples.batches, iter(range(18))  # an epoch has 6 and its evaluation as many, one of them before
 
-    def broken(self: Samples, sizes: list[int], rng: Any) -> Any:
-        for batch in batches(self, sizes, rng):
+    def broken(self: Samples, *arguments: Any) -> Any:
+        for batch in batches(self, *arguments):
             if next(left, None) is None:
                 raise KeyboardInterrupt
             yield batch

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar, cast
 
-from amp_transpiler.errors import DistributedError
+from amp_transpiler.errors import DistributedError, OrderError
+from amp_transpiler.runtime.collective import mpi
 from amp_transpiler.runtime.collective.engine import Engine
 
+_Result = TypeVar("_Result")
 _process: Engine | None = None
 _of_thread: ContextVar[Engine | None] = ContextVar("engine", default=None)
 
@@ -35,6 +39,43 @@ def several() -> Engine | None:
     return engine if engine is not None and engine.size > 1 else None
 
 
+def several_launched() -> bool:
+    """Whether a launcher started several ranks."""
+    found = mpi.launched()
+    if found is not None:
+        return found[0] > 1
+    others = os.environ.get("WORLD_SIZE", "")
+    if others.isdecimal() and int(others) > 1:
+        raise DistributedError(
+            f"WORLD_SIZE is {others}, but no mpiexec started this process: each would train by itself. Start the "
+            f"program with mpiexec -n {others}, or unset WORLD_SIZE"
+        )
+    return False
+
+
+def is_initialized() -> bool:
+    """Whether there is an engine: :func:`init` was called, or this is a rank of :func:`simulate`."""
+    return current() is not None
+
+
+def get_engine() -> Engine:
+    """The engine of this rank. OrderError before :func:`init`."""
+    engine = current()
+    if engine is None:
+        raise OrderError("several ranks need amp.distributed.init() first")
+    return engine
+
+
+def rank() -> int:
+    """The number of this rank, from 0 on; 0 before :func:`init`. OrderError where mpiexec started several."""
+    return get_engine().rank if is_initialized() or several_launched() else 0
+
+
+def world_size() -> int:
+    """The number of ranks; 1 before :func:`init`. OrderError where mpiexec started several."""
+    return get_engine().size if is_initialized() or several_launched() else 1
+
+
 @contextmanager
 def use_engine(engine: Engine) -> Iterator[None]:
     """This thread is the rank of that engine inside, whatever the process is."""
@@ -48,17 +89,28 @@ def use_engine(engine: Engine) -> Iterator[None]:
 def by_rank_0(call: Callable[[], None]) -> None:
     """Call it on rank 0, and return on all ranks when that is done. DistributedError: it failed there."""
     engine = current()
+    if engine is None or engine.rank == 0:
+        by_all(call)
+    else:
+        by_all(lambda: None)
+
+
+def by_all(call: Callable[[], _Result]) -> _Result:
+    """Call it on every rank, and return when that is done on all. DistributedError where it failed on others alone."""
+    engine = current()
     if engine is None or engine.size == 1:
-        call()
-        return
-    failed: Exception | None = None
-    if engine.rank == 0:
-        try:
-            call()
-        except Exception as error:
-            failed = error
-    said = engine.all_gather_object(None if failed is None else f"{type(failed).__name__}: {failed}")[0]
+        return call()
+    result, failed = None, None
+    try:
+        result = call()
+    except DistributedError:  # the ranks have parted already
+        raise
+    except Exception as error:
+        failed = error
+    of_all = engine.all_gather_object(None if failed is None else f"{type(failed).__name__}: {failed}")
     if failed is not None:
         raise failed
-    if said is not None:
-        raise DistributedError(f"rank 0 failed where the others waited for it: {said}")
+    for rank, said in enumerate(of_all):
+        if said is not None:
+            raise DistributedError(f"rank {rank} failed where the others waited for it: {said}", (rank,), told=True)
+    return cast(_Result, result)

@@ -12,7 +12,7 @@ from types import TracebackType
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
 
 #: What a rank says that Ctrl-C ends. All of them get it at once, mostly, and one line each says it.
-_INTERRUPTED = "was interrupted"
+INTERRUPTED = "was interrupted"
 
 
 def guard(engine: OrderedEngine) -> None:
@@ -29,8 +29,8 @@ def guard(engine: OrderedEngine) -> None:
             usual(kind, error, traceback)
             return
         interrupted = issubclass(kind, KeyboardInterrupt)
-        engine.abort(_INTERRUPTED if interrupted else f"raised {kind.__name__}: {error}")
-        if interrupted or _INTERRUPTED in str(engine.fault()):
+        engine.abort(INTERRUPTED if interrupted else f"raised {kind.__name__}: {error}")
+        if interrupted or INTERRUPTED in str(engine.fault()):
             print(f"rank {engine.rank}: interrupted", file=sys.stderr)
         else:
             usual(kind, error, traceback)
@@ -46,7 +46,7 @@ def guard(engine: OrderedEngine) -> None:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-            engine.end(130 if _INTERRUPTED in str(engine.fault()) else 1)
+            engine.end(130 if INTERRUPTED in str(engine.fault()) else 1)
 
     sys.excepthook = raised
     atexit.register(ended)

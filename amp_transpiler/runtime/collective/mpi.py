@@ -23,13 +23,14 @@ from amp_transpiler.errors import DistributedError, MissingPackageError
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
 from amp_transpiler.runtime.collective.transport import Peer, Pending, Transport, TransportError, this_process
 
-#: Numbers of ranks in the environment, by the launcher that sets them.
+#: Numbers of ranks in the environment, by the launcher that sets them; and the number of this one, in the same order.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpiexec of Open MPI",
     "MV2_COMM_WORLD_SIZE": "mpiexec of MVAPICH",
     "PMI_SIZE": "mpiexec of MPICH or Intel MPI",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
+_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 #: Tag of the first messages, which go over the user's communicator.
 _HELLO = 32001
 #: Seconds between two looks for messages: none at first, then a share of the time waited, up to the longest.
@@ -47,6 +48,15 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | N
         if text.isdecimal() and (int(text) > 1 or launcher != "srun"):  # a batch job is a step of one task as well
             return int(text), launcher
     return None
+
+
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """The number that a launcher of several ranks gave this one, before MPI has started; 0 where none did."""
+    found = launched(environment)
+    if found is None or found[0] == 1:
+        return 0
+    own = dict(zip(_LAUNCHERS.values(), _RANKS, strict=True))[found[1]]
+    return int(environment.get(own, "0"))
 
 
 def imported(timeout: float) -> Any:

@@ -56,7 +56,7 @@ class Watch:
         """Raises the fault, where there is one, in a call that is made or waits."""
         if self.fault is not None:
             place = f"; rank {self._transport.rank} was at {call}"
-            raise DistributedError(f"{self.fault}{place}", self.fault.ranks)
+            raise DistributedError(f"{self.fault}{place}", self.fault.ranks, self.fault.told)
 
     def _wait(self, pending: Pending, call: Call) -> None:
         looked, asked = self._since, 0.0
@@ -121,7 +121,7 @@ class Watch:
     def _raise(self, message: str, ranks: tuple[int, ...], call: Call | None = None) -> NoReturn:
         """Raises a fault that was found here, after telling it to all."""
         self.fault = DistributedError(message, ranks)
-        self._tell({"kind": "fault", "said": message, "ranks": list(ranks), "stuck": list(self._stuck)})
+        self._tell_fault(message, ranks, told=False)
         if call is not None:
             self.check(call)
         raise DistributedError(message, ranks)
@@ -148,7 +148,7 @@ class Watch:
             said = json.loads(message)
             if said["kind"] == "fault":
                 if self.fault is None:
-                    self.fault = DistributedError(said["said"], tuple(said["ranks"]))
+                    self.fault = DistributedError(said["said"], tuple(said["ranks"]), said["told"])
                     self._stuck = set(said["stuck"])
             elif said["kind"] == "asks":
                 self._transport.tell(rank, json.dumps(self._state()).encode())
@@ -171,8 +171,8 @@ class Watch:
     def _announce(self, message: str) -> None:
         if self.fault is None:
             said = f"{self._named(self._transport.rank)} {message[:_SHOWN]}"
-            self._tell({"kind": "fault", "said": said, "ranks": [self._transport.rank], "stuck": []})
-            self.fault = DistributedError(said, (self._transport.rank,))
+            self._tell_fault(said, (self._transport.rank,), told=True)
+            self.fault = DistributedError(said, (self._transport.rank,), told=True)
         self.announced.set()
 
     def _state(self) -> dict[str, Any]:
@@ -203,6 +203,9 @@ class Watch:
                 return not left
             time.sleep(_LISTEN)
         return False
+
+    def _tell_fault(self, message: str, ranks: tuple[int, ...], told: bool) -> None:
+        self._tell({"kind": "fault", "said": message, "ranks": list(ranks), "told": told, "stuck": list(self._stuck)})
 
     def _tell(self, message: dict[str, Any]) -> None:
         said = json.dumps(message).encode()

@@ -168,3 +168,57 @@ def test_the_order_is_that_of_epoch_and_seed() -> None:
 def test_wrong_arguments_of_shard(arguments: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match="shard"):
         amp.distributed.shard(**arguments)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def shares(count: int, size: int, ranks: int, **options: Any) -> list[list[distributed.Batch]]:
+    return [list(distributed.batches(count, size, 2, 7, rank=r, world_size=ranks, **options)) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "size", "last"), [(24, 8, 8), (27, 8, 3), (25, 8, 1), (25, 7, 4), (3, 8, 3)])
+def test_batches_are_the_same_on_any_number_of_ranks(count: int, size: int, last: int, ranks: int) -> None:
+    """Their examples, and their means of any value, whatever the sizes of the shares are."""
+    values = np.random.default_rng(0).normal(size=count)
+    (alone,) = shares(count, size, 1)
+    assert np.array_equal(np.sort(np.concatenate([each.rows for each in alone])), np.arange(count))
+    assert alone[-1].size == last and all(each.weight == 1 for each in alone)
+    for whole, *parts in zip(alone, *shares(count, size, ranks), strict=True):
+        assert {each[0] for each in parts} == {whole.number} and {each.size for each in parts} == {whole.size}
+        taken = np.concatenate([each.rows for each in parts if each.own])
+        assert sorted(taken) == sorted(whole.rows) and all(len(each.rows) and each.weight < 2 for each in parts)
+        mean = np.mean([values[each.rows].mean() * each.weight for each in parts])
+        assert mean == pytest.approx(values[whole.rows].mean(), abs=1e-12)
+        assert {each.weight for each in parts} == {1.0} or whole.size % ranks
+
+
+def test_an_epoch_goes_on_in_the_middle_on_another_number_of_ranks() -> None:
+    (whole,) = shares(50, 8, 1)
+    for ranks in (2, 4):
+        rest = shares(50, 8, ranks, start=4)
+        assert [each.number for each in rest[0]] == [4, 5, 6]
+        for number, batch in enumerate(whole[4:]):
+            taken = np.concatenate([part[number].rows for part in rest if part[number].own])
+            assert sorted(taken) == sorted(batch.rows)
+
+
+def test_batches_in_order_and_without_the_last() -> None:
+    (plain,) = shares(20, 8, 1, shuffle=False)
+    assert [each.rows.tolist() for each in plain] == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    assert [each.size for each in shares(20, 8, 2, drop_last=True)[1]] == [8, 8]
+    order = np.concatenate([each.rows for each in shares(20, 8, 1)[0]])
+    np.testing.assert_array_equal(order, distributed.shard(20, 2, 7, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"batch_size": 0}, ArgumentError, "batch_size"),
+        ({"batch_size": 3, "world_size": 4, "rank": 0}, ArgumentError, "batch_size is 3; expected .* the 4 ranks"),
+        ({"batch_size": 3, "start": -1}, ArgumentError, "start"),
+        ({"batch_size": 3, "shuffle": 0}, ArgumentTypeError, "shuffle"),
+    ],
+)
+def test_wrong_arguments_of_batches(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=f"batches: {said}"):
+        amp.distributed.batches(10, **arguments)
