@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from amp_transpiler.errors import AmpError, ArgumentError, GraphError
+from amp_transpiler.ir.exchange import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits
@@ -115,6 +116,7 @@ class OpDef:
     ``for_test``: turns a cloned operator into its form for evaluation.
     ``flops``: the arithmetic of a sum of products, from attributes and the shapes of inputs and outputs.
     ``by_channel``: what a place runs for it where the first input lies in rows, one for each channel.
+    ``exchange``: what ranks do at such an operator of a lowered step.
     """
 
     type: str
@@ -130,6 +132,7 @@ class OpDef:
     for_test: Callable[[Operator], None] | None = None
     flops: Flops | None = None
     by_channel: Rule | None = None
+    exchange: Exchange | None = None
 
     @property
     def exact(self) -> bool:
@@ -327,6 +330,12 @@ def slots_of(type_: str, domain: str = OWN) -> Slots | None:
     """The slots of an operator type of the training step; None for any other."""
     found = _TABLE.get((domain, type_))
     return None if found is None else found.slots
+
+
+def exchange_of(type_: str, domain: str = OWN) -> Exchange | None:
+    """What ranks do at operators of a type in a lowered step; None for any other operator."""
+    found = _TABLE.get((domain, type_))
+    return None if found is None else found.exchange
 
 
 def moves(op: Operator, slot: int | None = None) -> bool:

@@ -25,6 +25,7 @@ class Traits:
     ``shape_only``: it reads of its inputs the shape alone, neither elements nor their type.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
+    ``meets``: several ranks exchange something in it.
 
     What is computed of them:
 
@@ -69,6 +70,7 @@ class Traits:
     shape_only: bool = False
     exact: bool = False
     random: bool = False
+    meets: bool = False
     elementwise: bool = False
     over: str = ""
     reduces: str = ""

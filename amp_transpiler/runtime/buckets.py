@@ -1,8 +1,9 @@
-"""Gradients on their way between ranks: buckets that lie one tensor behind the other, reduced where they lie."""
+"""What ranks exchange, on its way: memory that it keeps for good, and the calls of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.types import SHORT, numpy_dtype
-from amp_transpiler.passes.lowering.exchanges import Exchanged
+from amp_transpiler.passes.lowering.exchanges import Exchanged, Tensor
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.collective.engine import Engine
@@ -18,47 +19,88 @@ from amp_transpiler.runtime.collective.journal import Journal
 from amp_transpiler.runtime.collective.thread import Work
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of the engine, or of several exchanges that are joined, on arrays that are here for good."""
+
+    exchanged: Exchanged
+    sent: Sequence[np.ndarray]
+    received: Sequence[np.ndarray]
+
+    @property
+    def name(self) -> str:
+        """What it is called in journals."""
+        each = self.exchanged
+        dtypes = ", ".join(dict.fromkeys(SHORT.get(tensor.dtype, tensor.dtype) for tensor in each.sent))
+        return f"bucket {each.bucket}, {dtypes}" + ("" if each.call.joined else f" {each.received[0].name}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is received."""
+        return sum(array.nbytes for array in self.received)
+
+    def run(self, engine: Engine) -> None:
+        self.exchanged.call.call(engine, self.sent, self.received, self.exchanged.attrs)
+
+    def run_alone(self) -> None:
+        """What there is of it for one rank; see ``by_itself`` in ``passes/lowering/exchanges.py``."""
+        if not self.exchanged.call.in_place:
+            for sent, received in zip(self.sent, self.received, strict=True):
+                received[...] = np.resize(sent, received.shape)
+
+
 class Buckets:
-    """The memory of what one run at a time exchanges: a flat array for each bucket and element type, and its views."""
+    """The memory of what one run at a time exchanges, and its views: joined exchanges of a bucket lie in one array."""
 
     def __init__(self, exchanged: Sequence[Exchanged]) -> None:
-        groups: dict[tuple[int, str, str], list[Exchanged]] = {}
-        for each in exchanged:
-            groups.setdefault((each.bucket, each.dtype, each.name if each.gathered else ""), []).append(each)
         #: The tensors that travel, by name.
         self.views: dict[str, Any] = {}
-        self._flat: dict[int, list[tuple[str, np.ndarray, bool]]] = {}
-        self._wholes = []
-        for (bucket, dtype, gathered), members in groups.items():
-            rows = Rows(tuple(range(len(members))), tuple(each.shape for each in members))
-            flat = np.zeros(rows.shape[1] or (0 if gathered else 1), numpy_dtype(dtype))
-            whole = device_tensors.alias(flat, dtype)
-            self._wholes.append(whole)
-            for each, offset in zip(members, rows.offsets, strict=True):
-                empty = 0 in each.shape
-                view = (
-                    device_tensors.empty(each.shape, dtype) if empty else device_tensors.view(whole, offset, each.shape)
-                )
-                self.views[each.name] = view
-            name = f"bucket {bucket}, {SHORT.get(dtype, dtype)}" + (f" {gathered}" if gathered else "")
-            self._flat.setdefault(bucket, []).append((name, flat, bool(gathered)))
+        self._wholes = list[Any]()
+        self._calls: dict[int, list[_Call]] = {}  # by the part after which they begin
+        groups: dict[Any, list[Exchanged]] = {}
+        for number, each in enumerate(exchanged):
+            kind = repr((each.bucket, each.type, each.sent[0].dtype, sorted(each.attrs.items())))
+            groups.setdefault(kind if each.call.joined else number, []).append(each)
+        for members in groups.values():
+            first = members[0]
+            if first.call.joined:
+                sent = [self._flat([tensor for each in members for tensor in each.sent])]
+            else:
+                sent = [self._shaped(tensor) for tensor in first.sent]
+            received = sent if first.call.in_place else [self._shaped(tensor) for tensor in first.received]
+            self._calls.setdefault(first.part, []).append(_Call(first, sent, received))
 
-    def start(self, bucket: int, journal: Journal) -> list[tuple[str, Work[Any]]]:
-        """Let a bucket travel: names of exchanges, and what waits until each is there."""
+    def _flat(self, tensors: Sequence[Tensor]) -> np.ndarray:
+        """Memory of several tensors of one type, one behind the other."""
+        rows = Rows(tuple(range(len(tensors))), tuple(each.shape for each in tensors))
+        flat = np.zeros(max(1, rows.shape[1]), numpy_dtype(tensors[0].dtype))
+        whole = device_tensors.alias(flat, tensors[0].dtype)
+        self._wholes.append(whole)
+        for each, offset in zip(tensors, rows.offsets, strict=True):
+            empty = 0 in each.shape
+            self.views[each.name] = (
+                device_tensors.empty(each.shape, each.dtype)
+                if empty
+                else device_tensors.view(whole, offset, each.shape)
+            )
+        return flat
+
+    def _shaped(self, tensor: Tensor) -> np.ndarray:
+        """Memory of a tensor."""
+        array = np.zeros(tensor.shape, numpy_dtype(tensor.dtype))
+        self.views[tensor.name] = device_tensors.alias(array, tensor.dtype)
+        return array
+
+    def start(self, part: int, journal: Journal) -> list[tuple[int, str, Work[Any]]]:
+        """Let travel what leaves after a part: the number of its send, its name, what waits until it is there."""
         engine = several()
+        calls = self._calls.get(part, ())
         if engine is None:
+            for call in calls:
+                call.run_alone()
             return []
         started = []
-        for name, flat, gathered in self._flat.get(bucket, ()):
-            call = partial(_gather if gathered else _reduce, engine, flat)
-            started.append((name, engine.submit(partial(journal.exchange, engine, name, flat.nbytes, call))))
+        for call in calls:
+            run = partial(journal.exchange, engine, call.name, call.nbytes, partial(call.run, engine))
+            started.append((call.exchanged.bucket, call.name, engine.submit(run)))
         return started
-
-
-def _reduce(engine: Engine, flat: np.ndarray) -> None:
-    engine.all_reduce(flat, "mean")
-
-
-def _gather(engine: Engine, flat: np.ndarray) -> None:
-    own = flat.size // engine.size
-    engine.all_gather(flat[engine.rank * own :][:own], [own] * engine.size, flat)

@@ -24,8 +24,7 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ExecutionError, PlaceError
 from amp_transpiler.ir.control import nested_graphs
-from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ops.training.all_reduce import EXCHANGES
+from amp_transpiler.ir.opdef import exchange_of, traits_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import Step, Update, failure, half_done, needs_plain
@@ -48,7 +47,7 @@ def check_capturable(lowered: Lowered, program: str) -> None:
     for node in lowered.model.graph.node:
         if any(nested_graphs(node)):
             _refuse(program, f"{node.op_type} '{node.name}' decides in the run what runs")
-        if node.op_type in EXCHANGES:
+        if exchange_of(node.op_type, node.domain) is not None:
             _refuse(program, "its gradients are exchanged between ranks")
         draws = traits_of(node.op_type, node.domain).random
         if draws or (node.op_type == "Dropout" and _drops(node, constants)):

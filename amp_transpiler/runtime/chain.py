@@ -46,7 +46,7 @@ def chained(
     """The parts as one session on CPU, and the graph of each; None where a part gives another what is no tensor.
 
     Parts that are equal but for names have one session, made by ``make``: those of layers that are alike.
-    ``exchanged``: tensors that are reduced over ranks on their way to the last part.
+    ``exchanged``: what ranks exchange between parts, in the order in which it leaves.
     """
     types: dict[str, Type] = {}
     made: dict[bytes, tuple[Any, onnx.GraphProto | None]] = {}
@@ -92,7 +92,7 @@ class Chain:
         exchanged: Sequence[Exchanged] = (),
     ) -> None:
         self.sessions, self.exchanged = sessions, exchanged
-        travel = {each.name for each in exchanged}
+        travel = {tensor.name for each in exchanged for tensor in (*each.sent, *each.received)}
         #: What the session of each part calls tensors.
         self.names = names
         self.inputs, self.outputs, self.last = parts.inputs, parts.outputs, parts.last
@@ -133,8 +133,17 @@ class Binding:
             self.bind_ortvalue_input(name, value)
         self.buckets = Buckets(chain.exchanged)
         for name, value in self.buckets.views.items():
-            self._bind_in_part(name, value)
+            if name in self.made_by:
+                self._bind_in_part(name, value)
             self.bind_ortvalue_input(name, value)
+        #: The sends for which a part waits: those that it is the first one to read of.
+        self.waits: list[list[int]] = [[] for _ in self.parts]
+        first: dict[int, int] = {}
+        for each in chain.exchanged:
+            readers = [part for tensor in each.received for part in self.readers.get(tensor.name, ())]
+            first[each.bucket] = min([first.get(each.bucket, len(self.parts) - 1), *readers])
+        for bucket, part in first.items():
+            self.waits[part].append(bucket)
         large = chain.last.keys() - chain.small.keys() - self.buckets.views.keys()
         self.given = [[name for name in names if name in large] for names in chain.inputs]
         self.passed = [[name for name in names if name in large] for names in chain.outputs]
@@ -169,16 +178,15 @@ class Binding:
         return list(self.results.values())
 
     def run(self, options: Any) -> None:
-        """Run the parts in turn. Gradients that a part has made travel while the next ones run, but for the last."""
+        """Run the parts in turn. What is sent after a part travels until the first one that reads of it."""
         self.results = dict(self.bound)
         values: dict[str, Any] = {}
-        travelling: list[tuple[str, Work[Any]]] = []
+        travelling: dict[int, list[tuple[str, Work[Any]]]] = {}
         journal = Journal()
         for number, (session, part) in enumerate(zip(self.sessions, self.parts, strict=True)):
-            if number == len(self.parts) - 1:
-                for name, work in travelling:
-                    with journal.timed(journal.waits, f"wait for {name}"):
-                        work.wait()
+            for name, work in (each for bucket in self.waits[number] for each in travelling.get(bucket, ())):
+                with journal.timed(journal.waits, f"wait for {name}"):
+                    work.wait()
             within = self.names[number]
             for name in self.given[number]:
                 part.bind_ortvalue_input(within[name], values[name])
@@ -189,7 +197,8 @@ class Binding:
                 part.bind_ortvalue_input(within[name], _NOTHING)
                 if self.last[name] == number:
                     del values[name]
-            travelling += self.buckets.start(number, journal)
+            for bucket, name, work in self.buckets.start(number, journal):
+                travelling.setdefault(bucket, []).append((name, work))
         engine = several()
         if travelling and engine is not None:
             journal.close(engine)

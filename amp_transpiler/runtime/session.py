@@ -25,7 +25,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as Load
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
-from amp_transpiler.passes.lowering.exchanges import Exchanged, has_exchanges, taken_apart
+from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.passes.lowering.size_check import Inferred
@@ -79,18 +79,18 @@ def create_session(
     """A session for a lowered model and, with ``keep_graph``, the graph that it really runs (None: cannot be had).
 
     ``name`` is the program's, for messages. ``in_parts``: a large model on CPU may be a chain of sessions, which serves
-    a :class:`~amp_transpiler.runtime.binding.Step`, and ranks exchange gradients between its parts; without it a rank
+    a :class:`~amp_transpiler.runtime.binding.Step`, and ranks exchange tensors between its parts; without it a rank
     computes with its own alone. PlaceError where an operator has no kernel on ``place``, ExecutionError where
     onnxruntime refuses the model.
     """
     ends, exchanged = list[int](), list[Exchanged]()
     if in_parts and has_exchanges(model) and place.kind != "cpu":
         raise PlaceError(
-            f"program '{name}' exchanges gradients between ranks, and several ranks train on CPUPlace() alone, not on "
+            f"program '{name}' exchanges tensors between ranks, and several ranks train on CPUPlace() alone, not on "
             f"{place!r}"
         )
     if has_exchanges(model):
-        model, ends, exchanged = taken_apart(model)
+        model, ends, exchanged = taken_apart(model) if in_parts else (by_itself(model), ends, exchanged)
     elif place.kind == "cpu":
         ends = cuts(model.graph)
     if in_parts and len(ends) > 1:
@@ -102,6 +102,11 @@ def create_session(
                 return chain, None
             chain.ends = list(accumulate(len(graph.node) for graph in known))
             return chain, parts.joined(known, chain.names)
+        if exchanged:
+            raise ExecutionError(
+                f"program '{name}' is trained by several ranks, and hands what is no tensor across an exchange between "
+                "them; leave sequences and optional values out of the training program"
+            )
     data = _serialized(model, name)
     _settle_arena()
     try:

@@ -83,7 +83,7 @@ def test_gradients_travel_in_the_precision_that_is_asked_for(precision: str | No
         model = net.main.lower(amp.CPUPlace(), feed_shapes={"x": (4, 6), "label": (4, 1)}).model
         from amp_transpiler.passes.lowering.exchanges import taken_apart
 
-        return {each.dtype for each in taken_apart(model)[2]}
+        return {each.sent[0].dtype for each in taken_apart(model)[2]}
 
     assert distributed.simulate(2, run) == [{precision or "float16"}] * 2
 

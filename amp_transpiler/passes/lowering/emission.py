@@ -25,7 +25,6 @@ from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, low
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
-from amp_transpiler.ops.training.all_reduce import EXCHANGES
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
@@ -48,6 +47,7 @@ from amp_transpiler.passes.lowering.lowered import (
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
+from amp_transpiler.passes.lowering.tensor_types import foreign_types
 from amp_transpiler.passes.lowering.wanted import Wanted
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
@@ -81,7 +81,7 @@ class _Emission(EmulatedStorage):
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
-        self.e.ranked = any(op.type in EXCHANGES for op in program.operators)
+        self.e.ranked = any(traits_of(op).meets for op in program.operators)
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)
@@ -112,10 +112,7 @@ class _Emission(EmulatedStorage):
         self.result.states = [port for port in self.result.states if port.variable not in unread]
         graph.input.extend(info for info in self.inputs if info.name not in unread)
         graph.output.extend(outputs)
-        typed = {name for node in self.e.nodes if node.domain for name in node.output} - {info.name for info in outputs}
-        for value in self.e.foreign:
-            if value.name in typed and value.shape is not None:
-                graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
+        graph.value_info.extend(foreign_types(graph, self.e.foreign))
         model = self.result.model
         own = min(self.program.info.ir_version, TARGET_IR_VERSION)
         model.ir_version = max(8, own) if self.e.opset < TARGET_OPSET else TARGET_IR_VERSION

@@ -1,128 +1,184 @@
-"""A lowered step of several ranks, taken apart where gradients are exchanged.
+"""A lowered step of several ranks, taken apart where ranks exchange something.
 
-The first parts are forward and backward pass, each up to the gradients of one bucket, which travel while the next part
-is computed; the last part is what depends on the reduced gradients.
+What is exchanged lies in memory of its own for good. Where it is received where it was sent from, its node is gone, and
+its readers read that tensor, in a later part; otherwise what is sent is an output of the whole, and what is received
+an input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import onnx
 
+from amp_transpiler.ir.exchange import Exchange
+from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import OWN
+from amp_transpiler.ir.opdef import exchange_of
 from amp_transpiler.ir.types import BYTES, NAMES
-from amp_transpiler.ops.training.all_reduce import ALL_GATHER, EXCHANGES
 from amp_transpiler.passes.lowering.lowered import rename_tensors, used_tensors
-
-#: Bytes of a bucket, about, as in torch's DistributedDataParallel; and buckets at most.
-BUCKET, MOST = 25 * 2**20, 4
+from amp_transpiler.passes.lowering.rounds import rounds
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """A tensor that is made in one part, exchanged between ranks where it lies, and read by the last part.
-
-    ``gathered``: what it holds are the tensors of all ranks; otherwise their mean.
-    """
+class Tensor:
+    """A tensor that is sent or received, of fixed shape."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What ranks exchange at one place of a step.
+
+    ``call`` says how; ``bucket`` is the number of the send in which it leaves, at the end of part ``part``. Where the
+    call works in place, ``received`` is what was sent.
+    """
+
+    type: str
+    call: Exchange
+    sent: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
     bucket: int
-    gathered: bool
+    part: int
+    attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def has_exchanges(model: onnx.ModelProto) -> bool:
-    """Whether gradients are exchanged in a lowered step."""
-    return any(entry.domain == OWN for entry in model.opset_import) and any(map(_is_exchange, model.graph.node))
+    """Whether ranks exchange something in a lowered step."""
+    return any(entry.domain == OWN for entry in model.opset_import) and any(map(_call, model.graph.node))
 
 
-def _is_exchange(node: onnx.NodeProto) -> bool:
-    return node.domain == OWN and node.op_type in EXCHANGES
+def _call(node: onnx.NodeProto) -> Exchange | None:
+    return exchange_of(node.op_type) if node.domain == OWN else None
 
 
 def taken_apart(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[int], list[Exchanged]]:
-    """The model without the exchanges, its nodes part by part, where the parts end, and what is exchanged."""
-    nodes = list(model.graph.node)
+    """The model without the exchanges, its nodes part by part, where the parts end, and what is exchanged.
+
+    That is in the order in which it leaves.
+    """
+    types = _types(model)
+    nodes = _apart(model, types)
+    calls = {i: call for i, node in enumerate(nodes) if (call := _call(node)) is not None}
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     reads = [[maker[name] for name in used_tensors([node]) if name in maker] for node in nodes]
-    exchanged = _exchanged(model, [node for node in nodes if _is_exchange(node)])
-    buckets = max((each.bucket for each in exchanged.values()), default=-1) + 1
-    part = _parts(nodes, reads, exchanged, buckets)
-    copies, found = _alone(nodes, exchanged, {info.name for info in model.graph.output})
-    whole, ends = onnx.ModelProto(), list[int]()
+    sizes = {i: sum(types[name].nbytes for name in nodes[i].input) for i in calls}
+    plan = rounds(reads, sizes, {i for i, call in calls.items() if call.uneven})
+    whole, names = _emptied(model), dict[str, str]()
+    exchanged = []
+    for i in sorted(calls, key=lambda i: (plan.send[i], -i)):
+        node, call = nodes[i], calls[i]
+        sent, received = (tuple(types[name] for name in slots) for slots in (node.input, node.output))
+        if call.in_place:
+            names |= zip(node.output, node.input, strict=True)
+            received = sent
+        else:
+            whole.graph.output.extend(map(_info, sent))
+            whole.graph.input.extend(map(_info, received))
+        attrs = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        exchanged.append(Exchanged(node.op_type, call, sent, received, plan.send[i], plan.part[i], attrs))
+    order = sorted((i for i in range(len(nodes)) if i not in calls), key=lambda i: plan.part[i])
+    whole.graph.node.extend(nodes[i] for i in order)
+    rename_tensors(whole.graph.node, names)
+    parts = [plan.part[i] for i in order]
+    return whole, [bisect_right(parts, part) for part in range(plan.parts)], exchanged
+
+
+def by_itself(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as a rank computes it without the others: it receives what it sends, as often as there is room."""
+    types, whole = _types(model), _emptied(model)
+    for node in model.graph.node:
+        call = _call(node)
+        if call is None:
+            whole.graph.node.append(node)
+            continue
+        for sent, received in zip(node.input, node.output, strict=True):
+            if call.in_place:
+                whole.graph.node.append(_identity(sent, received))
+            else:
+                _repeat(whole.graph, types[sent], types[received])
+    return whole
+
+
+def _types(model: onnx.ModelProto) -> dict[str, Tensor]:
+    """What is known of tensors: inputs, outputs, constants, and what exchanges read and make."""
+    graph, found = model.graph, dict[str, Tensor]()
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        kind = info.type.tensor_type
+        if kind.elem_type in NAMES:
+            found[info.name] = Tensor(info.name, NAMES[kind.elem_type], tuple(d.dim_value for d in kind.shape.dim))
+    for tensor in graph.initializer:
+        found[tensor.name] = Tensor(tensor.name, NAMES[tensor.data_type], tuple(tensor.dims))
+    return found
+
+
+def _emptied(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without nodes, and without the domain of exchanges."""
+    whole = onnx.ModelProto()
     whole.CopyFrom(model)
     del whole.graph.node[:], whole.opset_import[:]
-    for number in range(buckets + 1):
-        its = [node for node, its_part in zip(nodes, part, strict=True) if its_part == number]
-        whole.graph.node.extend(node for node in its if not _is_exchange(node))
-        whole.graph.node.extend(copies.get(number, ()))
-        ends.append(len(whole.graph.node))
-    names = {node.output[0]: found[node.input[0]].name for node in nodes if _is_exchange(node)}
-    rename_tensors(whole.graph.node, names)
     whole.opset_import.extend(entry for entry in model.opset_import if entry.domain != OWN)
-    return whole, ends, list(found.values())
+    return whole
 
 
-def _exchanged(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto]) -> dict[str, Exchanged]:
-    """What the exchanges read, by tensor. Of an operator's gradients the last ones are made first."""
-    types = {info.name: info.type.tensor_type for info in model.graph.value_info}
-    listed = []
-    for node in reversed(nodes):
-        kind = types[node.output[0]]
-        shape, gathered = tuple(d.dim_value for d in kind.shape.dim), node.op_type == ALL_GATHER
-        listed.append((node.input[0], NAMES[kind.elem_type], shape, gathered))
-    sizes = [math.prod(shape) * BYTES[dtype] for _, dtype, shape, _ in listed]
-    count = min(MOST, max(1, round(sum(sizes) / BUCKET)))
-    begins = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    share = max(1, -(-sum(sizes) // count))
-    return {
-        name: Exchanged(name, dtype, shape, begin // share, gathered)
-        for (name, dtype, shape, gathered), begin in zip(listed, begins, strict=True)
-    }
+def _info(tensor: Tensor) -> onnx.ValueInfoProto:
+    return onnx.ValueInfoProto(name=tensor.name, type=type_proto(tensor.dtype, tensor.shape))
 
 
-def _parts(
-    nodes: Sequence[onnx.NodeProto], reads: Sequence[Sequence[int]], exchanged: dict[str, Exchanged], last: int
-) -> list[int]:
-    """The part of each node: the first bucket for which it is needed; ``last`` behind an exchange."""
-    needed = [last] * len(nodes)
-    behind = [False] * len(nodes)
-    for i, node in enumerate(nodes):
-        behind[i] = any(behind[j] or _is_exchange(nodes[j]) for j in reads[i])
-        if _is_exchange(node):
-            needed[i] = exchanged[node.input[0]].bucket
-    for i in reversed(range(len(nodes))):
-        if not behind[i]:
-            for j in reads[i]:
-                needed[j] = min(needed[j], needed[i])
-    part = [last] * len(nodes)
-    for i in range(len(nodes)):
-        if behind[i]:
-            continue
-        part[i] = needed[i] if needed[i] < last else max((part[j] for j in reads[i]), default=0)
-    return part
+def _identity(source: str, target: str) -> onnx.NodeProto:
+    return onnx.helper.make_node("Identity", [source], [target], target)
 
 
-def _alone(
-    nodes: Sequence[onnx.NodeProto], exchanged: dict[str, Exchanged], outputs: set[str]
-) -> tuple[dict[int, list[onnx.NodeProto]], dict[str, Exchanged]]:
-    """Copies of exchanged tensors that somebody else reads or that nobody makes, by part, and all as they travel."""
-    readers: dict[str, int] = {}
-    makers = {name: i for i, node in enumerate(nodes) for name in node.output}
+def _apart(model: onnx.ModelProto, types: dict[str, Tensor]) -> list[onnx.NodeProto]:
+    """The nodes; what is sent has a node that makes it, and no other reader, and what is received is no output."""
+    nodes, outputs = list(model.graph.node), {info.name for info in model.graph.output}
+    made = {name for node in nodes if _call(node) is None for name in node.output} - outputs
+    readers = Counter(name for node in nodes for name in used_tensors([node]))
+    found = []
     for node in nodes:
-        for name in used_tensors([node]):
-            readers[name] = readers.get(name, 0) + 1
-    copies: dict[int, list[onnx.NodeProto]] = {}
-    found = {}
-    for name, each in exchanged.items():
-        if readers[name] > 1 or name in outputs or name not in makers:
-            own = f"{name}/sent"
-            copies.setdefault(each.bucket, []).append(onnx.helper.make_node("Identity", [name], [own]))
-            each = replace(each, name=own)
-        found[name] = each
-    return copies, found
+        if _call(node) is None:
+            found.append(node)
+            continue
+        own = onnx.NodeProto()
+        own.CopyFrom(node)
+        for number, name in enumerate(node.input):
+            if name not in made or readers[name] > 1:
+                own.input[number] = f"{node.name}/sent {number}"
+                types[own.input[number]] = replace(types[name], name=own.input[number])
+                found.append(_identity(name, own.input[number]))
+        found.append(own)
+        for number, name in enumerate(node.output):
+            if name in outputs:
+                own.output[number] = f"{node.name}/received {number}"
+                types[own.output[number]] = replace(types[name], name=own.output[number])
+                found.append(_identity(own.output[number], name))
+    return found
+
+
+def _repeat(graph: onnx.GraphProto, sent: Tensor, received: Tensor) -> None:
+    """Nodes that make a tensor of the elements of another, again and again."""
+    size = math.prod(received.shape)
+    copies = -(-size // max(1, math.prod(sent.shape)))
+    flat, many, cut = (f"{received.name}/{what}" for what in ("flat", "many", "cut"))
+    for name, values in ((f"{flat}/shape", [-1]), (f"{cut}/start", [0]), (f"{cut}/end", [size])):
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
+    shape = onnx.numpy_helper.from_array(np.array(received.shape, np.int64), f"{received.name}/shape")
+    graph.initializer.append(shape)
+    graph.node.add(op_type="Reshape", input=[sent.name, f"{flat}/shape"], output=[flat])
+    graph.node.append(onnx.helper.make_node("Concat", [flat] * max(1, copies), [many], axis=0))
+    graph.node.add(op_type="Slice", input=[many, f"{cut}/start", f"{cut}/end"], output=[cut])
+    graph.node.add(op_type="Reshape", input=[cut, shape.name], output=[received.name])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx
 
+from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -39,6 +40,15 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
         if value.name in made and value.shape is not None and value.dtype:
             light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
     return onnx.shape_inference.infer_shapes(light).graph
+
+
+def foreign_types(graph: onnx.GraphProto, values: Iterable[Value]) -> Iterator[onnx.ValueInfoProto]:
+    """The types of ``values`` that operators of other domains make or read, of which ONNX's inference knows nothing."""
+    foreign = {name for node in graph.node if node.domain for name in (*node.output, *node.input)}
+    foreign -= {each.name for each in (*graph.input, *graph.output, *graph.initializer)}
+    for value in {value.name: value for value in values}.values():
+        if value.name in foreign and value.shape is not None:
+            yield onnx.ValueInfoProto(name=value.name, type=type_proto(value.dtype, value.shape))
 
 
 def types_in(graph: onnx.GraphProto) -> dict[str, Type]:

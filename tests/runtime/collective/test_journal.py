@@ -16,7 +16,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.lowering import exchanges
+from amp_transpiler.passes.lowering import rounds
 from amp_transpiler.runtime import buckets
 from amp_transpiler.runtime.collective.headers import SIZE
 
@@ -47,7 +47,7 @@ class Net:
 
 @pytest.fixture
 def four_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanges, "BUCKET", WIDTH * WIDTH)
+    monkeypatch.setattr(rounds, "BUCKET", WIDTH * WIDTH)
 
 
 @pytest.mark.usefixtures("four_buckets")
@@ -72,24 +72,24 @@ def test_volume_is_that_of_a_ring(ranks: int) -> None:
 
 def slowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges that last while sessions run, however the machine is at work: the first has begun before they go on."""
-    reduce: Callable[..., None] = buckets._reduce
+    call: Callable[..., None] = buckets._Call.run
     start: Callable[..., Any] = buckets.Buckets.start
     begun: defaultdict[Any, threading.Event] = defaultdict(threading.Event)
 
-    def slow(engine: Any, flat: np.ndarray) -> None:
+    def slow(self: buckets._Call, engine: Any) -> None:
         begun[engine].set()
-        reduce(engine, flat)
+        call(self, engine)
         time.sleep(SLOW)
 
-    def started(self: buckets.Buckets, bucket: int, journal: Any) -> Any:
-        if bucket == 0:
+    def started(self: buckets.Buckets, part: int, journal: Any) -> Any:
+        if part == 0:
             begun[distributed.get_engine()].clear()
-        works = start(self, bucket, journal)
-        if bucket == 0:
+        works = start(self, part, journal)
+        if part == 0:
             begun[distributed.get_engine()].wait(10)
         return works
 
-    monkeypatch.setattr(buckets, "_reduce", slow)
+    monkeypatch.setattr(buckets._Call, "run", slow)
     monkeypatch.setattr(buckets.Buckets, "start", started)
 
 
