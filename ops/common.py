@@ -91,6 +91,15 @@ def sliced(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
     return e.Slice(value, e.ints(start), e.ints(stop), e.ints(axis), shape=shape)
 
 
+def row_lookup(e: Emitter, table: Value, indices: Value, shape: Sequence[int] | None) -> Value:
+    """Rows of a table that may be large. Of rows that lie in no cache onnxruntime's GatherND on CPU reads several at a
+    time, its Gather one after the other: twice as long (measured)."""
+    if e.place != "cpu":
+        return e.op("Gather", table, indices, dtype=table.dtype, axis=0, shape=shape)
+    at = e.Unsqueeze(e.cast(indices, "int64"), e.ints(-1), shape=None if shape is None else (*shape[:-1], 1))
+    return e.op("GatherND", table, at, dtype=table.dtype, shape=shape)
+
+
 def padded(e: Emitter, value: Value, before: Sequence[int], after: Sequence[int]) -> Value:
     """Zeros around ``value``; CUDA pads no bfloat16."""
     if not any(before) and not any(after):

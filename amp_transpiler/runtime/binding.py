@@ -326,8 +326,9 @@ def half_done(names: Sequence[str]) -> str:
 def failure(error: Exception) -> str:
     """onnxruntime's message, with what usually is behind it."""
     text = plain_message(error)
-    if re.search(r"out of (data )?bounds|out of range", text, re.IGNORECASE):
-        text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below the number of classes"
+    if re.search(r"out of (data )?bounds|out of range|invalid index", text, re.IGNORECASE):
+        what = "the number of classes, or of a table's rows"
+        text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below {what}"
     if "cuDNN is unavailable" in text:
         text = f"{text.rstrip('.')}. Install it: onnxruntime-gpu[cuda,cudnn]"
     return text

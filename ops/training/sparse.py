@@ -20,7 +20,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import lowering_rule, own
-from amp_transpiler.ops.common import shape_of, size_of, sliced
+from amp_transpiler.ops.common import row_lookup, shape_of, size_of, sliced
 from amp_transpiler.ops.training.branches import as_tensor, emulating
 
 GATHER, MERGE, DENSE = "GatherRowsGrad", "MergeRows", "DenseRows"
@@ -118,7 +118,7 @@ def picked(e: Emitter, table: Value, rows: Value) -> Value:
     """The rows of a table, of a 16-bit one without widening the rest."""
     real, shape = as_tensor(e, table), (*size_of(rows), *size_of(table)[1:])
     with e.emulation(False):
-        found = e.op("Gather", real, rows, axis=0, shape=shape)
+        found = row_lookup(e, real, rows, shape)
     return emulating(e, found, Value("", table.dtype, shape))
 
 

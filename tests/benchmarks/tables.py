@@ -1,8 +1,9 @@
-"""Steps over large embedding tables: ``python -m tests.benchmarks.tables [--torch-python PYTHON]``.
+"""Steps over large embedding tables: ``python -m tests.benchmarks.tables [--torch-python PYTHON] [--sweep]``.
 
 A bag of 20 ids for each of 512 examples, a table of width 16 with lazy Adam, two dense layers with Adam, one thread. The
 table has 10,000 rows, and 10,000,000; beside it torch's ``EmbeddingBag(sparse=True)`` with ``SparseAdam`` and ``Adam``, in
-an environment of its own. Times are process time, medians of the steps; programs run in turn.
+an environment of its own. Times are process time, medians of the steps; programs run in turn. ``--sweep`` has other
+optimizers, widths and batches instead, in fp32.
 """
 
 from __future__ import annotations
@@ -40,19 +41,31 @@ print(json.dumps(times))
 """
 
 
-def ours(rows: int, mode: str) -> list[float]:
+#: The optimizers of a sweep, by name.
+OPTIMIZERS: dict[str, dict[str, bool]] = {
+    "SGD": {},
+    "Momentum": {"lazy_mode": True},
+    "Adagrad": {},
+    "RowWiseAdagrad": {"row_wise": True},
+    "Adam": {"lazy_mode": True},
+    "AdamW": {"lazy_mode": True},
+}
+
+
+def ours(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: int = BATCH) -> list[float]:
     """The times of the steps, seconds."""
     import amp_transpiler as amp
     from amp_transpiler.nn import functional as F
 
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
-        x, begins = amp.data("x", [BATCH * IDS], "int64"), amp.data("offsets", [BATCH], "int64")
-        y = amp.data("y", [BATCH, 1], "float32")
-        bag = amp.nn.embedding_bag(x, [rows, WIDTH], begins, "sum", is_sparse=True)
+        x, begins = amp.data("x", [batch * IDS], "int64"), amp.data("offsets", [batch], "int64")
+        y = amp.data("y", [batch, 1], "float32")
+        bag = amp.nn.embedding_bag(x, [rows, width], begins, "sum", is_sparse=True)
         error = amp.nn.fc(amp.nn.fc(bag, HIDDEN, act="relu"), 1) - y
         loss = F.mean(error * error)
-        optimizer = amp.optimizer.Adam(0.01, lazy_mode=True, multi_precision=True)
+        kind = getattr(amp.optimizer, name.removeprefix("RowWise"))
+        optimizer = kind(0.01, multi_precision=True, **OPTIMIZERS[name])
         if mode != "fp32":
             optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False)
         optimizer.minimize(loss, startup)
@@ -60,10 +73,10 @@ def ours(rows: int, mode: str) -> list[float]:
     exe.run(startup, scope=scope)
     if mode != "fp32":
         optimizer.amp_init(amp.CPUPlace(), scope=scope)
-    times, offsets = [], np.arange(0, BATCH * IDS, IDS)
+    times, offsets = [], np.arange(0, batch * IDS, IDS)
     for step in range(STEPS):
         rng = np.random.default_rng(step)
-        feed = {"x": rng.integers(0, rows, BATCH * IDS), "offsets": offsets, "y": rng.random((BATCH, 1), np.float32)}
+        feed = {"x": rng.integers(0, rows, batch * IDS), "offsets": offsets, "y": rng.random((batch, 1), np.float32)}
         begin = time.process_time()
         exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
         times.append(time.process_time() - begin)
@@ -73,13 +86,19 @@ def ours(rows: int, mode: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", metavar="PYTHON", help="an interpreter of another environment that has torch")
-    parser.add_argument("--one", nargs=2, metavar=("ROWS", "MODE"), help="print the times of one program")
+    parser.add_argument("--sweep", action="store_true", help="other optimizers, widths and batches")
+    parser.add_argument("--one", metavar="ARGUMENTS", help="print the times of one program, in JSON its arguments")
     chosen = parser.parse_args()
     if chosen.one:
-        print(json.dumps(ours(int(chosen.one[0]), chosen.one[1])))
+        print(json.dumps(ours(*json.loads(chosen.one))))
         return
+    kinds: dict[str, tuple[object, ...]] = {mode: (mode,) for mode in ("fp32", "mixed", "pure")}
+    if chosen.sweep:
+        kinds = {name: ("fp32", name) for name in OPTIMIZERS}
+        kinds |= {f"Adam, width {width}": ("fp32", "Adam", width) for width in (8, 32)}
+        kinds |= {f"Adam, batch {batch}": ("fp32", "Adam", WIDTH, batch) for batch in (128, 2048)}
     here = [sys.executable, "-m", "tests.benchmarks.tables", "--one"]
-    programs = {(mode, rows): [*here, str(rows), mode] for mode in ("fp32", "mixed", "pure") for rows in ROWS}
+    programs = {(name, rows): [*here, json.dumps([rows, *kind])] for name, kind in kinds.items() for rows in ROWS}
     if chosen.torch_python:
         sizes = [str(n) for n in (WIDTH, BATCH, IDS, HIDDEN, STEPS)]
         programs |= {("torch", rows): [chosen.torch_python, "-c", TORCH, str(rows), *sizes] for rows in ROWS}

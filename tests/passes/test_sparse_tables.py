@@ -54,6 +54,16 @@ def test_a_table_of_an_imported_model() -> None:
     assert "SparseSGD" not in {op.type for op in dense[0].operators}
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_how_rows_are_looked_up(kind: str) -> None:
+    """On CPU by the kernel that does not wait for each row; in a dense table as the program says."""
+    for pattern, on_cpu in (("table", "GatherND"), (None, "Gather")):
+        program, _ = imported(pattern)
+        lowered = program.lower(amp.CPUPlace() if kind == "cpu" else amp.CUDAPlace(0))
+        found = [node.op_type for node in lowered.model.graph.node if "table" in node.input]
+        assert found == [on_cpu if kind == "cpu" else "Gather"]
+
+
 def test_marks_that_fit_nothing_are_errors() -> None:
     program, loss = imported(None)
     for patterns, said in (

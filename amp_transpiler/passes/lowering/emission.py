@@ -47,6 +47,7 @@ from amp_transpiler.passes.lowering.lowered import (
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
+from amp_transpiler.passes.lowering.table_lookups import emit_lookup
 from amp_transpiler.passes.lowering.tensor_types import foreign_types
 from amp_transpiler.passes.lowering.wanted import Wanted
 
@@ -152,14 +153,14 @@ class _Emission(EmulatedStorage):
         port = Port(variable.name, variable.name, variable.dtype or "", shape)
         (self.result.states if variable.persistable else self.result.feeds).append(port)
         value = Value(variable.name, variable.dtype or "", static(shape))
-        self.env[variable.key] = self._emulated(value)
+        self.env[variable.key] = self.emulated(value)
 
     def _flat_source(self, flat: FlatState) -> None:
         """The flat state, of which the tensors of its variables are the parts."""
         name, dtype, shape = flat.name, flat.dtype, flat.rows.shape
         self.inputs.append(onnx.ValueInfoProto(name=name, type=type_proto(dtype, shape)))
         self.result.states.append(Port(name, name, dtype, shape, flat.segments))
-        whole = self._emulated(Value(name, dtype, shape))
+        whole = self.emulated(Value(name, dtype, shape))
         remember_state(self.e, [self.env[v.key] for v in flat.states], whole, flat.cast_whole)
 
     def _constant(self, variable: Variable) -> Value:
@@ -209,7 +210,8 @@ class _Emission(EmulatedStorage):
         elif lowering_rule_of(op) is None or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-            if not (emit_known(self, op) or emit_biased(self, self.biased.get(op.key), op) or emit_multiple(self, op)):
+            known = emit_known(self, op) or emit_biased(self, self.biased.get(op.key), op)
+            if not (known or emit_multiple(self, op) or emit_lookup(self, op)):
                 self._standard(op)
 
     def _cast(self, op: Operator) -> None:
@@ -272,9 +274,7 @@ class _Emission(EmulatedStorage):
         real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits or self._looks_up(op))
         inputs = [None if v is None else self.read(op, v) for v in op.inputs]
         if real:
-            inputs = [
-                None if v is None or i is None else self._real(v, i) for v, i in zip(op.inputs, inputs, strict=True)
-            ]
+            inputs = [self.real(v, i) if v and i else None for v, i in zip(op.inputs, inputs, strict=True)]
         first = op.outputs[0] if op.outputs else None
         if self.shapes is not None and first is not None:
             made = by_channel(self.e, op, inputs, static(self.shapes[first][1]))
@@ -302,7 +302,7 @@ class _Emission(EmulatedStorage):
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
                 self.e.given[value.name] = value
-                self.env[v.key] = self._emulated(value) if real else self.finished(v, value, exact)
+                self.env[v.key] = self.emulated(value) if real else self.finished(v, value, exact)
 
     def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         protos = op.attrs.protos()

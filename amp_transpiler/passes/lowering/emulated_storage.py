@@ -36,7 +36,7 @@ class EmulatedStorage:
         """Whether the program has gradients."""
         return any(op.role == BACKWARD for op in self.program.operators)
 
-    def _emulated(self, value: Value) -> Value:
+    def emulated(self, value: Value) -> Value:
         """A real tensor as this place stores it."""
         if not self.cpu or value.dtype not in HALF:
             return value
@@ -90,7 +90,8 @@ class EmulatedStorage:
         v = op.input(0) if traits_of(op).lookup else None
         return v is not None and v.producer is None and v.dtype in HALF
 
-    def _real(self, variable: Variable, value: Value) -> Value:
+    def real(self, variable: Variable, value: Value) -> Value:
+        """The tensor of the variable's own type: the 16-bit one that an fp32 one stands for."""
         return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
 
     def _held_as(self, value: Value, dtype: str) -> Value:

@@ -79,7 +79,7 @@ class BadStep:
             return self._blended(*(self.held(name, depth - 1) for name in node.input))
         if node.op_type == "If":
             return self._branch(node, tensor, depth - 1)
-        if node.op_type in ("Gather", "ScatterND"):
+        if node.op_type in ("Gather", "GatherND", "ScatterND"):
             return self._of_rows(node, depth - 1)
         rule = _RULES.get(node.op_type)
         return _UNKNOWN if rule is None else rule(*(self.held(name, depth - 1) for name in node.input))
@@ -104,8 +104,8 @@ class BadStep:
     def _of_rows(self, node: onnx.NodeProto, depth: int) -> Held:
         """Some rows of a state, or a state of which some rows were written: with themselves, as far as is known."""
         whole, rows = self.held(node.input[0], depth), self._behind_views(node.input[1])
-        if node.op_type == "Gather":
-            along = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        if node.op_type != "ScatterND":  # of several axes, or of another one, it would have other attributes
+            along = next((attribute.i for attribute in node.attribute), 0)
             return replace(whole, rows=rows) if whole.state and not whole.rows and along == 0 else _UNKNOWN
         written = self.held(node.input[2], depth)
         same = whole.state == written.state != "" and not whole.rows and written.rows == rows
