@@ -41,7 +41,6 @@ class _Alike:
         self.open: OpenModel | None = None
         self.step: Step | None = None
         self.closed = False  # what is not served yet gets sessions of its own
-        self.shapes: list[Mapping[str, Inferred]] = []  # what onnxruntime infers of each sample; empty: not yet known
         self.size_check: SizeCheck | None = None
 
     @cached_property
@@ -56,34 +55,33 @@ class _Alike:
         """
         inputs = None if self.open is None else self.open.inputs(sized)
         if inputs is not None:
-            self._check_part(sized, check)
-        elif self.closed:
-            return None
-        else:
-            shapes = _shapes(lowered.model, check)
+            self._check_sizes(sized, check)
+        elif not self.closed:
             opened = OpenModel([*self.samples, sized])
-            step = self._made(opened, lowered, make)
-            if step is None:
-                self.closed = True
-                return None
-            self.shapes = self.shapes or [_shapes(self.model, check)]
-            self.samples.append(sized)
-            self.shapes.append(shapes)
-            self.open, self.step, inputs, self.size_check = opened, step, opened.inputs(sized), None
+            step = self._made(opened, sized, lowered, make, check)
+            self.closed = step is None
+            if step is not None:
+                self.samples.append(sized)
+                self.open, self.step, inputs = opened, step, opened.inputs(sized)
         return None if inputs is None or self.step is None else self.step.resized(lowered, inputs)
 
-    def _check_part(self, sized: Sized, check: Check) -> None:
-        """Raise where sizes do not fit of a model that the open one serves."""
-        assert self.open is not None
-        self.size_check = self.size_check or SizeCheck(self.open, self.shapes)
-        with suppress(ExecutionError, PlaceError):
-            if self.size_check.serves and self.size_check.fits(check(self.size_check.part(sized))):
-                return
+    def _check_sizes(self, sized: Sized, check: Check) -> None:
+        """Raise where the sizes of a model that the open one serves do not fit."""
+        if self.size_check is not None and self.size_check.serves:
+            with suppress(ExecutionError, PlaceError):
+                if self.size_check.fits(check(self.size_check.part(sized))):
+                    return
         check(sized.model)  # it says what is wrong with the whole
 
-    def _made(self, opened: OpenModel, lowered: Lowered, make: Make) -> Step | None:
+    def _made(self, opened: OpenModel, sized: Sized, lowered: Lowered, make: Make, check: Check) -> Step | None:
         if opened.model is None:
             return None
+        models = [self.model, sized.model] if self.size_check is None else [sized.model]
+        shapes = [] if self.size_check is None else self.size_check.shapes
+        size_check = SizeCheck(opened, shapes + [_shapes(model, check) for model in models])
+        if not size_check.serves:
+            check(sized.model)
+        self.size_check = size_check
         try:
             step, graph = make(opened.model, lowered)
         except (ExecutionError, PlaceError):
@@ -117,10 +115,9 @@ class OpenSteps:
 
 
 def _shapes(model: onnx.ModelProto, check: Check) -> Mapping[str, Inferred]:
-    """What onnxruntime infers of all that the nodes of a model make; empty where it tells only when it runs."""
+    """What onnxruntime infers of what the nodes of a model make; nothing where it refuses that."""
     with suppress(ExecutionError, PlaceError):
         return check(watched(model))
-    check(model)
     return {}
 
 

@@ -14,6 +14,7 @@ import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering import node_order
 from amp_transpiler.passes.lowering.liveness import plan
+from amp_transpiler.passes.lowering.lowered import row
 from amp_transpiler.runtime.graph_optimizers import useless_optimizers
 from tests.helpers.benchmark_programs import step as benchmark
 
@@ -52,7 +53,7 @@ def test_a_scalar_that_is_handed_on_stays_the_same_bits(kind: str, number: float
         make = helper.make_node("Neg", ["x"], ["s"])
         number = -number
     reads = [helper.make_node("Reshape", ["s", "shape"], [f"y{i}"]) for i in range(count)]
-    nodes, _ = node_order.handed_on([make, *reads], [None] * (count + 1), {"s": kind}, _fresh())
+    nodes = [each.node for each in node_order.handed_on([*map(row, [make, *reads])], {"s": kind}, _fresh())]
     readers: dict[str, int] = {}
     for node in nodes:
         for name in set(node.input) & ({"s"} | {n for n in node.input if n.startswith("link")}):
@@ -111,9 +112,9 @@ def _trained() -> tuple[list[bytes], dict[str, bytes]]:
 def test_a_step_gives_the_same_bits_as_in_the_order_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad steps included: the scale begins too high."""
     with monkeypatch.context() as patch:
-        patch.setattr(node_order, "listed", lambda nodes, origins, feeds: (nodes, origins))
-        patch.setattr(node_order, "handed_on", lambda nodes, origins, scalars, fresh: (nodes, origins))
-        patch.setattr(node_order, "fetched_last", lambda nodes, origins, updates: (nodes, origins))
+        patch.setattr(node_order, "listed", lambda rows, feeds: rows)
+        patch.setattr(node_order, "handed_on", lambda rows, scalars, fresh: rows)
+        patch.setattr(node_order, "fetched_last", lambda rows, updates: rows)
         expected = _trained()
     for limit in ("_HOT", "_GROUP", "_ROWS"):
         monkeypatch.setattr(node_order, limit, 3)

@@ -41,9 +41,9 @@ from amp_transpiler.passes.lowering.lowered import (
     live,
     needed,
     nested_type,
-    rename_tensors,
+    renamed,
+    row,
     static,
-    used_tensors,
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
@@ -101,24 +101,26 @@ class _Emission(EmulatedStorage):
         for op in self.order:
             self.operator(op)
             self.result.origins += [op] * (len(self.e.nodes) - len(self.result.origins))
-        outputs = self._ports()
+        outputs, rename = self._ports()
         wanted, updates = {info.name for info in outputs}, {port.tensor for port in self.result.updates}
         feeds = {port.tensor: port.shape for port in self.result.feeds}
-        self.e.nodes, self.result.origins = live(self.e.nodes, self.result.origins, wanted)
-        self.e.nodes, self.result.origins = arranged(self.e, waiting(self.e, self.result), updates, feeds)
-        graph = onnx.GraphProto(name=self.program.graph_name, node=self.e.nodes)
-        used = used_tensors(self.e.nodes)  # a rule may have read a constant while it was written, and not emitted it
+        rows = live(renamed([row(*pair) for pair in zip_longest(self.e.nodes, self.result.origins)], rename), wanted)
+        rows = arranged(self.e, waiting(self.e, self.result, rows), updates, feeds)
+        self.result.origins = [each.origin for each in rows]
+        model = self.result.model
+        graph = model.graph
+        graph.name = self.program.graph_name
+        graph.node.extend(each.node for each in rows)
+        used = {name for each in rows for name in each.reads}  # a rule may have read a constant, and not emitted it
         graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
-        unread = self.layout.unread(self.result.states, used | {info.name for info in outputs})
+        unread = self.layout.unread(self.result.states, used | wanted)
         self.result.states = [port for port in self.result.states if port.variable not in unread]
         graph.input.extend(info for info in self.inputs if info.name not in unread)
         graph.output.extend(outputs)
         graph.value_info.extend(foreign_types(graph, self.e.foreign))
-        model = self.result.model
         own = min(self.program.info.ir_version, TARGET_IR_VERSION)
         model.ir_version = max(8, own) if self.e.opset < TARGET_OPSET else TARGET_IR_VERSION
         model.producer_name = "amp_transpiler"
-        model.graph.CopyFrom(graph)
         for domain, version in sorted((dict.fromkeys(self.e.domains, 1) | self.domains).items()):
             model.opset_import.append(onnx.helper.make_opsetid(domain, version))
         return self.result
@@ -349,7 +351,8 @@ class _Emission(EmulatedStorage):
         return graph
 
     # -- outputs ------------------------------------------------------------------------------------------
-    def _ports(self) -> list[onnx.ValueInfoProto]:
+    def _ports(self) -> tuple[list[onnx.ValueInfoProto], dict[str, str]]:
+        """The outputs, and the tensors that are to be renamed for them."""
         self.e.prefix = ""
         taken = {i.name for i in self.inputs} | set(self.e.initializers)
         rename: dict[str, str] = {}
@@ -374,7 +377,6 @@ class _Emission(EmulatedStorage):
                 outputs.append(info)
             ports_list.append(Port(target.name, ports[variable.key, dtype], dtype or "", self._shape(variable)))
         outputs += [self._flat_output(state, rename) for state in self.layout.states]
-        rename_tensors(self.e.nodes, {old: new for old, new in rename.items() if old != new})
         self.result.joined_through = {
             rename.get(name, name): (rename.get(whole, whole), tuple(rename.get(n, n) for n in made_of))
             for name, (whole, made_of) in self.e.joined_through.items()
@@ -384,7 +386,7 @@ class _Emission(EmulatedStorage):
                 value = self.env[v.key]
                 shape = static(self._shape(v)) if value.shape is None else value.shape
                 self.result.tensors[v.name] = Value(rename.get(value.name, value.name), value.dtype, shape)
-        return outputs
+        return outputs, {old: new for old, new in rename.items() if old != new}
 
     def _flat_output(self, flat: FlatState, rename: dict[str, str]) -> onnx.ValueInfoProto:
         """The output of the new values of a flat state."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 
 import onnx
 
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import OWN, Operator
+from amp_transpiler.ir.nodes import OWN
 from amp_transpiler.ir.opdef import slots_of
 from amp_transpiler.passes.lowering.in_place import inputs_within, late_readers
-from amp_transpiler.passes.lowering.lowered import Lowered, Port
+from amp_transpiler.passes.lowering.lowered import Lowered, Port, Row, row
 
 #: Elements of a state from which on a second buffer is worth some small operators.
 _LARGE = 4096
@@ -28,19 +27,20 @@ Made = Mapping[str, tuple[int, onnx.NodeProto]]
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul"})
 
 
-def waiting(e: Emitter, emitted: Lowered) -> list[Operator | None]:
-    """Let the updates among the nodes emitted wait, on CPU; gives the operator of each node.
+def waiting(e: Emitter, emitted: Lowered, rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows of what was emitted with the updates among them waiting, on CPU.
 
     On a GPU place parameters lie in flat buffers, whose updates wait for the last of the gradients anyway.
     """
-    steps = dict.fromkeys(op for op in emitted.origins if op is not None and op.domain == OWN)
+    steps = dict.fromkeys(each.origin for each in rows if each.origin is not None and each.origin.domain == OWN)
     slots = [(op, slots_of(op.type)) for op in steps] if e.place == "cpu" else []
     if not any(each is not None and each.gated and op.input(0) is None for op, each in slots):
-        return list(emitted.origins)
+        return rows
     own = {port.variable: port.tensor for port in emitted.states if len(port.segments) < 2}
-    made = {name: (place, node) for place, node in enumerate(e.nodes) for name in node.output}
+    made = {name: (place, each.node) for place, each in enumerate(rows) for name in each.makes}
     large = [u for u in emitted.updates if u.variable in own and u.tensor in made and _size(u) >= _LARGE]
-    graph, pairs = onnx.GraphProto(node=e.nodes), [(own[update.variable], update.tensor) for update in large]
+    graph = onnx.GraphProto(node=[each.node for each in rows])
+    pairs = [(own[update.variable], update.tensor) for update in large]
     late = late_readers(graph, pairs, inputs_within(emitted.states))
     waits: dict[int, tuple[onnx.NodeProto, list[str]]] = {}
     for update, readers in zip(large, late, strict=True):
@@ -48,13 +48,14 @@ def waiting(e: Emitter, emitted: Lowered) -> list[Operator | None]:
         names = [node.output[0] for node in readers if node.op_type in _PRODUCTS and made[node.output[0]][0] < place]
         if scaling is not None and names and len(names) == len(readers):
             waits[place] = scaling, names
-    nodes, kept, e.nodes = list(e.nodes), list[Operator | None](), []
-    for place, (node, origin) in enumerate(zip_longest(nodes, emitted.origins)):
+    kept: list[Row] = []
+    e.nodes = []
+    for place, each in enumerate(rows):
         if place in waits:
             scaling, names = waits[place]
             scaling.input[-1] = _after(e, made, scaling.input[-1], names)
-        e.nodes.append(node)
-        kept += [origin] * (len(e.nodes) - len(kept))
+        kept += (row(node, each.origin) for node in (*e.nodes, each.node))
+        e.nodes = []
     return kept
 
 

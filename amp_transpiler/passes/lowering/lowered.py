@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,22 +78,49 @@ def needed(program: Graph, targets: Sequence[Variable]) -> list[Operator]:
     return kept[::-1]
 
 
-def live(
-    nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], outputs: set[str]
-) -> tuple[list[onnx.NodeProto], list[Operator | None]]:
-    """The nodes that the outputs depend on, each with its operator; one reverse sweep.
+@dataclass(slots=True)
+class Row:
+    """A node, and what it reads (by graphs nested in it too) and makes: reading that off a node takes a while.
+
+    ``origin``: the operator that it comes from.
+    """
+
+    node: onnx.NodeProto
+    origin: Operator | None
+    reads: Collection[str]
+    makes: list[str]
+
+
+def row(node: onnx.NodeProto, origin: Operator | None = None) -> Row:
+    """The row of a node."""
+    plain = not node.domain and node.op_type not in CONTROL
+    return Row(node, origin, list(node.input) if plain else used_tensors([node]), list(node.output))
+
+
+def live(rows: Sequence[Row], outputs: set[str]) -> list[Row]:
+    """The rows that the outputs depend on; one reverse sweep.
 
     A rule may compute what nobody asked it for, or a gradient read an activation for its shape alone; onnxruntime
     runs such nodes.
     """
     wanted = set(outputs)
-    kept: list[tuple[onnx.NodeProto, Operator | None]] = []
-    padded = [*origins, *[None] * (len(nodes) - len(origins))]
-    for node, origin in zip(reversed(nodes), reversed(padded), strict=True):
-        if not wanted.isdisjoint(node.output):
-            kept.append((node, origin))
-            wanted.update(node.input if not node.domain and node.op_type not in CONTROL else used_tensors([node]))
-    return [node for node, _ in reversed(kept)], [origin for _, origin in reversed(kept)]
+    kept: list[Row] = []
+    for each in reversed(rows):
+        if not wanted.isdisjoint(each.makes):
+            kept.append(each)
+            wanted.update(each.reads)
+    return kept[::-1]
+
+
+def renamed(rows: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
+    """The rows with tensors renamed, in the graphs nested in nodes too."""
+    found: list[Row] = []
+    for each in rows:
+        if not (names.keys().isdisjoint(each.reads) and names.keys().isdisjoint(each.makes)):
+            rename_tensors([each.node], names)
+            each = row(each.node, each.origin)
+        found.append(each)
+    return found
 
 
 def static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
@@ -141,7 +168,7 @@ def emulated_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:
     return proto
 
 
-def rename_tensors(nodes: Sequence[onnx.NodeProto], names: dict[str, str]) -> None:
+def rename_tensors(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> None:
     """Rename tensors in nodes and in the graphs nested in them."""
     if not names:
         return

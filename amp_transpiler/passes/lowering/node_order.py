@@ -25,12 +25,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import onnx
 
-from amp_transpiler.ir.control import CONTROL
 from amp_transpiler.ir.emitter import Emitter
-from amp_transpiler.ir.nodes import FORWARD, Operator, Shape
+from amp_transpiler.ir.nodes import FORWARD, Shape
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF, NAMES
-from amp_transpiler.passes.lowering.lowered import live, static, used_tensors
+from amp_transpiler.passes.lowering.lowered import Row, live, row, static
 
 #: Readers of one scalar from which on it is handed on, and the readers of each link.
 _HOT, _GROUP = 256, 64
@@ -40,69 +39,59 @@ _ROWS = 2048
 #: What a link computes of two equal scalars.
 _LINK = {"bool": "And", "float32": "Max", "float64": "Max"}
 
-Nodes = list[onnx.NodeProto]
-Origins = list[Operator | None]
 
+def arranged(e: Emitter, rows: Sequence[Row], updates: set[str], feeds: Mapping[str, Shape | None]) -> list[Row]:
+    """What was emitted, with links and in order.
 
-def arranged(
-    e: Emitter,
-    origins: Sequence[Operator | None],
-    updates: set[str],
-    feeds: Mapping[str, Shape | None],
-) -> tuple[Nodes, Origins]:
-    """The nodes emitted, with links and in order, each with its operator.
-
-    ``updates``: what they make that is a new value of state. ``feeds``: the tensors that are fed, with their shapes.
+    ``updates``: what nodes make that is a new value of state. ``feeds``: the tensors that are fed, with their shapes.
     """
-    nodes, kept = fetched_last(e.nodes, origins, updates)
-    nodes, kept = cast_again(e, nodes, kept, feeds)
-    return listed(*handed_on(nodes, kept, e.scalars, e.name), feeds)
+    return listed(handed_on(cast_again(e, fetched_last(rows, updates), feeds), e.scalars, e.name), feeds)
 
 
-def fetched_last(
-    nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], updates: set[str]
-) -> tuple[Nodes, Origins]:
-    """The nodes, those behind the others that no update depends on."""
-    needed = {node.output[0] for node in live(nodes, origins, updates)[0]} if updates else set()
-    order = sorted(range(len(nodes)), key=lambda i: nodes[i].output[0] not in needed)
-    return [nodes[i] for i in order], [origins[i] for i in order]
+def fetched_last(rows: Sequence[Row], updates: set[str]) -> list[Row]:
+    """The rows, those behind the others that no update depends on."""
+    needed = {each.makes[0] for each in live(rows, updates)} if updates else set()
+    return sorted(rows, key=lambda each: each.makes[0] not in needed)
 
 
-def cast_again(
-    e: Emitter, nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], feeds: Mapping[str, Shape | None]
-) -> tuple[Nodes, Origins]:
-    """The nodes with a second cast of feeds that forward and backward operators read in 16 bit.
+def cast_again(e: Emitter, rows: Sequence[Row], feeds: Mapping[str, Shape | None]) -> list[Row]:
+    """The rows with a second cast of feeds that forward and backward operators read in 16 bit.
 
     It casts another view of the feed: of two equal casts onnxruntime would make one.
     """
+    fed = {name for name, shape in feeds.items() if static(shape)}
     casts = {
-        node.output[0]: node
-        for node in nodes
-        if node.op_type == "Cast" and static(feeds.get(node.input[0])) and NAMES.get(node.attribute[0].i) in HALF
+        each.makes[0]: each.node
+        for each in rows
+        if not fed.isdisjoint(each.reads)
+        and each.node.op_type == "Cast"
+        and each.node.input[0] in fed
+        and NAMES.get(each.node.attribute[0].i) in HALF
     }
     if not casts:
-        return list(nodes), list(origins)
-    again: dict[str, Nodes] = {}
+        return list(rows)
+    again: dict[str, list[onnx.NodeProto]] = {}
     ahead: set[str] = set()
-    for node, origin in zip(nodes, origins, strict=True):
-        forward = origin is None or origin.role == FORWARD
-        for slot, name in enumerate(node.input) if not casts.keys().isdisjoint(node.input) else ():
+    changed: dict[int, Row] = {}
+    for place, each in enumerate(rows):
+        if casts.keys().isdisjoint(each.reads):
+            continue
+        forward = each.origin is None or each.origin.role == FORWARD
+        for slot, name in enumerate(each.node.input):
             if name in casts and forward:
                 ahead.add(name)
             elif name in casts and name in ahead:
                 if name not in again:
                     again[name] = _cast_of_view(e, casts[name], static(feeds[casts[name].input[0]]) or ())
-                node.input[slot] = again[name][-1].output[0]
-    kept: Nodes = []
-    owners: Origins = []
-    for node, origin in zip(nodes, origins, strict=True):
-        more = again.get(node.output[0], [])
-        kept += [node, *more]
-        owners += [origin] * (1 + len(more))
-    return kept, owners
+                each.node.input[slot] = again[name][-1].output[0]
+                changed[place] = row(each.node, each.origin)
+    kept: list[Row] = []
+    for place, each in enumerate(rows):
+        kept += [changed.get(place, each), *(row(node, each.origin) for node in again.get(each.makes[0], ()))]
+    return kept
 
 
-def _cast_of_view(e: Emitter, cast: onnx.NodeProto, shape: tuple[int, ...]) -> Nodes:
+def _cast_of_view(e: Emitter, cast: onnx.NodeProto, shape: tuple[int, ...]) -> list[onnx.NodeProto]:
     other = e.ints(-1) if len(shape) > 1 else e.ints(1, -1)
     view, narrow, result = (e.name(kind) for kind in ("Reshape", "Cast", "Reshape"))
     twin = onnx.helper.make_node("Cast", [view], [narrow], narrow)
@@ -114,69 +103,64 @@ def _cast_of_view(e: Emitter, cast: onnx.NodeProto, shape: tuple[int, ...]) -> N
     ]
 
 
-def handed_on(
-    nodes: Sequence[onnx.NodeProto],
-    origins: Sequence[Operator | None],
-    scalars: Mapping[str, str],
-    fresh: Callable[[str], str],
-) -> tuple[Nodes, Origins]:
-    """The nodes with links for the scalars that very many of them read.
+def handed_on(rows: Sequence[Row], scalars: Mapping[str, str], fresh: Callable[[str], str]) -> list[Row]:
+    """The rows with links for the scalars that very many of them read.
 
     ``scalars``: the element types of tensors of one element, by name. ``fresh``: a new name.
     """
-    made = {name for node in nodes for name in scalars.keys() & node.output}
-    links = {name: _LINK[kind] for name, kind in scalars.items() if kind in _LINK and name in made}
-    readers = Counter(name for node in nodes for name in links.keys() & node.input)
+    links = {n: _LINK[scalars[n]] for each in rows for n in each.makes if n in scalars and scalars[n] in _LINK}
+    readers = Counter(name for each in rows if not links.keys().isdisjoint(each.reads) for name in _linked(each, links))
     hot = {name: links[name] for name, count in readers.items() if count > _HOT}
     if not hot:
-        return list(nodes), list(origins)
+        return list(rows)
     now = dict.fromkeys(hot, (0, ""))
-    kept: Nodes = []
-    owners: Origins = []
-    for node, origin in zip(nodes, origins, strict=True):
-        for name in sorted(hot.keys() & node.input):
+    kept: list[Row] = []
+    for each in rows:
+        for name in sorted(_linked(each, hot)) if not hot.keys().isdisjoint(each.reads) else ():
             count, link = now[name]
             if count and count % _GROUP == 0:
                 link = fresh(hot[name])
-                kept.append(onnx.helper.make_node(hot[name], [now[name][1] or name, name], [link], link))
-                owners.append(origin)
+                node = onnx.helper.make_node(hot[name], [now[name][1] or name, name], [link], link)
+                kept.append(row(node, each.origin))
             now[name] = (count + 1, link)
-            for slot, read in enumerate(node.input):
+            for slot, read in enumerate(each.node.input):
                 if read == name and link:
-                    node.input[slot] = link
-        kept.append(node)
-        owners.append(origin)
-    return kept, owners
+                    each.node.input[slot] = link
+            each = row(each.node, each.origin)
+        kept.append(each)
+    return kept
 
 
-def listed(
-    nodes: Sequence[onnx.NodeProto], origins: Sequence[Operator | None], feeds: Collection[str]
-) -> tuple[Nodes, Origins]:
-    """The nodes in an order in which few are ready at a time; every node behind those that it reads.
+def _linked(each: Row, links: Mapping[str, str]) -> set[str]:
+    """The scalars that the node itself reads."""
+    return links.keys() & set(each.node.input)
+
+
+def listed(rows: Sequence[Row], feeds: Collection[str]) -> list[Row]:
+    """The rows in an order in which few are ready at a time; every node behind those that it reads.
 
     ``feeds``: the tensors that are fed.
     """
     fed = set(feeds)
-    many = {op.key for op in dict.fromkeys(origins) if op is not None and len(op.inputs) > _ROWS}
-    pairs = zip(nodes, origins, strict=True)
-    counts = Counter(op.key for node, op in pairs if op is not None and op.key in many and not _is_view(node))
+    origins = dict.fromkeys(each.origin for each in rows)
+    many = {op.key for op in origins if op is not None and len(op.inputs) > _ROWS}
+    owned = [(each.node, each.origin.key) for each in rows if each.origin is not None and each.origin.key in many]
+    counts = Counter(key for node, key in owned if not _is_view(node))
     after: dict[str, int] = {}  # tensor -> the place of the node behind which it is made
     places: list[tuple[int, int]] = []
-    for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
-        read = used_tensors([node]) if node.domain or node.op_type in CONTROL else node.input
+    for i, each in enumerate(rows):
         place = (i, -1)
-        if fed.isdisjoint(read):
+        if fed.isdisjoint(each.reads):
             place = (-1, i)
         else:
-            fed.update(filter(None, node.output))
-            if origin is not None and counts[origin.key] > _ROWS:
-                behind = max((after[name] for name in read if name in after), default=-1)
+            fed.update(filter(None, each.makes))
+            if each.origin is not None and counts[each.origin.key] > _ROWS:
+                behind = max((after[name] for name in each.reads if name in after), default=-1)
                 place = (behind, i) if behind >= 0 else place
         if many:
-            after.update((name, place[0]) for name in node.output if name)
+            after.update((name, place[0]) for name in each.makes if name)
         places.append(place)
-    order = sorted(range(len(nodes)), key=places.__getitem__)
-    return [nodes[i] for i in order], [origins[i] for i in order]
+    return [rows[i] for i in sorted(range(len(rows)), key=places.__getitem__)]
 
 
 def _is_view(node: onnx.NodeProto) -> bool:

@@ -2,8 +2,8 @@
 
 onnxruntime finds that while it loads a model: it infers every shape anew, from node to node. Of models that are alike
 
-- most nodes read tensors of one shape each time, as the update of a parameter does. What was found of these holds
-  again if the others make what they made;
+- most nodes read tensors of one shape each time, as the update of a parameter does, and so make what they made. What
+  was found of these holds again if the others make what they made;
 - many others are the same operator and read tensors whose shapes were equal each time, as those of layers do. One of
   them is enough, if what they make has equal shapes again.
 
@@ -24,12 +24,22 @@ _WHOLE = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
 
 #: Element type and sizes of a tensor, as onnxruntime infers them; a size that it cannot tell is no number.
 Inferred = tuple[int, tuple[int | str | None, ...]]
+_UNKNOWN: Inferred = 0, ()
 
 
 def watched(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with everything that its nodes make as an output, so that loading it tells their shapes."""
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
+    """The model with everything that its nodes make as an output, so that loading it tells their shapes.
+
+    It lacks the nodes that hold graphs, which take most of the time to load, and those that depend on them.
+    """
+    found, lost = _without_graph(model), set[str]()
+    for node in model.graph.node:
+        if lost.isdisjoint(node.input) and next(nested_graphs(node), None) is None:
+            found.graph.node.append(node)
+        else:
+            lost.update(node.output)
+    found.graph.initializer.extend(model.graph.initializer)
+    found.graph.input.extend(model.graph.input)
     _watch(found, model)
     return found
 
@@ -38,7 +48,6 @@ def _watch(model: onnx.ModelProto, declared: onnx.ModelProto) -> None:
     """Let a model give all that its nodes make, of the types that another one declares."""
     infos = {info.name: info for info in (*declared.graph.value_info, *declared.graph.output)}
     made = [name for node in model.graph.node for name in node.output if name]
-    del model.graph.value_info[:], model.graph.output[:]
     model.graph.output.extend(infos.get(name) or onnx.ValueInfoProto(name=name) for name in made)
 
 
@@ -50,10 +59,10 @@ class SizeCheck:
 
     def __init__(self, opened: OpenModel, shapes: Sequence[Mapping[str, Inferred]]) -> None:
         assert opened.model is not None
-        graph, self.opened = opened.model.graph, opened
+        graph, self.opened, self.shapes = opened.model.graph, opened, list(shapes)
         given = {info.name: _declared(info) for info in graph.input if info.name not in opened.names}
         always = {name: (found,) * len(shapes) for name, found in given.items() if _is_known(found)}
-        columns = always | {name: tuple(known[name] for known in shapes) for name in shapes[0]}
+        columns = always | {name: tuple(known.get(name, _UNKNOWN) for known in shapes) for name in shapes[0]}
         vary = {name for name, column in columns.items() if len(set(column)) > 1}
         vary |= opened.names | given.keys() - always.keys()
         first: dict[Hashable, str] = {}
@@ -71,13 +80,14 @@ class SizeCheck:
                 kinds[kind] = twin = onnx.NodeProto()
                 twin.CopyFrom(node)
                 twin.input[:] = read
-        #: Whether the part tells: where all shapes are known, and no graph is nested in a node of it.
-        self.serves = all(_is_known(found) for column in columns.values() for found in column)
-        self.serves &= not any(next(nested_graphs(node), None) for node in kinds.values())
         self.head = _without_graph(opened.model)
         self.head.graph.node.extend(kinds.values())
         self.used = used_tensors(list(kinds.values()))
         within = {name for node in kinds.values() for name in node.output}
+        unseen = {name for node in graph.node for name in node.output} - columns.keys()
+        #: Whether the part tells, which it does where all shapes in it are known.
+        self.serves = all(_is_known(found) for column in columns.values() for found in column)
+        self.serves &= unseen.isdisjoint(self.used | within)
         self.head.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in self.used)
         self.head.graph.input.extend(
             onnx.helper.make_tensor_value_info(name, *self.fixed[name])

@@ -18,7 +18,7 @@ from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
-from amp_transpiler.passes.lowering.lowered import Lowered, Port, live, rename_tensors, used_tensors
+from amp_transpiler.passes.lowering.lowered import Lowered, Port, live, rename_tensors, row, used_tensors
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float, origin
 
@@ -115,7 +115,7 @@ class _Switching:
                     if name in node.output:
                         self.made.setdefault(name, self._tag(op))
         self._outputs()
-        self.nodes, _ = live(self.nodes, [], {info.name for info in self.graph.output})
+        self.nodes = [each.node for each in live([*map(row, self.nodes)], {info.name for info in self.graph.output})]
         used = used_tensors(self.nodes)
         initializers = [t for t in self.graph.initializer if t.name in used]
         del self.graph.node[:], self.graph.initializer[:]
