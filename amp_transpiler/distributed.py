@@ -18,12 +18,14 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedE
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.option_checks import choice, number, shown
+from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.collective import nccl
 from amp_transpiler.runtime.collective.current import (
     current,
     get_engine,
     is_initialized,
+    local_rank,
     of_process,
     rank,
     set_of_process,
@@ -50,7 +52,7 @@ _Result = TypeVar("_Result")
 _TIMEOUT, _SECONDS = "AMP_DISTRIBUTED_TIMEOUT", 600.0
 
 
-def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
+def init(engine: str | Engine = "auto", timeout: float | None = None, place: Place | None = None) -> Engine:
     """Makes this process one of several ranks. A second call gives the engine of the first.
 
     Args:
@@ -59,8 +61,10 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
             be installed. An :class:`Engine`: that one.
         timeout: seconds after which a call that waits for other ranks ends with DistributedError; the environment
             variable ``AMP_DISTRIBUTED_TIMEOUT``, or 600, where None.
+        place: with ``"nccl"``, the device of this rank: ``CUDAPlace(local_rank())`` where None.
 
-    From here on an exception that nothing catches ends all ranks, with the message of the one that raised it.
+    The engine's ``place`` is where this rank trains: ``amp.Executor(engine.place)``. From here on an exception that
+    nothing catches ends all ranks, with the message of the one that raised it.
 
     Raises:
         MissingPackageError: several ranks, and mpi4py or an MPI is missing.
@@ -69,6 +73,8 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
     """
     if not isinstance(engine, Engine):
         engine = choice("amp.distributed.init: engine", engine, ("auto", "mpi", "nccl"))
+    if place is not None and (engine != "nccl" or not isinstance(place, CUDAPlace)):
+        raise ArgumentError(f"amp.distributed.init: place is {place!r}; expected a CUDAPlace, with init('nccl') alone")
     known = of_process()
     if known is not None:
         if engine is not known and engine not in ("auto", known.name):
@@ -85,7 +91,7 @@ def init(engine: str | Engine = "auto", timeout: float | None = None) -> Engine:
         made: Engine = engine
     elif engine == "nccl":
         modules = nccl.imported()
-        made = NcclEngine(_started(several_launched(), seconds), modules=modules)
+        made = NcclEngine(_started(several_launched(), seconds), place, modules)
     else:
         made = _started(engine == "mpi" or several_launched(), seconds)
     set_of_process(made)
@@ -282,6 +288,7 @@ __all__ = [
     "get_engine",
     "init",
     "is_initialized",
+    "local_rank",
     "rank",
     "shard",
     "shutdown",

@@ -314,10 +314,11 @@ class Emitter:
         return None if variable is None else self.known_values(variable)
 
     def scalar(self, what: str) -> Value:
-        """A run-time scalar ("zero" and "rank" float32, "seed" and "step" uint32) that no constant folding can see."""
+        """A run-time scalar ("zero", "rank", "remaining mean" float32, "seed", "step" uint32) that is never folded."""
         if self.runtime_scalar is not None:
             return self.runtime_scalar(what)
-        return self.const(np.zeros((), np.float32 if what == "zero" else np.uint32))
+        known = np.float32(what != "zero") if what == "zero" or what.startswith("remaining") else np.uint32(0)
+        return self.const(np.array(known))
 
     def graph(
         self, name: str, inputs: Sequence[Value], write: Callable[..., Sequence[Value]]

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ExecutionError
+from amp_transpiler.errors import DistributedError, ExecutionError
 from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ops.training.remaining import REMAINING
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
@@ -24,7 +25,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.chain import Chain
-from amp_transpiler.runtime.collective.current import current
+from amp_transpiler.runtime.collective.current import current, engine_on
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
@@ -138,7 +139,7 @@ class _Bindings:
         self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
         self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
         self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
-        for name, array in (scalar_values(step.scalars) | dict(step.sizes)).items():
+        for name, array in (scalar_values(step.scalars, step.place) | dict(step.sizes)).items():
             self.binding.bind_ortvalue_input(name, device_tensors.from_array(array, self.place))
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
@@ -169,6 +170,9 @@ class _Bindings:
                     self.binding.synchronize_outputs()
             else:
                 self.session.run_with_iobinding(self.binding, options)
+        except DistributedError:  # found before anything was updated
+            self._forget()
+            raise
         except Exception as error:  # onnxruntime's errors have no common base class
             self._forget()
             names = [name for target in self.targets if target.in_place for name in target.names]
@@ -286,7 +290,7 @@ class PlainStep:
         inputs = {p.tensor: feeds[p.variable] for p in self.feeds}
         inputs |= {s.tensor: device_tensors.to_array(self.states.gather(scope, s).whole) for s in self.states.flat}
         inputs |= {s.tensor: device_tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
-        inputs |= scalar_values(self.scalars)
+        inputs |= scalar_values(self.scalars, self.place)
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
         with watched(f"program '{self.program}'") as options:
             try:
@@ -303,11 +307,17 @@ class PlainStep:
         return list(results[:count])
 
 
-def scalar_values(names: Sequence[str]) -> dict[str, np.ndarray]:
+def scalar_values(names: Sequence[str], place: Place) -> dict[str, np.ndarray]:
     """What run-time scalars of these names hold in this process."""
-    engine = current()
-    known = {"@rank": 0 if engine is None else engine.rank}
-    return {name: np.array(known.get(name, 0), np.float32) for name in names}
+    return {name: np.array(_scalar_value(name.removeprefix("@"), place), np.float32) for name in names}
+
+
+def _scalar_value(what: str, place: Place) -> float:
+    if what.startswith(REMAINING):
+        engine = engine_on(place)
+        return 1.0 if engine is None else engine.remaining_factor("float16", what.removeprefix(REMAINING))
+    known = current()
+    return known.rank if what == "rank" and known is not None else 0.0
 
 
 def needs_plain(lowered: Lowered) -> bool:

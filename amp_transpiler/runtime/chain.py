@@ -22,15 +22,18 @@ from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowering.exchanges import Exchanged
 from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.parts import Parts, named_alike
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.buckets import Buckets
 from amp_transpiler.runtime.collective.current import several
+from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.journal import Journal
 from amp_transpiler.runtime.collective.thread import Work
 
 #: Elements up to which a tensor keeps its memory between runs.
 SMALL = 16384
-_NOTHING = ort.OrtValue.ortvalue_from_numpy(np.zeros((), np.float32))
+#: The run option that leaves a run on the stream that its session was given.
+_GOES_ON = ("disable_synchronize_execution_providers", "1")
 
 #: Element type and sizes (None: not fixed) of a tensor.
 Type = tuple[str, tuple[int | None, ...]]
@@ -41,12 +44,13 @@ Make = Callable[[onnx.ModelProto], tuple[Any, onnx.GraphProto | None]]
 
 
 def chained(
-    parts: Parts, make: Make, exchanged: Sequence[Exchanged] = ()
+    parts: Parts, make: Make, place: Place, exchanged: Sequence[Exchanged] = (), engine: Engine | None = None
 ) -> tuple[Chain | None, list[onnx.GraphProto | None]]:
-    """The parts as one session on CPU, and the graph of each; None where a part gives another what is no tensor.
+    """The parts as one session, and the graph of each; None where a part gives another what is no tensor.
 
     Parts that are equal but for names have one session, made by ``make``: those of layers that are alike.
-    ``exchanged``: what ranks exchange between parts, in the order in which it leaves.
+    ``exchanged``: what ranks exchange between parts, in the order in which it leaves; ``engine``: on whose stream the
+    sessions compute.
     """
     types: dict[str, Type] = {}
     made: dict[bytes, tuple[Any, onnx.GraphProto | None]] = {}
@@ -66,7 +70,7 @@ def chained(
             if not output.type.startswith("tensor("):
                 return None, graphs
             types[name] = _type(output)
-    return Chain(parts, sessions, names, types, exchanged), graphs
+    return Chain(parts, sessions, names, types, place, exchanged, engine), graphs
 
 
 def _type(output: Any) -> Type:
@@ -89,9 +93,13 @@ class Chain:
         sessions: Sequence[Any],
         names: Sequence[Mapping[str, str]],
         types: Mapping[str, Type],
+        place: Place,
         exchanged: Sequence[Exchanged] = (),
+        engine: Engine | None = None,
     ) -> None:
-        self.sessions, self.exchanged = sessions, exchanged
+        self.sessions, self.exchanged, self.place = sessions, exchanged, place
+        #: That on whose stream the sessions compute, where there is such a stream.
+        self.engine = engine if engine is not None and engine.stream else None
         travel = {tensor.name for each in exchanged for tensor in (*each.sent, *each.received)}
         #: What the session of each part calls tensors.
         self.names = names
@@ -114,10 +122,12 @@ class Chain:
 
 
 class Binding:
-    """Inputs and outputs of a chain, with what of onnxruntime's IOBinding a step on CPU asks for."""
+    """Inputs and outputs of a chain, with what of onnxruntime's IOBinding a step asks for."""
 
     def __init__(self, chain: Chain) -> None:
         self.sessions, self.names, self.last = chain.sessions, chain.names, chain.last
+        self.place, self.engine = chain.place, chain.engine
+        self.nothing = device_tensors.from_array(np.zeros((), np.float32), chain.place)
         self.parts = [session.io_binding() for session in chain.sessions]
         self.made_by = {name: part for part, names in enumerate(chain.outputs) for name in names}
         self.readers: dict[str, list[int]] = {}
@@ -128,10 +138,10 @@ class Binding:
         self.bound: dict[str, Any] = {}  # outputs of the whole as bound first: the value, None for one still to be made
         self.results: dict[str, Any] = {}
         for name, (dtype, shape) in chain.small.items():
-            value = device_tensors.empty(shape, dtype)
+            value = device_tensors.empty(shape, dtype, chain.place)
             self._bind_in_part(name, value)
             self.bind_ortvalue_input(name, value)
-        self.buckets = Buckets(chain.exchanged)
+        self.buckets = Buckets(chain.exchanged, chain.place, chain.engine)
         for name, value in self.buckets.views.items():
             if name in self.made_by:
                 self._bind_in_part(name, value)
@@ -151,7 +161,9 @@ class Binding:
             self._bind_in_part(name, None)
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
-        """Bind an input of the whole."""
+        """Bind an input of the whole. What several parts read is copied to the device once."""
+        if len(self.readers.get(name, ())) > 1 and not device_tensors.on(value, self.place):
+            value = device_tensors.copy_to(value, self.place)
         for part in self.readers.get(name, ()):
             self.parts[part].bind_ortvalue_input(self.names[part][name], value)
 
@@ -163,13 +175,13 @@ class Binding:
     def bind_output(self, name: str, device_type: str, device_id: int) -> None:
         """Ask for an output of the whole whose memory onnxruntime takes."""
         self.bound[name] = None
-        self._bind_in_part(name, None)
+        self._bind_in_part(name, None, (device_type, device_id))
 
-    def _bind_in_part(self, name: str, value: Any) -> None:
+    def _bind_in_part(self, name: str, value: Any, device: tuple[str, int] | None = None) -> None:
         part = self.made_by[name]
         self.order[part].setdefault(name, len(self.order[part]))
         if value is None:
-            self.parts[part].bind_output(self.names[part][name], "cpu", 0)
+            self.parts[part].bind_output(self.names[part][name], *(device or (self.place.kind, self.place.device_id)))
         else:
             self.parts[part].bind_ortvalue_output(self.names[part][name], value)
 
@@ -177,8 +189,33 @@ class Binding:
         """The values of the outputs of the whole, in the order in which they were bound first."""
         return list(self.results.values())
 
+    def synchronize_inputs(self) -> None:
+        """Wait for what copies inputs to the device."""
+        for part in self.parts:
+            part.synchronize_inputs()
+
+    def synchronize_outputs(self) -> None:
+        """Wait for what copies outputs from the device."""
+        for part in self.parts:
+            part.synchronize_outputs()
+
     def run(self, options: Any) -> None:
-        """Run the parts in turn. What is sent after a part travels until the first one that reads of it."""
+        """Run the parts in turn. What is sent after a part travels until the first one that reads of it.
+
+        On a stream of the engine, parts are given to the device one behind the other, and one that reads what has come
+        when it is there: a fault before that leaves every state as it was.
+        """
+        if self.engine is None:
+            self._run(options)
+            return
+        options = options or ort.RunOptions()
+        options.add_run_config_entry(*_GOES_ON)
+        try:
+            self._run(options)
+        finally:
+            self.engine.finish()
+
+    def _run(self, options: Any) -> None:
         self.results = dict(self.bound)
         values: dict[str, Any] = {}
         travelling: dict[int, list[tuple[str, Work[Any]]]] = {}
@@ -194,7 +231,7 @@ class Binding:
                 session.run_with_iobinding(part, options)
             self._take(number, values)
             for name in self.given[number]:
-                part.bind_ortvalue_input(within[name], _NOTHING)
+                part.bind_ortvalue_input(within[name], self.nothing)
                 if self.last[name] == number:
                     del values[name]
             for bucket, name, work in self.buckets.start(number, journal):

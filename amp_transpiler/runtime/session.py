@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.passes.lowering.size_check import Inferred
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
+from amp_transpiler.runtime.collective.current import engine_on
 from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
@@ -56,6 +58,7 @@ class Settings:
     allow_cpu_fallback: bool = False
     cache: SessionCache | None = None
     cuda_graph: bool = False
+    stream: int = 0  # on which the caller wants it to compute; 0: one of its own
 
     def __post_init__(self) -> None:
         if self.optimization_level not in _LEVELS:
@@ -83,19 +86,18 @@ def create_session(
     computes with its own alone. PlaceError where an operator has no kernel on ``place``, ExecutionError where
     onnxruntime refuses the model.
     """
-    ends, exchanged = list[int](), list[Exchanged]()
-    if in_parts and has_exchanges(model) and place.kind != "cpu":
-        raise PlaceError(
-            f"program '{name}' exchanges tensors between ranks, and several ranks train on CPUPlace() alone, not on "
-            f"{place!r}"
-        )
+    ends, exchanged, engine = list[int](), list[Exchanged](), None
     if has_exchanges(model):
-        model, ends, exchanged = taken_apart(model) if in_parts else (by_itself(model), ends, exchanged)
+        engine = engine_on(place) if in_parts else None
+        apart = in_parts and (engine is not None or place.kind == "cpu")
+        model, ends, exchanged = taken_apart(model) if apart else (by_itself(model), ends, exchanged)
+        settings = settings if engine is None else replace(settings, stream=engine.stream)
     elif place.kind == "cpu":
         ends = cuts(model.graph)
     if in_parts and len(ends) > 1:
         parts = Parts(model, ends)
-        chain, graphs = chained(parts, lambda part: create_session(part, place, settings, name, keep_graph), exchanged)
+        make = partial(create_session, place=place, settings=settings, name=name, keep_graph=keep_graph)
+        chain, graphs = chained(parts, make, place, exchanged, engine)
         if chain is not None:
             known = [graph for graph in graphs if graph is not None]
             if len(known) < len(ends):
@@ -265,6 +267,8 @@ def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
         "use_tf32": int(settings.tf32),
         "enable_cuda_graph": int(settings.cuda_graph),
     }
+    if settings.stream:
+        options["user_compute_stream"] = settings.stream
     cuda = (_CUDA, {name: str(value) for name, value in options.items()})
     return [cuda, _CPU] if fallback else [cuda]
 

@@ -14,8 +14,10 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange import Ranks
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.training.exchange import exchange, exchanged
+from amp_transpiler.ops.training.remaining import remaining
 
 ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGatherRows"
 
@@ -33,7 +35,8 @@ def _gather(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: M
 @lowering_rule(own(ALL_REDUCE), native=True, slots=Slots(input_row=("gradient",), output_row=("gradient",)))
 def all_reduce(e: Emitter, op: Operator, *grads: Value) -> Sequence[Value]:
     precision = str(op.attrs["precision"])
-    return [e.cast(exchanged(e, ALL_REDUCE, [e.cast(grad, precision)])[0], grad.dtype) for grad in grads]
+    means = [e.cast(exchanged(e, ALL_REDUCE, [e.cast(grad, precision)])[0], grad.dtype) for grad in grads]
+    return [remaining(e, mean, "mean") for mean in means] if precision in HALF else means
 
 
 def _gathered_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:

@@ -55,7 +55,9 @@ def exchanged(
     sizes = [value.shape for value in values] if shapes is None else [tuple(shape) for shape in shapes]
     made = [Value(e.name(type_), value.dtype, shape) for value, shape in zip(values, sizes, strict=True)]
     e.nodes.append(emitted_node(type_, [v.name for v in sent], [v.name for v in made], OWN, attrs))
-    e.foreign += (*sent, *made)
+    # A 16-bit tensor that is emulated has no shape of its own.
+    e.foreign += (Value(each.name, each.dtype, value.shape) for each, value in zip(sent, values, strict=True))
+    e.foreign += made
     e.domains.add(OWN)
     likes = [Value(value.name, value.dtype, each.shape) for value, each in zip(values, made, strict=True)]
     return [emulating(e, each, like) for each, like in zip(made, likes, strict=True)]

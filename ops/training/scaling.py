@@ -24,6 +24,7 @@ from typing import Any
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.training.remaining import without_remaining
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
@@ -187,8 +188,10 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     inverse = e.op("Div", e.like(1, one), one, shape=())
     unscaled: list[Value | None] = [None] * len(grads)
     zeros: list[Value] = []
+    one_rank = inverse
     for rows in sorted(rows_of(e, op, len(grads)), key=lambda rows: rows.size if rows.chunks == 1 else 0):
-        raw = joined(e, rows, [grads[number] for number in rows.numbers])
+        given, inverse = without_remaining(e, [grads[number] for number in rows.numbers], one_rank)
+        raw = joined(e, rows, given)
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
         large = e.place == "cpu" and math.prod(raw.shape or ()) in _LARGE

@@ -6,17 +6,25 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+import amp_transpiler as amp
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.collective.current import use_engine
+from amp_transpiler.runtime.collective.nccl import NcclEngine
+from amp_transpiler.runtime.collective.simulated import SimulatedEngine
 
 RECORD = json.loads((Path(__file__).resolve().parents[1] / "data" / "nccl4py.json").read_text(encoding="utf-8"))
+#: The streams on which sessions compute, and on which NCCL works.
+COMPUTE, CHANNEL = 55, 77
+Result = TypeVar("Result")
 SIGNATURES = {
     name: inspect.Signature(
         [
@@ -51,6 +59,40 @@ def memory(value: Any) -> np.ndarray:
     return device_tensors.shared_array(value)
 
 
+class Stream:
+    """A stream of cuda.core. ``log`` of the fake has what is asked of that on which sessions compute."""
+
+    def __init__(self, fake: Fake, handle: int) -> None:
+        self.fake, self.handle = fake, handle
+
+    def record(self) -> Event:
+        event = Event(self)
+        if self.handle == COMPUTE:
+            self.fake.log.append(("mark", event.number))
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert (self.handle, event.stream.handle) == (CHANNEL, COMPUTE), "what is computed waits for no exchange"
+        self.fake.log.append(("follow", event.number))
+
+    def sync(self) -> None:
+        assert self.handle == COMPUTE, "an exchange that hangs is not waited for"
+        self.fake.log.append(("finish",))
+
+
+class Event:
+    """What was recorded on a stream; of that on which sessions compute, they are numbered."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.number = 1 + sum(entry[0] == "mark" for entry in stream.fake.log)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all work before it is."""
+        return not self.stream.fake.stuck
+
+
 class Fake:
     """The two modules of one rank. ``log`` has each call: its name, and each array as its bytes' offset and count."""
 
@@ -81,15 +123,22 @@ class Fake:
             group=lambda *a, **k: self.call("group", *a, **k),
             **constants,
         )
-        stream = SimpleNamespace(handle=77, record=lambda: self)
-        self.cuda = SimpleNamespace(
-            Device=lambda number: SimpleNamespace(set_current=lambda: None, create_stream=lambda: stream)
-        )
+        handles = iter((COMPUTE, CHANNEL))
 
-    @property
-    def is_done(self) -> bool:
-        """As an event: whether all work on the stream is."""
-        return not self.stuck
+        class Device(SimpleNamespace):
+            """One of two."""
+
+            def __init__(self, number: int) -> None:
+                super().__init__(device_id=number, set_current=lambda: None)
+
+            def create_stream(self) -> Stream:
+                return Stream(fake, next(handles))
+
+            @staticmethod
+            def get_all_devices() -> tuple[Any, ...]:
+                return Device(0), Device(1)
+
+        self.cuda = SimpleNamespace(Device=Device)
 
     def watch(self, name: str, value: Any) -> Any:
         """Names a value in the log."""
@@ -102,7 +151,7 @@ class Fake:
         if short != "get_async_error":
             self.log.append((short, *(self.shown(value) for value in bound.values())))
         if short in ("allreduce", "reduce_scatter", "reduce", "allgather", "broadcast", "send", "recv"):
-            assert bound.pop("stream") == 77
+            assert bound.pop("stream") == CHANNEL
             if self.grouped is None:
                 self.carry([(short, bound)])
             else:
@@ -185,3 +234,25 @@ class Fake:
             for row in rows[1:]:
                 total = (total + row * factor).astype(rows[0].dtype)
             return total
+
+
+class FakeDevice(amp.CPUPlace):
+    """A device whose memory is that of the host, so that sessions compute on it; another place than ``CPUPlace()``."""
+
+    def __repr__(self) -> str:
+        return "FakeDevice()"
+
+
+def on_devices(
+    ranks: int, function: Callable[[NcclEngine, Fake], Result], timeout: float = 30, place: Place | None = None
+) -> list[Result]:
+    """What ``function`` gives on every rank of an NCCL engine over the stand-in, which trains there."""
+    wire = Wire(ranks)
+
+    def run(beside: SimulatedEngine) -> Result:
+        fake = Fake(wire, beside.rank)
+        engine = NcclEngine(beside, place or FakeDevice(), (fake.nccl, fake.cuda))
+        with use_engine(engine):
+            return function(engine, fake)
+
+    return SimulatedEngine.run(ranks, run, timeout)

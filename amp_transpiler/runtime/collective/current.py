@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import TypeVar, cast
 
 from amp_transpiler.errors import DistributedError, OrderError
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime.collective import mpi
 from amp_transpiler.runtime.collective.engine import Engine
 
@@ -37,6 +38,12 @@ def several() -> Engine | None:
     """The engine of this rank where it is one of several; None where it is alone."""
     engine = current()
     return engine if engine is not None and engine.size > 1 else None
+
+
+def engine_on(place: Place) -> Engine | None:
+    """The engine of this rank for values on a place; None where the rank is alone. PlaceError where it has none."""
+    engine = several()
+    return None if engine is None else engine.on(place)
 
 
 def several_launched() -> bool:
@@ -74,6 +81,11 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks; 1 before :func:`init`. OrderError where mpiexec started several."""
     return get_engine().size if is_initialized() or several_launched() else 1
+
+
+def local_rank() -> int:
+    """The number of this rank among those on its host, from 0 on; 0 before :func:`init`. OrderError as :func:`rank`."""
+    return get_engine().local_rank if is_initialized() or several_launched() else 0
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime.collective.thread import Work
 from amp_transpiler.runtime.collective.transport import Peer
 
@@ -30,6 +31,7 @@ class Engine(ABC):
         timeout: seconds after which a call that waits for other ranks ends with DistributedError.
         peers: host and process number of every rank.
         sent, received: bytes to and from other ranks so far; on NCCL those of rings.
+        place: where its values lie: the place of this rank's executor.
 
     Raises (every call): DistributedError, where a rank died, hangs, raised, or made another call than the others; the
     engine can then do nothing more. ArgumentError, ArgumentTypeError: arrays that cannot be used.
@@ -40,8 +42,15 @@ class Engine(ABC):
     size: int
     timeout: float
     peers: tuple[Peer, ...]
+    place: Place
     sent: int = 0
     received: int = 0
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those on its host, from 0 on."""
+        host = self.peers[self.rank].host
+        return sum(peer.host == host for peer in self.peers[: self.rank])
 
     @abstractmethod
     def all_reduce(self, array: Any, op: str = "sum") -> Any:
@@ -100,6 +109,27 @@ class Engine(ABC):
         power of two; whoever unscales gradients takes this factor along, in fp32 and at no cost.
         """
         return 1.0
+
+    @abstractmethod
+    def on(self, place: Place) -> Engine:
+        """The engine for values on a place: this one, or one for memory beside it. PlaceError where there is none."""
+
+    @property
+    def stream(self) -> int:
+        """The number of the CUDA stream on which sessions compute what this engine exchanges; 0: there is none."""
+        return 0
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """An event behind all that sessions were given so far to compute on :attr:`stream`; None: it is computed."""
+
+    @abstractmethod
+    def follow(self, mark: Any) -> None:
+        """Exchanges nothing, in the calls that come, before what stands before the mark is computed."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits until all that sessions were given to compute on :attr:`stream` is."""
 
     @abstractmethod
     def abort(self, message: str) -> None:

@@ -6,7 +6,12 @@ one way to start, and one place that knows of faults.
 
 NCCL adds 16-bit floats in 16 bit on most ways that it may take. Here each addend is first multiplied by
 2^-ceil(log2 N), which is exact short of subnormal numbers, so that no partial sum leaves the range;
-:meth:`NcclEngine.remaining_factor` is what is left to multiply by.
+:meth:`NcclEngine.remaining_factor` is what is left to multiply by. Of a mean of wider floats each addend is multiplied
+by 1 / N, and nothing is left.
+
+Sessions compute on one stream and NCCL works on another, which waits for what stands before a mark on the first. The
+first never waits for the second: what reads a sum is given to the device once the sum is known to be there. So a sum
+that never comes, or that a fault has cut short, is read by nothing, and no state is updated with it.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError, PlaceError
 from amp_transpiler.ir.types import BYTES, FLOATS, HALF
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.runtime import device_tensors
@@ -72,15 +77,13 @@ class NcclEngine(Engine):
     """Ranks with a CUDA device each. Arrays are onnxruntime values on it; numpy's go through the engine beside it.
 
     Every call ends when its work on the device has, so that the next session may read what came. Integers other than
-    int32, int64, uint32 and uint64 are not reduced.
+    int32, int64, uint32 and uint64 are not reduced. All ranks get the same bits of a sum.
 
     Args:
         beside: the engine that starts the ranks and finds faults.
-        place: the device; where None, the one whose number is that of this rank among those on its host.
+        place: the device; where None, the one whose number is that of this rank among those on its host, counted round
+            where a rank sees fewer.
         modules: nccl4py's and cuda.core, where they shall not be imported.
-
-    Attributes:
-        stream: the CUDA stream of all calls, a number, as sessions take it for ``user_compute_stream``.
 
     Raises: MissingPackageError without nccl4py.
     """
@@ -93,19 +96,23 @@ class NcclEngine(Engine):
         self._nccl, self._cuda = modules or imported()
         self.beside, self.rank, self.size = beside, beside.rank, beside.size
         self.timeout, self.peers = beside.timeout, beside.peers
-        host = self.peers[self.rank].host
-        self.place = place or CUDAPlace(sum(peer.host == host for peer in self.peers[: self.rank]))
-        self._scaled: dict[str, Any] = {}
-        self.stream = beside.on_thread(self._connect)
+        self.place = place or CUDAPlace(self.local_rank % max(1, len(self._cuda.Device.get_all_devices())))
+        self._scaled: dict[tuple[str, float], Any] = {}
+        beside.on_thread(self._connect)
 
-    def _connect(self) -> int:
-        device = self._cuda.Device(self.place.device_id)
-        device.set_current()
-        self._stream = device.create_stream()
+    def _connect(self) -> None:
+        device = self._device()
+        self._compute, self._travel = device.create_stream(), device.create_stream()
+        self._channel = int(self._travel.handle)
         mine = bytes(self._nccl.get_unique_id()).hex() if self.rank == 0 else ""
         unique = self._nccl.UniqueId.from_bytes(bytes.fromhex(self.beside.all_gather_object(mine)[0]))
         self._communicator: Any = self._nccl.Communicator.init(self.size, self.rank, unique)
-        return int(self._stream.handle)
+
+    def _device(self) -> Any:
+        """The device, as that on which the calling thread works."""
+        device = self._cuda.Device(self.place.device_id)
+        device.set_current()
+        return device
 
     # -- calls -------------------------------------------------------------------------------------------------
     def all_reduce(self, array: Any, op: str = "sum") -> Any:
@@ -115,7 +122,7 @@ class NcclEngine(Engine):
         arguments.operation("all_reduce", op, dtype)
         self._run(
             headers.Call(0, "all_reduce", op, dtype, length=length),
-            lambda to: length and to.allreduce(array, array, self._operator(dtype, op), stream=self.stream),
+            lambda to: length and to.allreduce(array, array, self._operator(dtype, op), stream=self._channel),
         )
         return array
 
@@ -130,12 +137,12 @@ class NcclEngine(Engine):
         def issue(to: Any) -> None:
             operator = self._operator(dtype, op)
             if len(set(given)) == 1 and length:
-                to.reduce_scatter(array, parts[self.rank], operator, stream=self.stream)
+                to.reduce_scatter(array, parts[self.rank], operator, stream=self._channel)
                 return
             with self._nccl.group():
                 for root, part in enumerate(parts):
                     if given[root]:
-                        to.reduce(part, part, operator, root, stream=self.stream)
+                        to.reduce(part, part, operator, root, stream=self._channel)
 
         check = headers.check_sum(given)
         self._run(headers.Call(0, "reduce_scatter", op, dtype, length=length, check=check), issue)
@@ -155,12 +162,12 @@ class NcclEngine(Engine):
 
         def issue(to: Any) -> None:
             if len(set(given)) == 1 and length:
-                to.allgather(part, out, stream=self.stream)
+                to.allgather(part, out, stream=self._channel)
                 return
             with self._nccl.group():
                 for root, place in enumerate(places):
                     if given[root]:
-                        to.broadcast(part if root == self.rank else place, place, root, stream=self.stream)
+                        to.broadcast(part if root == self.rank else place, place, root, stream=self._channel)
 
         check = headers.check_sum(given)
         self._run(headers.Call(0, "all_gather", "", dtype, length=given[self.rank], check=check), issue)
@@ -186,9 +193,9 @@ class NcclEngine(Engine):
                 with self._nccl.group():
                     for peer in range(self.size):
                         if math.prod(shapes[peer]):
-                            to.send(parts[peer], peer, stream=self.stream)
+                            to.send(parts[peer], peer, stream=self._channel)
                         if math.prod(come[peer].shape()):
-                            to.recv(come[peer], peer, stream=self.stream)
+                            to.recv(come[peer], peer, stream=self._channel)
 
             check = headers.check_sum(tail)
             own = math.prod(shapes[self.rank])
@@ -204,7 +211,7 @@ class NcclEngine(Engine):
         root = arguments.rank_of("broadcast", root, self.size)
         self._run(
             headers.Call(0, "broadcast", "", dtype, root, length),
-            lambda to: length and to.broadcast(array, array, root, stream=self.stream),
+            lambda to: length and to.broadcast(array, array, root, stream=self._channel),
         )
         return array
 
@@ -218,9 +225,33 @@ class NcclEngine(Engine):
         return self.beside.submit(call)
 
     def remaining_factor(self, dtype: str, op: str) -> float:
-        if not self._is_scaled(dtype, op):
-            return 1.0
-        return 2.0 ** self._exponent() / (self.size if op == "mean" else 1)
+        return 1.0 if op == "max" else 1 / self._factor(dtype, op) / (self.size if op == "mean" else 1)
+
+    # -- beside sessions ---------------------------------------------------------------------------------------
+    def on(self, place: Place) -> Engine:
+        if place == self.place:
+            return self
+        if place.kind == "cpu":
+            return self.beside
+        raise PlaceError(
+            f"rank {self.rank} of the nccl engine is on {self.place!r}, and trains on no other device: give the "
+            "executor amp.distributed.get_engine().place, or init('nccl', place=...) another one"
+        )
+
+    @property
+    def stream(self) -> int:
+        return int(self._compute.handle)
+
+    def mark(self) -> Any:
+        self._device()
+        return self._compute.record()
+
+    def follow(self, mark: Any) -> None:
+        if mark is not None:
+            self._travel.wait(mark)
+
+    def finish(self) -> None:
+        self._compute.sync()
 
     # -- in the thread -----------------------------------------------------------------------------------------
     def _run(self, call: headers.Call, issue: Callable[[Any], object]) -> None:
@@ -230,7 +261,7 @@ class NcclEngine(Engine):
             try:
                 made = self.beside.begin(call)[self.rank]
                 issue(self._communicator)
-                self.beside.wait(_OnStream(self._communicator, self._stream.record()), made)
+                self.beside.wait(_OnStream(self._communicator, self._travel.record()), made)
                 volume = self._volume(call)
                 self.beside.count(volume, volume)
             except Exception as error:
@@ -256,19 +287,22 @@ class NcclEngine(Engine):
     def received(self) -> int:  # type: ignore[override]
         return self.beside.received
 
-    def _exponent(self) -> int:
-        return math.ceil(math.log2(self.size))
-
-    def _is_scaled(self, dtype: str, op: str) -> bool:
-        return self.size > 1 and ((op == "sum" and dtype in HALF) or (op == "mean" and dtype in FLOATS))
+    def _factor(self, dtype: str, op: str) -> float:
+        """By what each addend is multiplied."""
+        if dtype in HALF:
+            return 2.0 ** -math.ceil(math.log2(self.size))
+        return 1 / self.size if op == "mean" else 1.0
 
     def _operator(self, dtype: str, op: str) -> Any:
-        if not self._is_scaled(dtype, op):
-            return self._nccl.MAX if op == "max" else self._nccl.SUM
-        if dtype not in self._scaled:
+        if op == "max":
+            return self._nccl.MAX
+        factor = self._factor(dtype, op)
+        if factor == 1.0:
+            return self._nccl.SUM
+        if (dtype, factor) not in self._scaled:
             kind = getattr(self._nccl, dtype.upper())
-            self._scaled[dtype] = self._communicator.create_pre_mul_sum(2.0 ** -self._exponent(), kind)
-        return self._scaled[dtype]
+            self._scaled[dtype, factor] = self._communicator.create_pre_mul_sum(factor, kind)
+        return self._scaled[dtype, factor]
 
     def _checked(self, called: str, value: Any) -> tuple[str, int]:
         """Element type and number of elements of a value on the device."""

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError, PlaceError
 from amp_transpiler.option_checks import number, shown
+from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime.collective import arguments, headers
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.headers import Call
@@ -42,6 +43,7 @@ class OrderedEngine(Engine):
         number("timeout", timeout)
         self.name, self.rank, self.size = name, transport.rank, transport.size
         self.timeout, self.peers = float(timeout), transport.peers
+        self.place: Place = CPUPlace()
         self._transport, self._reducer = transport, Reducer()
         self._watch = Watch(transport, self.timeout)
         self._calls, self.closed = 0, False
@@ -249,6 +251,23 @@ class OrderedEngine(Engine):
         self._exchange(made[self.rank], [own] * self.size, arrived)()
         arrived[self.rank] = own
         return [json.loads(each.tobytes()) for each in arrived]
+
+    def on(self, place: Place) -> Engine:
+        if place.kind == "cpu":
+            return self
+        raise PlaceError(
+            f"the {self.name} engine carries what lies in memory; several ranks on {place!r} need "
+            "amp.distributed.init('nccl')"
+        )
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, mark: Any) -> None:
+        pass  # what a session gives is there when it returns
+
+    def finish(self) -> None:
+        pass
 
     # -- faults and the end ------------------------------------------------------------------------------------
     def fault(self) -> DistributedError | None:

@@ -76,9 +76,9 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> None:
     start: Callable[..., Any] = buckets.Buckets.start
     begun: defaultdict[Any, threading.Event] = defaultdict(threading.Event)
 
-    def slow(self: buckets._Call, engine: Any) -> None:
+    def slow(self: buckets._Call, engine: Any, mark: Any) -> None:
         begun[engine].set()
-        call(self, engine)
+        call(self, engine, mark)
         time.sleep(SLOW)
 
     def started(self: buckets.Buckets, part: int, journal: Any) -> Any:

@@ -1,0 +1,280 @@
+"""Training by ranks with a device each, over a stand-in for NCCL and CUDA streams: beside the sums in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler import distributed
+from amp_transpiler.errors import DistributedError, PlaceError
+from amp_transpiler.passes.lowering import rounds
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.runtime import buckets, chain, executor
+from amp_transpiler.runtime.collective.nccl import NcclEngine
+from amp_transpiler.runtime.collective.simulated import SimulatedEngine
+from tests.helpers.fake_nccl import Fake, Wire, on_devices
+from tests.helpers.rank_training import Run, Trainer
+from tests.helpers.tables import Recommender
+
+STEPS, BAD = 4, (2, 1)
+
+
+@pytest.fixture(autouse=True)
+def two_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "BUCKET", 1 << 9)
+    monkeypatch.setattr(rounds, "MOST", 2)
+
+
+def trained(
+    net: str, mode: str, here: Callable[[], Any] = lambda: distributed.get_engine().place
+) -> Callable[..., Run]:
+    return lambda *_: Trainer(net, mode, here()).train(range(STEPS), BAD)
+
+
+def close(found: list[Run], expected: list[Run], tolerance: float) -> None:
+    for run, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(run.losses, other.losses, rtol=tolerance)
+        assert run.scales == other.scales and run.skipped == other.skipped
+        assert all(np.array_equal(run.state[name], value) for name, value in found[0].state.items())
+        for name, value in other.state.items():
+            np.testing.assert_allclose(run.state[name].astype(float), value.astype(float), tolerance, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("net", "mode", "ranks", "tolerance"),
+    [
+        ("mlp", "fp32", 2, 1e-6),
+        ("mlp", "mixed", 2, 2e-3),
+        ("mlp", "pure", 4, 5e-3),
+        ("cnn", "fp32", 4, 1e-6),
+        ("cnn", "mixed", 3, 2e-3),  # NCCL's sum is 3 / 4 of the mean
+        ("mlp", "pure", 3, 5e-3),
+    ],
+)
+def test_ranks_on_devices_learn_what_ranks_in_memory_do(net: str, mode: str, ranks: int, tolerance: float) -> None:
+    """With a step that overflows on one rank, and is skipped on all."""
+    found = on_devices(ranks, trained(net, mode))
+    close(found, distributed.simulate(ranks, trained(net, mode)), tolerance)
+    overflows = mode != "fp32"
+    assert all(run.skipped == [BAD[0]] * overflows for run in found)
+    assert found[0].scales[-1] == (32.0 if overflows else 1.0)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_parts_lowered_for_cuda_learn_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = distributed.simulate(2, trained("mlp", mode))
+    monkeypatch.setattr(executor, "lower", lambda program, _, *rest, **named: lower(program, "cuda", *rest, **named))
+    close(on_devices(2, trained("mlp", mode)), expected, 1e-6 if mode == "fp32" else 2e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_tables_come_from_all_ranks(ranks: int) -> None:
+    def run(*_: Any) -> tuple[float, dict[str, bytes]]:
+        net = Recommender(lambda _: amp.optimizer.Adam(0.01), "mixed", init_loss_scaling=128.0)
+        net.exe = amp.Executor(distributed.get_engine().place)
+        feeds = (
+            {k: v.repeat(2, 0)[distributed.rank() :: ranks] for k, v in net.feed(step).items()} for step in range(3)
+        )
+        losses = [float(net.run({k: v[:2] for k, v in feed.items()})) for feed in feeds]
+        return losses[-1], net.state()
+
+    found, expected = on_devices(ranks, run), distributed.simulate(ranks, run)
+    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in expected], rtol=1e-3)
+    assert all(state == found[0][1] for _, state in found)
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+class Logged:
+    """A session of a part that writes down when it is given to the device, and how."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        goes_on = options.get_run_config_entry("disable_synchronize_execution_providers")
+        log_of[distributed.rank()].append(("part", goes_on))
+        self.real.run_with_iobinding(binding, options)
+
+
+log_of: dict[int, list[tuple[Any, ...]]] = {}
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    real = chain.Chain.__init__
+
+    def made(self: Any, parts: Any, sessions: Any, *rest: Any) -> None:
+        real(self, parts, [Logged(session) for session in sessions], *rest)
+
+    monkeypatch.setattr(chain.Chain, "__init__", made)
+    yield
+    log_of.clear()
+
+
+@pytest.mark.usefixtures("logged")
+def test_sums_travel_beside_the_next_part_and_the_update_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sum begins once the second part is given to the device: were it waited for before, nothing went on."""
+    given: dict[int, threading.Event] = {rank: threading.Event() for rank in range(2)}
+    travel: Callable[..., None] = buckets._Call.run
+
+    def late(self: buckets._Call, engine: Any, mark: Any) -> None:
+        if not any(entry[0] == "allreduce" for entry in log_of[engine.rank]):
+            assert given[engine.rank].wait(20)
+        travel(self, engine, mark)
+
+    def run(engine: NcclEngine, fake: Fake) -> list[tuple[Any, ...]]:
+        log_of[engine.rank] = fake.log
+        real = engine.mark
+
+        def mark() -> Any:
+            made = real()
+            if made.number == 2:
+                given[engine.rank].set()
+            return made
+
+        engine.mark = mark  # type: ignore[method-assign]
+        trainer = Trainer("mlp", "mixed", engine.place)
+        fake.log.clear()
+        trainer.train(range(1))
+        return fake.log
+
+    monkeypatch.setattr(buckets._Call, "run", late)
+    scaled = (0.5, "FLOAT16")
+    for log in on_devices(2, run):
+        mine = [entry for entry in log if entry[0] in ("part", "mark", "finish")]
+        part = ("part", "1")
+        assert mine == [part, ("mark", 1), part, ("mark", 2), part, ("finish",)]
+        travel = [entry for entry in log if entry not in mine]
+        sizes = [entry[1] for entry in travel if entry[0] == "allreduce"]
+        assert travel == [
+            ("follow", 1),
+            ("create_pre_mul_sum", *scaled),
+            ("allreduce", sizes[0], sizes[0], scaled, 77),
+            ("follow", 2),
+            ("allreduce", sizes[1], sizes[1], scaled, 77),
+        ]
+        assert sum(int(size[len("float16[") : -1]) for size in sizes) >= 3 * 16 * 16
+        assert log.index(("mark", 2)) < log.index(travel[2]) and log[-2:] == [part, ("finish",)]
+
+
+def test_no_copy_is_made_of_what_travels() -> None:
+    """The sum is where the part that made the gradients wrote them, and where the next one reads them."""
+
+    def run(engine: NcclEngine, fake: Fake) -> bool:
+        trainer = Trainer("mlp", "pure", engine.place)
+        trainer.train(range(1))
+        plan = next(iter(trainer.exe._programs[trainer.main].plans.values()))
+        (bindings,) = plan.last.idle  # type: ignore[union-attr]
+        travelling = {name: value.data_ptr() for name, value in bindings.binding.buckets.views.items()}
+        flats = [flat for calls in bindings.binding.buckets._calls.values() for call in calls for flat in call.sent]
+        spans = [range(flat.data_ptr(), flat.data_ptr() + flat.tensor_size_in_bytes()) for flat in flats]
+        return len(travelling) == 6 > len(flats) and all(
+            any(at in span for span in spans) for at in travelling.values()
+        )
+
+    assert on_devices(2, run) == [True, True]
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+def test_a_rank_that_is_gone_aborts_the_others_and_leaves_their_state() -> None:
+    logs: dict[int, list[Any]] = {}
+    kept: dict[int, bool] = {}
+
+    def run(engine: NcclEngine, fake: Fake) -> None:
+        trainer = Trainer("mlp", "mixed", engine.place)
+        trainer.train(range(2))
+        logs[engine.rank], before = fake.log, trainer.state()
+        if engine.rank == 1:
+            raise ValueError("out of data")
+        try:
+            trainer.train(range(2, 3))
+        finally:
+            kept[engine.rank] = all(np.array_equal(value, before[name]) for name, value in trainer.state().items())
+
+    with pytest.raises(ValueError, match="out of data"):
+        on_devices(2, run)
+    assert kept == {0: True} and ("abort",) in logs[0] and logs[0][-1] == ("finish",)
+
+
+def test_a_sum_that_never_comes_is_a_fault_in_time_and_updates_nothing() -> None:
+    kept: list[bool] = []
+
+    def run(engine: NcclEngine, fake: Fake) -> None:
+        trainer = Trainer("mlp", "mixed", engine.place)
+        trainer.train(range(1))
+        before, fake.stuck = trainer.state(), True
+        try:
+            trainer.train(range(1, 2))
+        finally:
+            kept.append(all(np.array_equal(value, before[name]) for name, value in trainer.state().items()))
+
+    with pytest.raises(DistributedError, match=r"all_reduce mean float16\[.*all ranks wait at it, and nothing comes"):
+        on_devices(2, run, timeout=0.7)
+    assert kept == [True, True]
+
+
+# -- places ----------------------------------------------------------------------------------------------------------
+def test_on_the_processor_the_engine_beside_carries_the_gradients() -> None:
+    def run(engine: NcclEngine, fake: Fake) -> tuple[Run, bool]:
+        run = trained("mlp", "fp32", amp.CPUPlace)()
+        return run, any(entry[0] == "allreduce" for entry in fake.log)
+
+    found = on_devices(2, run)
+    close([each for each, _ in found], distributed.simulate(2, trained("mlp", "fp32")), 0.0)
+    assert not any(travelled for _, travelled in found)
+
+
+def test_other_places_are_refused_with_the_way_out() -> None:
+    def on_memory() -> str:
+        with pytest.raises(PlaceError) as error:
+            distributed.get_engine().on(amp.CUDAPlace(0))
+        return str(error.value)
+
+    def on_device(engine: NcclEngine, fake: Fake) -> str:
+        with pytest.raises(PlaceError) as error:
+            engine.on(amp.CUDAPlace(1))
+        return str(error.value)
+
+    assert all("CUDAPlace(0) need amp.distributed.init('nccl')" in said for said in distributed.simulate(2, on_memory))
+    for rank, said in enumerate(on_devices(2, on_device)):
+        assert said.startswith(f"rank {rank} of the nccl engine is on FakeDevice()") and "get_engine().place" in said
+
+
+def test_a_step_with_exchanges_is_not_captured() -> None:
+    def run(engine: NcclEngine, fake: Fake) -> str:
+        trainer = Trainer("mlp", "fp32", engine.place)
+        trainer.exe.settings = replace(trainer.exe.settings, cuda_graph=True)
+        with pytest.raises(PlaceError) as error:
+            trainer.train(range(1))
+        return str(error.value)
+
+    assert all("its gradients are exchanged between ranks" in said for said in on_devices(2, run))
+
+
+def test_each_rank_takes_the_device_of_its_number_on_the_host() -> None:
+    """The stand-in has two devices; a rank that sees fewer than there are ranks counts round."""
+    wire = Wire(3)
+
+    def run(beside: SimulatedEngine) -> tuple[Any, int]:
+        fake = Fake(wire, beside.rank)
+        engine = NcclEngine(beside, None, (fake.nccl, fake.cuda))
+        with distributed.use_engine(engine):
+            return engine.place, distributed.local_rank()
+
+    assert SimulatedEngine.run(3, run) == [(amp.CUDAPlace(0), 0), (amp.CUDAPlace(1), 1), (amp.CUDAPlace(0), 2)]
+    assert distributed.simulate(2, lambda: distributed.get_engine().place) == [amp.CPUPlace()] * 2
+
+
+@pytest.mark.parametrize(("engine", "place"), [("mpi", amp.CUDAPlace(0)), ("nccl", amp.CPUPlace())])
+def test_a_place_is_for_nccl(engine: str, place: Any) -> None:
+    with pytest.raises(amp.errors.ArgumentError, match=r"place is .*; expected a CUDAPlace, with init\('nccl'\) alone"):
+        distributed.init(engine, place=place)
