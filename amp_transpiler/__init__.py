@@ -18,6 +18,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
 
 from amp_transpiler import distributed, nn, ops, optimizer, regularizer
 from amp_transpiler.conversion.converting import convert
+from amp_transpiler.export.training_export import export_training as _export_training
 from amp_transpiler.finetune import FitOptions, FitResult, fit
 from amp_transpiler.finetune.prepare import prepare_training
 from amp_transpiler.ir import unique_name
@@ -71,6 +72,7 @@ from amp_transpiler.program import (
     program_guard,
     split_embedding_parameters,
 )
+from amp_transpiler.program import set_exporter as _set_exporter
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.checkpoint.checkpoints import (
@@ -86,6 +88,7 @@ from amp_transpiler.version import __version__ as __version__
 from amp_transpiler import mixed_precision, static  # isort: skip
 
 __getattr__ = paddle_attributes("amp_transpiler")
+_set_exporter(_export_training)
 
 __all__ = [
     "AmpError",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import onnx
@@ -161,6 +162,59 @@ class Program(Graph):
         """
         return cost_estimate.cost_estimate(self, place, feed_shapes, fetch_list)
 
+    def export_training(
+        self,
+        folder: str | os.PathLike[str],
+        place: Place,
+        feed_shapes: Mapping[str, Sequence[int]] | None = None,
+        *,
+        outputs: Sequence[Variable | str] | None = None,
+        fetch_list: Sequence[Variable | str] = (),
+        eval_shapes: Mapping[str, Sequence[int]] | None = None,
+        infer_shapes: Mapping[str, Sequence[int]] | None = None,
+        test_program: Program | None = None,
+        scope: Any = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the training step as a folder that any onnxruntime trains with, without Python; returns the folder.
+
+        It has ``train.onnx`` (one step: forward, backward, loss scaling, updates), ``eval.onnx``, ``infer.onnx``, with
+        gradient accumulation ``accumulate.onnx`` (a run inside of a window), the state as a checkpoint
+        (``state.safetensors``, ``meta.json``) and ``manifest.json``, which says how they fit together; see
+        docs/exported_steps.md, and ``demo/runners`` for programs that train with it. ``amp.load_checkpoint`` reads the
+        checkpoints that these save, and they those of ``amp.save_checkpoint``. It appears whole or not at all.
+
+        Args:
+            folder: a new one, an empty one, or with ``overwrite`` one that holds an exported step.
+            place: what the step is lowered for, as by :meth:`lower`; no GPU is needed.
+            feed_shapes: the shapes of feeds whose declared shape is not fixed; ``eval_shapes`` and ``infer_shapes``
+                those of ``eval.onnx`` and ``infer.onnx``, where they differ.
+            outputs: what ``infer.onnx`` gives, and ``eval.onnx`` beside the loss. By default the test program's
+                declared outputs, or what the loss compares with its labels.
+            fetch_list: what ``train.onnx`` gives beside the losses, ``found_inf`` and scheduled learning rates.
+            test_program: what evaluates and infers, with the same names of state; by default ``clone(for_test=True)``.
+            scope: holds the state (default: the global one), as after the startup program and ``amp_init``.
+
+        Raises:
+            OrderError: the program has no training step. ScopeError: the scope lacks state, or holds another type.
+            ArgumentError: a folder with something else in it, unknown feeds, a program of several ranks.
+            GraphError: a shape that has to be fixed and is not. PrecisionError: a type that other runtimes lack.
+            ModelFileWriteError: the folder cannot be written.
+        """
+        return _export(
+            self,
+            folder,
+            place,
+            feed_shapes,
+            outputs=outputs,
+            fetch_list=fetch_list,
+            eval_shapes=eval_shapes,
+            infer_shapes=infer_shapes,
+            test_program=test_program,
+            scope=scope,
+            overwrite=overwrite,
+        )
+
     # -- Paddle's names ------------------------------------------------------------------------
     def global_block(self) -> Program:
         """The program itself: operators and variables lie in it directly, nested graphs in attributes of operators."""
@@ -239,6 +293,15 @@ class Program(Graph):
     @random_seed.setter
     def random_seed(self, seed: int) -> None:
         self.seed = seed
+
+
+_export: Callable[..., Path]
+
+
+def set_exporter(export: Callable[..., Path]) -> None:
+    """Let ``export`` write training steps: ``amp_transpiler.export``, which takes state from scopes, above programs."""
+    global _export
+    _export = export
 
 
 def looked_up(program: Graph) -> list[Variable]:

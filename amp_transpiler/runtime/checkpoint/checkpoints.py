@@ -125,22 +125,15 @@ def save_checkpoint(
     target = home if step is None else step_folder(home, step)
     if step is not None and (home / META).is_file():
         raise ArgumentError(f"{call}: '{home}' is a checkpoint itself; give the steps a folder of their own")
-    slots = state_slots(program)
     with scope.reading():  # steps of other threads wait until it is written
-        values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
+        values, meta = gathered_state(program, scope)
         others = step_folders(home) if step is not None else []
         written = _written(others)
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
+        meta |= {
             "number": 1 + max(written.values(), default=0),
-            "program": {"name": program.graph_name, "fingerprint": fingerprint(program)},
             "step": step,
             "data_position": _plain(data_position, f"{call}: data_position"),
             "extra": _plain(extra, f"{call}: extra"),
-            "scaling": scaler_settings(program),
-            "versions": _versions(),
-            "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
         }
 
         def write() -> None:
@@ -232,6 +225,23 @@ def _chosen(path: Path) -> Path:
 
 
 # -- saving ----------------------------------------------------------------------------------------------
+def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of all state of ``program``, by name, and what ``meta.json`` says of them and of the program.
+
+    Without what the caller of :func:`save_checkpoint` says, and without the file. ScopeError as there.
+    """
+    slots = state_slots(program)
+    values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
+    return values, {
+        "format": FORMAT,
+        "version": VERSION,
+        "program": {"name": program.graph_name, "fingerprint": fingerprint(program)},
+        "scaling": scaler_settings(program),
+        "versions": _versions(),
+        "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
+    }
+
+
 def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any:
     """The value of a variable; None where it has none and nothing reads it."""
     value = scope.ort_values.get(variable.name)

@@ -77,7 +77,7 @@ def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, An
         workspace = Workspace(target.parent)
         try:
             made = workspace.new
-            _write_tensors(made / TENSORS, values)
+            write_tensors(made / TENSORS, values)
             size = (made / TENSORS).stat().st_size
             meta["file"] = {"name": TENSORS, "bytes": size, "sha256": file_hash(made / TENSORS)}
             if (target / META).is_file():
@@ -96,7 +96,8 @@ def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, An
         ) from None
 
 
-def _write_tensors(path: Path, values: Mapping[str, Any]) -> None:
+def write_tensors(path: Path, values: Mapping[str, Any]) -> None:
+    """Write OrtValues by name as a safetensors file, and bring it to the disk."""
     held: list[Any] = []  # the file is written from memory as it lies
     specs = {name: _spec(value, held) for name, value in values.items()}
     serialize_file(specs, path, metadata={"format": FORMAT})

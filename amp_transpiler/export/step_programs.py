@@ -1,0 +1,126 @@
+"""What an exported step is made of: the program that trains, those that evaluate and infer, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
+from amp_transpiler.ir.nodes import FORWARD, Variable
+from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.passes.view.training_step import TrainingStep, training_step
+from amp_transpiler.program import Program
+
+CALL = "export_training"
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """``fetches`` of the training program are its losses, what tells a bad step, the learning rates, and more.
+
+    ``test`` has the same state; ``outputs`` are names of what it infers, ``losses`` of what it evaluates.
+    """
+
+    program: Program
+    step: TrainingStep
+    fetches: tuple[str, ...]
+    losses: tuple[str, ...]
+    test: Program
+    outputs: tuple[str, ...]
+
+    @property
+    def rates(self) -> list[Variable]:
+        """The learning rates that schedules make, which are no state."""
+        return [rate for rate in self.step.learning_rates if not rate.persistable]
+
+
+def step_programs(
+    program: Program,
+    fetch_list: Sequence[Variable | str],
+    outputs: Sequence[Variable | str] | None,
+    test_program: Program | None,
+) -> StepPrograms:
+    """The programs of an exported step, the arguments of ``Program.export_training`` checked."""
+    step = training_step(program)
+    if not step.updates or not step.losses:
+        raise OrderError(
+            f"{CALL}: program '{program.name}' has no training step (a loss, gradients and updates); call the "
+            "optimizer's minimize(loss) first"
+        )
+    if test_program is not None and not isinstance(test_program, Program):
+        raise ArgumentTypeError(f"{CALL}: test_program is {test_program!r}; expected an amp.Program")
+    test = program.clone(for_test=True) if test_program is None else test_program
+    losses = tuple(loss.name for loss in step.losses)
+    for name in losses:
+        if not test.has_var(name):
+            raise ArgumentError(
+                f"{CALL}: test program '{test.name}' has no variable '{name}', the loss of program '{program.name}'; "
+                "give one that computes the loss under the same name, or none"
+            )
+    found = names_of(outputs, test, "outputs") if outputs is not None else predictions(test, losses)
+    if not found:
+        raise ArgumentError(
+            f"{CALL}: what program '{program.name}' predicts is not to be told from its loss; name it: outputs=[…]"
+        )
+    told = [v for v in (step.found_inf,) if v is not None]
+    rates = [rate for rate in step.learning_rates if not rate.persistable]
+    more = names_of(fetch_list, program, "fetch_list")
+    state = next((name for name in (*more, *found) if program.has_var(name) and program.var(name).persistable), None)
+    if state is not None:
+        raise ArgumentError(f"{CALL}: '{state}' is state, which is in the folder anyhow; leave it out")
+    fetches = dict.fromkeys([*losses, *(v.name for v in (*told, *rates)), *more])
+    return StepPrograms(program, step, tuple(fetches), losses, test, found)
+
+
+def names_of(given: Sequence[Variable | str], program: Program, argument: str) -> tuple[str, ...]:
+    """The names of variables of ``program``; ArgumentTypeError, GraphError for what are none."""
+    if isinstance(given, (str, Variable)) or not isinstance(given, Sequence):
+        raise ArgumentTypeError(f"{CALL}: {argument} is a list of variables or names; got {given!r}")
+    names = []
+    for one in given:
+        name = one.name if isinstance(one, Variable) else one
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"{CALL}: {argument} holds variables or names, got {name!r}")
+        try:
+            program.var(name)
+        except GraphError as error:
+            raise GraphError(f"{CALL}: {argument}: {error}") from None
+        names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def predictions(test: Program, losses: Sequence[str]) -> tuple[str, ...]:
+    """What a loss compares with its labels: computed from parameters and some of the feeds that the loss depends on.
+
+    The declared outputs, where a program has such.
+    """
+    declared = tuple(v.name for v in test.outputs if v.name not in losses)
+    if declared:
+        return declared
+    order = needed(test, [test.var(name) for name in losses])
+    feeds = _feeds_behind(test)
+    found: dict[str, None] = {}
+    for op in order:
+        made = next((v for v in op.outputs if v is not None), None)
+        if made is None:
+            continue
+        behind = feeds[made.key]
+        for v in op.inputs:
+            inside = v is not None and v.producer is not None and v.producer.role == FORWARD
+            if v is not None and inside and None in feeds[v.key] and feeds[v.key] - {None} < behind - {None}:
+                found[v.name] = None
+    return tuple(found)
+
+
+def _feeds_behind(program: Program) -> Mapping[int, frozenset[str | None]]:
+    """The feeds that each variable depends on, by key; None among them stands for parameters."""
+    found: dict[int, frozenset[str | None]] = {}
+    for v in program.variables:
+        if v.producer is None:
+            names: set[str | None] = {None} if v.persistable else {v.name} if v.is_input else set()
+            found[v.key] = frozenset(names)
+    for op in program.operators:
+        read = [found[v.key] for v in (*op.inputs, *op.captures) if v is not None]
+        behind = frozenset[str | None]().union(*read)
+        found.update((v.key, behind) for v in op.outputs if v is not None)
+    return found

@@ -1,0 +1,123 @@
+"""``Program.export_training``: a training step as a folder that other runtimes train with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.export.folder import checked_folder, write_folder
+from amp_transpiler.export.manifest import manifest_of
+from amp_transpiler.export.plain_ports import PlainModel, check_held, counted, plain
+from amp_transpiler.export.step_programs import CALL, StepPrograms, step_programs
+from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.passes.lowering.exchanges import has_exchanges
+from amp_transpiler.passes.lowering.lowered import static
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.place import Place, check_place
+from amp_transpiler.program import Program
+from amp_transpiler.runtime.checkpoint.checkpoints import gathered_state
+from amp_transpiler.runtime.device_tensors import dtype_of
+from amp_transpiler.runtime.scope import check_scope
+
+FeedShapes = Mapping[str, Sequence[int]]
+
+
+def export_training(
+    program: Program,
+    folder: str | os.PathLike[str],
+    place: Place,
+    feed_shapes: FeedShapes | None = None,
+    *,
+    outputs: Sequence[Variable | str] | None = None,
+    fetch_list: Sequence[Variable | str] = (),
+    eval_shapes: FeedShapes | None = None,
+    infer_shapes: FeedShapes | None = None,
+    test_program: Program | None = None,
+    scope: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """See ``Program.export_training``."""
+    check_place(place, CALL)
+    target = checked_folder(folder, CALL, overwrite)
+    programs = step_programs(program, fetch_list, outputs, test_program)
+    scope = check_scope(scope)
+    shapes = {"train": feed_shapes, "eval": eval_shapes or feed_shapes, "infer": infer_shapes or feed_shapes}
+    with collector_paused():
+        models = _models(programs, place, {name: _checked(name, given, programs) for name, given in shapes.items()})
+    with scope.reading():  # steps of other threads wait until it is written
+        values, meta = gathered_state(program, scope)
+        _check_states(programs, models, values)
+        manifest = manifest_of(programs, place, models, meta)
+        said = {**meta, "number": 1, "step": None, "data_position": None, "extra": None}
+        write_folder(target, {name: model.model for name, model in models.items()}, values, said, manifest)
+    return target
+
+
+def _models(
+    programs: StepPrograms, place: Place, shapes: Mapping[str, dict[str, tuple[int, ...]]]
+) -> dict[str, PlainModel]:
+    """The lowered models by name: what trains, what a run inside of a window does, what evaluates and infers."""
+    program, test = programs.program, programs.test
+
+    def model(of: Program, name: str, fetches: Sequence[str], updates: Any) -> PlainModel:
+        needed = {v.name for v in of.inputs}
+        sizes = {feed: shape for feed, shape in shapes[name].items() if feed in needed}
+        lowered = lower(of, place.kind, sizes, [of.var(fetch) for fetch in fetches], updates, declared=True)
+        if has_exchanges(lowered.model):
+            raise ArgumentError(
+                f"{CALL}: program '{of.name}' exchanges tensors between ranks, which takes several sessions "
+                "and an engine between them; build it again in a process of one rank (without amp.distributed.init)"
+            )
+        for port in lowered.feeds:
+            if static(port.shape) is None:
+                raise ArgumentError(
+                    f"{CALL}: feed '{port.variable}' of program '{of.name}' has no fixed shape; "
+                    f"give it: feed_shapes={{'{port.variable}': (…)}}"
+                )
+        return plain(lowered, of.name)
+
+    models = {"train": model(program, "train", programs.fetches, True)}
+    window = program.accumulation
+    if window is not None:
+        told = [v.name for v in (programs.step.found_inf, *programs.rates) if v is not None]
+        inside = [name for name in programs.fetches if name not in told]
+        models["accumulate"] = model(program, "train", inside, window.updates)
+        for name in ("train", "accumulate"):
+            models[name] = counted(models[name], window.counter.name, window.steps)
+    models["eval"] = model(test, "eval", [*programs.losses, *programs.outputs], False)
+    models["infer"] = model(test, "infer", programs.outputs, False)
+    return models
+
+
+def _checked(name: str, given: Any, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
+    argument = "feed_shapes" if name == "train" else f"{name}_shapes"
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(f"{CALL}: {argument} is {given!r}; expected a dictionary of feed -> shape")
+    known = [v.name for v in (*programs.program.inputs, *programs.test.inputs)]
+    shapes = {}
+    for feed, shape in (given or {}).items():
+        if feed not in known:
+            raise ArgumentError(
+                f"{CALL}: {argument}: '{feed}' is no feed of program '{programs.program.name}'; its feeds are "
+                f"{', '.join(dict.fromkeys(known)) or 'none'}"
+            )
+        shapes[feed] = tuple(int(size) for size in shape)
+    return shapes
+
+
+def _check_states(programs: StepPrograms, models: Mapping[str, PlainModel], values: Mapping[str, Any]) -> None:
+    """ArgumentError where a test program reads state that the training program does not have; PrecisionError: types."""
+    for name, value in values.items():
+        check_held(name, dtype_of(value), programs.program.name)
+    for name, model in models.items():
+        for port in model.states:
+            if port.variable not in values:
+                raise ArgumentError(
+                    f"{CALL}: {name}.onnx reads '{port.variable}', which is no state of program "
+                    f"'{programs.program.name}'; build test program '{programs.test.name}' with the same names "
+                    "(amp.unique_name.guard()), or give none"
+                )

@@ -1,0 +1,60 @@
+"""python bare.py FOLDER BATCHES STEPS TO [FROM]: train with an exported step; nothing of amp_transpiler is needed."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from string import Template
+
+import numpy as np
+import onnxruntime
+from safetensors import safe_open
+from safetensors.numpy import load_file, save
+
+
+def expect(found, wanted, what):
+    if found != wanted:
+        sys.exit(f"error: {what} is {found}; expected {wanted}")
+
+
+def fitting(array, one, what):
+    kind = "missing" if array is None else f"{array.dtype.name} {list(array.shape)}"
+    expect(kind, f"{one['dtype']} {one['shape']}", f"{what} '{one['name']}'")
+    return array
+
+
+def run(name, feeds):
+    """Run a model of the folder: gives what it fetches, by name, and replaces the state that it updates."""
+    model, zero = said["models"][name], np.zeros((), np.float32)
+    inputs = {one["input"]: fitting(feeds.get(one["name"]), one, "feed") for one in model["feeds"]}
+    inputs |= {tensor: state[name] for name, tensor in model["states"].items()} | dict.fromkeys(model["zeros"], zero)
+    tensors = [*(one["output"] for one in model["fetches"]), *model["updates"].values()]
+    made = dict(zip(tensors, sessions[name].run(tensors, inputs), strict=True))
+    state.update((name, made[tensor]) for name, tensor in model["updates"].items())
+    return {one["name"]: made[one["output"]] for one in model["fetches"]}
+
+
+folder, batches, steps, to, start = map(Path, (sys.argv[1:] + sys.argv[1:2])[:5])
+said, meta = (json.loads(path.read_text()) for path in (folder / "manifest.json", start / "meta.json"))
+expect((said["format"], said["version"]), ("amp_transpiler.training_step", 1), f"what '{folder}' holds")
+expect(meta["program"], said["program"], f"the program of checkpoint '{start}'")
+tensors = start / meta["file"]["name"]
+for path, one in [*((folder / name, one) for name, one in said["files"].items()), (tensors, meta["file"])]:
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
+    expect(found, one["sha256"], f"the SHA-256 of '{path}'")
+sessions = {name: onnxruntime.InferenceSession(folder / model["file"]) for name, model in said["models"].items()}
+file, kinds = safe_open(tensors, "numpy"), said["states"]
+held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
+data, window, first = load_file(batches), said["window"], meta["step"] or 0
+for step in range(first, first + int(str(steps))):
+    count = state[window["counter"]] + 1 if window["counter"] else 1
+    feeds = {name: array[step % len(array)] for name, array in data.items()}
+    found = run("train" if count == window["steps"] else "accumulate", feeds)
+    print(f"step {step + 1}", *(f"{name} {value.item():.9g}" for name, value in found.items()), flush=True)
+content = save({one["name"]: state[one["name"]].astype(one["dtype"]) for one in kinds}, said["checkpoint"]["metadata"])
+known = {"step": step + 1, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}
+text = Template(said["checkpoint"]["meta"]).substitute(known)
+to.mkdir()
+(to / "state.safetensors").write_bytes(content)
+(to / "meta.json").write_text(f'{text[:-1]},"checksum":"{hashlib.sha256(text.encode()).hexdigest()}"}}')

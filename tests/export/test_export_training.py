@@ -1,0 +1,121 @@
+"""An exported step trains under bare onnxruntime as the executor does, bit for bit, and its state goes both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from tests.helpers.checkpoints import HALF, STEPS, Small, build, state
+from tests.helpers.runners import bare, batches, losses
+from tests.helpers.where import ROOT
+
+CPU = amp.CPUPlace()
+CASES: dict[str, dict[str, Any]] = {
+    "pure fp16": {},
+    "pure bfloat16, static": {"optimizer": "Lamb", "mode": "pure-bf16", "scaling": "static"},
+    "mixed, schedule": {"optimizer": "Momentum", "mode": "amp", "schedule": True},
+    "fp32": {"mode": "fp32", "scaling": "none"},
+    "window, averages": {"window": 3, "average": True},
+}
+
+
+def trained(net: Small, scope: amp.Scope, first: int, last: int) -> list[np.float32]:
+    return [net.exe.run(net.main, net.feed(s), [net.loss], scope=scope)[0].item() for s in range(first, last)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_the_executors_and_state_goes_both_ways(case: str, tmp_path: Path) -> None:
+    """Half of the steps by the runner, one by the executor, the rest by the runner: as in one run of the executor."""
+    net = build(**CASES[case])
+    scope = net.start()
+    net.main.export_training(tmp_path / "step", CPU, scope=scope)
+    data = batches(tmp_path / "data.safetensors", [net.feed(s) for s in range(STEPS)])
+    expected = [np.float32(loss) for loss in trained(net, scope, 0, STEPS)]
+
+    found = losses(bare(tmp_path / "step", data, HALF, tmp_path / "half"), net.loss.name)
+    moved = amp.Scope()
+    loaded = amp.load_checkpoint(tmp_path / "half", net.main, moved)
+    assert loaded.exact and loaded.step == HALF
+    found += trained(net, moved, HALF, HALF + 1)
+    amp.save_checkpoint(tmp_path / "one more", net.main, moved)
+    amp.save_checkpoint(tmp_path / "steps", net.main, moved, step=HALF + 1)
+    there = tmp_path / "steps" / f"step_{HALF + 1:08d}"
+    rest = STEPS - HALF - 1
+    found += losses(bare(tmp_path / "step", data, rest, tmp_path / "end", there), net.loss.name)
+    assert np.array_equal(np.array(found), np.array(expected), equal_nan=True)
+    ended = amp.Scope()
+    assert amp.load_checkpoint(tmp_path / "end", net.main, ended).step == STEPS
+    assert state(net.main, ended) == state(net.main, scope)
+
+
+def deep(parameters: int, rows: int) -> tuple[amp.Program, amp.Program, amp.Variable, Any]:
+    """Many small parameters, which lie in flat buffers here, and a large one, which is updated in chunks."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        h = amp.data("x", [2, rows], "float32")
+        label = amp.data("label", [2, 1], "int64")
+        with amp.fp16_guard():
+            h = amp.nn.fc(h, 256)
+            h = amp.nn.fc(h, 6)
+            for _ in range(parameters):
+                h = amp.nn.fc(h, 6, act="tanh")
+            loss = F.cross_entropy(h, label)
+        clip = amp.optimizer.ClipGradByGlobalNorm(0.1)
+        optimizer = amp.decorate(
+            amp.optimizer.Adam(0.01, multi_precision=True, grad_clip=clip), use_pure_fp16=True, init_loss_scaling=64.0
+        )
+        optimizer.minimize(loss, startup)
+    return main, startup, loss, optimizer
+
+
+def test_flat_buffers_come_out_as_their_variables(tmp_path: Path) -> None:
+    main, startup, loss, optimizer = deep(32, 2048)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(startup, scope=scope)
+    optimizer.amp_init(CPU, scope)
+    lowered = main.lower(CPU)
+    chunks = [port.shape for port in lowered.states if port.segments]
+    assert {shape[0] > 1 for shape in chunks if shape} == {True, False}, "the net has both kinds of flat state"
+    main.export_training(tmp_path / "step", CPU, scope=scope)
+    rng = np.random.default_rng(0)
+    feeds = [
+        {"x": rng.standard_normal((2, 2048)).astype(np.float32), "label": rng.integers(0, 6, (2, 1))} for _ in range(3)
+    ]
+    data = batches(tmp_path / "data.safetensors", feeds)
+    found = losses(bare(tmp_path / "step", data, 3, tmp_path / "end"), loss.name)
+    assert found == [np.float32(exe.run(main, feed, [loss], scope=scope)[0].item()) for feed in feeds]
+    ended = amp.Scope()
+    amp.load_checkpoint(tmp_path / "end", main, ended)
+    assert state(main, ended) == state(main, scope)
+
+
+def test_the_manifest_fits_its_schema(tmp_path: Path) -> None:
+    import jsonschema
+
+    schema = json.loads((ROOT / "amp_transpiler" / "export" / "manifest.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for number, case in enumerate(CASES.values()):
+        net = build(**case)
+        folder = net.main.export_training(tmp_path / str(number), CPU, scope=net.start())
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        jsonschema.validate(manifest, schema)
+        assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(manifest | {"version": 2}, schema)
+
+
+def test_a_program_of_several_ranks_is_refused(tmp_path: Path) -> None:
+    def rank() -> str:
+        net = build()
+        with pytest.raises(amp.AmpError, match="exchanges tensors between ranks.*a process of one rank") as refused:
+            net.main.export_training(tmp_path / "step", CPU, scope=net.start())
+        return str(refused.value)
+
+    amp.distributed.simulate(2, rank)
+    assert not (tmp_path / "step").exists()
