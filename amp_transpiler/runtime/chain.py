@@ -137,6 +137,7 @@ class Binding:
         self.order: list[dict[str, int]] = [{} for _ in self.parts]  # outputs of a part as bound first
         self.bound: dict[str, Any] = {}  # outputs of the whole as bound first: the value, None for one still to be made
         self.results: dict[str, Any] = {}
+        self.late: dict[str, tuple[Any, Any]] = {}  # outputs on the device, and the memory on the host that they go to
         for name, (dtype, shape) in chain.small.items():
             value = device_tensors.empty(shape, dtype, chain.place)
             self._bind_in_part(name, value)
@@ -168,8 +169,17 @@ class Binding:
             self.parts[part].bind_ortvalue_input(self.names[part][name], value)
 
     def bind_ortvalue_output(self, name: str, value: Any) -> None:
-        """Bind the memory of an output of the whole."""
+        """Bind the memory of an output of the whole.
+
+        What goes to the host from a stream that goes on is copied at the end: a copy there would wait for the stream.
+        """
         self.bound[name] = value
+        if self.engine is not None and not device_tensors.on(value, self.place):
+            kept, _ = self.late.get(name, (None, None))
+            if kept is None or kept.shape() != value.shape():
+                kept = device_tensors.empty(value.shape(), device_tensors.dtype_of(value), self.place)
+            self.late[name] = kept, value
+            value = kept
         self._bind_in_part(name, value)
 
     def bind_output(self, name: str, device_type: str, device_id: int) -> None:
@@ -214,6 +224,8 @@ class Binding:
             self._run(options)
         finally:
             self.engine.finish()
+        for made, value in self.late.values():
+            value.update_inplace(made)
 
     def _run(self, options: Any) -> None:
         self.results = dict(self.bound)

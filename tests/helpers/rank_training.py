@@ -54,7 +54,7 @@ class Trainer:
         with amp.program_guard(self.main, startup), amp.unique_name.guard():
             x = amp.data("x", [None, *self.shape], "float32")
             label = amp.data("label", [None, 1], "int64")
-            self.loss = F.mean(F.cross_entropy(layers(x * amp.data("boost", [1], "float32"), width), label))
+            self.loss = F.mean(F.cross_entropy(layers(x, width) * amp.data("boost", [1], "float32"), label))
             optimizer: Any = amp.optimizer.Momentum(0.05, 0.9, multi_precision=True)
             if mode != "fp32":
                 scaling = {"init_loss_scaling": 64.0, "decr_every_n_nan_or_inf": 1, "decr_ratio": 0.5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from amp_transpiler import distributed
 from amp_transpiler.errors import DistributedError, PlaceError
 from amp_transpiler.passes.lowering import rounds
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.runtime import buckets, chain, executor
+from amp_transpiler.runtime import buckets, chain, device_tensors, executor
 from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine
 from tests.helpers.fake_nccl import Fake, Wire, on_devices
@@ -71,6 +72,21 @@ def test_parts_lowered_for_cuda_learn_the_same(mode: str, monkeypatch: pytest.Mo
     expected = distributed.simulate(2, trained("mlp", mode))
     monkeypatch.setattr(executor, "lower", lambda program, _, *rest, **named: lower(program, "cuda", *rest, **named))
     close(on_devices(2, trained("mlp", mode)), expected, 1e-6 if mode == "fp32" else 2e-3)
+
+
+def test_what_is_fed_and_fetched_goes_through_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where host and device are apart: what several parts read is copied once, a loss when the step is over."""
+    expected = distributed.simulate(2, trained("mlp", "fp32"))
+    copied = list[Any]()
+
+    def copy_to(value: Any, place: Any) -> Any:
+        copied.append(value.shape())
+        return device_tensors.copy_to(value, place)
+
+    apart = {"on": lambda value, _: value._numpy_obj is None, "copy_to": copy_to}  # what numpy made is on the host
+    monkeypatch.setattr(chain, "device_tensors", SimpleNamespace(**vars(device_tensors) | apart))
+    close(on_devices(2, trained("mlp", "fp32")), expected, 1e-6)
+    assert copied == [[4, 16]] * 2 * STEPS
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.fake_nccl import COMPUTE
 from tests.helpers.placement import needs_placement_tool
 from tests.helpers.where import ROOT
 from tests.tools import cuda_placement
@@ -93,22 +95,106 @@ attempt("on the processor", lambda: graphs.run(alone, {"x": np.ones((1, 2, 2), n
 """
 
 
+RANKS = """
+import os
+import threading
+from pathlib import Path
+import onnxruntime as ort
+import amp_transpiler as amp
+from amp_transpiler.passes.lowering import rounds
+from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.runtime import session
+from amp_transpiler.runtime.session import Settings, create_session
+from tests.helpers.fake_nccl import on_devices
+from tests.helpers.programs import build
+from tests.helpers.rank_training import Trainer
+from tests.helpers.tables import Recommender
+
+place, log = amp.CUDAPlace(0), Path(os.environ["CUDA_STUB_LOG"])
+providers, streams = session._providers, set()
+
+def seen(*given):
+    made = providers(*given)
+    if given[0] == place:
+        streams.add(made[0][1].get("user_compute_stream"))
+    return made
+
+def parts(engine, fake):
+    def made(label, main, feeds, loss):
+        lowered = lower(main, "cuda", {feed: array.shape for feed, array in feeds.items()}, [loss])
+        chain, _ = create_session(lowered.model, place, Settings(), label, in_parts=True)
+        print(label, "|", len(chain.sessions), sorted(streams))
+    if engine.rank == 0:
+        for name, mode, dtype in (
+            ("mlp", "fp32", "float16"), ("use_case", "amp", "float16"), ("resnet", "pure-fp16", "float16"),
+            ("transformer", "amp", "bfloat16"), ("transformer", "pure-fp16", "float16"),
+        ):
+            net = build(name, mode, dtype=dtype, black=["pool2d"] if name == "use_case" else None)
+            made(f"{name} {mode} {dtype}", net.main, net.feeds, net.loss)
+        net = Recommender(lambda _: amp.optimizer.Adam(0.01), "mixed")
+        made("tables", net.main, net.feed(0), net.loss)
+
+rounds.BUCKET = 1 << 12
+session._providers = seen
+on_devices(2, parts, place=place)
+run, turn, ended = ort.InferenceSession.run_with_iobinding, threading.Lock(), threading.Barrier(2)
+within = []
+
+def logged(self, binding, options=None):
+    with turn:
+        before = log.read_text()
+        run(self, binding, options)
+        within.append({line.split(":")[0] for line in log.read_text()[len(before):].split()})
+
+def step(engine, fake):
+    trainer = Trainer("mlp", "pure", place)
+    trainer.train(range(1))
+    finish = engine.finish
+    engine.finish = lambda: (finish(), ended.wait(30))
+    engine.barrier()
+    ort.InferenceSession.run_with_iobinding = logged
+    engine.barrier()
+    log.write_text("")
+    engine.barrier()
+    trainer.exe.run(trainer.main, trainer.feed(1), [trainer.loss], trainer.scope)
+
+rounds.BUCKET, rounds.MOST = 1 << 9, 2
+on_devices(2, step, place=place)
+print("asked in parts |", len(within), *sorted(set.union(*within)))
+print("asked in all |", *(line.split(":")[0] for line in log.read_text().split()))
+"""
+
+
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the script prints, by label."""
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stubs")
     cuda_placement.build_stubs(folder)
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
+    return folder
+
+
+def printed(script: str, stubs: Path) -> dict[str, str]:
+    """What a script prints, by label."""
+    path = os.pathsep.join(filter(None, [str(stubs), os.environ.get("LD_LIBRARY_PATH", "")]))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=ROOT,
-        env=dict(os.environ, LD_LIBRARY_PATH=path, CUDA_STUB_LOG=str(folder / "asked")),
+        env=dict(os.environ, LD_LIBRARY_PATH=path, CUDA_STUB_LOG=str(stubs / "asked")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(line.split(" | ", 1) for line in done.stdout.splitlines() if " | " in line)
+
+
+@pytest.fixture(scope="module")
+def lines(stubs: Path) -> dict[str, str]:
+    return printed(SCRIPT, stubs)
+
+
+@pytest.fixture(scope="module")
+def of_ranks(stubs: Path) -> dict[str, str]:
+    return printed(RANKS, stubs)
 
 
 def test_a_device_that_is_not_there(lines: dict[str, str]) -> None:
@@ -187,3 +273,18 @@ def test_feeds_are_copied_to_where_the_graph_reads_them(lines: dict[str, str]) -
 )
 def test_what_cannot_be_captured_is_told(label: str, why: str, lines: dict[str, str]) -> None:
     assert re.match(f"PlaceError program 'net' .*{why}", lines[label])
+
+
+# -- several ranks -------------------------------------------------------------------------------------------------
+def test_every_part_of_a_step_is_on_cuda_entirely_and_on_the_stream_of_the_engine(of_ranks: dict[str, str]) -> None:
+    """A session for a part that is not could not have been made."""
+    found = {label: said.split(maxsplit=1) for label, said in of_ranks.items() if "asked" not in label}
+    assert len(found) == 6 and all(int(parts) >= 2 for parts, _ in found.values()), found
+    assert {streams for _, streams in found.values()} == {f"['{COMPUTE}']"}
+
+
+def test_parts_are_given_to_the_device_without_a_stop(of_ranks: dict[str, str]) -> None:
+    """Nothing goes to the host before the end: a copy there waits until the stream has computed what it copies."""
+    count, *kinds = of_ranks["asked in parts"].split()
+    assert int(count) == 2 * 3 and not {"download", "wait"} & set(kinds), kinds
+    assert of_ranks["asked in all"].split().count("download") == 2, "the losses"
