@@ -19,6 +19,8 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.option_checks import choice, number, shown
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
+from amp_transpiler.passes.lowering.planning import plan
+from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.collective import nccl
 from amp_transpiler.runtime.collective.current import (
@@ -273,6 +275,8 @@ __all__ = [
     "Exchange",
     "MPIEngine",
     "NcclEngine",
+    "PlanRow",
+    "RankPlan",
     "SimulatedEngine",
     "Span",
     "StepExchanges",
@@ -289,6 +293,7 @@ __all__ = [
     "init",
     "is_initialized",
     "local_rank",
+    "plan",
     "rank",
     "shard",
     "shutdown",

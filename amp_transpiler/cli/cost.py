@@ -41,9 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def show(program: Program, options: argparse.Namespace) -> None:
     """Print what a run costs; on a GPU also forecasts, beside the model's conversions where it is float32."""
-    shapes = _shapes(program, options.shape or [])
+    sizes = shapes(program, options.shape or [])
     place = _PLACES[options.place]
-    estimate = program.cost_estimate(place, shapes)
+    estimate = program.cost_estimate(place, sizes)
     print(estimate)
     if options.place == "cpu":
         return
@@ -52,7 +52,7 @@ def show(program: Program, options: argparse.Namespace) -> None:
         return
     estimates = {"fp32": estimate}
     for mode in ("mixed", "pure"):
-        estimates[mode] = convert(options.model, mode=mode).cost_estimate(place, shapes)
+        estimates[mode] = convert(options.model, mode=mode).cost_estimate(place, sizes)
     print("\nconverted to float16:")
     print(compare_costs(estimates, options.device))
 
@@ -68,21 +68,21 @@ def _forecasts(estimate: CostEstimate, names: list[str] | None) -> str:
     return "\n".join(lines)
 
 
-def _shapes(program: Program, texts: list[str]) -> dict[str, tuple[int, ...]]:
+def shapes(program: Program, texts: list[str]) -> dict[str, tuple[int, ...]]:
     """Shapes by input; ArgumentError for text that is none, and for an input whose size is still open."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for text in texts:
         name, equals, sizes = text.rpartition("=")
         if not equals or not all(size.strip().isdecimal() for size in sizes.split(",") if sizes):
             raise ArgumentError(f"--shape takes NAME=SIZE,SIZE, such as image=8,3,224,224, got {text!r}")
-        shapes[name] = tuple(int(size) for size in sizes.split(",") if sizes)
+        found[name] = tuple(int(size) for size in sizes.split(",") if sizes)
     feeds = {feed.name: (None,) if feed.shape is None else feed.shape for feed in program.inputs if feed.readers}
-    named = {size for name in shapes for size in feeds.get(name, ()) if isinstance(size, str)}
+    named = {size for name in found for size in feeds.get(name, ()) if isinstance(size, str)}
     for name, shape in feeds.items():
-        if name not in shapes and not all(isinstance(size, int) or size in named for size in shape):
+        if name not in found and not all(isinstance(size, int) or size in named for size in shape):
             shown = ",".join("?" if size is None else printable(str(size)) for size in shape)
             raise ArgumentError(
                 f"input '{printable(name)}' has the shape [{shown}]; give its sizes, as in --shape {printable(name)}="
                 + ",".join(str(size) if isinstance(size, int) else "8" for size in shape)
             )
-    return shapes
+    return found

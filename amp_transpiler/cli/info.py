@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from amp_transpiler.cli import cost
+from amp_transpiler.cli import cost, plan_ranks
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     print(_placement(program))
     if options.cost:
         cost.show(program, options)
+    if options.ranks:
+        plan_ranks.show(options)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler.cli import convert, cost, diff, explain, info, train
+from amp_transpiler.cli import convert, cost, diff, explain, info, plan_ranks, train
 from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
@@ -25,6 +25,7 @@ _EXAMPLES = """examples:
   amp-transpile diff model.onnx model_fp16.onnx
   amp-transpile info model_fp16.onnx
   amp-transpile info model.onnx --cost --shape image=8,3,224,224
+  amp-transpile info model.onnx --ranks 1 8 64 --bandwidth 12.5 --device A100 --shape image=8,3,224,224
 
 exit status: 0 done, 1 the model or the file cannot be handled, 2 wrong usage, 3 a check failed or the tolerance
 was not met, 130 interrupted
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     facts = commands.add_parser("info", help="operators, precisions, casts, sizes, and what would leave CUDA")
     facts.add_argument("model", metavar="MODEL.onnx")
     cost.add_options(facts)
+    plan_ranks.add_options(facts)
     return parser
 
 

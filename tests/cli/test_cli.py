@@ -112,6 +112,40 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "T4         0.0" in capsys.readouterr().out
 
 
+def test_info_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 64] x) => (float[N, 64] y) <float[64, 64] w> '
+    model = onnx.parser.parse_model(text + "{ h = MatMul(x, w)  y = Relu(h) }")
+    del model.graph.initializer[:]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((64, 64), np.float32), "w"))
+    path = str(tmp_path / "open.onnx")
+    onnx.save(model, path)
+    arguments = ["info", path, "--ranks", "1,2", "4096", "--shape", "x=32,64"]
+    assert main(arguments) == 2
+    assert "--ranks needs --bandwidth" in capsys.readouterr().err
+    assert main([*arguments, "--bandwidth", "1"]) == 2
+    assert "--ranks needs --device A100, say, or --step-time" in capsys.readouterr().err
+    assert main([*arguments, "--bandwidth", "1", "--device", "T4", "A100"]) == 0
+    out = capsys.readouterr().out
+    assert "the least time on T4; nccl, 1 GB/s" in out and "the least time on A100; nccl, 1 GB/s" in out
+    assert out.count("buckets of gradients: 8.0 KiB") == 2 and out.count("\n   4096 ") == 2
+    said = [
+        "--step-time",
+        "0.5",
+        "--mode",
+        "fp32",
+        "--ranks-per-node",
+        "2",
+        "--bandwidth-within",
+        "50",
+        "--shard-state",
+    ]
+    assert main([*arguments, "--bandwidth", "1", *said]) == 0
+    out = capsys.readouterr().out
+    assert "a step of 500 ms on one rank; mpi, 50 GB/s within nodes of 2 ranks, 1 GB/s between them" in out
+    assert "buckets of gradients: 16.0 KiB" in out and "sharded state" in out
+    assert main([*arguments, "--ranks", "many", "--bandwidth", "1", "--step-time", "1"]) == 2
+
+
 def test_wrong_usage_is_status_2() -> None:
     with pytest.raises(SystemExit) as done:
         main(["convert"])

@@ -15,13 +15,14 @@ from amp_transpiler.ir.types import HALF, SHORT
 from amp_transpiler.lists.devices import Device, devices, find_device
 from amp_transpiler.passes.lowering.forecast import Forecast, Work, roofline
 from amp_transpiler.passes.lowering.kernels import Kernel, kernels_of
-from amp_transpiler.passes.lowering.liveness import plan
-from amp_transpiler.passes.lowering.memory_estimate import estimate_memory, lower_sized
+from amp_transpiler.passes.lowering.liveness import Liveness, plan
+from amp_transpiler.passes.lowering.lowered import Lowered
+from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate, estimate_memory, lower_sized
 from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.lowering.tensor_types import inferred, types_in
 
 _GIB = 2**30
-_CASTS = frozenset({"Cast", "CastLike"})
+CASTS = frozenset({"Cast", "CastLike"})
 _ROWS = 20
 
 
@@ -147,6 +148,34 @@ def by_type(sizes: Mapping[str, int]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A program as a place runs it: its kernels, those that run an unknown number of times, and memory."""
+
+    lowered: Lowered
+    kernels: list[Kernel]
+    unknown: list[str]
+    live: Liveness
+    memory: MemoryEstimate
+
+
+def count_kernels(
+    call: str,
+    program: Graph,
+    place: Place,
+    feed_shapes: Mapping[str, Sequence[int]] | None,
+    fetch_list: Sequence[Variable | str],
+) -> Counted:
+    """Lower a program and count; ``call`` is the caller, for messages."""
+    check_place(place, call)
+    lowered, shapes = lower_sized(call, program, place, feed_shapes, fetch_list)
+    graph = inferred(lowered)
+    types = types_in(graph)
+    kernels, unknown = kernels_of(lowered, graph, types)
+    live = plan(lowered, types)
+    return Counted(lowered, kernels, unknown, live, estimate_memory(program, lowered, place, shapes, live))
+
+
 def cost_estimate(
     program: Graph,
     place: Place,
@@ -154,26 +183,21 @@ def cost_estimate(
     fetch_list: Sequence[Variable | str] = (),
 ) -> CostEstimate:
     """What running ``program`` costs on ``place``; see ``Program.cost_estimate``."""
-    check_place(place, "cost_estimate")
-    lowered, shapes = lower_sized("cost_estimate", program, place, feed_shapes, fetch_list)
-    graph = inferred(lowered)
-    types = types_in(graph)
-    kernels, unknown = kernels_of(lowered, graph, types)
-    live = plan(lowered, types)
-    memory = estimate_memory(program, lowered, place, shapes, live)
+    counted = count_kernels("cost_estimate", program, place, feed_shapes, fetch_list)
+    kernels, live = counted.kernels, counted.live
     sizes: Counter[str] = Counter()
     groups: dict[str, list[Kernel]] = {}
     work: Counter[tuple[int, int, str, bool]] = Counter()
     for kernel in kernels:
         sizes.update({kind: size * kernel.times for kind, size in kernel.bytes.items()})
         groups.setdefault(kernel.operator.type if kernel.operator else kernel.type, []).append(kernel)
-        work[kernel.moved, kernel.flops, kernel.dtype, kernel.type in _CASTS] += kernel.times
+        work[kernel.moved, kernel.flops, kernel.dtype, kernel.type in CASTS] += kernel.times
     rows = sorted((_row(name, group) for name, group in groups.items()), key=lambda row: (-row.bytes, row.operator))
-    casts = [kernel for kernel in kernels if kernel.type in _CASTS]
+    casts = [kernel for kernel in kernels if kernel.type in CASTS]
     return CostEstimate(
         program=program.name,
         place=repr(place),
-        feed_shapes=shapes,
+        feed_shapes=counted.memory.feed_shapes,
         kernels=sum(kernel.times for kernel in kernels),
         bytes=sum(sizes.values()),
         bytes_by_type=dict(sorted(sizes.items())),
@@ -182,9 +206,9 @@ def cost_estimate(
         flops_16=sum(row.flops_16 for row in rows),
         flops_32=sum(row.flops_32 for row in rows),
         temporaries=max(live.totals(), default=0),
-        peak=memory.peak,
+        peak=counted.memory.peak,
         operators=tuple(rows),
-        unknown=tuple(dict.fromkeys(unknown)),
+        unknown=tuple(dict.fromkeys(counted.unknown)),
         work=tuple(Work(times, *key) for key, times in work.items()),
     )
 

@@ -28,6 +28,7 @@ class Kernel:
     ``operator``: that of the program which it serves; None where it serves several. ``times``: how often it runs.
     ``bytes``: by element type, of all that it reads and writes, each operand whole. ``moved``: bytes without what a
     selection leaves unread. ``flops``: arithmetic of a sum of products, whose operands have the type ``dtype``.
+    ``node``: the number of the model's node that it, or the graph around it, belongs to.
     """
 
     type: str
@@ -37,6 +38,7 @@ class Kernel:
     moved: int
     flops: int
     dtype: str
+    node: int = -1
 
 
 def kernels_of(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> tuple[list[Kernel], list[str]]:
@@ -49,8 +51,8 @@ def kernels_of(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> tuple[
     walk = _Walk(lowered)
     padded = [*lowered.origins, *[None] * (len(graph.node) - len(lowered.origins))]
     found = [
-        kernel
-        for node, origin in zip(graph.node, padded, strict=True)
+        replace(kernel, node=number)
+        for number, (node, origin) in enumerate(zip(graph.node, padded, strict=True))
         for kernel in walk.node(node, origin, types, nested=False)
     ]
     return found, walk.unknown
