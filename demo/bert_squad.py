@@ -4,6 +4,7 @@
     python demo/bert_squad.py --data DIR --vocab DIR --overfit 64  # until 90 % of 64 windows are right
     python demo/bert_squad.py --synthetic --mode pure         # synthetic text, no file needed
     python demo/bert_squad.py ... --model encoder.onnx             # fine-tune an exported encoder
+    mpiexec -n 2 python demo/bert_squad.py ...                     # two ranks, each of which takes half of a batch
 
 All three modes take about five minutes on two cores. A network of this size that starts from nothing hardly learns to
 read: its scores compare precisions, not models. ``--layers 12 --hidden 768 --heads 12 --seq-len 384 --doc-stride 128
@@ -79,20 +80,24 @@ def step(run: Run, batch: squad.Windows, rate: float) -> None:
     values = run.executor.run(run.model.main, feed=feed, fetch_list=run.fetches, scope=run.scope)
     if run.loss:  # the first step makes the session
         run.seconds += time.perf_counter() - begin
-    run.loss.append(float(np.ravel(values[0])[0]))
+    run.loss.append(training.mean_over_ranks(float(np.ravel(values[0])[0])))
     run.scale.append(float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0)
     run.skipped += bool(np.ravel(values[2])[0]) if len(values) > 2 else 0
 
 
-def answers(run: Run, data: squad.Windows, questions: list[squad.Question], batch: int) -> dict[int, str]:
-    """The model's answer to every question that ``data`` holds windows of."""
-    logits = []
-    for begin in range(0, len(data), batch):
-        rows = np.arange(begin, begin + batch) % len(data)  # the last batch is filled up: the shape is fixed
+def answers(
+    run: Run, data: squad.Windows, questions: list[squad.Question], options: argparse.Namespace
+) -> dict[int, str]:
+    """The model's answer to every question that ``data`` holds windows of; each rank reads its part of these."""
+    own = np.array_split(np.arange(len(data)), amp.distributed.world_size())[amp.distributed.rank()]
+    logits = [np.zeros((0, 2, options.seq_len), np.float32)]
+    size = encoder.share(options)
+    for begin in range(0, len(own), size):
+        rows = np.resize(own[begin : begin + size], size)  # filled up: the shape is fixed
         feed = run.model.feed(data.pick(rows))
         found = run.executor.run(run.model.test, feed=feed, fetch_list=run.model.logits, scope=run.scope)
-        logits.append(np.stack(found).astype(np.float32))
-    start, end = np.concatenate(logits, 1)[:, : len(data)]
+        logits.append(np.stack(found, 1).astype(np.float32)[: len(own) - begin])
+    start, end = np.concatenate(training.gathered(np.concatenate(logits))).transpose(1, 0, 2)
     return squad.best_spans(data, start, end, questions)
 
 
@@ -109,12 +114,13 @@ def train(run: Run, data: squad.Windows, options: argparse.Namespace, progress: 
         raise SystemExit(f"error: {len(data)} windows with an answer are less than a batch of {options.batch}")
     steps = min(options.steps or options.epochs * per_epoch, options.epochs * per_epoch)
     plan = rates(options, steps)
-    for number in range(steps):
-        epoch, place = divmod(number, per_epoch)
-        if not place:
-            order = np.random.default_rng([options.seed, epoch]).permutation(len(data))
-        step(run, data.pick(order[place * options.batch : (place + 1) * options.batch]), plan[number])
-        progress(run.mode, number + 1, steps, run.loss[-1])
+    for epoch in range(options.epochs):
+        for batch in amp.distributed.batches(len(data), options.batch, epoch, options.seed, drop_last=True):
+            number = epoch * per_epoch + batch.number
+            if number == steps:
+                return
+            step(run, data.pick(batch.rows), plan[number])
+            progress(run.mode, number + 1, steps, run.loss[-1])
 
 
 def overfit(run: Run, data: squad.Windows, questions: list[squad.Question], options: argparse.Namespace) -> int:
@@ -129,9 +135,10 @@ def overfit(run: Run, data: squad.Windows, questions: list[squad.Question], opti
     rng, limit = np.random.default_rng(options.seed), options.steps or 2000
     for number in range(1, limit + 1):
         rows = np.resize(rng.permutation(len(data)), options.batch)  # fewer than a batch come more than once
+        rows = rows[amp.distributed.rank() :: amp.distributed.world_size()]
         step(run, data.pick(rows), options.lr * min(1.0, number / 50))
         if number % 20 == 0 or number == limit:
-            run.scores = squad.score(answers(run, data, asked, options.batch), asked)
+            run.scores = squad.score(answers(run, data, asked, options), asked)
             if run.scores[0] >= 90:
                 return number
     return 0
@@ -201,6 +208,7 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
         raise SystemExit("error: --warmup lies between 0 and 1")
     if options.model:
         encoder.adopt_sizes(options)
+    training.check_ranks(options.batch)
     return options
 
 
@@ -232,7 +240,7 @@ def main() -> int:
             print(f"{mode}: {run.scores[0]:.1f} % right after {taken or 'all'} steps", flush=True)
         else:
             train(run, data, options, progress)
-            run.scores = squad.score(answers(run, test, test_set, options.batch), test_set)
+            run.scores = squad.score(answers(run, test, test_set, options), test_set)
         if mode != "fp32":
             print(f"{mode}: what stayed in fp32\n{kept_fp32(run.model.main)}", flush=True)
         runs.append(run)

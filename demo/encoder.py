@@ -29,10 +29,15 @@ class Model:
     feed: Callable[[squad.Windows], dict[str, np.ndarray]]
 
 
+def share(options: argparse.Namespace) -> int:
+    """Windows of a batch that each rank takes."""
+    return int(options.batch) // amp.distributed.world_size()
+
+
 def built(options: argparse.Namespace, vocabulary: int) -> Model:
     """BERT (Devlin et al. 2019) of the asked size, its encoder inside ``fp16_guard``."""
     main, startup = amp.Program(), amp.Program("startup")
-    shape = [options.batch, options.seq_len]
+    shape = [share(options), options.seq_len]
     with amp.program_guard(main, startup), amp.unique_name.guard():
         ids, segments, mask = (amp.data(name, shape, "int64") for name in ("ids", "segments", "mask"))
         with amp.fp16_guard():
@@ -84,7 +89,7 @@ def _waves(length: int, width: int) -> np.ndarray:
 
 def _head(hidden: amp.Variable, options: argparse.Namespace) -> tuple[amp.Variable, list[str]]:
     """Start and end logits of every place of the paragraph, and their loss; outside the guard, in fp32."""
-    shape = [options.batch, options.seq_len]
+    shape = [share(options), options.seq_len]
     inside = amp.data("inside", shape, "bool")
     start, end = (amp.data(name, shape[:1], "int64") for name in ("start", "end"))
     with amp.name_scope("span"):
@@ -126,9 +131,10 @@ def _part(name: str, file: str) -> str:
 
 
 def adopt_sizes(options: argparse.Namespace) -> None:
-    """Take batch and length from an exported encoder that fixes them."""
+    """Take batch and length from an exported encoder that fixes them; its batch is that of each rank."""
     shape = amp.Program.from_onnx(str(options.model)).inputs[0].shape or ()
     for name, size in zip(("batch", "seq_len"), shape, strict=False):
+        size = size * amp.distributed.world_size() if name == "batch" and isinstance(size, int) else size
         if isinstance(size, int) and size != getattr(options, name):
             print(f"{options.model} fixes --{name.replace('_', '-')} {size}")
             setattr(options, name, size)

@@ -90,6 +90,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("data/mnist"), help="folder with the four idx files")
     parser.add_argument("--limit", type=int, default=0, help="use only this many training images (0: all)")
     options = parser.parse_args()
+    training.check_ranks(options.batch_size)
     train, test = mnist(options.data)
     if options.limit:
         train = train[0][: options.limit], train[1][: options.limit]

@@ -66,6 +66,7 @@ def main() -> int:
     parser = training.arguments("Train on real handwritten digits in fp32, mixed and pure 16-bit precision.", epochs=25)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture and the model")
     options = parser.parse_args()
+    training.check_ranks(options.batch_size)
     train, test = digits()
     task = training.Task(network, train, test, learning_rate=0.005, black_list=("pool2d",), incr_every_n_steps=100)
     modes = training.MODES if options.mode == "all" else (options.mode,)
@@ -73,6 +74,8 @@ def main() -> int:
     runs = [training.fit(task, mode, options, progress) for mode in modes]
     histories = [run.history for run in runs]
     print(training.table(histories))
+    if amp.distributed.rank():
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / "quickstart.png"
     training.plot(histories, str(picture), "scikit-learn digits")

@@ -1,8 +1,9 @@
-"""What the demos share: one training loop, and one evaluation, over numpy arrays."""
+"""What the demos share: one training loop, and one evaluation, over numpy arrays, on any number of ranks."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -173,32 +174,56 @@ def _epoch(
     progress: Callable[[str, int, int, float], None],
 ) -> None:
     images, labels = task.train
-    history, batch = trained.history, options.batch_size
-    steps = len(images) // batch
-    order = np.random.default_rng([options.seed, epoch]).permutation(len(images))
-    for step in range(steps):
-        rows = order[step * batch : (step + 1) * batch]
-        feed = {trained.image: images[rows], label: labels[rows]}
+    history = trained.history
+    steps = len(images) // options.batch_size
+    for batch in amp.distributed.batches(len(images), options.batch_size, epoch, options.seed, drop_last=True):
+        feed = {trained.image: images[batch.rows], label: labels[batch.rows]}
         start = time.perf_counter()
         values = trained.executor.run(main, feed=feed, fetch_list=fetches, scope=trained.scope)
         history.step_seconds.append(time.perf_counter() - start)
-        history.loss.append(float(np.ravel(values[0])[0]))
+        history.loss.append(mean_over_ranks(float(np.ravel(values[0])[0])))
         scale = float(np.ravel(values[1])[0]) if len(values) > 1 else 1.0
         history.bad_steps += bool(len(values) > 2 and np.ravel(values[2])[0])
         history.scale.append(scale)
-        progress(history.mode, epoch * steps + step + 1, options.epochs * steps, history.loss[-1])
+        progress(history.mode, epoch * steps + batch.number + 1, options.epochs * steps, history.loss[-1])
 
 
 def evaluate(trained: Trained, images: np.ndarray, labels: np.ndarray, batch: int) -> float:
-    """Share of right decisions of the test program."""
-    right = 0
-    for start in range(0, len(images), batch):
-        feed = {trained.image: images[start : start + batch]}
+    """Share of right decisions of the test program; each rank takes its share of the batches."""
+    if amp.distributed.world_size() > 1:
+        amp.distributed.broadcast_statistics(trained.test_program, trained.scope)
+    right = 0.0
+    for share in amp.distributed.batches(len(images), batch, shuffle=False):
         (scores,) = trained.executor.run(
-            trained.test_program, feed=feed, fetch_list=[trained.prediction], scope=trained.scope
+            trained.test_program,
+            feed={trained.image: images[share.rows]},
+            fetch_list=[trained.prediction],
+            scope=trained.scope,
         )
-        right += int((np.argmax(scores, -1) == np.ravel(labels[start : start + batch])).sum())
-    return right / len(images)
+        right += share.own * int((np.argmax(scores, -1) == np.ravel(labels[share.rows])).sum())
+    return mean_over_ranks(right) * amp.distributed.world_size() / len(images)
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+def mean_over_ranks(value: float) -> float:
+    """The mean of a number over the ranks."""
+    if amp.distributed.world_size() == 1:
+        return value
+    return float(amp.distributed.all_reduce(np.array([value]))[0])
+
+
+def gathered(array: np.ndarray) -> list[np.ndarray]:
+    """The arrays of all ranks."""
+    return [array] if amp.distributed.world_size() == 1 else amp.distributed.all_gather(array)
+
+
+def check_ranks(batch: int) -> None:
+    """SystemExit for a batch that the ranks cannot share alike."""
+    ranks = amp.distributed.world_size()
+    if batch % ranks:
+        raise SystemExit(
+            f"error: --batch-size {batch} is that of all {ranks} ranks together; take a multiple of {ranks}"
+        )
 
 
 def bar() -> Callable[[str, int, int, float], None]:
@@ -279,12 +304,32 @@ def _curves(history: History) -> list[tuple[Any, Any]]:
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Run a demo; an interrupt or an error of the library is one line and an exit status."""
+    """Run a demo, as one of several ranks where ``mpiexec`` started it: then rank 0 alone prints.
+
+    An interrupt or an error of the library is one line and an exit status.
+    """
+    streams, several, nowhere = (sys.stdout, sys.stderr), False, open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
+        engine = amp.distributed.init()
+        several = engine.size > 1
+        if engine.rank:
+            sys.stdout = sys.stderr = nowhere
         return main()
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
+        if several:
+            engine.abort("was interrupted")
         return 130
+    except SystemExit as ended:
+        if several and engine.rank and isinstance(ended.code, str):
+            return 1  # rank 0 says it
+        raise
     except amp.AmpError as error:
-        print(f"error: {error}", file=sys.stderr)
+        rank_0_is_gone = isinstance(error, amp.errors.DistributedError) and not error.told and 0 in error.ranks
+        print(f"error: {error}", file=streams[1] if rank_0_is_gone else sys.stderr)
+        if several:
+            engine.abort(f"raised {type(error).__name__}: {error}")
         return 1
+    finally:
+        sys.stdout, sys.stderr = streams
+        nowhere.close()
