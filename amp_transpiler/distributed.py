@@ -17,6 +17,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.option_checks import choice, number, shown
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.passes.lowering.planning import plan
@@ -198,7 +199,7 @@ def check_equal(program: Program, scope: Scope | None = None) -> None:
     """Finds out whether all ranks hold the same state of ``program`` in ``scope`` (default: the current one).
 
     Compared are hashes of parameters, master weights, moments and all that the training step writes, but not running
-    statistics, which each rank takes of its own examples. To be called now and then, such as every 1,000 steps.
+    statistics that each rank takes of its own examples. To be called now and then, such as every 1,000 steps.
 
     Raises:
         DistributedError: a rank holds other values; variables and ranks are named.
@@ -252,7 +253,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def broadcast_statistics(program: Program, scope: Scope | None = None) -> None:
-    """Running statistics (of batch norm) become those of rank 0 on all ranks, as checkpoints have them.
+    """Running statistics of each rank's own become those of rank 0 on all ranks, as checkpoints have them.
 
     To be called before an evaluation that the ranks share, or where a training is to end as one that was resumed.
     """
@@ -264,8 +265,9 @@ def broadcast_statistics(program: Program, scope: Scope | None = None) -> None:
 
 
 def _statistics(program: Program) -> list[str]:
-    """The names of running statistics, in the order of the program."""
-    found = [op.input(slot) for op in program.operators for slot in traits_of(op).statistics]
+    """The names of running statistics that each rank takes of its own examples, in the order of the program."""
+    apart = [op for op in program.operators if not meets(op)]
+    found = [op.input(slot) for op in apart for slot in traits_of(op).statistics]
     return list(dict.fromkeys(v.name for v in found if v is not None))
 
 

@@ -14,48 +14,35 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, product
+from amp_transpiler.ir.metadata import SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.channel_rows import by_channel, by_image
+from amp_transpiler.ops.batch_statistics import gradient_over_ranks, is_synchronized, normalised_over_ranks
+from amp_transpiler.ops.channel_rows import by_image
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
-from amp_transpiler.ops.gpu_kernels import product as matrix_product
-from amp_transpiler.ops.training.rows import products, state_as
-
-_EPSILON = 1e-5
-
-
-def _epsilon(e: Emitter, op: Operator, value: Value) -> Value:
-    return e.like(float(op.attrs.get("epsilon", _EPSILON)), value)
-
-
-def _mean(e: Emitter, value: Value, axes: Sequence[int]) -> Value:
-    return e.op("ReduceMean", value, e.ints(*axes), keepdims=1)
-
-
-def _statistics(e: Emitter, op: Operator, x: Value, axes: Sequence[int]) -> tuple[Value, Value, Value]:
-    """Mean, deviation from it and (biased) variance over ``axes``."""
-    mean = _mean(e, x, axes)
-    deviation = e.op("Sub", x, mean, shape=x.shape)
-    return mean, deviation, _mean(e, e.Mul(deviation, deviation), axes)
+from amp_transpiler.ops.norm_parts import (
+    LAYERS,
+    LEAST_VARIANCE,
+    affine,
+    correlation,
+    epsilon_of,
+    inverse_root,
+    per_channel,
+    rank_of,
+    shifted,
+    slope_of,
+    standardised,
+    statistics,
+)
 
 
 def _deviation_and_scale(e: Emitter, op: Operator, x: Value, axes: Sequence[int]) -> tuple[Value, Value]:
     """The deviation from the mean over ``axes``, and 1 / sqrt(variance + epsilon)."""
-    _, deviation, variance = _statistics(e, op, x, axes)
-    return deviation, _inverse_root(e, op, variance)
-
-
-def _inverse_root(e: Emitter, op: Operator, variance: Value) -> Value:
-    return e.Reciprocal(e.Sqrt(e.Add(variance, _epsilon(e, op, variance))))
-
-
-def _rank(value: Value) -> int:
-    assert value.shape is not None
-    return len(value.shape)
+    _, deviation, variance = statistics(e, x, axes)
+    return deviation, inverse_root(e, op, variance)
 
 
 # -- BatchNormalization ------------------------------------------------------------------------------
@@ -65,12 +52,6 @@ def _trains(op: Operator) -> bool:
 
 def _mixes_types(op: Operator) -> bool:
     return len({v.dtype for v in op.inputs if v is not None}) > 1
-
-
-def _per_channel(e: Emitter, value: Value, rank: int) -> Value:
-    """A vector over channels, broadcastable to [N, C, ...]."""
-    assert value.shape is not None
-    return e.reshape(value, (1, value.shape[0], *[1] * (rank - 2)))
 
 
 @lowering_rule("BatchNormalization", native=True, when=lambda op: _trains(op) or _mixes_types(op))
@@ -86,12 +67,15 @@ def batch_normalization(
     slope, mean and bias. Those roundings would double the gradient's time (measured), and nothing there overflows: rows
     of M numbers end at sqrt(M), correlations at 1, slopes at scale / sqrt(epsilon).
     """
-    epsilon = float(op.attrs.get("epsilon", _EPSILON))
+    epsilon = epsilon_of(op)
     momentum = float(op.attrs.get("momentum", 0.9))
     scale, bias, mean, var = (e.f32(v) for v in (scale, bias, mean, var))
+    if _trains(op) and is_synchronized(op):
+        y, *batch = normalised_over_ranks(e, op, x, scale, bias)
+        return [y, *(_running(e, old, new, momentum) for old, new in zip((mean, var), batch, strict=True))]
     if on_gpu(e):
         if not _trains(op):
-            return [_shifted(e, x, e.Mul(scale, _inverse_root(e, op, var)), bias, mean)]
+            return [shifted(e, x, e.Mul(scale, inverse_root(e, op, var)), bias, mean)]
         return _by_rows(e, x, scale, bias, mean, var, epsilon, momentum)
     x = e.f32(x)
     if not _trains(op):
@@ -113,16 +97,17 @@ def batch_normalization(
             training_mode=1,
         )
         return list(ys)
-    rank = _rank(x)
-    batch_mean, deviation, batch_var = _statistics(e, op, x, [0, *range(2, rank)])
-    factor = e.Mul(_inverse_root(e, op, batch_var), _per_channel(e, scale, rank))
-    y = e.Add(e.Mul(deviation, factor), _per_channel(e, bias, rank))
+    rank = rank_of(x)
+    batch_mean, deviation, batch_var = statistics(e, x, [0, *range(2, rank)])
+    factor = e.Mul(inverse_root(e, op, batch_var), per_channel(e, scale, rank))
+    y = e.Add(e.Mul(deviation, factor), per_channel(e, bias, rank))
+    return [y, _running(e, mean, batch_mean, momentum), _running(e, var, batch_var, momentum)]
 
-    def running(old: Value, new: Value) -> Value:
-        new = e.Mul(e.reshape(new, old.shape or ()), e.like(1 - momentum, new))
-        return e.Add(e.Mul(old, e.like(momentum, old)), new)
 
-    return [y, running(mean, batch_mean), running(var, batch_var)]
+def _running(e: Emitter, old: Value, new: Value, momentum: float) -> Value:
+    """A running statistic, after a batch that has a ``new`` one."""
+    new = e.Mul(e.reshape(new, old.shape or ()), e.like(1 - momentum, new))
+    return e.Add(e.Mul(old, e.like(momentum, old)), new)
 
 
 def _by_rows(
@@ -130,11 +115,11 @@ def _by_rows(
 ) -> Sequence[Any]:
     """Training mode on a GPU place: LayerNormalization over a row for each channel gives the statistics in fp32, and
     what scale and bias are applied to."""
-    normal, batch_mean, r = _standardised(e, x, epsilon)
-    e.shared[_LAYERS] = (*e.shared.get(_LAYERS, ()), scale, r)
+    normal, batch_mean, r = standardised(e, x, epsilon)
+    e.shared[LAYERS] = (*e.shared.get(LAYERS, ()), scale, r)
     channels, count = size_of(normal)
     zeros = e.const(np.zeros(channels), x.dtype)
-    rows = _affine(e, e.reshape(normal, (1, channels, count)), scale, bias, zeros)
+    rows = affine(e, e.reshape(normal, (1, channels, count)), scale, bias, zeros)
     y = by_image(e, e.reshape(rows, (channels, count)), size_of(x))
 
     # 1 / r^2 is the variance plus epsilon. In vectors, so that layers whose statistics are one state are one vector.
@@ -143,73 +128,6 @@ def _by_rows(
     new_mean = e.Add(old_mean, e.Mul(batch_mean, e.like(1 - momentum, batch_mean)))
     new_var = e.Sub(e.Add(old_var, e.Div(e.Div(share, r), r)), excess)
     return [y, new_mean, new_var]
-
-
-#: Where scales and inverse deviations lie of which nobody has asked for the product yet, in turn.
-_LAYERS = "scale and inverse deviation of layers"
-
-
-def _standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:
-    """[C, M] of mean 0 and variance 1 from [N, C, ...], with mean and 1 / sqrt(variance + epsilon), fp32 [C].
-
-    The gradient finds what the forward rule made.
-    """
-    key = f"{x.name} standardised, {epsilon}"
-    if key not in e.shared:
-        rows = by_channel(e, x)
-        channels, count = size_of(rows)
-        ones = f"{count} ones, {x.dtype}"
-        if ones not in e.shared:  # from a run-time scalar, or a constant of this size would lie in the session
-            number = f"one, {x.dtype}"
-            if number not in e.shared:
-                e.shared[number] = (e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), x.dtype),)
-            e.shared[ones] = (e.Expand(e.shared[number][0], e.ints(count), shape=(count,)),)
-        kinds = (x.dtype, "float32", "float32")
-        normal, mean, r = e.op(
-            "LayerNormalization", rows, *e.shared[ones], outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
-        )
-        vectors = (e.reshape(Value(v.name, v.dtype, (channels, 1)), (channels,)) for v in (mean, r))
-        e.shared[key] = (Value(normal.name, x.dtype, (channels, count)), *vectors)
-    normal, mean, r = e.shared[key]
-    return normal, mean, r
-
-
-def _slope(e: Emitter, scale: Value, r: Value) -> Value:
-    """scale * r. The gradient of the last layer makes those of all layers before it."""
-    if _slope_key(scale, r) not in e.shared:
-        known = e.shared.pop(_LAYERS, ())
-        pairs = list(zip(known[::2], known[1::2], strict=True))
-        pairs = pairs if (scale, r) in pairs else [(scale, r)]
-        for pair, made in zip(pairs, products(e, pairs), strict=True):
-            e.shared[_slope_key(*pair)] = (made,)
-    return e.shared[_slope_key(scale, r)][0]
-
-
-def _slope_key(scale: Value, r: Value) -> str:
-    return f"{scale.name} * {r.name}"
-
-
-def _shifted(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
-    """slope * (x - mean) + bias, with fp32 vectors over channels, in the type of X.
-
-    What the mean loses in this type goes into the bias; the slope's rounding is one more of the size of the result's.
-    """
-    low_mean = e.cast(mean, x.dtype)
-    if x.dtype in HALF:
-        row = (1, *size_of(mean))
-        held, one = e.reshape(e.f32(low_mean), row), e.const(np.ones(size_of(slope)), "float32")
-        bias = e.reshape(e.BatchNormalization(held, slope, bias, mean, one, epsilon=0.0, shape=row), row[1:])
-    return _affine(e, x, slope, bias, low_mean)
-
-
-def _affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
-    """The same, with vectors in the type of X, as the kernel wants them."""
-    slope, bias, mean = (state_as(e, v, x.dtype) for v in (slope, bias, mean))
-    if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
-        slope, bias, mean = (_per_channel(e, v, _rank(x)) for v in (slope, bias, mean))
-        return e.Add(e.Mul(e.Sub(x, mean), slope), bias)
-    one = e.const(np.ones(size_of(slope)), x.dtype)
-    return e.BatchNormalization(x, slope, bias, mean, one, epsilon=0.0, shape=x.shape)
 
 
 @gradient("BatchNormalization", "x0 x1 x3 x4 dy0", inputs=(0, 1, 2), native=True)
@@ -222,20 +140,22 @@ def batch_normalization_gradient(
     mode dX = scale * r * (dy - dB / M - xhat * dscale / M), sums over the M elements of a channel.
     """
     scale, mean, var = (e.f32(v) for v in (scale, mean, var))
+    if _trains(op) and is_synchronized(op):
+        return [*gradient_over_ranks(e, op, x, scale, dy), None, None]
     if on_gpu(e):
         if _trains(op):
             return [*_gradient_by_rows(e, op, x, scale, dy), None, None]
         return [*_frozen_gradient(e, op, x, scale, mean, var, dy), None, None]
     x, dy = e.f32(x), e.f32(dy)
-    rank = _rank(x)
+    rank = rank_of(x)
     assert x.shape is not None
     axes = [0, *range(2, rank)]
     if _trains(op):
         deviation, r = _deviation_and_scale(e, op, x, axes)
     else:
-        deviation = e.Sub(x, _per_channel(e, mean, rank)) if e.wants(1) else x
-        r = _inverse_root(e, op, _per_channel(e, var, rank))
-    factor = e.Mul(_per_channel(e, scale, rank), r)
+        deviation = e.Sub(x, per_channel(e, mean, rank)) if e.wants(1) else x
+        r = inverse_root(e, op, per_channel(e, var, rank))
+    factor = e.Mul(per_channel(e, scale, rank), r)
     through = _trains(op) and e.wants(0)
     d_bias = e.reduce_sum(dy, axes, keepdims=True) if e.wants(2) or through else None
     d_scale = None
@@ -252,28 +172,16 @@ def batch_normalization_gradient(
     return [dx, *vectors, None, None]
 
 
-#: Added to the variance of dY: so that numbers of any size that 16 bit has are brought near to 1, and a row of equal
-#: numbers, whose mean fp32 may miss by 1e-7 of it, stays far from overflow.
-_LEAST_VARIANCE = 1e-10
-
-
-def _correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
-    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it."""
-    channels, count = size_of(normal)
-    row, column = e.reshape(normal, (channels, 1, count)), e.reshape(x_normal, (channels, count, 1))
-    return e.reshape(e.f32(matrix_product(e, row, column, alpha=-1 / count)), (channels,))
-
-
 def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
     """On a GPU place. With dY standardised too, dy = w / t + mean(dy) and k = mean(w * xhat):
     dB = M mean(dy), dscale = M k / t, dX = scale * r / t * (w - k * xhat), which is one pass over rows."""
-    normal, _, r = _standardised(e, x, float(op.attrs.get("epsilon", _EPSILON)))
-    w, d_mean, t = _standardised(e, dy, _LEAST_VARIANCE)
-    minus_k = _correlation(e, w, normal)
+    normal, _, r = standardised(e, x, epsilon_of(op))
+    w, d_mean, t = standardised(e, dy, LEAST_VARIANCE)
+    minus_k = correlation(e, w, normal)
     channels, count = size_of(w)
     dx = d_scale = d_bias = None
     if e.wants(0):
-        slope = e.Div(_slope(e, scale, r), t)
+        slope = e.Div(slope_of(e, scale, r), t)
         a, b = (e.reshape(v, (channels, 1)) for v in (slope, e.Mul(slope, minus_k)))
         dx = by_image(e, along_rows(e, a, w, b, normal), size_of(x))
     if e.wants(1):
@@ -288,18 +196,18 @@ def _frozen_gradient(
 ) -> Sequence[Any]:
     """On a GPU place, with constant statistics: dX = scale * r * dY; the mean of dy * (x - mean) as of two
     standardised rows."""
-    r = _inverse_root(e, op, var)
+    r = inverse_root(e, op, var)
     dx = d_scale = d_bias = None
     if e.wants(0):
-        dx = e.Mul(dy, _per_channel(e, e.cast(_slope(e, scale, r), dy.dtype), _rank(x)))
+        dx = e.Mul(dy, per_channel(e, e.cast(slope_of(e, scale, r), dy.dtype), rank_of(x)))
     if e.wants(1) or e.wants(2):
-        w, d_mean, t = _standardised(e, dy, _LEAST_VARIANCE)
+        w, d_mean, t = standardised(e, dy, LEAST_VARIANCE)
         count = e.like(size_of(w)[1], t)
         d_bias = e.Mul(d_mean, count)
         if e.wants(1):
-            normal, x_mean, x_t = _standardised(e, x, _LEAST_VARIANCE)
+            normal, x_mean, x_t = standardised(e, x, LEAST_VARIANCE)
             apart = e.Mul(d_mean, e.Sub(x_mean, mean))
-            together = e.Sub(apart, e.Div(_correlation(e, w, normal), e.Mul(t, x_t)))
+            together = e.Sub(apart, e.Div(correlation(e, w, normal), e.Mul(t, x_t)))
             d_scale = e.Mul(e.Mul(together, r), count)
     return [dx, d_scale, d_bias]
 
@@ -310,6 +218,7 @@ def batch_normalization_for_test(op: Operator) -> None:
     if not op.attrs.get("training_mode", 0):
         return
     op.attrs["training_mode"] = 0
+    op.metadata.pop(SYNCHRONIZED, None)
     for slot, state in ((2, op.input(4)), (1, op.input(3))):
         new = op.output(slot)
         if new is not None and state is not None:
@@ -349,6 +258,6 @@ def _batch_range(op: Operator, ranges: Ranges) -> Interval | None:
     if len(contents) < 4 or any(content is None for content in contents):
         return None
     scale, bias, mean, variance = (as_array(content).astype(np.float64) for content in contents)
-    factor = scale / np.sqrt(variance + float(op.attrs.get("epsilon", _EPSILON)))
+    factor = scale / np.sqrt(variance + epsilon_of(op))
     ends = np.stack([(data[0] - mean) * factor + bias, (data[1] - mean) * factor + bias])
     return (float(ends.min()), float(ends.max())) if np.isfinite(ends).all() and ends.size else None

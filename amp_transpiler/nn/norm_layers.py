@@ -12,6 +12,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -33,6 +34,7 @@ from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import Constant
 from amp_transpiler.nn.parameters import Attr, parameter
 from amp_transpiler.nn.windows import LAYOUTS, Image, channels_last
+from amp_transpiler.option_checks import switch
 from amp_transpiler.program import default_main_program
 
 _STATISTICS = (("w_1", 0.0), ("w_2", 1.0))
@@ -82,6 +84,7 @@ def batch_norm(
     moving_mean_name: str | None = None,
     moving_variance_name: str | None = None,
     use_global_stats: bool = False,
+    synchronized: bool = False,
 ) -> Variable:
     """Batch normalisation (Ioffe & Szegedy 2015) over every dimension but the second.
 
@@ -89,7 +92,8 @@ def batch_norm(
     [channels], fp32 also where ``x`` is 16-bit; after a run ``w_1 = momentum * w_1 + (1 - momentum) * mean`` and w_2
     alike, with the variance over N elements, not N - 1. ``is_test``, ``use_global_stats``, and a clone for testing, use
     the running statistics and leave them alone. ``moving_mean_name`` and ``moving_variance_name`` are other names of
-    w_1 and w_2. ``data_layout``: "NHWC", "NLC" or "NDHWC" where channels come last.
+    w_1 and w_2. ``data_layout``: "NHWC", "NLC" or "NDHWC" where channels come last. ``synchronized``: where several
+    ranks train, the statistics are those of the batches of all of them.
     """
     call = "batch_norm"
     at = _image(call, x, data_layout)
@@ -105,12 +109,19 @@ def batch_norm(
         parameter(call, f"{name}.{suffix}", [channels], dtype, attr, Constant(start), False)
         for (suffix, start), attr in zip(_STATISTICS, (moving_mean_name, moving_variance_name), strict=True)
     ]
-    y = _batch_normalised(at, affine, states, attrs, not (is_test or use_global_stats), name)
+    switch(f"{call}: synchronized", synchronized)
+    y = _batch_normalised(at, affine, states, attrs, not (is_test or use_global_stats), name, synchronized)
     return activate(call, y, act, name)
 
 
 def _batch_normalised(
-    at: Image, affine: Sequence[Input], states: Sequence[Variable], attrs: dict[str, Any], training: bool, prefix: str
+    at: Image,
+    affine: Sequence[Input],
+    states: Sequence[Variable],
+    attrs: dict[str, Any],
+    training: bool,
+    prefix: str,
+    synchronized: bool = False,
 ) -> Variable:
     inputs: list[Input] = [at.channels_first(prefix), *affine, *states]
     if not training:
@@ -118,6 +129,8 @@ def _batch_normalised(
     attrs = attrs | {"training_mode": 1}
     y, *statistics = append_many(at.call, "BatchNormalization", inputs, 3, attrs=attrs, prefix=prefix)
     _update(states, statistics)
+    if synchronized and y.producer is not None:
+        y.producer.metadata[SYNCHRONIZED] = ASKED
     return at.as_given(y, prefix)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_transpiler.ir import context
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
+from amp_transpiler.ir.metadata import ASKED, BY_RANKS, SYNCHRONIZED
 from amp_transpiler.ir.nodes import OWN, SCALING, Variable
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.ops.training.sparse import MERGE
@@ -24,6 +26,8 @@ def all_reduced(grads: Sequence[Variable], precision: str) -> list[Variable]:
 
     ``precision``: the element type in which they travel.
     """
+    for program in {grad.program for grad in grads}:
+        _synchronize(program)
     own = [grad for grad in dict.fromkeys(grads) if not _is_reduced(grad)]
     made = {grad: _rows_of_all(grad, precision) for grad in own if grad.rows is not None}
     sent = {grad: _like(grad) for grad in own if grad.rows is None}
@@ -33,6 +37,14 @@ def all_reduced(grads: Sequence[Variable], precision: str) -> list[Variable]:
             grads[0].program.add_operator(ALL_REDUCE, [*sent], [*sent.values()], attrs=attrs, domain=OWN)
     made |= sent
     return [made.get(grad, grad) for grad in grads]
+
+
+def _synchronize(program: Graph) -> None:
+    """Let the norms for which that was asked take their statistics over all ranks."""
+    for op in program.operators:
+        if op.metadata.get(SYNCHRONIZED) == ASKED:
+            op.metadata[SYNCHRONIZED] = BY_RANKS
+            program.touch()
 
 
 def _like(grad: Variable) -> Variable:

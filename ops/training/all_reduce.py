@@ -24,7 +24,7 @@ ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGatherRows"
 
 @exchange(own(ALL_REDUCE), in_place=True, joined=True)
 def _reduce(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Mapping[str, Any]) -> None:
-    ranks.all_reduce(received[0], "mean")
+    ranks.all_reduce(received[0], attrs.get("op", b"mean").decode())
 
 
 @exchange(own(ALL_GATHER))

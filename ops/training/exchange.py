@@ -19,9 +19,10 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange import Call, Exchange
+from amp_transpiler.ir.metadata import BY_RANKS, SYNCHRONIZED
 from amp_transpiler.ir.node_protos import emitted_node
-from amp_transpiler.ir.nodes import OWN
-from amp_transpiler.ir.opdef import entry, traits
+from amp_transpiler.ir.nodes import OWN, Operator
+from amp_transpiler.ir.opdef import entry, traits, traits_of
 from amp_transpiler.ops.training.branches import as_tensor, emulating
 
 
@@ -39,6 +40,11 @@ def exchange(
         return call
 
     return register
+
+
+def meets(op: Operator) -> bool:
+    """Whether ranks exchange something in an operator of a program."""
+    return traits_of(op).meets or op.metadata.get(SYNCHRONIZED) == BY_RANKS
 
 
 def exchanged(

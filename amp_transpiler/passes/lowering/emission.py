@@ -25,6 +25,7 @@ from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, low
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
@@ -82,7 +83,7 @@ class _Emission(EmulatedStorage):
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar = self._runtime_scalar
         self.e.known_values = self._known
-        self.e.ranked = any(traits_of(op).meets for op in program.operators)
+        self.e.ranked = any(map(meets, program.operators))
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place)

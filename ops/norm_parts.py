@@ -1,0 +1,129 @@
+"""Parts of batch normalisation and its gradient: statistics and, on a GPU place, rows of mean 0 and variance 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.channel_rows import by_channel
+from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.gpu_kernels import product as matrix_product
+from amp_transpiler.ops.training.rows import products, state_as
+
+EPSILON = 1e-5
+
+
+def epsilon_of(op: Operator) -> float:
+    """What is added to a variance."""
+    return float(op.attrs.get("epsilon", EPSILON))
+
+
+def _mean(e: Emitter, value: Value, axes: Sequence[int]) -> Value:
+    return e.op("ReduceMean", value, e.ints(*axes), keepdims=1)
+
+
+def statistics(e: Emitter, x: Value, axes: Sequence[int]) -> tuple[Value, Value, Value]:
+    """Mean, deviation from it and (biased) variance over ``axes``."""
+    mean = _mean(e, x, axes)
+    deviation = e.op("Sub", x, mean, shape=x.shape)
+    return mean, deviation, _mean(e, e.Mul(deviation, deviation), axes)
+
+
+def inverse_root(e: Emitter, op: Operator, variance: Value) -> Value:
+    """1 / sqrt(variance + epsilon)."""
+    return e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon_of(op), variance))))
+
+
+def rank_of(value: Value) -> int:
+    """The number of dimensions."""
+    assert value.shape is not None
+    return len(value.shape)
+
+
+def per_channel(e: Emitter, value: Value, rank: int) -> Value:
+    """A vector over channels, broadcastable to [N, C, ...]."""
+    assert value.shape is not None
+    return e.reshape(value, (1, value.shape[0], *[1] * (rank - 2)))
+
+
+#: Where scales and inverse deviations lie of which nobody has asked for the product yet, in turn.
+LAYERS = "scale and inverse deviation of layers"
+
+
+def standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:
+    """[C, M] of mean 0 and variance 1 from [N, C, ...], with mean and 1 / sqrt(variance + epsilon), fp32 [C].
+
+    The gradient finds what the forward rule made.
+    """
+    key = f"{x.name} standardised, {epsilon}"
+    if key not in e.shared:
+        rows = by_channel(e, x)
+        channels, count = size_of(rows)
+        ones = f"{count} ones, {x.dtype}"
+        if ones not in e.shared:  # from a run-time scalar, or a constant of this size would lie in the session
+            number = f"one, {x.dtype}"
+            if number not in e.shared:
+                e.shared[number] = (e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), x.dtype),)
+            e.shared[ones] = (e.Expand(e.shared[number][0], e.ints(count), shape=(count,)),)
+        kinds = (x.dtype, "float32", "float32")
+        normal, mean, r = e.op(
+            "LayerNormalization", rows, *e.shared[ones], outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
+        )
+        vectors = (e.reshape(Value(v.name, v.dtype, (channels, 1)), (channels,)) for v in (mean, r))
+        e.shared[key] = (Value(normal.name, x.dtype, (channels, count)), *vectors)
+    normal, mean, r = e.shared[key]
+    return normal, mean, r
+
+
+def slope_of(e: Emitter, scale: Value, r: Value) -> Value:
+    """scale * r. The gradient of the last layer makes those of all layers before it."""
+    if _slope_key(scale, r) not in e.shared:
+        known = e.shared.pop(LAYERS, ())
+        pairs = list(zip(known[::2], known[1::2], strict=True))
+        pairs = pairs if (scale, r) in pairs else [(scale, r)]
+        for pair, made in zip(pairs, products(e, pairs), strict=True):
+            e.shared[_slope_key(*pair)] = (made,)
+    return e.shared[_slope_key(scale, r)][0]
+
+
+def _slope_key(scale: Value, r: Value) -> str:
+    return f"{scale.name} * {r.name}"
+
+
+def shifted(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
+    """slope * (x - mean) + bias, with fp32 vectors over channels, in the type of X.
+
+    What the mean loses in this type goes into the bias; the slope's rounding is one more of the size of the result's.
+    """
+    low_mean = e.cast(mean, x.dtype)
+    if x.dtype in HALF:
+        row = (1, *size_of(mean))
+        held, one = e.reshape(e.f32(low_mean), row), e.const(np.ones(size_of(slope)), "float32")
+        bias = e.reshape(e.BatchNormalization(held, slope, bias, mean, one, epsilon=0.0, shape=row), row[1:])
+    return affine(e, x, slope, bias, low_mean)
+
+
+def affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Value:
+    """The same, with vectors in the type of X, as the kernel wants them."""
+    slope, bias, mean = (state_as(e, v, x.dtype) for v in (slope, bias, mean))
+    if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
+        slope, bias, mean = (per_channel(e, v, rank_of(x)) for v in (slope, bias, mean))
+        return e.Add(e.Mul(e.Sub(x, mean), slope), bias)
+    one = e.const(np.ones(size_of(slope)), x.dtype)
+    return e.BatchNormalization(x, slope, bias, mean, one, epsilon=0.0, shape=x.shape)
+
+
+#: Added to the variance of dY: so that numbers of any size that 16 bit has are brought near to 1, and a row of equal
+#: numbers, whose mean fp32 may miss by 1e-7 of it, stays far from overflow.
+LEAST_VARIANCE = 1e-10
+
+
+def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
+    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it."""
+    channels, count = size_of(normal)
+    row, column = e.reshape(normal, (channels, 1, count)), e.reshape(x_normal, (channels, count, 1))
+    return e.reshape(e.f32(matrix_product(e, row, column, alpha=-1 / count)), (channels,))
