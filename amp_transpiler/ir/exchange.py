@@ -31,9 +31,12 @@ class Exchange:
     ``joined``: it works in place, and what several such operators send may go in one call, their tensors one behind the
     other in one flat array.
     ``uneven``: ranks may send more or less than one another.
+    ``on_device``: it hands the arrays to calls of the engine, and looks at nothing of them but their ``size``; so they
+    may be values on a device. Those of others are brought to the host and back.
     """
 
     call: Call
     in_place: bool = False
     joined: bool = False
     uneven: bool = False
+    on_device: bool = False

@@ -38,8 +38,17 @@ class _Call:
 
     def run(self, engine: Engine, mark: Any) -> None:
         """``mark``: of the stream on which sessions compute, behind what is sent."""
-        engine.follow(mark)
-        self.exchanged.call.call(engine, self.sent, self.received, self.exchanged.attrs)
+        if mark is None or self.exchanged.call.on_device:
+            engine.follow(mark)
+            self.exchanged.call.call(engine, self.sent, self.received, self.exchanged.attrs)
+            return
+        mark.sync()
+        sent = [device_tensors.to_array(value) for value in self.sent]
+        in_place = self.exchanged.call.in_place
+        received = sent if in_place else [device_tensors.to_array(value) for value in self.received]
+        self.exchanged.call.call(engine, sent, received, self.exchanged.attrs)
+        for value, array in zip(self.received, received, strict=True):
+            device_tensors.write(value, array)
 
     def run_alone(self) -> None:
         """What there is of it for one rank; see ``by_itself`` in ``passes/lowering/exchanges.py``."""

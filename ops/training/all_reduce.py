@@ -22,12 +22,12 @@ from amp_transpiler.ops.training.remaining import remaining
 ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGatherRows"
 
 
-@exchange(own(ALL_REDUCE), in_place=True, joined=True)
+@exchange(own(ALL_REDUCE), in_place=True, joined=True, on_device=True)
 def _reduce(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Mapping[str, Any]) -> None:
     ranks.all_reduce(received[0], attrs.get("op", b"mean").decode())
 
 
-@exchange(own(ALL_GATHER))
+@exchange(own(ALL_GATHER), on_device=True)
 def _gather(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Mapping[str, Any]) -> None:
     ranks.all_gather(sent[0], [sent[0].size] * ranks.size, received[0])
 

@@ -2,7 +2,7 @@
 
 ::
 
-    @exchange(own("AllGatherRows"))
+    @exchange(own("AllGatherRows"), on_device=True)
     def all_gather(ranks, sent, received, attrs):
         ranks.all_gather(sent[0], [sent[0].size] * ranks.size, received[0])
 
@@ -27,7 +27,12 @@ from amp_transpiler.ops.training.branches import as_tensor, emulating
 
 
 def exchange(
-    full_type: str, *, in_place: bool = False, joined: bool = False, uneven: bool = False
+    full_type: str,
+    *,
+    in_place: bool = False,
+    joined: bool = False,
+    uneven: bool = False,
+    on_device: bool = False,
 ) -> Callable[[Call], Call]:
     """Register the decorated function as what ranks do at an operator of a lowered step: an engine's call, no more.
 
@@ -35,7 +40,7 @@ def exchange(
     """
 
     def register(call: Call) -> Call:
-        entry(full_type).exchange = Exchange(call, in_place, joined, uneven)
+        entry(full_type).exchange = Exchange(call, in_place, joined, uneven, on_device)
         traits(full_type, meets=True)
         return call
 

@@ -92,6 +92,10 @@ class Event:
         """Whether all work before it is."""
         return not self.stream.fake.stuck
 
+    def sync(self) -> None:
+        """Waits for that."""
+        self.stream.fake.log.append(("sync", self.number))
+
 
 class Fake:
     """The two modules of one rank. ``log`` has each call: its name, and each array as its bytes' offset and count."""

@@ -14,6 +14,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.errors import DistributedError, PlaceError
+from amp_transpiler.ir import opdef
+from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.passes.lowering import rounds
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.runtime import buckets, chain, device_tensors, executor
@@ -103,6 +105,25 @@ def test_rows_of_tables_come_from_all_ranks(ranks: int) -> None:
     found, expected = on_devices(ranks, run), distributed.simulate(ranks, run)
     np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in expected], rtol=1e-3)
     assert all(state == found[0][1] for _, state in found)
+
+
+def test_an_exchange_that_computes_on_the_host_is_brought_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And waits until the device has made what it sends."""
+
+    def run(engine: NcclEngine, fake: Fake) -> tuple[dict[str, bytes], list[str]]:
+        net = Recommender(lambda _: amp.optimizer.SGD(0.02), "fp32")
+        net.exe = amp.Executor(engine.place)
+        net.run({name: array[distributed.rank() :: 2] for name, array in net.feed(0).items()})
+        return net.state(), [entry[0] for entry in fake.log]
+
+    expected = on_devices(2, run)
+    for type_ in (ALL_GATHER, ALL_REDUCE):
+        operator = opdef.entry(opdef.own(type_))
+        assert operator.exchange is not None
+        monkeypatch.setattr(operator, "exchange", replace(operator.exchange, on_device=False))
+    for (state, log), (before, earlier) in zip(on_devices(2, run), expected, strict=True):
+        assert state == before and "allgather" in earlier and "sync" not in earlier
+        assert "sync" in log and not {"allgather", "allreduce"} & set(log)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -288,6 +309,18 @@ def test_each_rank_takes_the_device_of_its_number_on_the_host() -> None:
 
     assert SimulatedEngine.run(3, run) == [(amp.CUDAPlace(0), 0), (amp.CUDAPlace(1), 1), (amp.CUDAPlace(0), 2)]
     assert distributed.simulate(2, lambda: distributed.get_engine().place) == [amp.CPUPlace()] * 2
+
+
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    def beyond(beside: SimulatedEngine) -> None:
+        fake = Fake(Wire(1), 0)
+        with pytest.raises(PlaceError, match=r"rank 0 of the nccl engine is to be on CUDAPlace\(5\), and finds 2 CUDA"):
+            NcclEngine(beside, amp.CUDAPlace(5), (fake.nccl, fake.cuda))
+        fake.cuda.Device.get_all_devices = None
+        with pytest.raises(PlaceError, match="rank 0 of the nccl engine finds no CUDA device: 'NoneType' object"):
+            NcclEngine(beside, None, (fake.nccl, fake.cuda))
+
+    SimulatedEngine.run(1, beyond)
 
 
 @pytest.mark.parametrize(("engine", "place"), [("mpi", amp.CUDAPlace(0)), ("nccl", amp.CPUPlace())])

@@ -96,9 +96,20 @@ class NcclEngine(Engine):
         self._nccl, self._cuda = modules or imported()
         self.beside, self.rank, self.size = beside, beside.rank, beside.size
         self.timeout, self.peers = beside.timeout, beside.peers
-        self.place = place or CUDAPlace(self.local_rank % max(1, len(self._cuda.Device.get_all_devices())))
+        self.place = self._checked_place(place)
         self._scaled: dict[tuple[str, float], Any] = {}
         beside.on_thread(self._connect)
+
+    def _checked_place(self, place: Place | None) -> Place:
+        me = f"rank {self.rank} of the nccl engine"
+        try:
+            count = len(self._cuda.Device.get_all_devices())
+        except Exception as error:  # of several packages, which load NVIDIA's libraries when they are first used
+            raise PlaceError(f"{me} finds no CUDA device: {error}") from None
+        place = place or CUDAPlace(self.local_rank % max(1, count))
+        if place.device_id >= count:
+            raise PlaceError(f"{me} is to be on {place!r}, and finds {count} CUDA device{'s' * (count != 1)}")
+        return place
 
     def _connect(self) -> None:
         device = self._device()
