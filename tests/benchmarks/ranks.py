@@ -1,12 +1,13 @@
 """Training steps on several ranks of this machine: what exchanges cost, what overlap saves, and what the plan forecasts.
 
-    python -m tests.benchmarks.ranks [--ranks 2] [--nets cnn mlp bert] [--rounds 15]
+    python -m tests.benchmarks.ranks [--ranks 2 4] [--nets cnn mlp bert] [--rounds 15]
 
-starts one rank, and then ``mpiexec -n RANKS``, each with one thread for its sessions and the same batch. In each round
-every rank runs each kind of step once, in turns: *alone*, without exchanges, though all ranks compute at the same time;
-*overlapped*, with gradients in four buckets that travel during the backward pass; and *at once*, in one bucket behind it.
-Printed are the least times of rank 0; ratios are against *alone* on as many ranks.
-The plan is given the least time of *alone* and the bandwidth of an all-reduce of all gradients, timed in the same rounds.
+starts ``mpiexec -n RANKS``, each rank with one thread for its sessions and the same batch. In each round come in turn:
+*one*, a step of rank 0 while the others wait; *alone*, a step of all ranks at the same time that exchanges nothing;
+*overlapped*, with gradients in some four buckets, which travel during the backward pass; *at once*, in one bucket behind it;
+and an all-reduce of as many bytes. Printed are the least times of rank 0, and of its processor time the median. Speed is
+examples a second beside *one*. The plan is given the least time of *alone*, the bandwidth of that all-reduce, and no overlap,
+or all of it.
 
     python -m tests.benchmarks.ranks published
 
@@ -22,9 +23,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,22 @@ KINDS = [("fp32", "float32"), ("mixed", "float32"), ("mixed", "float16")]
 SMALL_BUCKET = 1 << 19
 
 
+@contextmanager
+def buckets_of(size: int) -> Iterator[None]:
+    """Inside, gradients leave in buckets of about so many bytes."""
+    before, rounds.BUCKET = rounds.BUCKET, size
+    try:
+        yield
+    finally:
+        rounds.BUCKET = before
+
+
 class Net:
     """A training step of one rank, or, with ``alone``, of one that does not know of others."""
 
     def __init__(self, name: str, mode: str, precision: str, alone: bool = False, bucket: int = SMALL_BUCKET) -> None:
         engine = single_engine(60.0) if alone else distributed.get_engine()
-        with distributed.use_engine(engine):
+        with distributed.use_engine(engine), buckets_of(bucket):
             self.main, startup = amp.Program(name), amp.Program("startup")
             startup.seed = 1
             with amp.program_guard(self.main, startup), amp.unique_name.guard():
@@ -65,15 +76,11 @@ class Net:
             self.exe.run(startup, scope=self.scope)
             rng = np.random.default_rng(distributed.rank())
             self.feed = {v.name: _drawn(rng, v) for v in self.main.inputs if v.readers}
-            before, rounds.BUCKET = rounds.BUCKET, bucket
             self.run()
-            rounds.BUCKET = before
 
-    def run(self) -> float:
-        """Seconds of a step."""
-        begun = time.perf_counter()
+    def run(self) -> None:
+        """A step."""
         self.exe.run(self.main, self.feed, [self.loss], self.scope)
-        return time.perf_counter() - begun
 
 
 def _drawn(rng: np.random.Generator, v: amp.Variable) -> np.ndarray:
@@ -84,87 +91,81 @@ def _drawn(rng: np.random.Generator, v: amp.Variable) -> np.ndarray:
 
 
 def measure(name: str, mode: str, precision: str, repeats: int) -> dict[str, Any]:
-    """The least times of one kind on this rank, all ranks at work at the same time."""
+    """What rank 0 takes for each kind of step."""
     engine = distributed.get_engine()
-    nets = {"alone": Net(name, mode, precision, alone=True)}
-    if engine.size > 1:
-        nets |= {"overlapped": Net(name, mode, precision), "at once": Net(name, mode, precision, bucket=1 << 40)}
-    planned = distributed.plan(nets["alone"].main, 2, bandwidth=1, step_time=1, allreduce_precision=precision)
-    size = sum(planned.buckets)
+    alone, overlapped = Net(name, mode, precision, alone=True), Net(name, mode, precision)
+    once = Net(name, mode, precision, bucket=1 << 40)
+    with buckets_of(SMALL_BUCKET):
+        size = sum(distributed.plan(overlapped.main, 2, bandwidth=1, step_time=1).buckets)
     flat = np.zeros(size // (2 if precision == "float16" else 4), precision)
-    calls: dict[str, Callable[[], object]] = {kind: net.run for kind, net in nets.items()}
-    calls["all-reduce"] = lambda: engine.all_reduce(flat, "mean")
+    calls: dict[str, Callable[[], object]] = {
+        "one": lambda: alone.run() if engine.rank == 0 else None,
+        "alone": alone.run,
+        "overlapped": overlapped.run,
+        "at once": once.run,
+        "all-reduce": lambda: engine.all_reduce(flat, "mean"),
+    }
     times: dict[str, list[float]] = {kind: [] for kind in calls}
     work: dict[str, list[float]] = {kind: [] for kind in calls}
-    steps = {}
-    for kind in [*calls] * (repeats + 1):
+    overlaps = []
+    for kind in [*calls] * repeats:
         engine.barrier()
         begun, worked = time.perf_counter(), time.process_time()
         calls[kind]()
         times[kind].append(time.perf_counter() - begun)
         work[kind].append(time.process_time() - worked)
-        if kind in nets and kind != "alone":
-            steps.setdefault(kind, []).append(distributed.step_report())
-    found: dict[str, Any] = {"bytes": size, "times": {k: min(t[1:]) for k, t in times.items()}}
-    found["work"] = {kind: statistics.median(t[1:]) for kind, t in work.items()}
-    found["overlap"] = {kind: statistics.median(s.overlap for s in each[1:]) for kind, each in steps.items()}
-    found["waited"] = {kind: min(s.waited for s in each[1:]) for kind, each in steps.items()}
-    if engine.size > 1:
-        reduced = 2 * (engine.size - 1) / engine.size * size / found["times"]["all-reduce"]
-        said = {"bandwidth": reduced / 1e9, "step_time": found["times"]["alone"], "latency": 50.0}
-        forecast = {o: distributed.plan(nets["overlapped"].main, engine.size, **said, overlap=o) for o in (0.0, 1.0)}
-        found["forecast"] = {str(o): plan[engine.size].step for o, plan in forecast.items()}
-        found["bandwidth"] = reduced
-    return found
+        if kind == "overlapped":
+            overlaps.append(distributed.step_report().overlap)
+    least = {kind: min(each) for kind, each in times.items()}
+    rate = 2 * (engine.size - 1) / engine.size * size / least["all-reduce"]
+    said: dict[str, Any] = {"bandwidth": rate / 1e9, "step_time": least["alone"], "latency": 0.0}
+    with buckets_of(SMALL_BUCKET):
+        forecast = [distributed.plan(overlapped.main, engine.size, **said, overlap=o).rows[0].step for o in (1.0, 0.0)]
+    middle = {kind: statistics.median(each) for kind, each in work.items()}
+    more = {"bytes": size, "rate": rate, "overlap": statistics.median(overlaps), "forecast": forecast}
+    return {"times": least, "work": middle, **more}
 
 
 def as_rank(options: argparse.Namespace) -> None:
-    """Be a rank: measure, and let rank 0 write what it found."""
-    distributed.init()
-    found = {
-        f"{name}, {mode}, {precision}": measure(name, mode, precision, options.rounds)
-        for name in options.nets
-        for mode, precision in KINDS
-    }
-    if distributed.rank() == 0:
-        Path(options.out).write_text(json.dumps(found), encoding="utf-8")
+    """Be a rank: measure, and let rank 0 print."""
+    engine = distributed.init()
+    for name in options.nets:
+        for mode, precision in KINDS:
+            found = measure(name, mode, precision, options.rounds)
+            times, work = found["times"], found["work"]
+            one, alone, overlapped, once = (1e3 * times[each] for each in ("one", "alone", "overlapped", "at once"))
+            least, most = (1e3 * seconds for seconds in found["forecast"])
+            row = [
+                f"{name}, {mode}, {precision}",
+                f"{found['bytes'] / 1e6:.1f} MB at {found['rate'] / 1e9:.2f} GB/s",
+                str(engine.size),
+                f"{one:.1f}",
+                f"{alone:.1f}",
+                f"{overlapped:.1f}, {once:.1f}",
+                f"{least:.1f} to {most:.1f}",
+                f"{work['overlapped'] / work['alone']:.2f}, {work['at once'] / work['alone']:.2f}",
+                f"{engine.size * one / min(overlapped, once):.2f} ({engine.size * one / alone:.2f})",
+                f"{found['overlap']:.0%}",
+            ]
+            if engine.rank == 0:
+                print("| " + " | ".join(row) + " |", flush=True)
     distributed.shutdown()
 
 
-def started(ranks: int, options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """What rank 0 of so many found."""
-    command = [sys.executable, "-m", "tests.benchmarks.ranks", "--out", str(out), "--rounds", str(options.rounds)]
-    command += ["--nets", *options.nets]
-    if ranks > 1:
-        launcher = mpiexec()
-        assert launcher is not None
-        command = [launcher, "-n", str(ranks), *command]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    out.unlink()
-    return found
-
-
 def scaling(options: argparse.Namespace) -> None:
-    """The table of what was measured."""
-    out = Path(options.folder) / "ranks.json"
-    single = started(1, options, out)
+    """The table of what is measured."""
     print(
-        "| net, mode, reduction | MB | ranks | one rank | alone | overlapped | at once | forecast | speed-up | overlap |"
+        "| net, mode, reduction | gradients | ranks | one, ms | alone, ms | overlapped, at once, ms | forecast, ms | "
+        "processor time beside alone | speed (of alone) | overlap |\n|" + "---|" * 10,
+        flush=True,
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    launcher = mpiexec()
+    assert launcher is not None
+    command = [sys.executable, "-m", "tests.benchmarks.ranks", "--rank", "--rounds", str(options.rounds)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for ranks in options.ranks:
-        for kind, found in started(ranks, options, out).items():
-            times, one = found["times"], single[kind]["times"]["alone"]
-            alone, over, once = (1e3 * times[each] for each in ("alone", "overlapped", "at once"))
-            least, most = (1e3 * found["forecast"][each] for each in ("1.0", "0.0"))
-            print(
-                f"| {kind} | {found['bytes'] / 1e6:.1f} | {ranks} | {1e3 * one:.1f} ms | {alone:.1f} ms | "
-                f"{over:.1f} ms, {over / alone:.3f} | {once:.1f} ms, {once / alone:.3f} | {least:.1f} to {most:.1f} ms | "
-                f"{ranks * one / times['overlapped']:.2f} | {found['overlap']['overlapped']:.0%} |",
-                flush=True,
-            )
+        whole = [launcher, "-n", str(ranks), *command, "--nets", *options.nets]
+        subprocess.run(whole, cwd=ROOT, env=environment, check=True)
 
 
 def published() -> None:
@@ -209,10 +210,9 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--nets", nargs="+", default=["cnn", "mlp", "bert"])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--folder", default="/tmp")
-    parser.add_argument("--out", help="be a rank, and write what was found there")
+    parser.add_argument("--rank", action="store_true", help="be a rank")
     chosen = parser.parse_args()
-    if chosen.out:
+    if chosen.rank:
         as_rank(chosen)
     elif chosen.what == "published":
         published()
