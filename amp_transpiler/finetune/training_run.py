@@ -27,7 +27,8 @@ from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 from amp_transpiler.runtime.arrays import as_declared, as_ranked
-from amp_transpiler.runtime.collective.current import by_rank_0
+from amp_transpiler.runtime.collective.current import by_rank_0, several
+from amp_transpiler.runtime.collective.journal import last_step
 
 #: Samples of a batch where neither the options nor the model say.
 _BATCH = 32
@@ -59,7 +60,7 @@ class Run:
         self, program: Program, options: FitOptions, executor: Executor, data: Source, test: Source | None, tell: Told
     ) -> None:
         self.options, self.executor, self.tell, self.scope = options, executor, tell, Scope()
-        self.rank, self.ranks = rank(), world_size()
+        self.rank, self.ranks, self.exchanges_told = rank(), world_size(), False
         self.identity: dict[str, Any] = {}
         self.found: resume.Resumed | None = None
         fed = [v for v in _fed(program) if v.name not in options.values]
@@ -271,6 +272,10 @@ class Run:
 
     def _epoch(self, loop: Loop, number: int, log: Log | None) -> EpochRecord:
         record = loop.epoch(number, self.train_data)
+        exchanged = last_step(several())
+        if exchanged is not None and not self.exchanges_told:
+            self.tell(f"a step of each of {self.ranks} ranks: {exchanged.line()}")
+            self.exchanges_told = True
         if self.options.check_every:
             loop.check_equal()
         if self.test_data is not None:

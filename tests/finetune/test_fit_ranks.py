@@ -60,7 +60,10 @@ def test_ranks_learn_what_one_learns_and_report_over_all_samples(
         np.testing.assert_allclose(history(other), history(result), rtol=10 * close, atol=close)
     for name, value in weights(alone).items():
         np.testing.assert_allclose(weights(found[0][0])[name], value, atol=10 * close)
-    assert len(found[0][2]) == len(said) and not any(other[2] for other in found[1:]), "rank 0 alone speaks"
+    exchanged = [line for line in found[0][2] if line.startswith(f"a step of each of {ranks} ranks: sent ")]
+    assert len(exchanged) == 1 and len(found[0][2]) == len(said) + 1 and not any(other[2] for other in found[1:]), (
+        "rank 0 alone speaks"
+    )
 
 
 def test_labels_that_do_not_count_weigh_nothing(tmp_path: Path) -> None:
