@@ -83,13 +83,26 @@ def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
     for part in parts:
         wide, end = e.f32(part), start + size_of(part)[0]
         column = e.reshape(sliced(e, whose, 0, start, end), (end - start, 1))
-        zeros = e.zeros((count, *rest), wide.dtype)
-        totals.append(e.ScatterND(zeros, column, wide, reduction="add", shape=(count, *rest)))
+        totals.append(_added(e, e.zeros((count, *rest), wide.dtype), column, wide, ranks))
         start = end
     total = totals[0] if len(totals) == 1 else e.op("Sum", *totals, shape=(count, *rest))
     if ranks != 1:
         total = e.Div(total, e.like(ranks, total), shape=(count, *rest))
     return [distinct, total]
+
+
+def _added(e: Emitter, total: Value, column: Value, values: Value, ranks: int) -> Value:
+    """Values added to the rows that a column of places names.
+
+    CUDA adds what goes to one row in any order, so that ranks would come to differ in the last bit. Each of several
+    ranks has a row once: those of more than two are added one rank after the other, as the processor adds them.
+    """
+    turns = ranks if ranks > 2 and e.place == "cuda" else 1
+    size = size_of(column)[0] // turns
+    for start in range(0, size * turns, max(1, size)):
+        at, part = (sliced(e, value, 0, start, start + size) for value in (column, values))
+        total = e.ScatterND(total, at, part, reduction="add", shape=total.shape)
+    return total
 
 
 @lowering_rule(own(DENSE), native=True)

@@ -107,6 +107,30 @@ def test_rows_of_tables_come_from_all_ranks(ranks: int) -> None:
     assert all(state == found[0][1] for _, state in found)
 
 
+@pytest.mark.parametrize(("ranks", "after"), [(2, 1), (3, 3)])
+def test_rows_of_ranks_are_added_in_one_order_on_cuda(ranks: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a scatter adds what goes to one row in any order; a rank has it once, and two sums commute."""
+
+    def feeds(net: Recommender) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([array] * 3)[distributed.rank() :: 3] for name, array in net.feed(0).items()}
+
+    def run() -> dict[str, bytes]:
+        net = Recommender(lambda _: amp.optimizer.SGD(0.02), "fp32")
+        net.run(feeds(net))
+        return net.state()
+
+    def adding() -> tuple[int, int]:
+        net = Recommender(lambda _: amp.optimizer.SGD(0.02), "fp32")
+        model = lower(net.main, "cuda", {name: array.shape for name, array in feeds(net).items()}, [net.loss]).model
+        found = [node for node in model.graph.node if node.op_type == "ScatterND" and node.attribute]
+        return len(found), sum("@REDUCED" in node.output[0] for node in found)
+
+    assert distributed.simulate(ranks, adding) == [(1 + after, after)] * ranks
+    expected = distributed.simulate(ranks, run)
+    monkeypatch.setattr(executor, "lower", lambda program, _, *rest, **named: lower(program, "cuda", *rest, **named))
+    assert distributed.simulate(ranks, run) == expected
+
+
 def test_an_exchange_that_computes_on_the_host_is_brought_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """And waits until the device has made what it sends."""
 
