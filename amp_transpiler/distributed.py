@@ -48,6 +48,7 @@ from amp_transpiler.runtime.collective.thread import Work
 from amp_transpiler.runtime.collective.trace import traced
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.shards import found_var, owned_state
 
 __getattr__ = paddle_attributes("amp_transpiler.distributed")
 _Result = TypeVar("_Result")
@@ -194,18 +195,53 @@ def all_gather_object(value: Any) -> list[Any]:
     return get_engine().all_gather_object(value)
 
 
+# -- state that is dealt out ---------------------------------------------------------------------------------------
+def shard_optimizer(optimizer: _Result) -> _Result:
+    """Lets each rank keep its share of an optimizer's state: stage 1 of ZeRO (Rajbhandari et al., 2020).
+
+    To be called before ``minimize``, with an optimizer, a decorated one, or a list. Master weights and accumulators
+    (moments, velocity) of each parameter lie on one rank, which updates it and sends it to the others behind the step.
+    Parameters are dealt out whole, the largest first, so that a rank holds about 1/N of the state. Losses, parameters
+    and checkpoints are, bit for bit, what they are without. One rank alone keeps all.
+
+    Returns the optimizer. Tables with sparse gradients, and what has no such state, are updated on every rank.
+
+    Raises: ArgumentTypeError: no optimizer. OrderError: it is built into a program already.
+    """
+    several = optimizer if isinstance(optimizer, list | tuple) else getattr(optimizer, "optimizers", None)
+    if several is not None:
+        for each in several:
+            shard_optimizer(each)
+    elif not hasattr(optimizer, "shard_state"):
+        raise ArgumentTypeError(f"shard_optimizer: expected an optimizer or a list of them, got {shown(optimizer)}")
+    else:
+        optimizer.shard_state = True
+    return optimizer
+
+
+def find_var(name: str, scope: Scope | None = None) -> np.ndarray:
+    """A copy of a variable's value in ``scope`` (default: the current one), on whatever rank it lies.
+
+    All ranks call it, and get the value; where it lies on several, that of the first of them.
+
+    Raises: ScopeError: no rank has it.
+    """
+    return found_var(name, check_scope(scope))
+
+
 # -- programs ------------------------------------------------------------------------------------------------------
 def check_equal(program: Program, scope: Scope | None = None) -> None:
     """Finds out whether all ranks hold the same state of ``program`` in ``scope`` (default: the current one).
 
     Compared are hashes of parameters, master weights, moments and all that the training step writes, but not running
-    statistics that each rank takes of its own examples. To be called now and then, such as every 1,000 steps.
+    statistics that each rank takes of its own examples, and state that one rank alone holds. To be called now and then,
+    such as every 1,000 steps.
 
     Raises:
         DistributedError: a rank holds other values; variables and ranks are named.
     """
     engine, scope = get_engine(), check_scope(scope)
-    own = _statistics(program)
+    own = {*_statistics(program), *(v.name for v in owned_state(program))}
     states = [v.name for v in program.variables if v.persistable and v.name not in own and scope.has_var(v.name)]
     hashes = {name: hashlib.sha256(np.ascontiguousarray(scope.find_var(name)).tobytes()).hexdigest() for name in states}
     of_all = engine.all_gather_object(hashes)
@@ -291,6 +327,7 @@ __all__ = [
     "broadcast",
     "broadcast_statistics",
     "check_equal",
+    "find_var",
     "get_engine",
     "init",
     "is_initialized",
@@ -298,6 +335,7 @@ __all__ = [
     "plan",
     "rank",
     "shard",
+    "shard_optimizer",
     "shutdown",
     "simulate",
     "step_report",

@@ -131,22 +131,23 @@ class Program(Graph):
         feed_shapes: Mapping[str, Sequence[int]] | None = None,
         place: Place | None = None,
         fetch_list: Sequence[Variable | str] = (),
+        rank: int | None = None,
     ) -> MemoryEstimate:
         """Forecast what running it takes on ``place`` (default ``CPUPlace()``), by following the lowered model.
 
         ``feed_shapes`` maps the names of feeds whose declared shape is not fixed to their shapes; sizes under one
-        symbolic name need to be given once. ``fetch_list`` is the run's. Liveness follows onnxruntime: its order of
-        nodes, kernels that write over an input, products that take on a bias or a transposition, views, tensors that
-        take a dead one's buffer, updates in place, and on CPU the arena and the copies in which pooling and recurrent
-        kernels run. Steps that were measured on CPU are within 10 % of this, but for a GRU in mixed precision (17 %
-        above it). Not counted: the runtime's code and thread pools (tens of MiB), the temporaries inside of loops (a
-        few MiB) and of convolutions that unfold their input, what CUDA libraries take, and that regions of the arena
-        which an earlier program of the process took serve this one too.
+        symbolic name need to be given once. ``fetch_list`` is the run's. ``rank``: of those that share optimizer state,
+        by default the one that has most. Liveness follows onnxruntime: its order of nodes, kernels that write over an
+        input, products that take on a bias or a transposition, views, tensors that take a dead one's buffer, updates in
+        place, and on CPU the arena and the copies in which pooling and recurrent kernels run. Steps measured on CPU are
+        within 10 % of it, a GRU in mixed precision 17 % below. Not counted: the runtime's code and thread pools (tens
+        of MiB), temporaries inside of loops (a few MiB) and of convolutions that unfold their input, what CUDA
+        libraries take, and that regions of the arena which an earlier program took serve this one too.
 
         ArgumentError names a feed whose shape is missing or does not fit, GraphError a fetch that is unknown or a
         tensor whose shape depends on data.
         """
-        return memory_estimate.memory_estimate(self, feed_shapes, place, fetch_list)
+        return memory_estimate.memory_estimate(self, feed_shapes, place, fetch_list, rank)
 
     def cost_estimate(
         self,

@@ -133,7 +133,8 @@ def written_state(program: Graph) -> dict[str, str]:
         "gradients": gradients,
     }
     rows = {v.name: v.rows.name for v in program.variables if v.rows is not None}
-    state |= {key: found for key, found in (("rows", rows), ("sparse", sparse)) if found}
+    owners = {v.name: v.owner for v in kept if v.owner is not None}
+    state |= {key: found for key, found in (("rows", rows), ("sparse", sparse), ("owners", owners)) if found}
     if program.accumulation is not None:
         window = program.accumulation
         spread = {state.name: new.name for state, new in window.updates.items()}
@@ -152,11 +153,12 @@ def read_state(program: Graph) -> bool:
         updates = dict(state["updates"])
         gradients = dict(state.get("gradients", {}))
         rows, sparse = dict(state.get("rows", {})), list(state.get("sparse", []))
+        owners = {name: int(rank) for name, rank in dict(state.get("owners", {})).items()}
         window = dict(state.get("window", {}))
         spread = dict(window.get("updates", {}))
         steps, counter = int(window.get("steps", 0)), window.get("counter", "")
         named = [*(name for name, _ in kept), *updates.values(), *gradients.values(), *spread.values(), counter]
-        named += [*rows.values(), *sparse]
+        named += [*rows.values(), *sparse, *owners]
         if not all(isinstance(name, str) for name in named):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -175,6 +177,8 @@ def read_state(program: Graph) -> bool:
         program.var(name).rows = program.var(variable)
     for name in sparse:
         program.var(name).sparse = True
+    for name, rank in owners.items():
+        program.var(name).owner = rank
     if window:
         written = {program.var(name): program.var(new) for name, new in spread.items()}
         program.accumulation = AccumulationWindow(steps, program.var(counter), written)

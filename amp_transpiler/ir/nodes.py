@@ -62,7 +62,8 @@ class Variable:
     persistable and ``trainable``. ``data`` is constant content (a TensorProto, a numpy array, or what
     ``np.asarray`` takes: a tensor mapped from disk). ``outer`` is the variable of the enclosing program that this one,
     in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
-    shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``.
+    shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``. Where
+    ``owner`` is set, that rank alone updates it, and of state other than parameters alone holds it.
     """
 
     __slots__ = (
@@ -76,6 +77,7 @@ class Variable:
         "metadata",
         "name",
         "outer",
+        "owner",
         "persistable",
         "producer",
         "producer_slot",
@@ -103,6 +105,7 @@ class Variable:
         self.outer: Variable | None = None
         self.grad_of: Variable | None = None
         self.rows: Variable | None = None
+        self.owner: int | None = None
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}

@@ -114,6 +114,8 @@ def _scope_values(program: Graph, scope: Any) -> dict[Variable, Any]:
         try:
             found = scope.find_var(variable.name)
         except ScopeError:
+            if variable.name in getattr(scope, "elsewhere", ()):
+                raise
             found = None
         if found is None:
             continue

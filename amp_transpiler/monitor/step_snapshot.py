@@ -63,7 +63,8 @@ def save_step(
             variable.data = None
     content = {_PROGRAM: np.frombuffer(serialized(stripped.to_onnx()), np.uint8)}
     with scope.reading():
-        states = {v.name: scope.find_var(v.name) for v in program.variables if v.persistable}
+        kept = [v.name for v in program.variables if v.persistable and v.name not in scope.elsewhere]
+        states = {name: scope.find_var(name) for name in kept}
     states |= {
         name: np.asarray(v, states[name].dtype).reshape(states[name].shape)
         for name, v in (before or {}).items()

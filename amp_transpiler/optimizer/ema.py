@@ -20,6 +20,7 @@ from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program, default_main_program, program_guard
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.shards import found_var
 
 
 @paddle_arguments("ExponentialMovingAverage")
@@ -105,7 +106,8 @@ class ExponentialMovingAverage:
 
         A 16-bit parameter gets its average rounded to nearest. Afterwards, also after an error or Ctrl-C, the very
         values of before are back; train outside, where they are, also in other threads (what they train inside is
-        lost). OrderError: before ``update``. ScopeError: the startup program never ran.
+        lost). Where averages lie on several ranks (``amp.distributed.shard_optimizer``) all of them call it.
+        OrderError: before ``update``. ScopeError: the startup program never ran.
         """
         scope = check_scope(scope)
         with scope.reading():
@@ -126,7 +128,9 @@ class ExponentialMovingAverage:
         with scope.writing():
             averages = self._values(scope)
             averages |= {
-                master: device_tensors.from_array(scope.find_var(name)) for name, _, master in self._rows if master
+                master: device_tensors.from_array(scope.find_var(name))
+                for name, _, master in self._rows
+                if master and master not in scope.elsewhere
             }
             scope.hold(averages)
 
@@ -137,7 +141,9 @@ class ExponentialMovingAverage:
         found = {}
         for name, parameter, _ in self._rows:
             dtype = device_tensors.dtype_of(scope.ort_value(parameter))
-            found[parameter] = device_tensors.from_array(scope.find_var(name).astype(numpy_dtype(dtype), copy=False))
+            dealt_out = self._program.var(name).owner is not None
+            average = found_var(name, scope) if dealt_out else scope.find_var(name)
+            found[parameter] = device_tensors.from_array(average.astype(numpy_dtype(dtype), copy=False))
         return found
 
 

@@ -72,12 +72,19 @@ def owned_name(program: Program, prefix: str) -> str:
 
 
 def create_state(
-    program: Program, startup: Program, name: str, dtype: str, shape: Sequence[int], value: float
+    program: Program,
+    startup: Program,
+    name: str,
+    dtype: str,
+    shape: Sequence[int],
+    value: float,
+    owner: int | None = None,
 ) -> Variable:
-    """A persistable variable filled with ``value`` by the startup program."""
+    """A persistable variable filled with ``value`` by the startup program; of the rank ``owner`` alone."""
     state = program.add_variable(name, dtype, shape, persistable=True)
     state.stop_gradient = True
     initial = startup.add_variable(name, dtype, shape, persistable=True)
+    state.owner = initial.owner = owner
     Constant(value).initialize(initial)
     return state
 
@@ -93,11 +100,15 @@ def create_master(program: Program, startup: Program, parameter: Variable) -> Va
 
 
 def create_copy(program: Program, startup: Program, parameter: Variable, name: str, dtype: str) -> Variable:
-    """A state of this element type that starts with the initial value of a parameter, not rounded to 16 bit."""
+    """A state of this element type that starts with the initial value of a parameter, not rounded to 16 bit.
+
+    It belongs to the parameter's owner.
+    """
     initial = initial_value(startup, parameter)
     state = program.add_variable(name, dtype, parameter.shape, persistable=True)
     state.stop_gradient = True
     copy = startup.add_variable(name, dtype, parameter.shape, persistable=True)
+    state.owner = copy.owner = parameter.owner
     if initial.dtype == dtype:
         startup.add_operator("Identity", [initial], [copy])
     else:

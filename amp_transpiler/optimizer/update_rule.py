@@ -28,12 +28,8 @@ from amp_transpiler.optimizer.groups import (
     without_decay,
 )
 from amp_transpiler.optimizer.lr import LRScheduler
-from amp_transpiler.optimizer.pairs import (
-    ParamsGrads,
-    checked_pairs,
-    latest_first,
-    split,
-)
+from amp_transpiler.optimizer.pairs import ParamsGrads, checked_pairs, latest_first, split
+from amp_transpiler.optimizer.sharding import deal_out
 from amp_transpiler.optimizer.state import (
     append_update,
     create_master,
@@ -67,6 +63,8 @@ class UpdateRule:
     keeps_rows: bool = False
     #: Whether rows of a sparse gradient alone take a step, where others would change too.
     lazy_mode: bool = False
+    #: Whether masters and accumulators are dealt out among the ranks; see ``amp.distributed.shard_optimizer``.
+    shard_state: bool = False
     _rate: Variable | None = None
 
     def __init__(
@@ -175,9 +173,21 @@ class UpdateRule:
         with program_guard(program, startup), context.operator_role(UPDATE):
             params_grads = self._whole_where_needed(program, clipped(params_grads, groups), groups)
             some = {parameter.key for parameter, grad in params_grads if grad.rows is not None}
+            if self.shard_state:
+                self._deal_out(program, params_grads)
             alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay, p.key in some))
             rate = self._learning_rate(program, startup, found_inf)
             return [self._append_update(program, startup, groups, pairs, rate, found_inf) for pairs in alike]
+
+    def _deal_out(self, program: Program, params_grads: ParamsGrads) -> None:
+        """Give each parameter of which an update keeps something an owner."""
+        slots = slots_of(self._operator)
+        assert slots is not None
+        kept = [p for p, grad in params_grads if grad.rows is None and (slots.accumulators or self._has_master(p))]
+        deal_out(program, kept)
+
+    def _has_master(self, parameter: Variable) -> bool:
+        return self.multi_precision and parameter.dtype in HALF
 
     def _factor(self, parameter: Variable, groups: dict[int, Group]) -> float:
         return groups[parameter.key].lr_factor * self._rate_factor(parameter)
@@ -229,11 +239,10 @@ class UpdateRule:
         self, program: Program, startup: Program, slots: Slots, parameter: Variable, grad: Variable
     ) -> list[Variable | None]:
         master = None
-        if parameter.dtype in HALF:
-            if self.multi_precision:
-                master = create_master(program, startup, parameter)
-            else:
-                self.warn_low_precision(f"parameter '{parameter.name}' is {parameter.dtype}")
+        if self._has_master(parameter):
+            master = create_master(program, startup, parameter)
+        elif parameter.dtype in HALF:
+            self.warn_low_precision(f"parameter '{parameter.name}' is {parameter.dtype}")
         prefix = (master or parameter).name
         accumulators = [
             create_state(
@@ -242,6 +251,7 @@ class UpdateRule:
                 owned_name(program, f"{prefix}_{kind}"),
                 master_type(parameter.dtype),
                 *self._accumulator(static_shape(parameter)),
+                parameter.owner,
             )
             for kind in slots.accumulators
         ]

@@ -25,11 +25,12 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.chain import Chain
-from amp_transpiler.runtime.collective.current import current, engine_on
+from amp_transpiler.runtime.collective.current import engine_on, own_rank
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.session import plain_message
+from amp_transpiler.runtime.shards import Sent
 from amp_transpiler.runtime.states import NEVER, State, States
 
 
@@ -62,6 +63,8 @@ class Step:
         # Ports alone: the rest of ``lowered`` would keep the program alive.
         self.feeds, self.states, self.fetches = lowered.feeds, lowered.states, lowered.fetches
         self.scalars = lowered.scalars
+        #: What other ranks update, and send here.
+        self.sent: Sent | None = None
         self.sizes: Mapping[str, np.ndarray] = {}  # inputs of a session that serves several sizes
         self.updates: list[Update] = []
         self.copies: list[tuple[str, str]] = []  # states that take the value of another state's update, and its tensor
@@ -131,7 +134,7 @@ class _Bindings:
         # Not the step itself: a circle would keep a session that was dropped until the collector comes.
         self.session, self.place, self.program = step.session, step.place, step.program
         self.binding = step.session.io_binding()
-        self.feeds = step.feeds
+        self.feeds, self.sent = step.feeds, step.sent
         self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
         self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
@@ -155,6 +158,7 @@ class _Bindings:
         ]
         self._execute()
         self._commit(scope)
+        self._exchange(scope)
         return self._results(results, return_numpy)
 
     def _execute(self) -> None:
@@ -185,6 +189,16 @@ class _Bindings:
             state.bound = NEVER
         for target in self.targets:
             target.bound = None
+
+    def _exchange(self, scope: Scope) -> None:
+        """Take the parameters that other ranks have updated. What the step exchanged is known then."""
+        engine = engine_on(self.place)
+        journal = self.binding.journal if isinstance(self.session, Chain) else None
+        if engine is None or journal is None:
+            return
+        if self.sent is not None:
+            self.sent.exchange(engine, scope, journal)
+        journal.close(engine)
 
     # -- updates --------------------------------------------------------------------------------------
     def _bind_targets(self) -> None:
@@ -316,8 +330,7 @@ def _scalar_value(what: str, place: Place) -> float:
     if what.startswith(REMAINING):
         engine = engine_on(place)
         return 1.0 if engine is None else engine.remaining_factor("float16", what.removeprefix(REMAINING))
-    known = current()
-    return known.rank if what == "rank" and known is not None else 0.0
+    return own_rank() if what == "rank" else 0.0
 
 
 def needs_plain(lowered: Lowered) -> bool:

@@ -25,7 +25,6 @@ from amp_transpiler.passes.lowering.parts import Parts, named_alike
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.buckets import Buckets
-from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.journal import Journal
 from amp_transpiler.runtime.collective.thread import Work
@@ -34,6 +33,9 @@ from amp_transpiler.runtime.collective.thread import Work
 SMALL = 16384
 #: The run option that leaves a run on the stream that its session was given.
 _GOES_ON = ("disable_synchronize_execution_providers", "1")
+
+#: What was sent and is not known to be there, by bucket, with its name.
+Travelling = dict[int, list[tuple[str, Work[Any]]]]
 
 #: Element type and sizes (None: not fixed) of a tensor.
 Type = tuple[str, tuple[int | None, ...]]
@@ -142,6 +144,8 @@ class Binding:
             value = device_tensors.empty(shape, dtype, chain.place)
             self._bind_in_part(name, value)
             self.bind_ortvalue_input(name, value)
+        #: That of the run before, where something travelled; whoever asked for the run closes it.
+        self.journal: Journal | None = None
         self.buckets = Buckets(chain.exchanged, chain.place, chain.engine)
         for name, value in self.buckets.views.items():
             if name in self.made_by:
@@ -230,12 +234,10 @@ class Binding:
     def _run(self, options: Any) -> None:
         self.results = dict(self.bound)
         values: dict[str, Any] = {}
-        travelling: dict[int, list[tuple[str, Work[Any]]]] = {}
-        journal = Journal()
+        travelling: Travelling = {}
+        journal, self.journal = Journal(), None
         for number, (session, part) in enumerate(zip(self.sessions, self.parts, strict=True)):
-            for name, work in (each for bucket in self.waits[number] for each in travelling.get(bucket, ())):
-                with journal.timed(journal.waits, f"wait for {name}"):
-                    work.wait()
+            _wait(travelling, self.waits[number], journal)
             within = self.names[number]
             for name in self.given[number]:
                 part.bind_ortvalue_input(within[name], values[name])
@@ -248,9 +250,8 @@ class Binding:
                     del values[name]
             for bucket, name, work in self.buckets.start(number, journal):
                 travelling.setdefault(bucket, []).append((name, work))
-        engine = several()
-        if travelling and engine is not None:
-            journal.close(engine)
+                self.journal = journal
+        _wait(travelling, [*travelling], journal)  # that which only other ranks read
 
     def _take(self, number: int, values: dict[str, Any]) -> None:
         """Take what a part has made, and let the part hold nothing of it that is for other parts alone."""
@@ -265,3 +266,10 @@ class Binding:
                 self._bind_in_part(name, None)
         for name in asked:
             self.results[name] = ort.OrtValue(made[order[name]])
+
+
+def _wait(travelling: Travelling, buckets: Sequence[int], journal: Journal) -> None:
+    """Wait until these buckets are there."""
+    for name, work in (each for bucket in buckets for each in travelling.pop(bucket, ())):
+        with journal.timed(journal.waits, f"wait for {name}"):
+            work.wait()

@@ -37,6 +37,7 @@ from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
+from amp_transpiler.runtime.collective.current import own_rank
 from amp_transpiler.runtime.locks import Uninterrupted
 from amp_transpiler.runtime.plan import (
     Plan,
@@ -47,15 +48,16 @@ from amp_transpiler.runtime.plan import (
     fed_together,
     fetch_names,
     initial_content,
-    initialised,
     make_plan,
     shapes_of,
+    startup_parts,
     thrashes,
 )
 from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.session import Settings, check_model, create_session, release_memory, require_cuda
 from amp_transpiler.runtime.session_cache import SessionCache
+from amp_transpiler.runtime.shards import Sent, elsewhere, run_updates
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.warn import AmpWarning
 
@@ -247,9 +249,10 @@ class Executor:
             cache = self._programs.get(program)
             if cache is None or cache.version != program.version:
                 cache = self._programs[program] = Plans(program.version)
-            plan = cache.plans.get((names, spread))
+            key = (names, spread, own_rank())
+            plan = cache.plans.get(key)
             if plan is None:
-                plan = cache.plans[names, spread] = make_plan(program, names, spread, self.place)
+                plan = cache.plans[key] = make_plan(program, names, spread, self.place)
             cache.last = plan
             return plan
 
@@ -303,8 +306,8 @@ class Executor:
     def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
-        updates = program.accumulation.updates if plan.spread and program.accumulation is not None else True
-        lowered = lower(program, self.place.kind, tensors_fed, fetches, updates, declared=True)
+        (updates, others), sent = run_updates(program, plan.spread), Sent(program, plan.spread)
+        lowered = lower(program, self.place.kind, tensors_fed, fetches, updates, others=others, declared=True)
         in_place = bool(lowered.updates) and not plan.initialises
         settings = replace(self.settings, cuda_graph=self.settings.cuda_graph and not plan.initialises)
         if settings.cuda_graph:
@@ -317,7 +320,9 @@ class Executor:
 
         def make(model: onnx.ModelProto, ports: Lowered) -> tuple[Step, onnx.GraphProto | None]:
             session, graph = create_session(model, self.place, settings, program.name, keep, in_parts=True)
-            return kind(session, graph, ports, self.place, program.name, startup), graph
+            step = kind(session, graph, ports, self.place, program.name, startup)
+            step.sent = sent
+            return step, graph
 
         if plan.open is None or settings.cuda_graph:
             return make(lowered.model, lowered)[0]
@@ -365,14 +370,8 @@ class Executor:
 
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.
         """
-        arrays = [variable for op in program.operators if (variable := initialised(op)) is not None]
-        rest = None
-        if len(arrays) < len(program.operators):
-            with collector_paused():
-                rest = program.clone() if arrays else program
-                for op in rest.operators:
-                    if initialised(op) is not None:
-                        rest.remove_operator(op)
+        with collector_paused():
+            arrays, rest = startup_parts(program)
         step = None if rest is None else self._step(rest, plan, feeds)
         with self._lock:
             plan.sessions.clear()
@@ -383,6 +382,7 @@ class Executor:
             staged.hold({v.name: device_tensors.from_array(initial_content(v), self.place) for v in arrays})
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
             scope.hold(staged.ort_values)
+            scope.leave(elsewhere(program))
         return results
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentTypeError, GraphError
+from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
@@ -21,9 +21,11 @@ from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
+from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
+from amp_transpiler.runtime.shards import elsewhere
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -64,10 +66,10 @@ class Plan:
 
 @dataclass
 class Plans:
-    """The plans of one program as it is in one version, by the names that are fetched and ``spread``."""
+    """The plans of one program as it is in one version, by the names that are fetched, ``spread``, and the rank."""
 
     version: int
-    plans: dict[tuple[tuple[str, ...], bool], Plan] = field(default_factory=dict)
+    plans: dict[tuple[tuple[str, ...], bool, int], Plan] = field(default_factory=dict)
     last: Plan | None = None
 
 
@@ -102,6 +104,27 @@ def initialised(op: Operator) -> Variable | None:
     return op.output(0) if op.type in (INITIALIZER, CONSTANT) and op.domain == OWN else None
 
 
+def startup_parts(program: Program) -> tuple[list[Variable], Program | None]:
+    """The variables that a startup program sets to what is known, and what is left to run (None: nothing).
+
+    Without what other ranks hold and nobody reads.
+    """
+    others = elsewhere(program)
+    arrays = [
+        v for op in program.operators if (v := initialised(op)) is not None and (v.name not in others or v.readers)
+    ]
+    if not others and len(arrays) == len(program.operators):
+        return arrays, None
+    if not others and not arrays:
+        return arrays, program
+    rest = program.clone()
+    for op in reversed(rest.operators):
+        left = all(v is None or (v.name in others and not v.readers) for v in op.outputs)
+        if left or initialised(op) is not None:
+            rest.remove_operator(op)
+    return arrays, rest if rest.operators else None
+
+
 def initial_content(variable: Variable) -> np.ndarray:
     """What the startup operator sets an initialised variable to."""
     op = variable.producer
@@ -110,9 +133,15 @@ def initial_content(variable: Variable) -> np.ndarray:
 
 def _fetched(program: Program, name: str) -> Variable:
     try:
-        return program.var(name)
+        variable = program.var(name)
     except GraphError as error:
         raise GraphError(f"fetch_list: {error}") from None
+    if variable.owner is not None and not variable.is_parameter and several() is not None:
+        raise ScopeError(
+            f"fetch_list: '{name}' lies in the scope of rank {variable.owner} alone: the optimizer's state is dealt "
+            f"out among the ranks. amp.distributed.find_var('{name}') gives it, called on all of them after the run"
+        )
+    return variable
 
 
 def fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ class Scope:
         self._values: dict[str, Any] = {}
         #: The values where they lie, OrtValues by name: to be read, since training writes into them.
         self.ort_values: Mapping[str, Any] = MappingProxyType(self._values)
+        #: The ranks that hold what this one does not, by the names of variables.
+        self.elsewhere: Mapping[str, int] = MappingProxyType({})
         self._lock = StepLock()
 
     __getattr__ = paddle_attributes("amp_transpiler.Scope")
@@ -76,12 +78,25 @@ class Scope:
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"a variable's name is a string, got {name!r}")
         with self.writing():
-            self._values.update(self._tied(name, self._convert(name, value)))
+            tied = self._tied(name, self._convert(name, value))
+            self._values.update({each: new for each, new in tied.items() if each not in self.elsewhere})
 
     def hold(self, values: Mapping[str, Any]) -> None:
         """Let variables have these very OrtValues, uncopied, all of them at once."""
         with self.writing():
             self._values.update(values)
+            if not self.elsewhere.keys().isdisjoint(values):
+                self._place({name: rank for name, rank in self.elsewhere.items() if name not in values})
+
+    def leave(self, owners: Mapping[str, int]) -> None:
+        """Let other ranks, ``owners`` by name, hold these variables: no value of them stays here."""
+        with self.writing():
+            for name in owners:
+                self._values.pop(name, None)
+            self._place({**self.elsewhere, **owners})
+
+    def _place(self, owners: dict[str, int]) -> None:
+        self.elsewhere = MappingProxyType(owners)
 
     def has_var(self, name: str) -> bool:
         """Whether a variable of this name has a value."""
@@ -103,6 +118,11 @@ class Scope:
         """The value of a variable where it lies, an OrtValue that training writes into. ScopeError: an unknown name."""
         value = self._values.get(name)
         if value is None:
+            if name in self.elsewhere:
+                raise ScopeError(
+                    f"variable '{name}' lies in the scope of rank {self.elsewhere[name]} alone: the optimizer's state "
+                    f"is dealt out among the ranks. amp.distributed.find_var('{name}'), called on all of them, gives it"
+                )
             hint = near_names(str(name), self._values) or "run the startup program first, into this scope"
             raise ScopeError(f"no variable '{name}' in the scope ({len(self._values)} variables); {hint}")
         return value
@@ -120,14 +140,16 @@ class Scope:
         if isinstance(value, onnx.TensorProto):
             value = onnx.numpy_helper.to_array(value)
         elif isinstance(value, (bool, int, float, list, tuple)):
-            old = self._values.get(next(self._masters(name), name))
-            value = literal(value, None if old is None else device_tensors.dtype_of(old), f"variable '{name}'")
+            source = next(self._masters(name), name)
+            old = self._values.get(source)
+            dtype = "float32" if source in self.elsewhere else None  # masters and accumulators
+            value = literal(value, dtype if old is None else device_tensors.dtype_of(old), f"variable '{name}'")
         return device_tensors.from_array(value)
 
     # -- master weights -------------------------------------------------------------------------------
     def _masters(self, name: str) -> Iterator[str]:
-        """The names of the master weights that a parameter has here."""
-        return itertools.takewhile(self._values.__contains__, master_names(name))
+        """The names of the master weights that a parameter has, here or on another rank."""
+        return itertools.takewhile(lambda each: each in self._values or each in self.elsewhere, master_names(name))
 
     def _tied(self, name: str, value: Any) -> dict[str, Any]:
         """What variables take when ``name`` is set: a parameter and its masters go together."""
@@ -136,13 +158,13 @@ class Scope:
         owner = mastered(name)
         if owner is not None:
             held = (self._values.get(name), self._values.get(owner))
-            follows = None not in held and _rounds_to(*map(device_tensors.to_array, held))
+            follows = name in self.elsewhere or (None not in held and _rounds_to(*map(device_tensors.to_array, held)))
             return {name: value} | (self._as_held(owner, value) if follows else {})
         masters = list(self._masters(name))
         if not masters:
             return {name: value}
         found = {name: value} | self._as_held(name, value)
-        for master in masters:
+        for master in (each for each in masters if each in self._values):
             kept = device_tensors.to_array(self._values[master])
             if not _rounds_to(kept, device_tensors.to_array(found[name])):
                 wide = device_tensors.rounded(master, device_tensors.to_array(value), "float32")

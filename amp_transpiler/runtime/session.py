@@ -94,8 +94,8 @@ def create_session(
         settings = settings if engine is None else replace(settings, stream=engine.stream)
     elif place.kind == "cpu":
         ends = cuts(model.graph)
-    if in_parts and len(ends) > 1:
-        parts = Parts(model, ends)
+    if in_parts and (exchanged or len(ends) > 1):
+        parts = Parts(model, ends, [tensor.name for each in exchanged for tensor in each.sent])
         make = partial(create_session, place=place, settings=settings, name=name, keep_graph=keep_graph)
         chain, graphs = chained(parts, make, place, exchanged, engine)
         if chain is not None:

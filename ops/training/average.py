@@ -26,12 +26,17 @@ AVERAGE = "ExponentialAverage"
         gated=True,
     ),
 )
-def _average(e: Emitter, op: Operator, found_inf: Value | None, step: Value | None, *rows: Value) -> list[Value | None]:
+def _average(
+    e: Emitter, op: Operator, found_inf: Value | None, step: Value | None, *rows: Value | None
+) -> list[Value | None]:
     kept = gate(e, found_inf)
     new_step = None if step is None else kept(e.Add(step, e.const(1, "int32"), shape=step.shape), step)
     results: list[Value | None] = [new_step]
     share = _share(e, op.attrs["decay"], step)
     for average, value in zip(rows[::2], rows[1::2], strict=True):
+        if average is None or value is None:  # another rank's
+            results.append(None)
+            continue
         way = e.Sub(e.cast(value, average.dtype), average, shape=average.shape)
         new = e.Add(average, e.Mul(way, e.cast(share, average.dtype), shape=average.shape), shape=average.shape)
         results.append(kept(new, average))

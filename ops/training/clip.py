@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.training.dealt_gradients import rescaled_part
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
 from amp_transpiler.ops.training.scaling import Types, master_type, rescaled
 
@@ -40,7 +41,9 @@ def _clipped(
     ]
     results = dict[int, Value]()
     for rows, new in zip(groups, clip(wide), strict=True):
-        results.update(zip(rows.numbers, parts(e, rows, new), strict=True))
+        for number, part in zip(rows.numbers, parts(e, rows, new), strict=True):
+            results[number] = part
+            rescaled_part(e, grads[number], part, new)
     return [results[number] for number in range(len(grads))]
 
 

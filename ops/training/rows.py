@@ -227,5 +227,15 @@ def remember(e: Emitter, values: Sequence[Value], whole: Value) -> None:
     e.shared[_key(values)] = (whole,)
 
 
+def alone(part: Value) -> str:
+    """The key of what a part of several was made of, for itself."""
+    return f"alone: {part.name}"
+
+
+def are_joined(e: Emitter, values: Sequence[Value]) -> bool:
+    """Whether there is one tensor of which ``values`` are the parts, all of them."""
+    return _key(values) in e.shared
+
+
 def _key(values: Sequence[Value]) -> str:
     return "\0".join(["one of", *(value.name for value in values)])

@@ -25,7 +25,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.remaining import without_remaining
-from amp_transpiler.ops.training.rows import joined, parts, rows_of
+from amp_transpiler.ops.training.rows import alone, joined, parts, rows_of
 
 CHECK, UPDATE_SCALE, GATE = "CheckFiniteAndUnscale", "UpdateLossScaling", "GateState"
 COUNT_BAD = "CountBadSteps"
@@ -196,7 +196,7 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
         large = e.place == "cpu" and math.prod(raw.shape or ()) in _LARGE
         if (rows.shapes or large) and raw.dtype in ("float16", "float32"):
-            e.shared[_scaled(new)] = (raw, inverse)
+            e.shared[before_unscaling(new)] = (raw, inverse)
             if raw.dtype == "float16":
                 total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
                 largest = e.op("Mul", inverse, e.const(2.0**16, "float32"), shape=())
@@ -206,8 +206,10 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         else:
             total = e.cast(e.reduce_sum(new), "float32")
         zeros.append(e.op("Mul", total, e.like(0, total), shape=()))
-        for number, part in zip(rows.numbers, parts(e, rows, new), strict=True):
+        for number, was, part in zip(rows.numbers, given, parts(e, rows, new), strict=True):
             unscaled[number] = part
+            if rows.shapes and before_unscaling(new) in e.shared:
+                e.shared[alone(part)] = (was, inverse)
     found_inf = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())
     return [e.reshape(found_inf, (1,)), *(value for value in unscaled if value is not None)]
 
@@ -217,14 +219,14 @@ def scaled(e: Emitter, gradient: Value) -> tuple[Value, Value | None]:
 
     Otherwise the gradient and None.
     """
-    found = e.shared.get(_scaled(gradient))
+    found = e.shared.get(before_unscaling(gradient))
     return (gradient, None) if found is None else (found[0], found[1])
 
 
 def unscaled(e: Emitter, raw: Value, inverse: Value) -> Value:
     """A gradient times the factor that unscales it."""
     new = e.Mul(raw, e.cast(inverse, raw.dtype), shape=raw.shape)
-    e.shared[_scaled(new)] = (raw, inverse)
+    e.shared[before_unscaling(new)] = (raw, inverse)
     return new
 
 
@@ -233,11 +235,11 @@ def rescaled(e: Emitter, gradient: Value, factor: Value) -> Value:
     raw, inverse = scaled(e, gradient)
     new = e.Mul(gradient, e.cast(factor, gradient.dtype), shape=gradient.shape)
     if inverse is not None:
-        e.shared[_scaled(new)] = (raw, e.Mul(inverse, factor, shape=()))
+        e.shared[before_unscaling(new)] = (raw, e.Mul(inverse, factor, shape=()))
     return new
 
 
-def _scaled(gradient: Value) -> str:
+def before_unscaling(gradient: Value) -> str:
     return f"before it was unscaled: {gradient.name}"
 
 

@@ -29,8 +29,18 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own, slots_of
 from amp_transpiler.ops.training.branches import chosen
 from amp_transpiler.ops.training.chunks import by_chunks
+from amp_transpiler.ops.training.dealt_gradients import joined_gradients
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
-from amp_transpiler.ops.training.scaling import Gate, Switch, add_product, blended, finite_step, gate, scaled, unscaled
+from amp_transpiler.ops.training.scaling import (
+    Gate,
+    Switch,
+    add_product,
+    blended,
+    finite_step,
+    gate,
+    scaled,
+    unscaled,
+)
 from amp_transpiler.ops.training.sparse import picked, repeated, written
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
@@ -94,10 +104,13 @@ def update_rule(
 
             def joint(rows: Rows, names: Sequence[str]) -> dict[str, Value]:
                 """By name the values of rows that take a step together."""
+                given = {
+                    name: [v for number in rows.numbers if (v := table[number][name]) is not None] for name in names
+                }
                 return {
-                    name: joined(e, rows, [v for number in rows.numbers if (v := table[number][name]) is not None])
-                    for name in names
-                    if table[rows.numbers[0]][name] is not None
+                    name: (joined_gradients if name == "gradient" else joined)(e, rows, values)
+                    for name, values in given.items()
+                    if values
                 }
 
             def stepped(rows: Rows) -> list[Value]:
@@ -157,6 +170,8 @@ def update_rule(
 
             alone: list[Rows] = []
             for rows in rows_of(e, op, len(table)):
+                if table[rows.numbers[0]]["gradient"] is None:
+                    continue  # another rank updates it
                 if slots is sparse:
                     take([rows], some_rows(rows.numbers[0]))
                 elif found_inf is None or e.place not in BRANCHING or (rows.shapes and rows.chunks == 1):

@@ -29,6 +29,7 @@ import numpy as np
 import amp_transpiler as amp
 from amp_transpiler.runtime.collective import mpi, ordered
 from tests.helpers.ranks import TYPES, drawn, rounded_once, words
+from tests.helpers.sharded import Net
 from tests.helpers.where import ROOT
 
 TIMEOUT = 2.0
@@ -71,6 +72,25 @@ def sums() -> None:
 
 def reduce(length: int = 1000) -> None:
     amp.distributed.all_reduce(np.ones(length, np.float32))
+
+
+def dealt_out() -> None:
+    """Optimizer state that is dealt out: bits and files are those without."""
+    engine = amp.distributed.get_engine()
+    folder = Path(engine.all_gather_object(tempfile.mkdtemp() if engine.rank == 0 else "")[0])
+    found = []
+    for shard in (False, True):
+        net = Net(shard)
+        losses = [net.step(number) for number in range(2)]
+        found.append((losses, net.state(), net.saved(folder / str(shard))))
+        held = sum(map(net.scope.has_var, net.names()))
+    assert found[0] == found[1] and held < len(net.names())
+    amp.load_checkpoint(folder / "False", net.main, net.scope)
+    assert net.state() == found[0][1]
+    amp.distributed.barrier()
+    if engine.rank == 0:
+        shutil.rmtree(folder)
+    print(f"rank {engine.rank} of {engine.size}: the bits are the same", flush=True)
 
 
 def failing(fail: Callable[[], object]) -> Callable[[], None]:
@@ -135,6 +155,7 @@ def times() -> None:
 
 CASES: dict[str, Callable[[], object]] = {
     "sums": sums,
+    "dealt_out": dealt_out,
     "raises": failing(wrong),
     "raises_overlapped": failing(overlapped),
     "sleeps": failing(lambda: time.sleep(3600)),

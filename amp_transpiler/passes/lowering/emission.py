@@ -48,6 +48,7 @@ from amp_transpiler.passes.lowering.lowered import (
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
+from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
 from amp_transpiler.passes.lowering.table_lookups import emit_lookup
 from amp_transpiler.passes.lowering.tensor_types import foreign_types
 from amp_transpiler.passes.lowering.wanted import Wanted
@@ -68,25 +69,24 @@ def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], w
 class _Emission(EmulatedStorage):
     def __init__(self, program: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> None:
         super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
-        self.declared = wanted.declared
-        self.stateless = wanted.updates is False
-        self.program = program
-        self.updates = wanted.written(program)
+        self.declared, self.stateless = wanted.declared, wanted.updates is False
+        self.program, self.updates = program, wanted.written(program)
         fetches = [program.var(name) for name in wanted.fetches] or ([] if self.updates else program.outputs)
         self.fetches = list(dict.fromkeys(fetches))
-        self.order = needed(program, [*self.fetches, *self.updates.values()])
+        targets = [*self.fetches, *self.updates.values()]
+        self.order = needed(program, [*targets, *map(program.var, wanted.others)])
+        self.left = left_to_others(self.order, targets) if wanted.others else frozenset()
         ruled = any(map(has_lowering_rule, self.order))
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not ruled else feed_shapes
         self.shapes = Shapes(program, feed_shapes) if ruled else None
         self.e.reserve(v.name for v in program.variables)
-        self.e.runtime_scalar = self._runtime_scalar
-        self.e.known_values = self._known
+        self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
-        self.layout = flat_layout(self.order, self.updates, self.shapes, place)
+        self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left)
         self.e.rows = self.layout.rows
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
@@ -105,11 +105,11 @@ class _Emission(EmulatedStorage):
         outputs, rename = self._ports()
         wanted, updates = {info.name for info in outputs}, {port.tensor for port in self.result.updates}
         feeds = {port.tensor: port.shape for port in self.result.feeds}
-        rows = live(renamed([row(*pair) for pair in zip_longest(self.e.nodes, self.result.origins)], rename), wanted)
-        rows = arranged(self.e, waiting(self.e, self.result, rows), updates, feeds)
+        rows = renamed([row(*pair) for pair in zip_longest(self.e.nodes, self.result.origins)], rename)
+        met = met_at(rows) if self.left else set()
+        rows = arranged(self.e, waiting(self.e, self.result, live(rows, wanted | met)), updates | met, feeds)
         self.result.origins = [each.origin for each in rows]
-        model = self.result.model
-        graph = model.graph
+        model, graph = self.result.model, self.result.model.graph
         graph.name = self.program.graph_name
         graph.node.extend(each.node for each in rows)
         used = {name for each in rows for name in each.reads}  # a rule may have read a constant, and not emitted it
@@ -131,7 +131,7 @@ class _Emission(EmulatedStorage):
         seen: dict[int, Variable] = {}
         for op in self.order:
             for v in (*op.inputs, *op.captures):
-                if v is not None and v.producer is None:
+                if v is not None and v.producer is None and v.key not in self.left:
                     seen.setdefault(v.key, v)
         for v in (*self.fetches, *self.updates.values()):
             if v.producer is None:
@@ -245,7 +245,7 @@ class _Emission(EmulatedStorage):
             self.shapes.shape(v) if v is not None and v.grad_of is not None else None for v in op.outputs
         ]
         variables = self.sums.left.get(op.key, op.inputs)
-        inputs = [None if v is None else self._shaped(op, v) for v in variables]
+        inputs = [None if v is None or v.key in self.left else self._shaped(op, v) for v in variables]
         self.e.summand = self.added(op, self.sums.before.get(op.key))
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
@@ -262,7 +262,7 @@ class _Emission(EmulatedStorage):
         if results is None:
             return False
         for variable, value, size in zip_longest(op.outputs, results, sizes):
-            if variable is not None:
+            if variable is not None and variable.key not in self.left:
                 if value is None:
                     raise GraphError(
                         f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"

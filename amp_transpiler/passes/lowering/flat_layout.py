@@ -12,7 +12,7 @@ there, which is worked on in chunks: what the operators of the update hand to ea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amp_transpiler.ir.flat import Rows, Segment
@@ -103,19 +103,31 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of an update: its states with their new values by kind, and the rows through which its gradient comes."""
+    """A row of an update: its states with their new values by kind, and the rows through which its gradient comes.
+
+    ``kept``: it is updated here, not by another rank. Its gradient is checked and clipped in either case, and in the
+    same company: sums over several gradients then have the same bits on every rank, and on one alone.
+    """
 
     number: int
     shape: tuple[int, ...]
     states: Mapping[str, tuple[Variable, Variable]]
     way: tuple[tuple[Operator, int], ...]
     kind: tuple[object, ...]
+    kept: bool
 
 
 def flat_layout(
-    operators: Sequence[Operator], updates: Mapping[Variable, Variable], shapes: Shapes | None, place: str
+    operators: Sequence[Operator],
+    updates: Mapping[Variable, Variable],
+    shapes: Shapes | None,
+    place: str,
+    left: Container[int] = frozenset(),
 ) -> FlatLayout:
-    """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates."""
+    """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates.
+
+    ``left``: keys of the variables of rows that are left to other ranks.
+    """
     layout = FlatLayout()
     worth = WORTH.get(place)
     if worth is None or shapes is None:
@@ -131,7 +143,9 @@ def flat_layout(
         if slots is None or not slots.updates or op.type in BY_PARAMETER or "rows" in slots.input_row:
             continue
         groups: dict[tuple[object, ...], list[_Row]] = {}
-        rows_of = [row for row in _rows(op, updates, shapes) if all(taken[v.key] == 1 for v, _ in row.states.values())]
+        rows_of = [
+            row for row in _rows(op, updates, shapes, left) if all(taken[v.key] == 1 for v, _ in row.states.values())
+        ]
         for row in rows_of:
             if worth.takes(row.shape):
                 groups.setdefault(row.kind, []).append(row)
@@ -139,7 +153,7 @@ def flat_layout(
         buffers = [rows for group in groups.values() for rows in _buffers(group, worth)]
         for rows in sorted(buffers, key=lambda rows: sum(math.prod(row.shape) for row in rows)):
             _add(layout, op, rows)
-        grouped = {number for rows in layout.rows.get(op.key, ()) for number in rows.numbers}
+        grouped = {row.number for rows in buffers for row in rows}
         for row in rows_of:
             if row.number not in grouped and (count := _chunks(row, place)) > 1:
                 _add(layout, op, [row], count)
@@ -180,7 +194,7 @@ def _add_statistics(
             layout.states.append(FlatState(f"@{type_}/{slot}", dtype or "", rows, tuple(found), news))
 
 
-def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) -> list[_Row]:
+def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes, left: Container[int]) -> list[_Row]:
     slots = slots_of(op.type, op.domain)
     assert slots is not None
     found = []
@@ -198,7 +212,8 @@ def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) ->
         shape = sizes.pop()
         if sizes or shape is None or not math.prod(shape):
             continue
-        if any(updates.get(state) is not new or not state.persistable for state, new in states.values()):
+        kept = not all(new.key in left for _, new in states.values())
+        if any((kept and updates.get(state) is not new) or not state.persistable for state, new in states.values()):
             continue
         way, raw = _way(gradient)
         kind = (
@@ -209,7 +224,7 @@ def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes) ->
             tuple(each.key for each, _ in way),
             op.attrs["with_decay"][number] if "with_decay" in op.attrs else None,
         )
-        found.append(_Row(number, shape, states, way, kind))
+        found.append(_Row(number, shape, states, way, kind, kept))
     return found
 
 
@@ -255,9 +270,13 @@ def _chunks(row: _Row, place: str) -> int:
 def _add(layout: FlatLayout, op: Operator, rows: list[_Row], chunks: int = 1) -> None:
     number = sum(map(len, layout.rows.values()))
     shapes = tuple(row.shape for row in rows)
-    layout.rows.setdefault(op.key, []).append(Rows(tuple(row.number for row in rows), shapes, chunks))
     for step, (earlier, _) in enumerate(rows[0].way):
         layout.rows.setdefault(earlier.key, []).append(Rows(tuple(row.way[step][1] for row in rows), shapes, chunks))
+    rows = [row for row in rows if row.kept]
+    if not rows:
+        return
+    shapes = tuple(row.shape for row in rows)
+    layout.rows.setdefault(op.key, []).append(Rows(tuple(row.number for row in rows), shapes, chunks))
     for kind in rows[0].states:
         states, news = zip(*(row.states[kind] for row in rows), strict=True)
         name = f"@{op.type}/{number}/{kind}"

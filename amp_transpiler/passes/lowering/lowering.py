@@ -73,6 +73,7 @@ def lower(
     fetches: Sequence[Variable] = (),
     updates: bool | Mapping[Variable, Variable] = True,
     keep_fp32: Container[str] = frozenset(),
+    others: Sequence[Variable] = (),
     declared: bool = False,
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes; ``program`` stays as it is.
@@ -80,7 +81,7 @@ def lower(
     What it gives: see :class:`~.wanted.Wanted`. GraphError where a rule needs a shape that is not fixed.
     """
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
-    wanted = Wanted(tuple(v.name for v in fetches), named, keep_fp32, declared)
+    wanted = Wanted(tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared)
     context = Context({FEED_SHAPES: feed_shapes or {}, WANTED: wanted})
     apply_to_copy(lowering(place), program, context)
     return context[LOWERED]

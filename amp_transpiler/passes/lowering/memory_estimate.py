@@ -11,12 +11,14 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered, static
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.own_rows import fullest, own_updates
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 
@@ -108,10 +110,13 @@ def memory_estimate(
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
     place: Place | None = None,
     fetch_list: Sequence[Variable | str] = (),
+    rank: int | None = None,
 ) -> MemoryEstimate:
     """A forecast of what running ``program`` takes on ``place``; see ``Program.memory_estimate``."""
     place = CPUPlace() if place is None else check_place(place, "memory_estimate")
-    lowered, shapes = lower_sized("memory_estimate", program, place, feed_shapes, fetch_list)
+    if rank is not None:
+        whole("memory_estimate: rank", rank, 0)
+    lowered, shapes = lower_sized("memory_estimate", program, place, feed_shapes, fetch_list, rank)
     return estimate_memory(program, lowered, place, shapes, plan(lowered))
 
 
@@ -121,15 +126,17 @@ def lower_sized(
     place: Place,
     feed_shapes: Mapping[str, Sequence[int]] | None,
     fetch_list: Sequence[Variable | str],
+    rank: int | None = None,
 ) -> tuple[Lowered, dict[str, tuple[int, ...]]]:
     """What a place runs for these feeds, with every shape that follows from theirs, and the shape of each feed.
 
-    ``call`` is the caller, for messages.
+    ``call`` is the caller, for messages. ``rank``: where state is dealt out; by default the one that has most of it.
     """
     shapes = given_shapes(call, program, feed_shapes)
-    lowered = lower(
-        program, place.kind, shapes, [program.var(v) if isinstance(v, str) else v for v in fetch_list], declared=True
-    )
+    fetches = [program.var(v) if isinstance(v, str) else v for v in fetch_list]
+    rank = fullest(program) if rank is None else rank
+    updates, others = own_updates(program, lambda owner: owner in (None, rank))
+    lowered = lower(program, place.kind, shapes, fetches, updates, others=others, declared=True)
     _complete(program, lowered, shapes)
     return lowered, shapes
 

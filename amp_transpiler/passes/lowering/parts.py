@@ -8,7 +8,7 @@ each take the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import onnx
@@ -56,10 +56,11 @@ def _lives(graph: onnx.GraphProto) -> list[tuple[int, int]]:
 class Parts:
     """The parts of ``model``: what each reads of others or of the model's inputs, and what it gives.
 
-    A tensor may be read by nodes of several later parts, and be an output of the model besides.
+    A tensor may be read by nodes of several later parts, and be an output of the model besides. Those that are ``sent``
+    to other ranks are given in any case.
     """
 
-    def __init__(self, model: onnx.ModelProto, ends: Sequence[int]) -> None:
+    def __init__(self, model: onnx.ModelProto, ends: Sequence[int], sent: Iterable[str] = ()) -> None:
         self.model = model
         self.head = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
         self.head.opset_import.extend(model.opset_import)
@@ -82,7 +83,8 @@ class Parts:
             sorted(name for name in names if name in inputs or maker.get(name, part) != part)
             for part, names in enumerate(self.read)
         ]
-        self.outputs = [[name for name in names if name in self.last or name in outputs] for names in self.made]
+        asked = outputs.union(sent)
+        self.outputs = [[name for name in names if name in self.last or name in asked] for names in self.made]
 
     def part(self, number: int, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
         """A part as a model; ``types`` has those of tensors that earlier parts give it."""

@@ -16,12 +16,15 @@ class Wanted:
     ``fetches``: with neither these nor updates, the graph's outputs. ``updates``: those of the graph (True), none
     (False), or others, {state: its new value}. ``keep_fp32`` (on "cpu" alone): 16-bit variables that keep their fp32
     value, as if the operators that make them ran in fp32; an operator that makes none of them reads the rounded value.
+    ``others``: new values that other ranks take, of state that is dealt out among them. What is exchanged on the way to
+    these is exchanged here too, and rows of updates that nobody needs here are left to them.
     ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
     """
 
     fetches: tuple[str, ...] = ()
     updates: bool | Mapping[str, str] = True
     keep_fp32: Container[str] = frozenset()
+    others: tuple[str, ...] = ()
     declared: bool = True
 
     def written(self, graph: Graph) -> dict[Variable, Variable]:

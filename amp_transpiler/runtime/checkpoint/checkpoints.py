@@ -33,6 +33,7 @@ from amp_transpiler.errors import (
 )
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.option_checks import is_whole
+from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
@@ -51,6 +52,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     FORMAT,
     META,
     VERSION,
+    Awaited,
     remove_checkpoint,
     step_folder,
     step_folders,
@@ -58,6 +60,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.shards import Pieces
 from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
 from amp_transpiler.warn import AmpWarning
@@ -101,7 +104,8 @@ def save_checkpoint(
 
     All state is every persistable variable: parameters, master weights, moments, statistics, the loss scale and its
     counters, learning rate and schedule, seed and step of the randomness. Each keeps its element type. Of several ranks
-    all call it, and rank 0 writes; the others return when that is done.
+    all call it, and rank 0 writes; the others return when that is done. State that is dealt out among them comes to
+    rank 0 one variable at a time.
 
     Args:
         path: with ``step``, the folder that holds the checkpoints, each in ``step_<8 digits>``; without, the
@@ -136,12 +140,17 @@ def save_checkpoint(
             "extra": _plain(extra, f"{call}: extra"),
         }
 
+        pieces = Pieces(program, scope)
+
         def write() -> None:
-            write_checkpoint(target, values, meta)
+            try:
+                write_checkpoint(target, values, meta, pieces)
+            finally:
+                pieces.finish()
             if keep_last is not None:
                 _remove_older(target, written, keep_last)
 
-        by_rank_0(write)
+        by_rank_0(write, pieces.finish)
     return target
 
 
@@ -193,6 +202,7 @@ def load_checkpoint(
         meta["versions"],
     )
     scope.hold(found.values)
+    scope.leave(found.others)
     return loaded
 
 
@@ -238,7 +248,7 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
         "program": {"name": program.graph_name, "fingerprint": fingerprint(program)},
         "scaling": scaler_settings(program),
         "versions": _versions(),
-        "tensors": {v.name: _described(v.name, values[v.name], slots[v]) for v in slots if v.name in values},
+        "tensors": {v.name: _described(v, values[v.name], slots[v]) for v in slots if v.name in values},
     }
 
 
@@ -248,6 +258,8 @@ def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any
     if value is None:
         if slot.role == UNUSED:
             return None
+        if variable.name in scope.elsewhere:
+            return Awaited(str(variable.dtype), static(variable.shape) or ())
         raise ScopeError(
             f"variable '{variable.name}' of program '{program.name}' is not in the scope, so there is no "
             "whole state to save; run its startup program first, into this scope"
@@ -263,9 +275,9 @@ def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any
     return value
 
 
-def _described(name: str, value: Any, slot: Slot) -> dict[str, Any]:
-    said: dict[str, Any] = {"dtype": device_tensors.dtype_of(value), "shape": list(value.shape()), "role": slot.role}
-    if slot.of not in ("", name):
+def _described(variable: Variable, value: Any, slot: Slot) -> dict[str, Any]:
+    said: dict[str, Any] = {"dtype": variable.dtype, "shape": list(value.shape()), "role": slot.role}
+    if slot.of not in ("", variable.name):
         said["of"] = slot.of
     if slot.number:
         said["number"] = slot.number

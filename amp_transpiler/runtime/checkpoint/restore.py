@@ -34,6 +34,7 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
 )
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope
+from amp_transpiler.runtime.shards import elsewhere
 from amp_transpiler.runtime.states import fits
 
 _SHOWN = 200  # names of each kind in a message
@@ -52,9 +53,13 @@ class Stored:
 
 @dataclass
 class Restored:
-    """Values for variables of a program. ``converted``: some were made of others; it is not the same program."""
+    """Values for variables of a program. ``converted``: some were made of others; it is not the same program.
+
+    ``others``: variables whose values other ranks take, and which.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -87,8 +92,11 @@ def restore(
     found.converted = taken != set(stored) or any(v.dtype != source.dtype for v, source in sources.items() if source)
     if found.wrong or (strict and (found.missing or found.extra)):
         raise _mismatch(program, found, what)
+    others = elsewhere(program)
     for variable, source in sources.items():
-        if source is not None:
+        if source is not None and variable.name in others:
+            found.others[variable.name] = others[variable.name]
+        elif source is not None:
             found.values[variable.name] = _value(variable, source)
     if not weights_only:
         absent = [v for v, source in sources.items() if source is None]
@@ -149,6 +157,9 @@ def _unstored(
         if slot.role in (PARAMETER, MASTER) and not all(v.name in kept for v in group):
             kept.discard(variable.name)
     wanted = [v for v in variables if v.name not in kept and slots[v].role != UNUSED]
+    others = elsewhere(program)
+    found.others |= {v.name: others[v.name] for v in wanted if v.name in others}
+    wanted = [v for v in wanted if v.name not in others]
     values = _initial(program, wanted)
     lacking = [v.name for v in wanted if v.name not in values]
     if lacking:
@@ -159,6 +170,8 @@ def _unstored(
 
 def _kept(variable: Variable, scope: Scope) -> bool:
     value = scope.ort_values.get(variable.name)
+    if variable.name in scope.elsewhere:
+        return True
     if value is None or device_tensors.dtype_of(value) != variable.dtype:
         return False
     return variable.shape is None or fits(value.shape(), variable.shape)

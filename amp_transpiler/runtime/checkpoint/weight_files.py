@@ -83,7 +83,8 @@ def load_weights(
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
     found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
     scope.hold(found.values)
-    return LoadedWeights(file, tuple(found.values), tuple(found.missing), tuple(found.extra))
+    scope.leave(found.others)
+    return LoadedWeights(file, (*found.values, *found.others), tuple(found.missing), tuple(found.extra))
 
 
 def _transposed(one: Stored) -> Stored:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError
 from amp_transpiler.file_targets import check_space
 from amp_transpiler.files import Workspace, sync_folder
+from amp_transpiler.ir.types import BYTES
 from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.runtime import device_tensors
 
@@ -65,10 +69,29 @@ def step_folders(path: Path) -> list[Path]:
 
 
 # -- writing -------------------------------------------------------------------------------------------
-def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Awaited:
+    """A tensor that is written when it has come from another rank, with what is asked of an OrtValue before."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.sizes
+
+    def tensor_size_in_bytes(self) -> int:
+        """The bytes that it takes."""
+        return math.prod(self.sizes) * BYTES[self.dtype]
+
+
+def write_checkpoint(
+    target: Path, values: Mapping[str, Any], meta: dict[str, Any], pieces: Iterable[tuple[str, np.ndarray]] = ()
+) -> None:
     """Write tensors (OrtValues by name) and what is said of them; CheckpointWriteError where that fails.
 
-    ``meta`` gets the name, size and checksum of the tensors file, and a checksum of its own.
+    ``meta`` gets the name, size and checksum of the tensors file, and a checksum of its own. ``pieces``: the bytes of
+    each :class:`Awaited`, one tensor at a time.
     """
     try:
         target = Path(os.path.realpath(target))  # the folder itself may be a link
@@ -77,7 +100,7 @@ def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, An
         workspace = Workspace(target.parent)
         try:
             made = workspace.new
-            write_tensors(made / TENSORS, values)
+            write_tensors(made / TENSORS, values, pieces)
             size = (made / TENSORS).stat().st_size
             meta["file"] = {"name": TENSORS, "bytes": size, "sha256": file_hash(made / TENSORS)}
             if (target / META).is_file():
@@ -96,16 +119,33 @@ def write_checkpoint(target: Path, values: Mapping[str, Any], meta: dict[str, An
         ) from None
 
 
-def write_tensors(path: Path, values: Mapping[str, Any]) -> None:
-    """Write OrtValues by name as a safetensors file, and bring it to the disk."""
+def write_tensors(path: Path, values: Mapping[str, Any], pieces: Iterable[tuple[str, np.ndarray]] = ()) -> None:
+    """Write OrtValues by name as a safetensors file, and bring it to the disk. ``pieces``: see above."""
     held: list[Any] = []  # the file is written from memory as it lies
-    specs = {name: _spec(value, held) for name, value in values.items()}
+    awaited = [value.tensor_size_in_bytes() for value in values.values() if isinstance(value, Awaited)]
+    blank = np.zeros(max(awaited, default=0), np.uint8)  # stands for each of them, until they are written in its place
+    specs = {name: _spec(value, held, blank) for name, value in values.items()}
     serialize_file(specs, path, metadata={"format": FORMAT})
+    if awaited:
+        _fill(path, pieces)
     path.chmod(0o666 & ~_umask())
     _sync(path)
 
 
-def _spec(value: Any, held: list[Any]) -> Any:
+def _fill(path: Path, pieces: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write the bytes of tensors where they lie in a file of safetensors."""
+    with open(path, "r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        for name, content in pieces:
+            stream.seek(8 + length + header[name]["data_offsets"][0])
+            stream.write(content.data)
+
+
+def _spec(value: Any, held: list[Any], blank: np.ndarray) -> Any:
+    if isinstance(value, Awaited):
+        size = value.tensor_size_in_bytes()
+        return TensorSpec(dtype=value.dtype, shape=list(value.sizes), data_ptr=blank.ctypes.data, data_len=size)
     dtype = device_tensors.dtype_of(value)
     if dtype not in SAFETENSORS_TYPES.values():
         array = device_tensors.to_array(value).view("uint8")

@@ -98,13 +98,24 @@ def use_engine(engine: Engine) -> Iterator[None]:
         _of_thread.reset(token)
 
 
-def by_rank_0(call: Callable[[], None]) -> None:
-    """Call it on rank 0, and return on all ranks when that is done. DistributedError: it failed there."""
+def own_rank() -> int:
+    """The number of this rank; 0 of one alone."""
     engine = current()
-    if engine is None or engine.rank == 0:
-        by_all(call)
-    else:
-        by_all(lambda: None)
+    return 0 if engine is None else engine.rank
+
+
+def holds(owner: int | None) -> bool:
+    """Whether what belongs to this rank, or to all (None), is here. One rank alone holds what is of any."""
+    engine = current()
+    return owner is None or engine is None or owner % engine.size == engine.rank
+
+
+def by_rank_0(call: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Call it on rank 0, ``meanwhile`` on the others, and return on all ranks when that is done.
+
+    DistributedError: it failed there.
+    """
+    by_all(call if own_rank() == 0 else meanwhile)
 
 
 def by_all(call: Callable[[], _Result]) -> _Result:

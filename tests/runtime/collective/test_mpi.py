@@ -29,6 +29,12 @@ def test_every_call_is_exact() -> None:
     assert sorted(said.splitlines()) == [f"rank {rank} of 2: all is exact" for rank in range(2)]
 
 
+def test_optimizer_state_that_is_dealt_out_has_the_same_bits() -> None:
+    status, said = ran("dealt_out")
+    assert status == 0, said
+    assert sorted(said.splitlines()) == [f"rank {rank} of 2: the bits are the same" for rank in range(2)]
+
+
 def test_an_exception_of_one_rank_ends_the_other_with_its_words() -> None:
     status, said = ran("raises")
     assert status == 1
