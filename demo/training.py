@@ -80,8 +80,11 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def place_of(name: str) -> amp.CPUPlace | amp.CUDAPlace:
-    """CPUPlace() or CUDAPlace(0)."""
-    return amp.CUDAPlace(0) if name == "cuda" else amp.CPUPlace()
+    """CPUPlace(), or the CUDA device of this rank."""
+    if name == "cpu":
+        return amp.CPUPlace()
+    several = amp.distributed.world_size() > 1
+    return amp.distributed.get_engine().place if several else amp.CUDAPlace(0)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -312,6 +315,9 @@ def guarded(main: Callable[[], int]) -> int:
     try:
         engine = amp.distributed.init()
         several = engine.size > 1
+        if several and ("cuda" in sys.argv or "--place=cuda" in sys.argv):
+            amp.distributed.shutdown()
+            engine = amp.distributed.init("nccl")
         if engine.rank:
             sys.stdout = sys.stderr = nowhere
         return main()

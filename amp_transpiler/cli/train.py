@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     }
     several = (launched() or (1, ""))[0] > 1
     if several:
-        distributed.init()
+        distributed.init("nccl" if options.place == "cuda" else "auto")
     bar = _Bar(not options.quiet and sys.stderr.isatty())
     try:
         fit(

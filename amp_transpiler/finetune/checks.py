@@ -20,6 +20,7 @@ from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.runtime.collective.current import current
 from amp_transpiler.runtime.session import cuda_missing
 
 #: Bytes of a model from which on what is trained of it may get a data file beside it.
@@ -31,7 +32,8 @@ def chosen_place(place: Place | str, options: FitOptions) -> Place:
     if isinstance(place, str):
         if place not in ("cpu", "cuda"):
             raise ArgumentError(f"{options.called('place')} is {place!r}; expected 'cpu' or 'cuda'")
-        place = CPUPlace() if place == "cpu" else CUDAPlace(0)
+        own = getattr(current(), "place", None)  # of several ranks each has a device
+        place = CPUPlace() if place == "cpu" else own if isinstance(own, CUDAPlace) else CUDAPlace(0)
     missing = cuda_missing(place.device_id) if isinstance(place, CUDAPlace) else None
     if missing is not None:
         cuda, cpu = options.said("place", "cuda"), options.said("place", "cpu")

@@ -163,6 +163,34 @@ def test_checkpoints_go_from_one_number_of_ranks_to_another(tmp_path: Path) -> N
         np.testing.assert_allclose(states[0][name].astype(np.float64), value.astype(np.float64), atol=2e-2)
 
 
+def test_a_training_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Batches of 8 of 28 examples on 2 ranks; after the second one a checkpoint, and 1, 2 or 4 ranks from there on."""
+    rng = np.random.default_rng(3)
+    x, label = rng.normal(size=(28, 6)).astype(np.float32), rng.integers(0, 4, (28, 1))
+
+    def epoch(start: int, stop: int) -> State:
+        net = Net("fp32")
+        if start:
+            loaded = amp.load_checkpoint(tmp_path / "saved", net.main, net.scope)
+            assert loaded.data_position == {"epoch": 1, "batch": start - 1}
+        for batch in distributed.batches(28, BATCH, 1, seed=5, start=start, drop_last=True):
+            if batch.number == stop:
+                break
+            feed = {"x": x[batch.rows], "label": label[batch.rows]}
+            net.exe.run(net.main, feed=feed, fetch_list=[net.loss], scope=net.scope)
+            position = {"epoch": 1, "batch": batch.number}
+        if stop < 3:
+            amp.save_checkpoint(tmp_path / "saved", net.main, net.scope, data_position=position)
+        return net.state()
+
+    unbroken = distributed.simulate(2, lambda: epoch(0, 3))[0]
+    distributed.simulate(2, lambda: epoch(0, 2))
+    assert same(distributed.simulate(2, lambda: epoch(2, 3))[0], unbroken)
+    for ranks in (1, 4):
+        for name, value in distributed.simulate(ranks, lambda: epoch(2, 3))[0].items():
+            np.testing.assert_allclose(value, unbroken[name], rtol=1e-5, atol=1e-6)
+
+
 def test_a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
