@@ -188,6 +188,20 @@ def test_sharded_state_takes_a_share(bert: Planner) -> None:
     assert shared[3].sent - whole[3].sent == pytest.approx(7 / 8 * kept.parameters, rel=0.01)
 
 
+def test_gradients_that_accumulate_are_exchanged_once() -> None:
+    def planned(runs: int) -> Any:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            loss = F.mean(amp.nn.fc(amp.data("x", [64, 256], "float32"), 256))
+            amp.decorate(amp.optimizer.SGD(0.1), accumulate_steps=runs).minimize(loss, startup)
+        return distributed.plan(main, 8, bandwidth=0.1, step_time=0.1, fetch_list=[loss])[8]
+
+    one, four = planned(1), planned(4)
+    assert one.sent == four.sent and one.exposed == pytest.approx(four.exposed)
+    assert 3.5 * one.compute < four.compute < 4 * one.compute  # three of the runs update nothing
+    assert one.efficiency < four.efficiency == pytest.approx(four.compute / four.step)
+
+
 def test_a_plan_is_a_table(bert: Planner) -> None:
     plan = bert.table(ALL)
     lines = str(plan).splitlines()
@@ -245,6 +259,6 @@ def test_published_runs_of_32_ranks_are_forecast_from_one_of_16() -> None:
         planner = planner or Planner(main, assumed, fetch_list=[loss])
         compute = batch / speeds[1]  # shares of parts as for the other batch
         planner.parts = [seconds * compute / planner.compute for seconds in planner.parts]
-        planner.compute = compute
+        planner.compute = planner.alone = compute
         for ranks in (16, 32):
             assert planner.row(ranks).efficiency == pytest.approx(speeds[ranks] / ranks / speeds[1], abs=0.015)

@@ -81,7 +81,8 @@ def plan(
                                    bandwidth_within=200))
 
     Gradients leave in the buckets of the program, each when the part of the backward pass is over that makes it; a
-    program that was built by one rank is planned as if several had. Formulas: docs/distributed.md#plan.
+    program that was built by one rank is planned as if several had. Where gradients accumulate over several runs, a
+    step is all of these. Formulas: docs/distributed.md#plan.
 
     Args:
         ranks: how many; a number or several.
@@ -89,7 +90,7 @@ def plan(
         latency: microseconds of a message, beside its bytes.
         feed_shapes, fetch_list: as for ``program.cost_estimate``.
         device, captured: forecasts of computing for this device, "A100" say, as a CUDA graph; and its memory.
-        step_time: seconds of a step on one rank, as measured; needed without a device. The forecast then says only
+        step_time: seconds of a run on one rank, as measured; needed without a device. The forecast then says only
             which share of it belongs to which part.
         ranks_per_node, bandwidth_within: ranks that share the bandwidth of a node, and GB/s of each to others there.
         engine: "mpi" or "nccl"; by default "nccl" where a device is named.
@@ -164,6 +165,8 @@ class Planner:
         self.parts = [seconds * self.compute / sum(forecast) for seconds in forecast]
         updating = work_of(self._updating())
         self.updating = self.compute * self._seconds(updating) / sum(forecast)
+        runs = 1 if program.accumulation is None else program.accumulation.steps
+        self.alone = self.compute + (runs - 1) * (self.compute - self.updating)  # all runs of a window
 
     def table(self, ranks: Sequence[int]) -> RankPlan:
         """The plan for these numbers of ranks."""
@@ -199,7 +202,7 @@ class Planner:
         """The forecast for so many ranks."""
         costs, sharing = self._costs(self.assumed.network, ranks), self._sharing(self.assumed.network, ranks)
         spared = self.updating * (1 - 1 / ranks) if self.assumed.shard_state else 0.0
-        compute = self.compute - spared
+        compute = self.alone - spared
         exposed = self._exposed([cost.seconds for cost in costs]) + sharing.seconds
         memory = self._memory(ranks, self.assumed.shard_state)
         limit, because = self._limit(ranks, exposed, compute + exposed, memory)
@@ -212,7 +215,7 @@ class Planner:
             memory=memory,
             limit=limit,
             because=because,
-            efficiency=self.compute / (compute + exposed),
+            efficiency=self.alone / (compute + exposed),
         )
 
     def _costs(self, network: Network, ranks: int, *, rows: bool = True) -> list[ExchangeCost]:
