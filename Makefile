@@ -6,7 +6,7 @@ PY := $(BIN)/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(sort $(shell find amp_transpiler ops lists -type f \( -name '*.py' -o -name '*.toml' -o -name '*.json' -o -path '*/report/page/*' -o -name py.typed \)))
 
-.PHONY: demo test test-gpu bench clean FORCE
+.PHONY: demo test test-gpu test-runners bench clean FORCE
 
 demo: $(VENV)/.demo
 	$(PY) demo/quickstart.py
@@ -26,6 +26,19 @@ test-gpu: $(VENV)/.test
 	$(PY) -m tests.tools.gpu_device >/dev/null 2>&1 || $(INSTALL) '.[test,cuda]'; \
 	if ! $(PY) -m tests.tools.gpu_device; then exit 0; fi; \
 	$(PY) -m pytest -q -m gpu
+
+# Runs the runners of demo/runners in other languages too. What there is of: packages of npm (without scripts: those of
+# onnxruntime-node fetch CUDA libraries), an environment with onnxruntime of their version, C++ headers.
+test-runners: $(VENV)/.test
+	@if command -v npm >/dev/null; then \
+	npm install --prefix demo/runners --ignore-scripts --no-package-lock --no-audit --no-fund --silent && \
+	version="$$(node -p "require('./demo/runners/package.json').dependencies['onnxruntime-node']")" && \
+	$(PYTHON) -m venv $(VENV)/runners && \
+	$(VENV)/runners/bin/python -m pip install --quiet --disable-pip-version-check onnxruntime==$$version ml_dtypes safetensors; \
+	else echo "npm is not here: the runners in JavaScript are not tested"; fi
+	@AMP_RUNNERS_PYTHON="$$(ls $$PWD/$(VENV)/runners/bin/python 2>/dev/null)" \
+	AMP_RUNNERS_HEADERS="$$($(PY) -m tests.tools.ort_headers $(VENV)/ort_headers)" \
+	$(PY) -m pytest -q -n auto --dist load tests/export/test_runners.py
 
 # TORCH_PYTHON: an interpreter of another environment that has torch, to compare with.
 bench: $(VENV)/.test

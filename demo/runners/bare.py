@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from string import Template
 
+import ml_dtypes  # noqa: F401  numpy's bfloat16
 import numpy as np
 import onnxruntime
 from safetensors import safe_open
@@ -24,7 +25,6 @@ def fitting(array, one, what):
 
 
 def run(name, feeds):
-    """Run a model of the folder: gives what it fetches, by name, and replaces the state that it updates."""
     model, zero = said["models"][name], np.zeros((), np.float32)
     inputs = {one["input"]: fitting(feeds.get(one["name"]), one, "feed") for one in model["feeds"]}
     inputs |= {tensor: state[name] for name, tensor in model["states"].items()} | dict.fromkeys(model["zeros"], zero)

@@ -1,24 +1,40 @@
-"""Runs the runners of ``demo/runners`` on exported steps."""
+"""Runs the runners of ``demo/runners`` on exported steps, and has the step that all of them are tried on."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import runpy
+import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import onnxruntime
 from safetensors.numpy import save_file
 
+import amp_transpiler as amp
 from tests.helpers.where import ROOT
 
 RUNNERS = ROOT / "demo" / "runners"
+#: An interpreter with the onnxruntime of the version of npm's packages; ``make test-runners`` makes one.
+PYTHON = os.environ.get("AMP_RUNNERS_PYTHON", "")
+#: onnxruntime shares a sum out among its threads, so that bits depend on their number.
+ONE_THREAD = {"ORT_INTRA_OP_NUM_THREADS": "1"}
+#: Where onnxruntime's C++ headers may lie: ``make test-runners`` says where it put them, Debian has a package.
+HEADERS = [Path(p) for p in (os.environ.get("AMP_RUNNERS_HEADERS"), "/usr/include/onnxruntime") if p]
+#: The step whose gradients overflow.
+OVERFLOW = 40
 
 
-def batches(path: Path, feeds: list[dict[str, np.ndarray]]) -> Path:
+# -- what runners do ---------------------------------------------------------------------------------------
+def batches(path: Path, feeds: Sequence[dict[str, np.ndarray]]) -> Path:
     """A file with the feeds of steps, one behind the other, as runners read it."""
     save_file({name: np.stack([feed[name] for feed in feeds]) for name in feeds[0]}, path)
     return path
@@ -27,9 +43,50 @@ def batches(path: Path, feeds: list[dict[str, np.ndarray]]) -> Path:
 def bare(folder: Path, data: Path, steps: int, to: Path, start: Path | None = None) -> list[dict[str, float]]:
     """What the bare Python runner prints of each step, by name; SystemExit as it ends with."""
     arguments = ["bare.py", folder, data, steps, to, *([] if start is None else [start])]
-    with mock.patch.object(sys, "argv", list(map(str, arguments))), contextlib.redirect_stdout(io.StringIO()) as out:
+    with (
+        mock.patch.object(sys, "argv", list(map(str, arguments))),
+        mock.patch.dict(os.environ, ONE_THREAD),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
         runpy.run_path(str(RUNNERS / "bare.py"), run_name="__main__")
     return printed(out.getvalue())
+
+
+def node(*options: str) -> list[str]:
+    """How the JavaScript runner is called; empty where there is no node, or no packages (make test-runners)."""
+    there = shutil.which("node") is not None and (RUNNERS / "node_modules").is_dir()
+    return ["node", str(RUNNERS / "train.mjs"), *options] if there else []
+
+
+def cpp(folder: Path) -> list[str]:
+    """The runner in C++, compiled into ``folder``; empty where there is no compiler, or no header of onnxruntime.
+
+    With the library of the Python package: that of the headers may be older, never newer.
+    """
+    libraries = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"))
+    header = next((path for path in HEADERS if (path / "onnxruntime_cxx_api.h").is_file()), None)
+    if header is None or not libraries or shutil.which("g++") is None:
+        return []
+    library = folder / "libonnxruntime.so.1"  # what a program asks for; the package has it under another name
+    library.symlink_to(libraries[-1])
+    made = ["-o", str(folder / "train"), str(library), f"-Wl,-rpath,{folder}"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", str(header)]
+    done = subprocess.run(["g++", *flags, str(RUNNERS / "train.cpp"), *made], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [str(folder / "train")]
+
+
+def call(command: Sequence[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A runner, run in a process."""
+    words = [*command, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ | ONE_THREAD)
+
+
+def trained(command: Sequence[str], *arguments: object) -> list[dict[str, float]]:
+    """What a runner prints of each step; AssertionError with its message where it fails."""
+    done = call(command, *arguments)
+    assert done.returncode == 0, done.stderr
+    return printed(done.stdout)
 
 
 def printed(text: str) -> list[dict[str, float]]:
@@ -38,6 +95,90 @@ def printed(text: str) -> list[dict[str, float]]:
     return [dict(zip(words[::2], map(float, words[1::2]), strict=True)) for words in lines]
 
 
-def losses(found: list[dict[str, Any]], name: str) -> list[np.float32]:
+def losses(found: list[dict[str, Any]], name: str) -> np.ndarray:
     """The losses of steps; nine digits say a fp32 number exactly."""
-    return [np.float32(step[name]) for step in found]
+    return np.array([step[name] for step in found], np.float32)
+
+
+# -- the step that all are tried on ------------------------------------------------------------------------
+@dataclass
+class Digits:
+    """MNIST's network of two convolutions in pure fp16, exported; ``losses`` are those of the executor."""
+
+    folder: Path
+    data: Path
+    main: amp.Program
+    loss: str
+    feeds: list[dict[str, np.ndarray]]
+    start: amp.Scope
+    end: amp.Scope
+    losses: np.ndarray
+    bad: list[int]
+
+    @classmethod
+    def made(cls, folder: Path, steps: int, batch: int) -> Digits:
+        """Export into ``folder``, and train with the executor."""
+        import mnist
+
+        main, startup = amp.Program(), amp.Program("startup")
+        main.seed = startup.seed = 1
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            loss = mnist.network()[-1]
+            optimizer = amp.decorate(
+                amp.optimizer.Adam(0.001, multi_precision=True),
+                use_pure_fp16=True,
+                init_loss_scaling=2.0**10,
+                incr_every_n_steps=20,
+                decr_every_n_nan_or_inf=1,
+            )
+            optimizer.minimize(loss, startup)
+        found_inf = optimizer.get_found_inf()
+        start, end, exe, feeds = amp.Scope(), amp.Scope(), amp.Executor(threads=1), digits(steps, batch)
+        for scope in (start, end):
+            exe.run(startup, scope=scope)
+            optimizer.amp_init(amp.CPUPlace(), scope)
+        shapes = {name: array.shape for name, array in feeds[0].items()}
+        main.export_training(folder / "step", amp.CPUPlace(), shapes, scope=start)
+        fetched = [exe.run(main, feed, [loss, found_inf], scope=end) for feed in feeds]
+        values = np.array([value.item() for value, _ in fetched], np.float32)
+        bad = [number for number, (_, found) in enumerate(fetched) if found.item()]
+        data = batches(folder / "batches.safetensors", feeds)
+        return cls(folder / "step", data, main, loss.name, feeds, start, end, values, bad)
+
+    def run(self, first: int, last: int, scope: amp.Scope) -> np.ndarray:
+        """The losses of steps first … last - 1 under the executor."""
+        exe = amp.Executor(threads=1)
+        found = [exe.run(self.main, feed, [self.loss], scope=scope)[0].item() for feed in self.feeds[first:last]]
+        return np.array(found, np.float32)
+
+
+def digits(steps: int, batch: int) -> list[dict[str, np.ndarray]]:
+    """Batches of scikit-learn's digits, as large as MNIST's; one is so bright that its gradients overflow."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    large = np.pad(np.kron(data.images, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
+    images = large[:, None].astype(np.float32) / 8 - 1
+    rng = np.random.default_rng(0)
+    chosen = [rng.integers(0, len(images), batch) for _ in range(steps)]
+    feeds = [{"image": images[rows], "label": data.target[rows][:, None].astype(np.int64)} for rows in chosen]
+    for feed in feeds[OVERFLOW : OVERFLOW + 1]:
+        feed["image"] = feed["image"] * np.float32(1000)
+    return feeds
+
+
+def moved(step: Digits, command: Sequence[str], folder: Path) -> tuple[np.ndarray, amp.Scope]:
+    """The losses of a run in three parts and the state in its end: executor, runner, executor."""
+    count = len(step.feeds)
+    first, second = count // 3, 2 * count // 3
+    scope = amp.Scope()
+    amp.load_checkpoint(step.folder, step.main, scope)
+    found = [step.run(0, first, scope)]
+    amp.save_checkpoint(folder / "before", step.main, scope, step=first)
+    start = folder / "before" / f"step_{first:08d}"
+    there = trained(command, step.folder, step.data, second - first, folder / "after", start)
+    scope = amp.Scope()
+    loaded = amp.load_checkpoint(folder / "after", step.main, scope)
+    assert loaded.exact and loaded.step == second
+    found += [losses(there, step.loss), step.run(second, count, scope)]
+    return np.concatenate(found), scope

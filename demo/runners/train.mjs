@@ -1,0 +1,36 @@
+// node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME]: trains with an exported step, as bare.py does.
+// --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, …
+
+import { readFile } from "node:fs/promises";
+import process from "node:process";
+import { parseArgs } from "node:util";
+
+import { TrainingStep, folder, readSafetensors } from "./amp_step.mjs";
+
+const { values, positionals } = parseArgs({
+  allowPositionals: true,
+  options: { web: { type: "boolean" }, provider: { type: "string" } },
+});
+const [home, batches, steps, to, from] = positionals;
+try {
+  const ort = await import(values.web ? "onnxruntime-web" : "onnxruntime-node");
+  if (values.web) ort.env.wasm.numThreads = 1;
+  const options = { executionProviders: [values.provider ?? (values.web ? "wasm" : "cpu")], logSeverityLevel: 3 };
+  const step = await TrainingStep.open(folder(home), { ort, options, checkpoint: folder(from ?? home) });
+  const data = readSafetensors(new Uint8Array(await readFile(batches)));
+  for (let left = Number(steps); left > 0; left -= 1) {
+    const feeds = {};
+    for (const [name, { shape, data: all }] of data) {
+      const size = all.length / shape[0];
+      feeds[name] = all.slice((step.step % shape[0]) * size, ((step.step % shape[0]) + 1) * size);
+    }
+    const fetched = await step.train(feeds);
+    const told = Object.entries(fetched).map(([name, value]) => `${name} ${Number(value[0]).toPrecision(9)}`);
+    console.log(`step ${step.step} ${told.join(" ")}`);
+  }
+  await step.save(to);
+  await step.close();
+} catch (error) {
+  console.error(`error: ${error.message}`);
+  process.exitCode = 1;
+}

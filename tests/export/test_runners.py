@@ -1,0 +1,155 @@
+"""Runners in other languages train as the executor does, pass state on, and refuse what does not fit.
+
+Those in JavaScript need node and the packages of ``demo/runners/package.json``, that in C++ the headers of onnxruntime:
+``make test-runners``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import amp_transpiler as amp
+from amp_transpiler.runtime.checkpoint.writing import file_hash
+from tests.helpers.checkpoints import STEPS, build, state
+from tests.helpers.runners import OVERFLOW, PYTHON, RUNNERS, Digits, batches, call, cpp, losses, moved, node, trained
+
+BARE = [PYTHON or sys.executable, str(RUNNERS / "bare.py")]
+COMMANDS = {"bare Python": BARE, "Node": node(), "wasm": node("--web"), "C++": ["compiled"]}
+RUNNER = pytest.mark.parametrize("runner", COMMANDS)
+MISSING = "no node with packages in demo/runners/node_modules, or no compiler and headers for C++: make test-runners"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return cpp(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture
+def command(runner: str, request: pytest.FixtureRequest) -> list[str]:
+    found = request.getfixturevalue("compiled") if runner == "C++" else COMMANDS[runner]
+    return found or pytest.skip(MISSING)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Digits:
+    """Small batches: with larger ones wasm, which has no fused multiply-add, rounds to another fp16 now and then."""
+    return Digits.made(tmp_path_factory.mktemp("digits"), 100, 4)
+
+
+def test_the_step_overflows_where_it_was_planted(step: Digits) -> None:
+    assert step.bad == [OVERFLOW] and np.isfinite(step.losses[-1]) and step.losses[-1] < step.losses[0] / 2
+
+
+@RUNNER
+def test_losses_and_state_are_those_of_the_executor(
+    runner: str, command: list[str], step: Digits, tmp_path: Path
+) -> None:
+    """In a run in three parts: executor, runner, executor. The overflow is in the runner's part."""
+    found, scope = moved(step, command, tmp_path)
+    if runner != "wasm":
+        assert found.tobytes() == step.losses.tobytes()
+        assert state(step.main, scope) == state(step.main, step.end)
+    assert np.allclose(found, step.losses, rtol=0, atol=1e-5)
+
+
+@RUNNER
+def test_windows_schedules_and_averages_go_through(runner: str, command: list[str], tmp_path: Path) -> None:
+    net = build(mode="pure-bf16", scaling="static", schedule=True, window=3, average=True)
+    scope = net.start()
+    folder = net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=scope)
+    data = batches(tmp_path / "data.safetensors", [net.feed(s) for s in range(STEPS)])
+    found = losses(trained(command, folder, data, STEPS, tmp_path / "end"), net.loss.name)
+    expected = np.frombuffer(b"".join(net.train(scope, 0, STEPS)), np.float32)
+    assert np.array_equal(found, expected, equal_nan=True)
+    ended = amp.Scope()
+    assert amp.load_checkpoint(tmp_path / "end", net.main, ended).exact
+    assert state(net.main, ended) == state(net.main, scope)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported step, data for it and a checkpoint."""
+    home = tmp_path_factory.mktemp("small")
+    net = build()
+    scope = net.start()
+    net.main.export_training(home / "step", amp.CPUPlace(), scope=scope)
+    amp.save_checkpoint(home / "checkpoint", net.main, scope)
+    batches(home / "data.safetensors", [net.feed(0)])
+    return home
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    said = json.loads(path.read_text(encoding="utf-8"))
+    change(said)
+    path.write_text(json.dumps(said), encoding="utf-8")
+
+
+def changed_file(home: Path) -> None:
+    path = home / "step" / "train.onnx"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def other_version(home: Path) -> None:
+    edit(home / "step" / "manifest.json", lambda said: said.update(version=2))
+
+
+def missing_state(home: Path) -> None:
+    tensors = load_file(home / "checkpoint" / "state.safetensors")
+    del tensors["fc_0.w_0"]
+    save_file(tensors, home / "checkpoint" / "state.safetensors")
+    digest = file_hash(home / "checkpoint" / "state.safetensors")
+    edit(home / "checkpoint" / "meta.json", lambda said: said["file"].update(sha256=digest))
+
+
+def other_program(home: Path) -> None:
+    edit(home / "checkpoint" / "meta.json", lambda said: said["program"].update(fingerprint="0" * 64))
+
+
+def missing_feed(home: Path) -> None:
+    tensors = load_file(home / "data.safetensors")
+    save_file({"x": tensors["x"]}, home / "data.safetensors")
+
+
+def wrong_feed(home: Path) -> None:
+    tensors = load_file(home / "data.safetensors")
+    save_file(tensors | {"x": tensors["x"].astype(np.float64)}, home / "data.safetensors")
+
+
+def short_feed(home: Path) -> None:
+    tensors = load_file(home / "data.safetensors")
+    save_file(tensors | {"x": tensors["x"][:, :-1].copy()}, home / "data.safetensors")
+
+
+FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
+    changed_file: ("train.onnx", "SHA-256"),
+    other_version: ("amp_transpiler.training_step", "2", "1"),
+    missing_state: ("fc_0.w_0", "missing", "float16"),
+    other_program: ("checkpoint", "program"),
+    missing_feed: ("feed 'label'", "missing"),
+    wrong_feed: ("feed 'x'", "float32"),
+    short_feed: ("feed 'x'", "float32"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("runner", [name for name in COMMANDS if name != "wasm"])
+def test_what_does_not_fit_is_one_clear_error(
+    runner: str, command: list[str], fault: Callable[[Path], None], small: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(small, home)
+    fault(home)
+    done = call(command, home / "step", home / "data.safetensors", 1, home / "end", home / "checkpoint")
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    assert all(part in lines[0] for part in FAULTS[fault]), lines[0]
+    assert not (home / "end").exists()
