@@ -311,15 +311,18 @@ def guarded(main: Callable[[], int]) -> int:
 
     An interrupt or an error of the library is one line and an exit status.
     """
-    streams, several, nowhere = (sys.stdout, sys.stderr), False, open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    streams, nowhere = (sys.stdout, sys.stderr), open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    rank, several = 0, False
     try:
         engine = amp.distributed.init()
-        several = engine.size > 1
+        rank, several = engine.rank, engine.size > 1
+        if rank:
+            sys.stdout = sys.stderr = nowhere
         if several and ("cuda" in sys.argv or "--place=cuda" in sys.argv):
             amp.distributed.shutdown()
+            several = False  # while there is no engine
             engine = amp.distributed.init("nccl")
-        if engine.rank:
-            sys.stdout = sys.stderr = nowhere
+            several = True
         return main()
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -327,7 +330,7 @@ def guarded(main: Callable[[], int]) -> int:
             engine.abort("was interrupted")
         return 130
     except SystemExit as ended:
-        if several and engine.rank and isinstance(ended.code, str):
+        if rank and isinstance(ended.code, str):
             return 1  # rank 0 says it
         raise
     except amp.AmpError as error:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         stands = str(stopped) or f"{options.output} was not written"
         print(f"\namp-transpile: interrupted; {stands}", file=sys.stderr)
         return 130
-    except AmpError as error:
+    except (AmpError, MemoryError) as error:
         if several and not isinstance(error, ArgumentError | ArgumentTypeError | ListError):  # which all ranks raise
             distributed.get_engine().abort(f"raised {type(error).__name__}: {error}")
         raise

@@ -254,14 +254,12 @@ class Run:
                 history = (*history, self._epoch(loop, number, log))
                 if checkpoint is not None:
                     resume.save(checkpoint, programs.program, scope, options, loop.steps, self.identity, history)
-                done = number
             by_rank_0(lambda: self._write(output))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(_left(output, before, checkpoint, done)) from None
+            raise KeyboardInterrupt(_left(output, before, checkpoint)) from None
         except DistributedError as error:
-            raise DistributedError(
-                f"{error}; {_left(output, before, checkpoint, done)}", error.ranks, error.told
-            ) from error
+            said = f"{error}; {_left(output, before, checkpoint)}"
+            raise DistributedError(said, error.ranks, error.told) from error
         return FitResult(output, options, programs.preparation, history, tuple(self.tell.lines))
 
     def _first(self, loop: Loop, log: Log | None) -> EpochRecord:
@@ -348,11 +346,13 @@ def _stamp(path: Path) -> Any:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _left(output: Path, before: Any, checkpoint: Any, done: int) -> str:
-    """What stands of a training that was broken off."""
+def _left(output: Path, before: Any, checkpoint: Any) -> str:
+    """What stands of a training that was broken off, maybe while rank 0 was writing."""
     written = f"{output} is written" if _stamp(output) != before else f"{output} was not written"
     if checkpoint is None:
         return written
-    if not done:
+    found = resume.find(checkpoint)
+    if found is None:
         return f"{written}; there is no checkpoint in {checkpoint} yet, since no epoch was over"
-    return f"{written}; the checkpoint of epoch {done} in {checkpoint} stands, and the same command goes on from it"
+    stands = f"the checkpoint of epoch {found.epochs} in {checkpoint} stands"
+    return f"{written}; {stands}, and the same command goes on from it"
