@@ -13,7 +13,10 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.errors import ArgumentError, DistributedError, FeedError
+from amp_transpiler.finetune import checks
 from amp_transpiler.finetune.loop import Loop
+from amp_transpiler.finetune.options import FitOptions
+from tests.helpers.fake_nccl import on_devices
 from tests.helpers.fitting import FAST, features, linear, rows
 
 Ran = tuple[bytes, amp.FitResult, list[str]]
@@ -64,6 +67,20 @@ def test_ranks_learn_what_one_learns_and_report_over_all_samples(
     assert len(exchanged) == 1 and len(found[0][2]) == len(said) + 1 and not any(other[2] for other in found[1:]), (
         "rank 0 alone speaks"
     )
+
+
+def test_ranks_with_a_device_each_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And "cuda" is the device of each."""
+    options: dict[str, Any] = {"mode": "mixed", "epochs": 2, "metric": "f1"}
+    expected = distributed.simulate(2, fitted(tmp_path / "memory.onnx", **options))
+    found = on_devices(2, lambda engine, _: fitted(tmp_path / "devices.onnx", place=engine.place, **options)())
+    for (file, result, _), (_, other, _) in zip(found, expected, strict=True):
+        assert file == found[0][0]
+        np.testing.assert_allclose(history(result), history(other), rtol=5e-3, atol=5e-3)
+    monkeypatch.setattr(checks, "cuda_missing", lambda _: None)
+    chosen = FitOptions()
+    places = on_devices(2, lambda engine, _: checks.chosen_place("cuda", chosen), place=amp.CUDAPlace(1))
+    assert places == [amp.CUDAPlace(1)] * 2 and checks.chosen_place("cuda", chosen) == amp.CUDAPlace(0)
 
 
 def test_labels_that_do_not_count_weigh_nothing(tmp_path: Path) -> None:

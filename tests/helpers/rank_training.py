@@ -28,8 +28,18 @@ def cnn(x: amp.Variable, width: int) -> amp.Variable:
     return amp.nn.fc(F.global_avg_pool2d(h), CLASSES)
 
 
+def normed(x: amp.Variable, width: int) -> amp.Variable:
+    """With batch normalisation over all ranks, which they meet at in the forward pass."""
+    h = amp.nn.batch_norm(amp.nn.conv2d(x, width, 3, padding=1), act="relu", synchronized=True)
+    return amp.nn.fc(F.global_avg_pool2d(h), CLASSES)
+
+
+def _image(width: int) -> tuple[int, ...]:
+    return 2, 6, 6
+
+
 #: The nets, and the shape of an example for each width.
-NETS = {"mlp": (mlp, lambda width: (width,)), "cnn": (cnn, lambda width: (2, 6, 6))}
+NETS = {"mlp": (mlp, lambda width: (width,)), "cnn": (cnn, _image), "normed": (normed, _image)}
 
 
 @dataclass

@@ -58,6 +58,7 @@ def close(found: list[Run], expected: list[Run], tolerance: float) -> None:
         ("cnn", "fp32", 4, 1e-6),
         ("cnn", "mixed", 3, 2e-3),  # NCCL's sum is 3 / 4 of the mean
         ("mlp", "pure", 3, 5e-3),
+        ("normed", "mixed", 2, 2e-3),
     ],
 )
 def test_ranks_on_devices_learn_what_ranks_in_memory_do(net: str, mode: str, ranks: int, tolerance: float) -> None:

@@ -122,6 +122,7 @@ def seen(*given):
 def parts(engine, fake):
     def made(label, main, feeds, loss):
         lowered = lower(main, "cuda", {feed: array.shape for feed, array in feeds.items()}, [loss])
+        streams.clear()
         chain, _ = create_session(lowered.model, place, Settings(), label, in_parts=True)
         print(label, "|", len(chain.sessions), sorted(streams))
     if engine.rank == 0:
@@ -133,6 +134,8 @@ def parts(engine, fake):
             made(f"{name} {mode} {dtype}", net.main, net.feeds, net.loss)
         net = Recommender(lambda _: amp.optimizer.Adam(0.01), "mixed")
         made("tables", net.main, net.feed(0), net.loss)
+        net = Trainer("normed", "mixed", place)
+        made("normed", net.main, net.feed(0), net.loss)
 
 rounds.BUCKET = 1 << 12
 session._providers = seen
@@ -279,7 +282,7 @@ def test_what_cannot_be_captured_is_told(label: str, why: str, lines: dict[str, 
 def test_every_part_of_a_step_is_on_cuda_entirely_and_on_the_stream_of_the_engine(of_ranks: dict[str, str]) -> None:
     """A session for a part that is not could not have been made."""
     found = {label: said.split(maxsplit=1) for label, said in of_ranks.items() if "asked" not in label}
-    assert len(found) == 6 and all(int(parts) >= 2 for parts, _ in found.values()), found
+    assert len(found) == 7 and all(int(parts) >= 2 for parts, _ in found.values()), found
     assert {streams for _, streams in found.values()} == {f"['{COMPUTE}']"}
 
 

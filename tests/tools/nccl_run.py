@@ -3,10 +3,11 @@
     mpiexec -n 2 python -m tests.tools.nccl_run
 
 on a machine with a GPU for each rank and ``pip install '.[test,cuda,nccl,mpi]'``. Every call of the engine is compared
-with the sum in memory, in the order of ranks. Then an MLP and a CNN are trained in fp32, mixed and pure 16 bit, with one
-step that overflows on the last rank, and their losses are compared with those of the same ranks on CPU. Last come times: of
-all-reduces, and of the steps of a wide MLP, with sums that travel beside the backward pass and with sums behind it. Exit
-status 1, on all ranks, where a result is wrong. ``--only calls``: nothing but the first.
+with the sum in memory, in the order of ranks. Then an MLP, a CNN, and one with batch normalisation over all ranks are
+trained in fp32, mixed and pure 16 bit, with one step that overflows on the last rank, and their losses are compared with
+those of the same ranks on CPU. Last come times: of all-reduces, and of the steps of a wide MLP, with sums that travel
+beside the backward pass and with sums behind it. Exit status 1, on all ranks, where a result is wrong. ``--only``: one of
+these three.
 """
 
 from __future__ import annotations
