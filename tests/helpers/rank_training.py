@@ -71,9 +71,11 @@ class Trainer:
                 optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False, **scaling)
             optimizer.minimize(self.loss, startup)
         self.exe, self.scope = amp.Executor(place), amp.Scope()
-        self.exe.run(startup, scope=self.scope)
+        amp.Executor(amp.CPUPlace()).run(
+            startup, scope=self.scope
+        )  # where numbers are numbers, over stub libraries too
         if mode != "fp32":
-            optimizer.amp_init(place, scope=self.scope)
+            optimizer.amp_init(amp.CPUPlace(), scope=self.scope)
         self.scale = next((v.name for v in self.main.variables if v.name.startswith("loss_scaling")), None)
 
     def feed(self, step: int, boost: float = 1.0, batch: int = BATCH) -> dict[str, np.ndarray]:
