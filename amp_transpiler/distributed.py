@@ -18,6 +18,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedE
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.ops.training.exchange import meets
+from amp_transpiler.optimizer.rank_means import holds_variables, reduced_by_hand
 from amp_transpiler.option_checks import choice, number, shown
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.passes.lowering.planning import plan
@@ -144,15 +145,25 @@ def simulate(size: int, function: Callable[[], _Result], timeout: float = 60.0) 
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------
-def all_reduce(array: Any, op: str = "mean") -> Any:
+def all_reduce(array: Any, op: str = "mean", *, precision: str | None = None) -> Any:
     """The mean, sum or max over ranks, in place, of an array or of every array of a list. Returns what it was given.
 
     float16 and bfloat16 are added in fp32 in the order of ranks and rounded once: :meth:`Engine.all_reduce`.
 
-    Raises: OrderError for a value on a device of which the engine leaves a factor, :meth:`Engine.remaining_factor`.
+    Of variables of a program it is appended to the program, and what is returned are new variables: of one, of each in
+    a list, or of the gradients in [(parameter, gradient)], as ``optimizer.backward`` gives them. Gradients that are
+    means already stay as they are, and ``apply_gradients`` does not reduce again what was reduced here, or was made of
+    it. A parameter without a gradient in a list of pairs gets zeros where other ranks have one. ``precision``: the
+    element type in which variables travel; for gradients by default that of the optimizer, else their own.
+
+    Raises: GradientError: ranks have gradients of other parameters. OrderError: a value on a device of which the engine
+    leaves a factor, :meth:`Engine.remaining_factor`.
     """
     engine = get_engine()
     arrays = list(array) if isinstance(array, list | tuple) else [array]
+    if holds_variables(arrays):
+        made = reduced_by_hand(arrays, choice("all_reduce: op", op, ("mean", "sum", "max")), precision)
+        return made if isinstance(array, list | tuple) else made[0]
     for each in arrays:
         if hasattr(each, "data_ptr") and engine.remaining_factor(dtype_of(each), op) != 1.0:
             raise OrderError(

@@ -19,10 +19,9 @@ import onnx
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from amp_transpiler.ir import clone, context, onnx_in, onnx_out, verify
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
-from amp_transpiler.ir.patterns import matching, matching_names
+from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.passes.canonicalize import opset
@@ -32,6 +31,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.view.lookups import is_row_lookup
+from amp_transpiler.passes.view.synchronized import mark_synchronized
 
 
 class Program(Graph):
@@ -294,16 +294,7 @@ class Program(Graph):
         Returns their number; ArgumentError for a pattern that fits none, or a program without any, OrderError for one
         that has gradients already.
         """
-        if any(v.grad_of is not None for v in self.variables):
-            raise OrderError(f"program '{self.name}' has gradients already; synchronise before minimize")
-        norms = [op for op in self.operators if op.type == "BatchNormalization" and not op.domain]
-        if not norms:
-            raise ArgumentError(f"program '{self.name}' has no batch normalisation to be synchronised")
-        marked = matching(norms, patterns or ("*",), "synchronize_batch_norm")
-        for op in marked:
-            op.metadata[SYNCHRONIZED] = ASKED
-        self.touch()
-        return len(marked)
+        return mark_synchronized(self, patterns or ("*",))
 
     @property
     def random_seed(self) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from amp_transpiler.errors import AmpError, ArgumentError, GraphError
-from amp_transpiler.ir.exchange import Exchange
+from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingNameError, OrderError
@@ -14,13 +15,15 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.groups import thawed
 from amp_transpiler.optimizer.pairs import (
+    Callback,
     GivenGrads,
     Names,
     ParamsGrads,
+    called,
     checked_pairs,
-    warn_untrained,
     without_none,
 )
+from amp_transpiler.optimizer.rank_agreement import appended
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.optimizer.state import appending
 from amp_transpiler.optimizer.step_passes import (
@@ -44,7 +47,7 @@ from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.pipeline import Context, Pass, Value, apply
 from amp_transpiler.passes.precision.modes import LIKE, NARROWED, Precision
 from amp_transpiler.passes.view.given import LISTS, LOSS
-from amp_transpiler.program import Program, program_of
+from amp_transpiler.program import Program, program_guard, program_of
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.scope import Scope
 
@@ -116,19 +119,26 @@ class OptimizerWithMixedPrecision:
         startup_program: Program | None = None,
         parameter_list: Sequence[Variable | str] | None = None,
         no_grad_set: Names | None = None,
+        *,
+        pre_allreduce_callbacks: Sequence[Callback] | None = None,
+        post_allreduce_callbacks: Sequence[Callback] | None = None,
     ) -> tuple[list[Operator], ParamsGrads]:
         """Rewrite the program of ``loss`` (a float scalar) and append the whole training step.
 
-        ``loss`` may be a list of losses, whose gradients add up. Returns the update operators and [(parameter,
-        gradient)]; the gradients are those of the scaled loss, in the element type of their parameter. Run the
-        startup program next, then ``amp_init``. GradientError: see ``append_backward``. OrderError: minimize was
-        called before. Where anything raises, the programs and this optimizer are as before.
+        ``loss`` may be a list of losses, whose gradients add up. Callbacks get [(parameter, gradient)] and return such
+        a list, one after the other: ``pre_allreduce_callbacks`` of the scaled gradients, which are this rank's own,
+        ``post_allreduce_callbacks`` of the unscaled ones, means over the ranks, before they are clipped. Returns the
+        update operators and [(parameter, gradient)]; the gradients are those of the scaled loss, in the element type of
+        their parameter. Run the startup program next, then ``amp_init``. GradientError: see ``append_backward``.
+        OrderError: minimize was called before. Where anything raises, the programs and this optimizer are as before.
         """
         losses = checked_losses(loss)
         with self._appending(program_of(losses[0]), startup_program) as startup:
             params_grads = self._gradients(losses, startup, parameter_list, no_grad_set)
+            with program_guard(program_of(losses[0]), startup):
+                params_grads = called(pre_allreduce_callbacks, params_grads, "pre_allreduce_callbacks")
             check_none_idle(self.optimizers, program_of(losses[0]), params_grads)
-            return self._apply(params_grads), params_grads
+            return self._apply(params_grads, post_allreduce_callbacks), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(
@@ -295,9 +305,11 @@ class OptimizerWithMixedPrecision:
         for each in losses:
             check_loss(each)
         wanted = wanted_gradients(program, thawed(items) if isinstance(items, list) else items, no_grad_set)
-        pairs = self._scaled(losses, startup, [Autodiff()], wanted)[GRADIENTS]
-        warn_untrained(thawed(wanted.parameters), pairs, no_grad_set)
-        return pairs
+
+        def append(some: Wanted) -> ParamsGrads:
+            return self._scaled(losses, startup, [Autodiff()], some)[GRADIENTS]
+
+        return appended(losses, wanted, append, lambda: self._scaled(losses, startup), no_grad_set)
 
     def _scaled(
         self, losses: Sequence[Variable], startup: Program, then: Sequence[Pass] = (), wanted: Wanted | None = None
@@ -327,15 +339,17 @@ class OptimizerWithMixedPrecision:
             numeric_guards=trained.numeric_guards if guards is None else guards,
         )
 
-    def _apply(self, params_grads: ParamsGrads) -> list[Operator]:
+    def _apply(self, params_grads: ParamsGrads, callbacks: Sequence[Callback] | None = None) -> list[Operator]:
         """Finite check and scale update, and an update that a bad step skips; without a check, the update alone."""
         step = self._step.built("apply_gradients")
         program = step.program
         if checked_pairs(params_grads) is not program:
             raise ArgumentError(f"apply_gradients: these gradients are not of program '{program.name}'")
         step.check_applying(parameter for parameter, _ in params_grads)
-        context = Context({TRAINING: self.training, STEP: step, GRADIENTS: params_grads})
+        training = replace(self.training, post_allreduce_callbacks=callbacks)
+        context = Context({TRAINING: training, STEP: step, GRADIENTS: params_grads})
         window, again = self._accumulation is not None, step.stage is Stage.APPLIED
-        apply(update_passes(window=window, checks=self._checks, again=again), program, context)
+        passes = update_passes(window=window, checks=self._checks, again=again, callbacks=bool(callbacks))
+        apply(passes, program, context)
         self._step = context[STEP]
         return context[UPDATES]

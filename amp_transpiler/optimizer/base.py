@@ -10,21 +10,23 @@ from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
 from amp_transpiler.optimizer.decorating import decorate
 from amp_transpiler.optimizer.groups import thawed
 from amp_transpiler.optimizer.pairs import (
+    Callback,
     GivenGrads,
     Names,
     ParamsGrads,
+    called,
     checked_loss,
     checked_pairs,
-    warn_untrained,
     without_none,
 )
 from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
+from amp_transpiler.optimizer.rank_agreement import appended
 from amp_transpiler.optimizer.rank_means import all_reduced, several_ranks
 from amp_transpiler.optimizer.state import appending
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, wanted_gradients
 from amp_transpiler.passes.canonicalize.standard_form import standardize
-from amp_transpiler.program import Program, program_of
+from amp_transpiler.program import Program, program_guard, program_of
 
 
 class Optimizer(UpdateRule):
@@ -69,10 +71,15 @@ class Optimizer(UpdateRule):
         startup_program: Program | None = None,
         parameter_list: Sequence[Variable | str] | None = None,
         no_grad_set: Names | None = None,
+        *,
+        pre_allreduce_callbacks: Sequence[Callback] | None = None,
+        post_allreduce_callbacks: Sequence[Callback] | None = None,
     ) -> tuple[list[Operator], ParamsGrads]:
         """Append the backward pass of ``loss`` (a float scalar) and the update of every parameter it depends on.
 
-        New state is initialised in ``startup_program`` (default: that of the loss's program). Returns the
+        New state is initialised in ``startup_program`` (default: that of the loss's program). Callbacks get
+        [(parameter, gradient)] and return such a list: ``pre_allreduce_callbacks`` of this rank's gradients,
+        ``post_allreduce_callbacks`` of the means over all ranks, before they are clipped. Returns the
         update operators and [(parameter, gradient)]. Under a global policy other than "float32" the program trains in
         mixed precision, and ``self.mixed_precision`` is the decorated optimizer that did it. GradientError: see
         ``append_backward``. A warning names the trainable parameters that the loss does not depend on. Where anything
@@ -81,13 +88,23 @@ class Optimizer(UpdateRule):
         dtype = POLICIES[get_global_policy()]
         if dtype is not None:
             mixed = decorate(self, dtype=dtype)
-            done = mixed.minimize(loss, startup_program, parameter_list, no_grad_set)
+            done = mixed.minimize(
+                loss,
+                startup_program,
+                parameter_list,
+                no_grad_set,
+                pre_allreduce_callbacks=pre_allreduce_callbacks,
+                post_allreduce_callbacks=post_allreduce_callbacks,
+            )
             self._mixed_precision = mixed
             return done
         with appending(program_of(checked_loss(loss)), startup_program, *self.parts) as startup:
             self._mixed_precision = None
             params_grads = self._gradients(loss, parameter_list, no_grad_set)
-            return self.append_updates(_of_all_ranks(params_grads), startup), params_grads
+            with program_guard(program_of(loss), startup):
+                params_grads = called(pre_allreduce_callbacks, params_grads, "pre_allreduce_callbacks")
+                means = called(post_allreduce_callbacks, _of_all_ranks(params_grads), "post_allreduce_callbacks")
+            return self.append_updates(means, startup), params_grads
 
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(
@@ -111,9 +128,7 @@ class Optimizer(UpdateRule):
         listed = self.parameter_list if parameter_list is None else parameter_list
         wanted = wanted_gradients(program, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
         standardize(program)
-        pairs = append_gradients(loss, wanted, [loss])
-        warn_untrained(thawed(wanted.parameters), pairs, no_grad_set)
-        return pairs
+        return appended([loss], wanted, lambda some: append_gradients(loss, some, [loss]), lambda: None, no_grad_set)
 
     def apply_optimize(
         self, loss: Variable, startup_program: Program | None, params_grads: GivenGrads

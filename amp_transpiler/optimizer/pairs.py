@@ -6,12 +6,18 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import OWN, Variable
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
+from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.program import Program, program_of
 from amp_transpiler.warn import warn_user
 
+#: Operators whose output in a slot is the gradient in this slot, reduced over ranks or unscaled.
+_SLOT_BY_SLOT = frozenset({ALL_REDUCE, CHECK})
 ParamsGrads = list[tuple[Variable, Variable]]
 GivenGrads = Sequence[tuple[Variable, Variable | None]]
+#: Code of the user's on the gradients of a step.
+Callback = Callable[[ParamsGrads], ParamsGrads]
 Names = Collection[Variable | str]
 
 
@@ -22,7 +28,17 @@ def latest_first(params_grads: ParamsGrads) -> ParamsGrads:
     reaches it, and frees the activations it reads; in another order, such as that of an exporter's initializers, they
     are kept until the whole pass has gone by.
     """
-    return sorted(params_grads, key=lambda pair: -1 if pair[1].producer is None else pair[1].producer.key, reverse=True)
+    return sorted(params_grads, key=lambda pair: made_at(pair[1]), reverse=True)
+
+
+def made_at(grad: Variable) -> int:
+    """Where in the program a gradient is computed; for one that was reduced or unscaled, where it was before that."""
+    op = grad.producer
+    while op is not None and op.domain == OWN and op.type in _SLOT_BY_SLOT:
+        source = op.input(grad.producer_slot)
+        assert source is not None
+        grad, op = source, source.producer
+    return -1 if op is None else op.key
 
 
 def split(params_grads: ParamsGrads, key: Callable[[Variable], Hashable]) -> list[ParamsGrads]:
@@ -38,6 +54,25 @@ def checked_loss(loss: Variable) -> Variable:
     if not isinstance(loss, Variable):
         raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
     return loss
+
+
+def called(callbacks: Sequence[Callback] | None, params_grads: ParamsGrads, what: str) -> ParamsGrads:
+    """What callbacks make of the pairs, one after the other. ArgumentTypeError: no list of functions, or of pairs."""
+    if not (callbacks is None or (isinstance(callbacks, list | tuple) and all(map(callable, callbacks)))):
+        raise ArgumentTypeError(f"{what} is {callbacks!r}; expected a list of functions of [(parameter, gradient)]")
+    for callback in callbacks or ():
+        made = callback(list(params_grads))
+        if not isinstance(made, list | tuple):
+            raise ArgumentTypeError(f"{what}: {callback!r} returned {made!r}; expected [(parameter, gradient)]")
+        checked_pairs(list(made))
+        params_grads = list(made)
+    return params_grads
+
+
+def in_parameter_order(params_grads: ParamsGrads) -> ParamsGrads:
+    """The pairs in the order of the program's parameters, as ``backward`` gives them."""
+    numbers = {v.key: i for pair in params_grads[:1] for i, v in enumerate(pair[0].program.parameters)}
+    return sorted(params_grads, key=lambda pair: numbers.get(pair[0].key, -1))
 
 
 def without_none(params_grads: Any) -> ParamsGrads:

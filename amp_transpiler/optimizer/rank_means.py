@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
-from amp_transpiler.ir.metadata import ASKED, BY_RANKS, SYNCHRONIZED
-from amp_transpiler.ir.nodes import OWN, SCALING, Variable
+from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
+from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.ops.training.sparse import MERGE
+from amp_transpiler.optimizer.rank_agreement import in_one_order, of_all_ranks
+from amp_transpiler.optimizer.step_pieces import made_of
+from amp_transpiler.option_checks import shown
 from amp_transpiler.passes.autodiff.sparse_gradient import append_merged
+from amp_transpiler.passes.view.synchronized import synchronize
 from amp_transpiler.runtime.collective.current import current
 
 
@@ -21,29 +27,90 @@ def several_ranks() -> bool:
     return engine is not None and engine.size > 1
 
 
-def all_reduced(grads: Sequence[Variable], precision: str) -> list[Variable]:
-    """The means of gradients over the ranks, of the gradients' types; those that are means already as they are.
+def all_reduced(grads: Sequence[Variable], precision: str | None, op: str = "mean") -> list[Variable]:
+    """The means of gradients over the ranks, of the gradients' types; those that are means already, or are made of
+    some, as they are.
 
-    ``precision``: the element type in which they travel.
+    ``precision``: the element type in which they travel; None: what the optimizer says to which they go.
     """
-    for program in {grad.program for grad in grads}:
-        _synchronize(program)
-    own = [grad for grad in dict.fromkeys(grads) if not _is_reduced(grad)]
-    made = {grad: _rows_of_all(grad, precision) for grad in own if grad.rows is not None}
+    program = grads[0].program
+    synchronize(program)
+    if precision is not None:
+        _settle(program, precision)
+    done = reduced_gradients(program) if op == "mean" else set()
+    own = in_one_order([grad for grad in dict.fromkeys(grads) if grad not in done])
+    attrs = ({} if precision is None else {"precision": precision}) | ({} if op == "mean" else {"op": op})
+    made = {grad: _rows_of_all(grad, attrs) for grad in own if grad.rows is not None}
     sent = {grad: _like(grad) for grad in own if grad.rows is None}
     if sent:
         with context.operator_role(SCALING):
-            attrs = {"precision": precision}
-            grads[0].program.add_operator(ALL_REDUCE, [*sent], [*sent.values()], attrs=attrs, domain=OWN)
+            program.add_operator(ALL_REDUCE, [*sent], [*sent.values()], attrs=attrs, domain=OWN)
     made |= sent
     return [made.get(grad, grad) for grad in grads]
 
 
-def _synchronize(program: Graph) -> None:
-    """Let the norms for which that was asked take their statistics over all ranks."""
+def holds_variables(items: Sequence[Any]) -> bool:
+    """Whether a list is one of variables, or of pairs of them."""
+    return any(isinstance(item[0] if isinstance(item, tuple) and item else item, Variable) for item in items)
+
+
+def reduced_by_hand(items: Sequence[Any], op: str, precision: str | None) -> list[Any]:
+    """What ``amp.distributed.all_reduce`` makes of variables, None, or pairs of a parameter and its gradient or None.
+
+    ArgumentTypeError: anything else among them.
+    """
+    pairs = all(isinstance(item, tuple) for item in items)
+    flat = [v for item in items for v in (item if isinstance(item, tuple) else (item,)) if v is not None]
+    wrong = next((v for v in flat if not isinstance(v, Variable)), None)
+    if wrong is not None or any(isinstance(item, tuple) != pairs or (pairs and len(item) != 2) for item in items):
+        raise ArgumentTypeError(
+            f"all_reduce takes variables of a program, or [(parameter, gradient)]; it was given {shown(items)}"
+        )
+    if not several_ranks():
+        return list(items)
+    program = flat[0].program
+    with unchanged_on_error(program):
+        if not pairs:
+            given = [v for v in items if v is not None]
+            made = dict(zip(given, _reduced(given, op, precision), strict=True))
+            return [None if v is None else made[v] for v in items]
+        there = of_all_ranks([pair for pair in items if pair[1] is not None], program.parameters)
+        means = _reduced([grad for _, grad in there], op, precision)
+        found = {parameter: mean for (parameter, _), mean in zip(there, means, strict=True)}
+        return [(p, found.pop(p, None)) for p, _ in items] + list(found.items())
+
+
+def _reduced(values: Sequence[Variable], op: str, precision: str | None) -> list[Variable]:
+    """Reduced gradients, and what is none one by one."""
+    grads = made_of([v for v in values[0].program.variables if v.grad_of is not None])
+    own = [v for v in values if v in grads]
+    made = dict(zip(own, all_reduced(own, precision, op), strict=True)) if own else {}
+    return [made[v] if v in made else _value_reduced(v, op, precision) for v in values]
+
+
+def _value_reduced(value: Variable, op: str, precision: str | None) -> Variable:
+    attrs = {"precision": precision or value.dtype} | ({} if op == "mean" else {"op": op})
+    new = _like(value)
+    value.program.add_operator(ALL_REDUCE, [value], [new], attrs=attrs, domain=OWN)
+    return new
+
+
+def reduced_gradients(program: Graph) -> set[Variable]:
+    """The gradients that are means over ranks, and all that is made of them."""
+    return made_of([v for op in program.operators if _reduces(op) for v in op.outputs if v is not None])
+
+
+def _reduces(op: Operator) -> bool:
+    """Whether an operator gives gradients of all ranks, dense or merged from rows."""
+    ranks = op.type == ALL_REDUCE or (op.type == MERGE and "ranks" in op.attrs)
+    return op.domain == OWN and ranks and op.role == SCALING and op.attrs.get("op", "mean") == "mean"
+
+
+def _settle(program: Graph, precision: str) -> None:
+    """Say in which type gradients travel whose reduction left that open."""
     for op in program.operators:
-        if op.metadata.get(SYNCHRONIZED) == ASKED:
-            op.metadata[SYNCHRONIZED] = BY_RANKS
+        if op.domain == OWN and op.type in (ALL_REDUCE, ALL_GATHER) and "precision" not in op.attrs:
+            op.attrs["precision"] = precision
             program.touch()
 
 
@@ -54,18 +121,15 @@ def _like(grad: Variable) -> Variable:
     return new
 
 
-def _is_reduced(grad: Variable) -> bool:
-    op = grad.producer
-    return op is not None and op.domain == OWN and (op.type == ALL_REDUCE or (op.type == MERGE and "ranks" in op.attrs))
-
-
-def _rows_of_all(grad: Variable, precision: str) -> Variable:
+def _rows_of_all(grad: Variable, attrs: Mapping[str, str]) -> Variable:
     """The mean of a sparse gradient: the rows of all ranks, merged."""
     engine, program = current(), grad.program
     assert engine is not None and grad.grad_of is not None
     rows, values = (program.add_variable(program.unique(f"{grad.name}@{what}"), None, None) for what in ("ROWS", "ALL"))
-    attrs = {"ranks": engine.size, "precision": precision}
+    if "op" in attrs:
+        raise ArgumentError(f"all_reduce: '{grad.name}' is a sparse gradient, of which there is a mean alone")
+    more = {"ranks": engine.size, **attrs}
     with context.operator_role(SCALING):
-        declare_outputs(program.add_operator(ALL_GATHER, [grad.rows, grad], [rows, values], attrs=attrs, domain=OWN))
+        declare_outputs(program.add_operator(ALL_GATHER, [grad.rows, grad], [rows, values], attrs=more, domain=OWN))
         values.grad_of, values.rows = grad.grad_of, rows
         return append_merged(grad.grad_of, [values], f"{grad.name}@REDUCED", ranks=engine.size)

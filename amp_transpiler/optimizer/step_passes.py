@@ -14,7 +14,7 @@ from amp_transpiler.ir.nodes import SCALING, Operator, Variable
 from amp_transpiler.ops.training.random import STEP as RNG_STEP
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
-from amp_transpiler.optimizer.pairs import ParamsGrads, latest_first
+from amp_transpiler.optimizer.pairs import Callback, ParamsGrads, called, in_parameter_order, latest_first, made_at
 from amp_transpiler.optimizer.rank_means import all_reduced, several_ranks
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScaler
@@ -42,6 +42,7 @@ class Training:
         accumulation: the window, where a step is spread over several runs.
         checks: whether the loss is scaled, and gradients are unscaled and checked.
         allreduce_precision: the element type in which gradients travel between ranks.
+        post_allreduce_callbacks: code of the user's on the gradients of all ranks, unscaled.
     """
 
     optimizers: Sequence[UpdateRule]
@@ -49,6 +50,7 @@ class Training:
     accumulation: Accumulation | None
     checks: bool
     allreduce_precision: str = "float32"
+    post_allreduce_callbacks: Sequence[Callback] | None = None
 
 
 #: What the step is made of: ``training`` of a decorated optimizer.
@@ -131,6 +133,20 @@ class AllReduce(Pass):
 
 
 @dataclass(frozen=True)
+class PostAllReduce(Pass):
+    """Callbacks of the user's work on the gradients of all ranks, which are unscaled, before they are clipped."""
+
+    name = "post-all-reduce"
+    needs = (STEP, GRADIENTS, TRAINING)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        step, pairs = context[STEP], in_parameter_order(context[GRADIENTS])
+        with program_guard(step.program, step.startup):
+            callbacks = context[TRAINING].post_allreduce_callbacks
+            context[GRADIENTS] = called(callbacks, pairs, "post_allreduce_callbacks")
+
+
+@dataclass(frozen=True)
 class GateState(Pass):
     """State that the forward pass writes keeps its value where the verdict is bad."""
 
@@ -204,8 +220,8 @@ def precision_passes(precision: Precision, *, trained: bool = True) -> tuple[Pas
     return (Canonicalize(), *kept, precision)
 
 
-def update_passes(*, window: bool, checks: bool, again: bool = False) -> tuple[Pass, ...]:
-    """What makes a training step of gradients: with an accumulation window, with a check of gradients.
+def update_passes(*, window: bool, checks: bool, again: bool = False, callbacks: bool = False) -> tuple[Pass, ...]:
+    """What makes a training step of gradients: with an accumulation window, a check of gradients, callbacks.
 
     ``again``: the step is there, and takes further parameters, under the verdict and the scale that it has.
     """
@@ -213,6 +229,7 @@ def update_passes(*, window: bool, checks: bool, again: bool = False) -> tuple[P
         (Accumulate(), window),
         (Unscale(), checks),
         (AllReduce(), not checks),
+        (PostAllReduce(), callbacks),
         (GateState(), not again),
         (UpdateScale(), checks and not again),
         (Update(), True),
@@ -274,6 +291,7 @@ def unscaled(step: Step, grads: list[Variable], precision: str) -> Step:
 
     Of several ranks it reads the means over them, which travel in the element type ``precision``.
     """
+    grads = sorted(grads, key=made_at, reverse=True)
     read = all_reduced(grads, precision) if several_ranks() else grads
     if step.found_inf is None:
         found, found_inf = check_finite_and_unscale(read, step.scale.scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
@@ -35,7 +35,7 @@ def wide_loss(loss: Variable) -> Variable:
     return wide
 
 
-def made_of(sources: Iterable[Variable]) -> set[Variable]:
+def made_of(sources: Collection[Variable]) -> set[Variable]:
     """The variables, and all that is computed from them."""
     found, queue = set(sources), list(sources)
     while queue:

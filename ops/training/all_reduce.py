@@ -1,8 +1,8 @@
-"""Gradients of several ranks: ``AllReduce(g1 … gn) -> (r1 … rn)``, their means over the ranks, and
-``AllGatherRows(rows, values) -> (rows, values)``, the sparse gradients of all ranks, one behind the other.
+"""Gradients of several ranks: ``AllReduce(g1 … gn) -> (r1 … rn)``, their means (by ``op`` sums, or largest ones) over
+the ranks, and ``AllGatherRows(rows, values) -> (rows, values)``, the sparse gradients of all, one behind the other.
 
 ``precision`` is the element type in which gradients travel: they are cast to it before, and back behind. In a lowered
-model each tensor that travels has one node.
+model each tensor that travels has one node. Where it is left out, a value travels as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.exchange import Ranks
+from amp_transpiler.ir.exchange_call import Ranks
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ir.types import HALF
@@ -34,9 +34,13 @@ def _gather(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: M
 
 @lowering_rule(own(ALL_REDUCE), native=True, slots=Slots(input_row=("gradient",), output_row=("gradient",)))
 def all_reduce(e: Emitter, op: Operator, *grads: Value) -> Sequence[Value]:
-    precision = str(op.attrs["precision"])
-    means = [e.cast(exchanged(e, ALL_REDUCE, [e.cast(grad, precision)])[0], grad.dtype) for grad in grads]
-    return [remaining(e, mean, "mean") for mean in means] if precision in HALF else means
+    return [_reduced(e, grad, str(op.attrs.get("precision") or grad.dtype), op.attrs.get("op")) for grad in grads]
+
+
+def _reduced(e: Emitter, value: Value, precision: str, op: str | None) -> Value:
+    (made,) = exchanged(e, ALL_REDUCE, [e.cast(value, precision)], op=op)
+    made = e.cast(made, value.dtype)
+    return remaining(e, made, op or "mean") if precision in HALF and op != "max" else made
 
 
 def _gathered_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
@@ -51,7 +55,7 @@ def _times(shape: Shape | None, ranks: int) -> Shape | None:
 def all_gather_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> Sequence[Value]:
     """Every rank brings as many rows."""
     found = []
-    for value, precision in ((rows, rows.dtype), (values, str(op.attrs["precision"]))):
+    for value, precision in ((rows, rows.dtype), (values, str(op.attrs.get("precision") or values.dtype))):
         shape = (int(op.attrs["ranks"]) * size_of(value)[0], *size_of(value)[1:])
         (of_all,) = exchanged(e, ALL_GATHER, [e.cast(value, precision)], [shape])
         found.append(e.cast(of_all, value.dtype))

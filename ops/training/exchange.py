@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.exchange import Call, Exchange
+from amp_transpiler.ir.exchange_call import ORDER, Call, Exchange
 from amp_transpiler.ir.metadata import BY_RANKS, SYNCHRONIZED
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import OWN, Operator
@@ -36,7 +36,7 @@ def exchange(
 ) -> Callable[[Call], Call]:
     """Register the decorated function as what ranks do at an operator of a lowered step: an engine's call, no more.
 
-    Every rank has as many such nodes, in the same order. :class:`~amp_transpiler.ir.exchange.Exchange` has the rest.
+    Every rank has as many such nodes, in the same order. The rest: :class:`~amp_transpiler.ir.exchange_call.Exchange`.
     """
 
     def register(call: Call) -> Call:
@@ -65,6 +65,7 @@ def exchanged(
         sent = [e.cast(tensor, value.dtype) for tensor, value in zip(held, values, strict=True)]
     sizes = [value.shape for value in values] if shapes is None else [tuple(shape) for shape in shapes]
     made = [Value(e.name(type_), value.dtype, shape) for value, shape in zip(values, sizes, strict=True)]
+    attrs |= {ORDER: len(e.foreign)}  # grows with each exchange
     e.nodes.append(emitted_node(type_, [v.name for v in sent], [v.name for v in made], OWN, attrs))
     # A 16-bit tensor that is emulated has no shape of its own.
     e.foreign += (Value(each.name, each.dtype, value.shape) for each, value in zip(sent, values, strict=True))

@@ -12,7 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.exchange import Ranks
+from amp_transpiler.ir.exchange_call import Ranks
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import OWN, Operator
 from amp_transpiler.ir.opdef import lowering_rule, own

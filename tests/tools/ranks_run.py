@@ -10,6 +10,7 @@ end within seconds and name it, or its process. Exit status 1 where one of them 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import random
@@ -28,6 +29,7 @@ import numpy as np
 
 import amp_transpiler as amp
 from amp_transpiler.runtime.collective import mpi, ordered
+from tests.helpers.normalised import trained
 from tests.helpers.ranks import TYPES, drawn, rounded_once, words
 from tests.helpers.sharded import Net
 from tests.helpers.where import ROOT
@@ -93,6 +95,13 @@ def dealt_out() -> None:
     print(f"rank {engine.rank} of {engine.size}: the bits are the same", flush=True)
 
 
+def shared_norms() -> None:
+    """Norms over all ranks, unequal shares, gradients reduced by hand: the losses and a hash of the state."""
+    losses, state = trained("mixed", [0, 9], by_hand=True)()
+    digest = hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest()
+    print(f"rank {amp.distributed.rank()} {losses} {digest}", flush=True)
+
+
 def failing(fail: Callable[[], object]) -> Callable[[], None]:
     """One rank fails after a call, the others go on to the next one."""
 
@@ -156,6 +165,7 @@ def times() -> None:
 CASES: dict[str, Callable[[], object]] = {
     "sums": sums,
     "dealt_out": dealt_out,
+    "shared_norms": shared_norms,
     "raises": failing(wrong),
     "raises_overlapped": failing(overlapped),
     "sleeps": failing(lambda: time.sleep(3600)),

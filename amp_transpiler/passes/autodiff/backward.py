@@ -97,6 +97,12 @@ def check_loss(loss: Variable) -> Graph:
     return loss.program
 
 
+def reaches_parameters(losses: Sequence[Variable], wanted: Wanted) -> bool:
+    """Whether a loss depends on a parameter."""
+    needs = _dependents(losses[0].program.operators, wanted.parameters, wanted.blocked)
+    return any(loss.key in needs for loss in losses)
+
+
 def append_gradients(loss: Variable, wanted: Wanted, parts: Sequence[Variable]) -> list[tuple[Variable, Variable]]:
     """``append_backward`` of a program in canonical form (:func:`standardize`), in a transaction of the caller's.
 

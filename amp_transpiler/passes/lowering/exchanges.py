@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.ir.exchange import Exchange
+from amp_transpiler.ir.exchange_call import ORDER, Exchange
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import OWN
 from amp_transpiler.ir.opdef import exchange_of
@@ -73,15 +73,17 @@ def taken_apart(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[int], lis
     """
     types = _types(model)
     nodes = _apart(model, types)
-    calls = {i: call for i, node in enumerate(nodes) if (call := _call(node)) is not None}
+    attrs = {i: _attributes(node) for i, node in enumerate(nodes) if _call(node) is not None}
+    numbers = {i: attrs[i].pop(ORDER, i) for i in attrs}
+    calls = {i: call for i in sorted(attrs, key=numbers.__getitem__) if (call := _call(nodes[i])) is not None}
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     reads = [[maker[name] for name in used_tensors([node]) if name in maker] for node in nodes]
     sizes = {i: sum(types[name].nbytes for name in nodes[i].input) for i in calls}
     plan = rounds(reads, sizes, {i for i, call in calls.items() if call.uneven})
     whole, names = _emptied(model), dict[str, str]()
     exchanged = []
-    for i in sorted(calls, key=lambda i: (plan.send[i], -i)):
-        node, call = nodes[i], calls[i]
+    for i, call in sorted(calls.items(), key=lambda each: (plan.send[each[0]], -numbers[each[0]])):
+        node = nodes[i]
         sent, received = (tuple(types[name] for name in slots) for slots in (node.input, node.output))
         if call.in_place:
             names |= zip(node.output, node.input, strict=True)
@@ -89,8 +91,7 @@ def taken_apart(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[int], lis
         else:
             whole.graph.output.extend(map(_info, sent))
             whole.graph.input.extend(map(_info, received))
-        attrs = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        exchanged.append(Exchanged(node.op_type, call, sent, received, plan.send[i], plan.part[i], attrs))
+        exchanged.append(Exchanged(node.op_type, call, sent, received, plan.send[i], plan.part[i], attrs[i]))
     order = sorted((i for i in range(len(nodes)) if i not in calls), key=lambda i: plan.part[i])
     whole.graph.node.extend(nodes[i] for i in order)
     rename_tensors(whole.graph.node, names)
@@ -112,6 +113,10 @@ def by_itself(model: onnx.ModelProto) -> onnx.ModelProto:
             else:
                 _repeat(whole.graph, types[sent], types[received])
     return whole
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
 def _types(model: onnx.ModelProto) -> dict[str, Tensor]:

@@ -37,7 +37,8 @@ class Rounds:
 
 def rounds(reads: Sequence[Sequence[int]], sizes: Mapping[int, int], uneven: Container[int] = ()) -> Rounds:
     """``reads``: the nodes from which each node reads, all before it; ``sizes``: the bytes that those send which are
-    exchanges, ``uneven`` ones other bytes on each rank. An exchange reads what a node that is none has made."""
+    exchanges, in the order of all ranks, ``uneven`` ones other bytes on each. An exchange reads what a node that is
+    none has made."""
     deep, feeds = _depths(reads, sizes), _feeding(reads, sizes)
     sends = _sends({i: 0 if i in uneven else size for i, size in sizes.items()}, deep, feeds)
     send = {i: number for number, members in enumerate(sends) for i in members}
@@ -70,7 +71,7 @@ def _feeding(reads: Sequence[Sequence[int]], exchanges: Mapping[int, int]) -> li
 def _sends(sizes: Mapping[int, int], deep: Sequence[int], feeds: Sequence[bool]) -> list[list[int]]:
     """What leaves together, in order. Of an operator's gradients the last ones are made first."""
     groups: dict[int, list[int]] = {}
-    for i in sorted(sizes, reverse=True):
+    for i in reversed(list(sizes)):
         groups.setdefault(deep[i] if feeds[i] else -1, []).append(i)
     sends = [send for members in groups.values() for send in _buckets(members, sizes)]
     return sorted(sends, key=lambda send: (max(deep[i] for i in send), not feeds[send[0]]))

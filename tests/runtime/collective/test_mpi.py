@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 
 import pytest
 
+from amp_transpiler import distributed
+from tests.helpers.normalised import trained
 from tests.helpers.where import ROOT
 from tests.tools.ranks_run import TIMEOUT, Started, mpiexec
 
@@ -33,6 +36,16 @@ def test_optimizer_state_that_is_dealt_out_has_the_same_bits() -> None:
     status, said = ran("dealt_out")
     assert status == 0, said
     assert sorted(said.splitlines()) == [f"rank {rank} of 2: the bits are the same" for rank in range(2)]
+
+
+def test_processes_learn_what_threads_learn_with_norms_over_all_of_them() -> None:
+    status, said = ran("shared_norms")
+    assert status == 0, said
+    expected = []
+    for rank, (losses, state) in enumerate(distributed.simulate(2, trained("mixed", [0, 9]))):
+        digest = hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest()
+        expected.append(f"rank {rank} {losses} {digest}")
+    assert sorted(said.splitlines()) == expected
 
 
 def test_an_exception_of_one_rank_ends_the_other_with_its_words() -> None:

@@ -19,6 +19,9 @@ class Ranks(Protocol):
     def all_to_all(self, parts: Sequence[Any]) -> list[Any]: ...
 
 
+#: Attribute of an exchange in a lowered step: its number. Other nodes of a rank may be others, and arranged otherwise.
+ORDER = "order"
+
 #: ``call(ranks, sent, received, attributes)``: fills the received arrays, each of the shape that lowering gave it.
 Call = Callable[[Ranks, Sequence[Any], Sequence[Any], Mapping[str, Any]], None]
 
