@@ -14,7 +14,8 @@ from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.program import Program
 
-_PLACES: dict[str, Place] = {"cpu": CPUPlace(), "cuda": CUDAPlace(0)}
+#: Places by their names in options.
+PLACES: dict[str, Place] = {"cpu": CPUPlace(), "cuda": CUDAPlace(0)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="kernels, bytes, arithmetic and memory; of a float32 model also those of its conversions, and whether "
         "they pay",
     )
-    costs.add_argument("--place", choices=sorted(_PLACES), default="cuda", help="default: %(default)s")
+    costs.add_argument("--place", choices=sorted(PLACES), default="cuda", help="default: %(default)s")
     costs.add_argument(
         "--shape",
         nargs="+",
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def show(program: Program, options: argparse.Namespace) -> None:
     """Print what a run costs; on a GPU also forecasts, beside the model's conversions where it is float32."""
     sizes = shapes(program, options.shape or [])
-    place = _PLACES[options.place]
+    place = PLACES[options.place]
     estimate = program.cost_estimate(place, sizes)
     print(estimate)
     if options.place == "cpu":

@@ -22,6 +22,7 @@ from amp_transpiler.program import Program
 from amp_transpiler.runtime.checkpoint.checkpoints import gathered_state
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import check_scope
+from amp_transpiler.runtime.states import fits
 
 FeedShapes = Mapping[str, Sequence[int]]
 
@@ -97,15 +98,21 @@ def _checked(name: str, given: Any, programs: StepPrograms) -> dict[str, tuple[i
     argument = "feed_shapes" if name == "train" else f"{name}_shapes"
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(f"{CALL}: {argument} is {given!r}; expected a dictionary of feed -> shape")
-    known = [v.name for v in (*programs.program.inputs, *programs.test.inputs)]
+    known = {v.name: v for v in (*programs.test.inputs, *programs.program.inputs)}
     shapes = {}
     for feed, shape in (given or {}).items():
         if feed not in known:
             raise ArgumentError(
                 f"{CALL}: {argument}: '{feed}' is no feed of program '{programs.program.name}'; its feeds are "
-                f"{', '.join(dict.fromkeys(known)) or 'none'}"
+                f"{', '.join(known) or 'none'}"
             )
         shapes[feed] = tuple(int(size) for size in shape)
+        declared = known[feed].shape
+        if declared is not None and not fits(shapes[feed], declared):
+            raise ArgumentError(
+                f"{CALL}: {argument}: feed '{feed}' of program '{programs.program.name}' is declared as "
+                f"{list(declared)}; {list(shapes[feed])} does not fit that"
+            )
     return shapes
 
 

@@ -54,14 +54,14 @@ class Programs:
         cls,
         program: Program,
         options: FitOptions,
-        rows: Mapping[str, Any],
+        rows: Mapping[str, Any] | Sequence[str],
         labels: tuple[int, ...],
         say: Callable[[str], None],
     ) -> Programs:
         """Prepare an imported program and attach the loss.
 
-        ``rows``, a batch, tells what leaves the range of float16 (bfloat16 has that of fp32); ``labels``, the shape of
-        the label's array, where the classes lie.
+        ``rows``, a batch or files of samples, tells what leaves the range of float16 (bfloat16 has that of fp32), where
+        there are any; ``labels``, the shape of the label's array, where the classes lie.
         """
         measured = options.mode != "fp32" and options.dtype == "float16"
         report = prepare_training(
@@ -71,7 +71,7 @@ class Programs:
             values=options.values,
             batch_norm=options.batch_norm,
             dropout=options.dropout,
-            calibration=dict(rows) if measured else None,
+            calibration=rows if measured and rows else None,
         )
         say(str(report))
         model = program.clone(for_test=True)

@@ -162,7 +162,7 @@ OTHERS = {"--data", "--vocab", "--ignore-scripts", "--web"}
 
 def test_named_options_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     told = ""
-    for name in ("convert", "train", "explain", "diff", "info"):
+    for name in ("convert", "train", "export-step", "explain", "diff", "info"):
         with pytest.raises(SystemExit):
             command([name, "--help"])
         told += capsys.readouterr().out

@@ -1,0 +1,66 @@
+"""``amp-transpile export-step``."""
+
+from __future__ import annotations
+
+import argparse
+
+from amp_transpiler.cli.cost import PLACES, shapes
+from amp_transpiler.cli.training_options import add_training_options, training_options
+from amp_transpiler.export.model_step import export_model_step
+from amp_transpiler.program import Program
+
+#: Arguments that are none of the fields of FitOptions.
+_OTHERS = ("command", "input", "folder", "place", "shape", "steps", "calibration", "overwrite", "quiet")
+#: Fields of FitOptions that say how often something is run, and what becomes of it.
+_OF_TRAINING = ("metric", "save", "epochs", "batch_size")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the folder."""
+    given = training_options({name: value for name, value in vars(options).items() if name not in _OTHERS})
+    program = Program.from_onnx(options.input)
+    folder = export_model_step(
+        program,
+        options.folder,
+        PLACES[options.place],
+        shapes(program, options.shape or []),
+        updates=options.steps,
+        calibration=options.calibration or [],
+        overwrite=options.overwrite,
+        say=_silent if options.quiet else print,
+        flags=True,
+        **given,
+    )
+    if not options.quiet:
+        files = sorted(folder.iterdir())
+        print(f"{folder}: {', '.join(f'{path.name} ({path.stat().st_size:,} bytes)' for path in files)}")
+    return 0
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("input", metavar="IN.onnx")
+    parser.add_argument("folder", metavar="FOLDER", help="a new folder for the step: docs/exported_steps.md")
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        action="extend",
+        metavar="NAME=SIZE,SIZE",
+        help="sizes of an input that are not fixed, such as image=8,3,224,224; the batch is the first",
+    )
+    parser.add_argument("--place", choices=sorted(PLACES), default="cpu", help="what it is for (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="updates in all, for schedules that end")
+    parser.add_argument(
+        "--calibration",
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="samples of the inputs, npz files or folders: what leaves the range of float16 on them stays fp32",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the exported step that is in FOLDER")
+    parser.add_argument("--quiet", action="store_true", help="no report")
+    add_training_options(parser, without=_OF_TRAINING)

@@ -1,0 +1,84 @@
+"""The options of commands that make a training step: fields of FitOptions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from amp_transpiler.cli.terminal import number
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.finetune.metrics import METRICS
+from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
+
+_DEFAULTS = FitOptions()
+
+
+def training_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as FitOptions takes them. ArgumentError for one that holds no pairs, and should."""
+    flags = (("dropout", "--dropout"), ("values", "--value"))
+    return {**given, **{name: _pairs(given[name], flag) for name, flag in flags if name in given}}
+
+
+def _pairs(texts: list[str], option: str) -> dict[str, Any]:
+    pairs = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        pairs[name] = number(value)
+        if not name or isinstance(pairs[name], str):
+            raise ArgumentError(f"{option} takes NAME=NUMBER, such as x=0.1, got {text!r}")
+    return pairs
+
+
+def add_training_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """The options but for some; one that is not given is not in the result."""
+
+    def option(flag: str, text: str, **more: Any) -> None:
+        name = more.get("dest", flag[2:].replace("-", "_"))
+        if name in without:
+            return
+        value = getattr(_DEFAULTS, name)
+        default = f" (default: {value})" if isinstance(value, str | float | int) else ""
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=text + default, **more)
+
+    def one_of(flag: str, text: str, choices: Iterable[str]) -> None:
+        option(flag, text, metavar=f"{{{','.join(choices)}}}")  # FitOptions refuses others, and reads their spellings
+
+    def many(flag: str, metavar: str, text: str, **more: Any) -> None:
+        option(flag, text, nargs="+", action="extend", metavar=metavar, **more)
+
+    option("--label", "the label's array", metavar="NAME")
+    one_of("--loss", "what is minimised", LOSSES)
+    option("--output", "what the loss reads (default: the first float output)", dest="target", metavar="NAME")
+    one_of("--metric", "what is reported beside the loss (default: what suits the loss)", METRICS)
+    one_of("--mode", "precision to train in; pure stores parameters in 16 bit too", MODES)
+    one_of("--dtype", "the 16-bit type", ["float16", "bfloat16"])
+    one_of("--save", "precision of OUT.onnx (default: as trained)", MODES)
+    many("--black-list", "OP", "operators to keep in fp32")
+    option("--loss-scale", "loss scale to begin with (default: 32768 in float16)", type=number, metavar="NUMBER")
+    one_of("--optimizer", "the update rule", OPTIMIZERS)
+    option("--lr", "learning rate", type=number)
+    option("--weight-decay", "coefficient of weight decay", type=number)
+    one_of("--schedule", "of the learning rate, down to 0 at the end", SCHEDULES)
+    option("--warmup-steps", "updates while the rate rises from 0", type=number, metavar="N")
+    option("--clip-norm", "scale gradients down to this global norm", type=number, metavar="NORM")
+    option("--accumulate", "batches whose gradients are averaged for one update", type=number, metavar="N")
+    option("--epochs", "passes over the data", type=number)
+    option(
+        "--batch-size",
+        "samples in a batch (default: as the model fixes it, else 32); a fixed batch dimension is made variable where "
+        "its operators allow it",
+        type=number,
+    )
+    many("--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them (default: all)")
+    many("--freeze", "PATTERN", "parameters to leave unchanged")
+    many("--dropout", "PATTERN=RATE", "insert a Dropout behind each operator that matches")
+    many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
+    one_of("--batch-norm", "normalise by statistics of the batch, or by the running ones", ["train", "frozen"])
+    option("--seed", "for the order of samples and dropout", type=number)
+    option(
+        "--check-every",
+        "of several ranks: steps between comparisons of their state; 0: never",
+        type=number,
+        metavar="N",
+    )

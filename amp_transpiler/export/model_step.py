@@ -1,0 +1,116 @@
+"""The training step of an exported model as a folder for other runtimes; ``amp-transpile export-step`` is this."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.export.folder import checked_folder
+from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.options import FitOptions, options_of
+from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.program import Program
+from amp_transpiler.runtime import CPUPlace, Executor, Scope
+
+
+def export_model_step(
+    program: Program,
+    folder: str | os.PathLike[str],
+    place: Place,
+    feed_shapes: Mapping[str, Sequence[int]],
+    *,
+    updates: int = 1,
+    calibration: Sequence[str] = (),
+    overwrite: bool = False,
+    say: Callable[[str], None],
+    **options: Any,
+) -> Path:
+    """Attach loss and optimizer to the program of a model, and export its step; returns the folder.
+
+    ``feed_shapes`` are those of the model's inputs in training; ``updates`` are all of them, for schedules that end;
+    ``calibration`` files hold samples of the inputs, by which what leaves the range of float16 stays fp32; ``options``
+    are fields of :class:`FitOptions`. Errors as of ``amp.fit`` and ``Program.export_training``.
+    """
+    chosen = options_of(options)
+    checked_folder(folder, "export-step", overwrite)
+    program = _with_batch(program, feed_shapes, chosen)
+    program.seed = chosen.seed
+    if program.startup is not None:
+        program.startup.seed = chosen.seed
+    programs = Programs.of(program, chosen, list(calibration), (), say)
+    shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if programs.program.has_var(name)}
+    shapes[programs.label.name] = _label_shape(programs.label, programs.program, shapes, chosen)
+    optimizer = programs.compile(chosen, max(updates, 1))
+    scope = Scope()
+    Executor(CPUPlace()).run(programs.program.startup, scope=scope)
+    if chosen.mode != "fp32":
+        optimizer.amp_init(CPUPlace(), scope=scope, test_program=programs.evaluation, use_fp16_test=True)
+    return programs.program.export_training(
+        folder,
+        place,
+        shapes,
+        outputs=[programs.prediction.name],
+        test_program=programs.evaluation,
+        scope=scope,
+        overwrite=overwrite,
+    )
+
+
+def _with_batch(program: Program, shapes: Mapping[str, Sequence[int]], options: FitOptions) -> Program:
+    """The program, freed of a fixed batch where ``shapes`` have another one.
+
+    What the freed program gives is compared with what it gave before, on made-up samples.
+    """
+    fed = [v for v in program.inputs if v.readers and v.shape and v.name not in options.values]
+    batch = fixed_batch(fed)
+    given = {v.name: tuple(shapes[v.name]) for v in fed if v.name in shapes}
+    if batch is None or all(shape[:1] == (batch,) for shape in given.values()):
+        return program
+    rng = np.random.default_rng(0)
+    made = {v.name: rng.standard_normal((batch + 1, *_fixed(v)[1:])) for v in fed}
+    samples = {
+        v.name: made[v.name].astype(numpy_dtype(str(v.dtype)))
+        if v.dtype in FLOATS
+        else np.zeros_like(made[v.name], str(v.dtype))
+        for v in fed
+    }
+    found = freed(program, fed, samples, options.values)
+    if isinstance(found, str):
+        raise ArgumentError(
+            f"the model was exported with a fixed batch of {batch}, which stays: {found}. Give that, or "
+            "export it with a dynamic batch"
+        )
+    return found
+
+
+def _fixed(variable: Variable) -> list[int]:
+    return [size if isinstance(size, int) else 1 for size in variable.shape or ()]
+
+
+def _label_shape(
+    label: Variable, program: Program, shapes: Mapping[str, Sequence[int]], options: FitOptions
+) -> tuple[int, ...]:
+    """The shape of the label, whose open sizes are those of the inputs, the batch first."""
+    known: dict[str, int] = {}
+    for feed in program.inputs:
+        given = shapes.get(feed.name)
+        known |= {n: s for n, s in zip(feed.shape or (), given or (), strict=False) if isinstance(n, str)}
+    batch = next((shape[0] for shape in shapes.values() if shape), None)
+    found = []
+    for axis, size in enumerate(label.shape or ()):
+        number = size if isinstance(size, int) else known.get(size or "", batch if axis == 0 else None)
+        if number is None:
+            raise ArgumentError(
+                f"the shape of {options.said('label')} is {list(label.shape or ())}; size {axis} is not known from "
+                "the inputs; export the model with fixed sizes"
+            )
+        found.append(int(number))
+    return tuple(found)
