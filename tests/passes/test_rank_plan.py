@@ -20,7 +20,7 @@ from amp_transpiler.passes.lowering import rounds
 from amp_transpiler.passes.lowering.exchange_cost import Network
 from amp_transpiler.passes.lowering.planning import Assumed, Planner
 from amp_transpiler.runtime.collective.headers import SIZE
-from tests.helpers import benchmark_programs
+from tests.helpers import benchmark_programs, sharded
 from tests.helpers.tables import Recommender
 from tests.helpers.where import ROOT
 
@@ -131,10 +131,11 @@ def rows(planner: Planner, **changed: Any) -> list[Any]:
     before = planner.assumed
     links = {name: changed.pop(name) for name in ("bandwidth", "within", "latency", "node") if name in changed}
     planner.assumed = replace(before, network=replace(before.network, **links), **changed)
+    planner.sharded = planner.assumed.shard_state
     try:
         return [planner.row(ranks) for ranks in ALL]
     finally:
-        planner.assumed = before
+        planner.assumed, planner.sharded = before, before.shard_state
 
 
 def test_rows_say_how_a_step_scales(bert: Planner) -> None:
@@ -186,6 +187,28 @@ def test_sharded_state_takes_a_share(bert: Planner) -> None:
             assert one.memory - other.memory == pytest.approx(spared, rel=0.1)
         assert other.compute <= one.compute and other.sent >= one.sent
     assert shared[3].sent - whole[3].sent == pytest.approx(7 / 8 * kept.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_state_is_planned_as_it_is_dealt_out(ranks: int) -> None:
+    def run(shard: bool) -> tuple[Any, Any, int]:
+        made = sharded.Net(shard, "fp32", layers=4, width=32)
+        made.step(0)
+        feeds = {"x": (4, 6), "label": (4, 1), "boost": (1,)}
+        said = {"feed_shapes": feeds, "fetch_list": [made.loss], "bandwidth": 1.0, "step_time": 0.1}
+        plan = distributed.plan(made.main, [ranks, 64], **said, shard_state=not shard)
+        return distributed.step_report(), plan, made.main.memory_estimate(feeds, fetch_list=[made.loss]).moments
+
+    of_ranks, planned = distributed.simulate(ranks, lambda: run(True)), distributed.simulate(ranks, lambda: run(False))
+    _, real, moments = of_ranks[0]
+    _, asked, all_moments = planned[0]
+    others = ranks - 1
+    most = max(step.exchanges[-1].sent for step, _, _ in of_ranks) - others * SIZE
+    assert {step.exchanges[-1].name for step, _, _ in of_ranks} == {"parameters"}
+    assert real[ranks].sent == asked[ranks].sent == 2 * others * sum(real.buckets) // ranks + most
+    for one, other in zip(real.rows, asked.rows, strict=True):
+        assert one.exposed == pytest.approx(other.exposed) and one.memory == pytest.approx(other.memory, rel=0.04)
+    assert 0 < moments < all_moments
 
 
 def test_gradients_that_accumulate_are_exchanged_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from amp_transpiler.passes.lowering.cost_estimate import amount, count_kernels
 from amp_transpiler.passes.lowering.exchange_cost import ENGINES, ExchangeCost, Network
 from amp_transpiler.passes.lowering.forecast import Work, roofline
 from amp_transpiler.passes.lowering.kernels import Kernel
+from amp_transpiler.passes.lowering.own_rows import fullest
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
 from amp_transpiler.passes.lowering.rank_units import DEALT, GATHERED, REDUCED, Kind, Sent, size_of, units_of, work_of
@@ -95,7 +97,7 @@ def plan(
         ranks_per_node, bandwidth_within: ranks that share the bandwidth of a node, and GB/s of each to others there.
         engine: "mpi" or "nccl"; by default "nccl" where a device is named.
         allreduce_precision: the type in which gradients travel; by default the program's.
-        shard_state: masters and moments are dealt out among the ranks.
+        shard_state: masters and moments are dealt out among the ranks (:func:`shard_optimizer`).
         overlap: the share of an exchange in which a rank can compute: 1 where the network works by itself, 0 where the
             cores that compute also carry the bytes, as with as many ranks as cores.
 
@@ -143,6 +145,9 @@ class Planner:
         self.program, self.assumed, self.step = program, assumed, training_step(program)
         if not self.step.gradients:
             raise ArgumentError(f"plan: program '{program.name}' makes no gradients; minimize a loss first")
+        #: Whether the program was built with state that is dealt out; whether it is, or shall be.
+        self.dealt = any(row.parameter is not None and row.parameter.owner is not None for row in self.step.rows)
+        self.sharded = self.dealt or assumed.shard_state
         place: Place = CPUPlace() if assumed.device is None else CUDAPlace(0)
         self.counted = counted = count_kernels("plan", program, place, feed_shapes, fetch_list)
         self.units = units_of(program, self.step, counted, assumed.precision)
@@ -201,10 +206,10 @@ class Planner:
     def row(self, ranks: int) -> PlanRow:
         """The forecast for so many ranks."""
         costs, sharing = self._costs(self.assumed.network, ranks), self._sharing(self.assumed.network, ranks)
-        spared = self.updating * (1 - 1 / ranks) if self.assumed.shard_state else 0.0
+        spared = self.updating * (1 - 1 / ranks) if self.assumed.shard_state and not self.dealt else 0.0
         compute = self.alone - spared
         exposed = self._exposed([cost.seconds for cost in costs]) + sharing.seconds
-        memory = self._memory(ranks, self.assumed.shard_state)
+        memory = self._memory(ranks, self.sharded)
         limit, because = self._limit(ranks, exposed, compute + exposed, memory)
         return PlanRow(
             ranks=ranks,
@@ -232,11 +237,14 @@ class Planner:
         return found
 
     def _sharing(self, network: Network, ranks: int) -> ExchangeCost:
-        """Parameters that their ranks have updated go to all others."""
-        if not self.assumed.shard_state:
+        """Parameters that their ranks have updated go to all others: as much as the fullest rank sends."""
+        if not self.sharded:
             return ExchangeCost(0, 0.0)
-        dense = (row.parameter for row in self._dense_rows() if row.parameter is not None)
-        return network.all_gather(sum(size_of(self.counted, parameter) for parameter in dense), ranks)
+        sizes = [size_of(self.counted, row.parameter) for row in self._dense_rows() if row.parameter is not None]
+        if network.engine == "mpi":
+            return network.all_gather(ranks * _fullest(sizes, ranks), ranks)
+        calls = [network.all_gather(size, ranks) for size in sizes]  # a broadcast of each, along a ring
+        return ExchangeCost(sum(call.sent for call in calls), sum(call.seconds for call in calls))
 
     def _dense_rows(self) -> list[ParameterUpdate]:
         """The updates whose state is dealt out among the ranks."""
@@ -249,11 +257,11 @@ class Planner:
         if ranks > 1:
             total += sum(each.size * (ranks if each.how == GATHERED else 1) for send in self.sends for each in send)
             total += _SEGMENTS if self.assumed.network.engine == "mpi" else 0
-        if sharded:
-            kept = [(row.master, *row.accumulators.values()) for row in self._dense_rows()]
-            sizes = [sum(size_of(self.counted, v) for v in states if v is not None) for states in kept]
-            total -= sum(sizes) - max([sum(sizes) // ranks, *sizes], default=0)
-        return total
+        rows, here = self._dense_rows(), fullest(self.program)
+        kept = {v.key: size_of(self.counted, v) for row in rows for v in _states(row)}
+        sizes = [sum(kept[v.key] for v in _states(row)) for row in rows]
+        counted = sum(kept[v.key] for row in rows for v in _states(row) if v.owner in (None, here))
+        return total - counted + (_fullest(sizes, ranks) if sharded else sum(sizes))
 
     def _limit(self, ranks: int, exposed: float, step: float, memory: int) -> tuple[str, str]:
         """What keeps a step from being faster, or from running at all, and a sentence about it."""
@@ -287,3 +295,16 @@ class Planner:
             f"{amount(sum(each.size for each in sent))} of gradients at {rate / 1e9:g} GB/s {link} let ranks wait for "
             f"{share}; {ways} or accumulation send less for each example"
         )
+
+
+def _states(row: ParameterUpdate) -> list[Variable]:
+    """What an update keeps beside its parameter."""
+    return [v for v in (row.master, *row.accumulators.values()) if v is not None]
+
+
+def _fullest(sizes: Sequence[int], ranks: int) -> int:
+    """What the rank gets that gets most, where the largest go first, each to one that has least."""
+    load = [0] * ranks
+    for size in sorted(sizes, reverse=True):
+        heapq.heapreplace(load, load[0] + size)
+    return max(load)
