@@ -8,6 +8,7 @@ beyond their steps.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from typing import Any
 
@@ -62,6 +63,7 @@ def main() -> None:
             f"({first / layers * 1000:.1f} ms a layer), a later one {later:.3f}"
         )
     program, startup, loss, optimizer = residual(8)
+    gc.collect()  # the deep programs take seconds to be found
     exe, scope = amp.Executor(threads=1), amp.Scope()
     exe.run(startup, scope=scope)
     optimizer.amp_init(exe.place, scope)

@@ -102,6 +102,16 @@ def test_other_nodes_are_not_alike() -> None:
     assert first.alike(second) and not first.alike(other)
 
 
+def test_a_model_is_taken_apart_as_one_that_is_like_it() -> None:
+    """With the nodes that both have to the byte; with its own where equal constants bear one name in it."""
+    first, *others = (sized("mlp", "pure", {"batch": batch}) for batch in (4, 6, 9, 512))
+    for plain in others:
+        quick = Sized(plain.model, plain.given, first)
+        assert (quick.nodes is first.nodes) is (plain is not others[-1])
+        for part in ("nodes", "names", "constants", "types", "declared"):
+            assert getattr(quick, part) == getattr(plain, part)
+
+
 def model(shape: list[int], factors: list[float], kind: str) -> onnx.ModelProto:
     """A product with a constant, or a multiple of the input."""
     constant = onnx.numpy_helper.from_array(np.array(factors, np.float32).reshape(shape), "c")
