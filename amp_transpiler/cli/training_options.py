@@ -77,6 +77,11 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
     one_of("--batch-norm", "normalise by statistics of the batch, or by the running ones", ["train", "frozen"])
     option("--seed", "for the order of samples and dropout", type=number)
     option(
+        "--shard-optimizer",
+        "of several ranks: each holds and updates its part of masters and moments",
+        action="store_true",
+    )
+    option(
         "--check-every",
         "of several ranks: steps between comparisons of their state; 0: never",
         type=number,

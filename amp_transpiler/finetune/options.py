@@ -9,7 +9,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
-from amp_transpiler.option_checks import choice, flag, is_real, number, strings, whole
+from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
 
@@ -85,6 +85,8 @@ class FitOptions:
         seed: of the order of samples and of dropout.
         check_every: steps from one comparison of the ranks' state, by hash, to the next; it is also compared at the end
             of an epoch, before a checkpoint is written. 0: never.
+        shard_optimizer: of several ranks each holds and updates its part of masters and moments;
+            ``amp.distributed.shard_optimizer``.
         metric: what is reported beside the loss: "accuracy", "top5", "f1", "mae", "mse" or "none"; None: by the loss.
         flags: name options in messages as the command line spells them.
 
@@ -116,6 +118,7 @@ class FitOptions:
     batch_norm: str = "train"
     seed: int = 0
     check_every: int = 1000
+    shard_optimizer: bool = False
     metric: str | None = None
     flags: bool = False
 
@@ -157,6 +160,8 @@ class FitOptions:
             whole(called, value, _COUNTS[name])
         elif name in _NUMBERS:
             number(called, value, taken=_NUMBERS[name])
+        elif name == "shard_optimizer":
+            switch(called, value)
         elif name in _LISTS:
             object.__setattr__(self, name, strings(called, value))
         elif name in _NAMES and (not isinstance(value, str) or not value):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler import optimizer as optimizers
-from amp_transpiler.distributed import world_size
+from amp_transpiler.distributed import shard_optimizer, world_size
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, prepare_training
@@ -105,6 +105,8 @@ class Programs:
                 accumulate_steps=options.accumulate,
                 **scaling,
             )
+        if options.shard_optimizer:
+            shard_optimizer(optimizer)
         with program_guard(self.program, self.program.startup), unique_name.guard():
             objective = self.loss
             if world_size() > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.conversion.converting import convert
-from amp_transpiler.distributed import all_gather_object, rank, world_size
+from amp_transpiler.distributed import all_gather_object, find_var, rank, world_size
 from amp_transpiler.errors import ArgumentError, DistributedError, FeedError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.batch import fixed_batch, freed
@@ -254,7 +254,8 @@ class Run:
                 history = (*history, self._epoch(loop, number, log))
                 if checkpoint is not None:
                     resume.save(checkpoint, programs.program, scope, options, loop.steps, self.identity, history)
-            by_rank_0(lambda: self._write(output))
+            brought = self._brought()
+            by_rank_0(lambda: self._write(output, brought))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_left(output, before, checkpoint)) from None
         except DistributedError as error:
@@ -287,16 +288,30 @@ class Run:
             log.epoch(record)
         return record
 
-    def _write(self, output: Path) -> None:
+    def _masters(self) -> dict[str, str]:
+        """The names of master weights, by parameter."""
+        updated = training_step(self.programs.program).rows
+        return {r.parameter.name: r.master.name for r in updated if r.parameter and r.master}
+
+    def _brought(self) -> dict[str, Any]:
+        """On rank 0 the master weights that one rank each holds, by parameter; all ranks call it."""
+        found = {}
+        for parameter, master in self._masters().items():
+            if self.programs.program.var(master).owner is not None:
+                value = find_var(master, self.scope)
+                if self.rank == 0:
+                    found[parameter] = value
+        return found
+
+    def _write(self, output: Path, brought: Mapping[str, Any]) -> None:
         """The trained model for inference, from the fp32 masters, in the chosen precision.
 
         What has no master, as the loss does not depend on it, is as it was given.
         What leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert --calibration``.
         """
         options = self.options
-        updated = training_step(self.programs.program).rows
-        masters = {r.parameter.name: r.master.name for r in updated if r.parameter and r.master}
-        model = self.programs.model.to_onnx(scope=_Masters(self.scope, self.given, masters), external_data=False)
+        scope = _Masters(self.scope, self.given, self._masters(), brought)
+        model = self.programs.model.to_onnx(scope=scope, external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)
         else:
@@ -313,13 +328,20 @@ class Run:
 
 
 class _Masters:
-    """A scope in which a parameter has the value of its fp32 master, or, rounded without one, that it was given."""
+    """A scope in which a parameter has the value of its fp32 master, or, rounded without one, that it was given.
 
-    def __init__(self, scope: Scope, given: Mapping[str, Any], masters: Mapping[str, str]) -> None:
-        self.scope, self.given, self.masters = scope, given, masters
+    ``brought``: masters' values that are not in the scope.
+    """
+
+    def __init__(
+        self, scope: Scope, given: Mapping[str, Any], masters: Mapping[str, str], brought: Mapping[str, Any]
+    ) -> None:
+        self.scope, self.given, self.masters, self.brought = scope, given, masters, brought
 
     def find_var(self, name: str) -> Any:
         """The master's value, else the variable's own."""
+        if name in self.brought:
+            return self.brought[name]
         found = self.scope.find_var(self.masters.get(name, name))
         rounded = name in self.given and np.asarray(found).dtype != np.asarray(self.given[name]).dtype
         return self.given[name] if rounded else found

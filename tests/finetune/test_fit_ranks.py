@@ -83,6 +83,22 @@ def test_ranks_with_a_device_each_learn_the_same(tmp_path: Path, monkeypatch: py
     assert places == [amp.CUDAPlace(1)] * 2 and checks.chosen_place("cuda", chosen) == amp.CUDAPlace(0)
 
 
+def test_optimizer_state_that_is_dealt_out_comes_to_the_same_file(tmp_path: Path) -> None:
+    """Also where a training of two ranks, whose state was not, goes on on three."""
+
+    def run(ranks: int, epochs: int, name: str, **options: Any) -> tuple[bytes, Any, bytes]:
+        folder = tmp_path / name
+        call = fitted(tmp_path / "out.onnx", mode="pure", loss_scale=1024, epochs=epochs, checkpoint=folder, **options)
+        file, result, _ = distributed.simulate(ranks, call)[0]
+        (state,) = amp.latest_checkpoint(folder).glob("*.safetensors")  # type: ignore[union-attr]
+        return file, history(result).tobytes(), state.read_bytes()
+
+    assert run(2, 1, "whole") == run(2, 1, "dealt out", shard_optimizer=True)
+    assert run(3, 2, "whole") == run(3, 2, "dealt out")
+    with pytest.raises(amp.errors.ArgumentTypeError, match="shard_optimizer is 1; expected True or False"):
+        amp.fit(linear(), tmp_path / "out.onnx", data=features(9), shard_optimizer=1)
+
+
 def test_labels_that_do_not_count_weigh_nothing(tmp_path: Path) -> None:
     """Shares of a batch with few labels that count, and with none: still the gradient and the loss of the batch."""
     data = features(12)
