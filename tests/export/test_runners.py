@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -153,3 +154,43 @@ def test_what_does_not_fit_is_one_clear_error(
     assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     assert all(part in lines[0] for part in FAULTS[fault]), lines[0]
     assert not (home / "end").exists()
+
+
+def test_the_module_evaluates_infers_and_keeps_checkpoints_in_memory(tmp_path: Path) -> None:
+    """What a page does: no folder, state from one step object to another, and errors that name feeds."""
+    if not node():
+        pytest.skip(MISSING)
+    net = build()
+    scope = net.start()
+    folder = net.main.export_training(tmp_path / "step", amp.CPUPlace(), outputs=[net.output.name], scope=scope)
+    feed = net.feed(0)
+    script = f"""
+    import * as ort from "onnxruntime-node";
+    import {{ TrainingStep, StepError, files, folder }} from "./amp_step.mjs";
+    const read = folder({json.dumps(str(folder))});
+    const feeds = {{ x: new Float32Array({feed["x"].ravel().tolist()}), label: new BigInt64Array({feed["label"].ravel().tolist()}.map(BigInt)) }};
+    const one = await TrainingStep.open(read, {{ ort }});
+    await one.train(feeds);
+    const two = await TrainingStep.open(read, {{ ort, checkpoint: files(await one.checkpoint()) }});
+    const found = [await one.train(feeds), await two.train(feeds), await two.evaluate(feeds), await two.infer({{ x: feeds.x }})];
+    const told = [];
+    for (const wrong of [{{ x: feeds.x }}, {{ ...feeds, y: feeds.x }}, {{ ...feeds, label: new Int32Array(6) }}]) {{
+      try {{ await two.train(wrong); }} catch (error) {{ told.push([error instanceof StepError, error.message]); }}
+    }}
+    const plain = (values) => Object.fromEntries(Object.entries(values).map(([name, data]) => [name, Array.from(data, Number)]));
+    console.log(JSON.stringify({{ found: found.map(plain), told, step: two.step, scale: await two.lossScale() }}));
+    """
+    done = subprocess.run(["node", "--input-type=module", "-e", script], cwd=RUNNERS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    for _ in range(2):
+        expected = net.exe.run(net.main, feed, [net.loss], scope=scope)[0].item()
+    names = [net.loss.name, net.output.name]
+    loss, scores = net.exe.run(net.main.clone(for_test=True), feed, names, scope=scope)
+    one, two, evaluated, inferred = said["found"]
+    assert one[net.loss.name] == two[net.loss.name] == [expected]
+    assert evaluated[net.loss.name] == [loss.item()]
+    assert evaluated[net.output.name] == inferred[net.output.name] == scores.ravel().tolist()
+    assert said["step"] == 2 and said["scale"] == net.optimizer.get_loss_scale_state(scope).scale
+    for (known, message), part in zip(said["told"], ("feed 'label'", "no feed 'y'", "BigInt64Array of 6"), strict=True):
+        assert known and part in message, message
