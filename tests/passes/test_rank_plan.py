@@ -119,6 +119,29 @@ def test_ranks_send_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert step.sent == plan[4].sent + 4 * 3 * SIZE
 
 
+def test_exchanges_of_the_forward_pass_are_planned_too() -> None:
+    """Statistics of batches of all ranks: each layer waits for its own, forward and backward."""
+
+    def run() -> tuple[Any, Any]:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            h = amp.data("x", [4, 3, 8, 8], "float32")
+            for _ in range(2):
+                h = amp.nn.batch_norm(amp.nn.conv2d(h, 8, 3, padding=1, bias_attr=False), synchronized=True)
+            loss = F.mean(h)
+            amp.optimizer.SGD(0.1).minimize(loss, startup)
+        exe, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+        exe.run(startup, scope=scope)
+        exe.run(main, {"x": np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32)}, [loss], scope)
+        said = {"bandwidth": 1e6, "latency": 1000.0, "step_time": 0.1, "fetch_list": [loss]}
+        return distributed.step_report(), distributed.plan(main, 2, **said)
+
+    for step, plan in distributed.simulate(2, run):
+        assert len(step.exchanges) == len(plan.buckets) == 5
+        row = plan[2]
+        assert row.exposed == pytest.approx(row.exchange) and row.limit == "latency"  # nothing to compute meanwhile
+
+
 # -- rows ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def bert() -> Planner:

@@ -16,6 +16,7 @@ from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import exchange_of
 from amp_transpiler.ir.types import BYTES, FLOATS
+from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.passes.lowering.cost_estimate import CASTS, Counted
 from amp_transpiler.passes.lowering.kernels import Kernel
 from amp_transpiler.passes.lowering.lowered import used_tensors
@@ -43,11 +44,12 @@ class Sent:
 @dataclass
 class Units:
     """``reads``: the units from which each reads, all before it. ``work``: the kernels of each, by kind, with their
-    number. ``sent``: what the units that are exchanges bring."""
+    number. ``sent``: what the units that are exchanges bring, ``uneven`` ones perhaps other bytes on each rank."""
 
     reads: list[list[int]] = field(default_factory=list)
     work: list[Counter[Kind]] = field(default_factory=list)
     sent: dict[int, list[Sent]] = field(default_factory=dict)
+    uneven: set[int] = field(default_factory=set)
 
     def add(self, reads: Iterable[int], sent: list[Sent] | None = None) -> int:
         """Add a unit; its number."""
@@ -59,7 +61,8 @@ class Units:
 
     def rounds(self) -> Rounds:
         """The parts in which the step runs, and what leaves after which."""
-        return rounds(self.reads, {unit: sum(each.size for each in sent) for unit, sent in self.sent.items()})
+        sizes = {unit: sum(each.size for each in sent) for unit, sent in self.sent.items()}
+        return rounds(self.reads, sizes, self.uneven)
 
 
 def units_of(program: Graph, step: TrainingStep, counted: Counted, precision: str | None) -> Units:
@@ -77,6 +80,8 @@ def _nodes(counted: Counted, precision: str | None) -> Units:
         call = exchange_of(node.op_type) if node.domain == OWN else None
         sent = None if call is None else _sent(node, types, precision)
         number = units.add((maker[name] for name in used_tensors([node]) if name in maker), sent)
+        if call is not None and call.uneven:
+            units.uneven.add(number)
         maker.update((name, number) for name in node.output if name)
     for kernel in counted.kernels:
         if kernel.node not in units.sent:
@@ -85,16 +90,23 @@ def _nodes(counted: Counted, precision: str | None) -> Units:
 
 
 def _sent(node: onnx.NodeProto, types: Mapping[str, Type], precision: str | None) -> list[Sent]:
+    """What a node brings. Where each rank may bring other bytes, as much as it brings or gets, whichever is less."""
+    sent, received = ([_bytes(types[name]) for name in names] for names in (node.input, node.output))
+    kinds = [types[name][0] for name in node.input]
+    call = exchange_of(node.op_type)
+    if call is not None and call.uneven:
+        return [Sent(DEALT, kinds[0], min(sum(sent), sum(received)))]
+    how = REDUCED if call is not None and call.in_place else GATHERED if sum(received) > sum(sent) else DEALT
     found = []
-    for source, target in zip(node.input, node.output, strict=True):
-        (dtype, shape), (_, whole) = types[source], types[target]
-        size, of_all = tensor_bytes((dtype, shape or ())), tensor_bytes((dtype, whole or ()))
-        call = exchange_of(node.op_type)
-        how = REDUCED if call is not None and call.in_place else GATHERED if of_all > size else DEALT
-        if precision is not None and dtype in FLOATS:
+    for dtype, size in zip(kinds, sent, strict=True):
+        if precision is not None and dtype in FLOATS and node.op_type in (ALL_REDUCE, ALL_GATHER):
             size, dtype = size // BYTES[dtype] * BYTES[precision], precision
         found.append(Sent(how, dtype, size))
     return found
+
+
+def _bytes(found: Type) -> int:
+    return tensor_bytes((found[0], found[1] or ()))
 
 
 class _Imagined:
