@@ -91,10 +91,8 @@ class Sent:
 
 def _exchange(engine: Engine, streams: Sequence[Sequence[Any]]) -> None:
     """Fill the values of each rank with what they hold there."""
-    if any(value.device_name() != "cpu" for values in streams for value in values):
-        for rank, values in enumerate(streams):
-            for value in values:
-                engine.broadcast(value, rank)
+    if engine.stream:  # they lie on its device
+        engine.broadcast_each(streams)
         return
     _gather(engine, [[device_tensors.shared_array(each).view(np.uint8) for each in values] for values in streams])
 

@@ -88,6 +88,10 @@ class Trainer:
         mine = slice(amp.distributed.rank(), None, amp.distributed.world_size())
         return {name: array[mine].copy() for name, array in whole.items()} | {"boost": np.full(1, boost, np.float32)}
 
+    def run(self, step: int, boost: float = 1.0, batch: int = BATCH) -> float:
+        """The loss on this rank's share."""
+        return float(self.exe.run(self.main, self.feed(step, boost, batch), [self.loss], self.scope)[0])
+
     def state(self) -> dict[str, np.ndarray]:
         return {v.name: np.array(self.scope.find_var(v.name)) for v in self.main.variables if v.persistable}
 
@@ -99,10 +103,10 @@ class Trainer:
         run = Run()
         for step in steps:
             here = (step, amp.distributed.rank()) == bad
-            feed = self.feed(step, np.inf if here and self.mode != "fp32" else 1.0, batch)
+            boost = np.inf if here and self.mode != "fp32" else 1.0
             before = self.parameters() if step == bad[0] else {}
             started = time.perf_counter()
-            run.losses.append(float(self.exe.run(self.main, feed, [self.loss], self.scope)[0]))
+            run.losses.append(self.run(step, boost, batch))
             run.seconds.append(time.perf_counter() - started)
             run.scales.append(1.0 if self.scale is None else float(self.scope.find_var(self.scale)[0]))
             if before and all(np.array_equal(value, before[name]) for name, value in self.parameters().items()):

@@ -151,6 +151,26 @@ def test_an_exchange_that_computes_on_the_host_is_brought_there(monkeypatch: pyt
         assert "sync" in log and not {"allgather", "allreduce"} & set(log)
 
 
+@pytest.mark.parametrize("mode", ["mixed", "pure"])
+def test_state_that_is_dealt_out_stays_the_same_to_the_bit(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the parameters come from the ranks that have updated them in one call."""
+
+    def run(engine: NcclEngine, fake: Fake) -> tuple[Run, list[str]]:
+        trainer = Trainer("mlp", mode, engine.place)
+        run = Run([trainer.run(step, np.inf if (step, engine.rank) == BAD else 1.0) for step in range(STEPS)])
+        run.state = trainer.parameters()
+        return run, [entry[0] for entry in fake.log]
+
+    expected = on_devices(3, run)
+    plain = amp.optimizer.Momentum
+    monkeypatch.setattr(amp.optimizer, "Momentum", lambda *a, **k: distributed.shard_optimizer(plain(*a, **k)))
+    found = on_devices(3, run)
+    for (dealt, log), (whole, before) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(dealt.losses, whole.losses)
+        assert all(np.array_equal(value, whole.state[name]) for name, value in dealt.state.items())
+        assert "broadcast" not in before and log.count("broadcast") == 6 * STEPS and log.count("group") == STEPS
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 class Logged:
     """A session of a part that writes down when it is given to the device, and how."""

@@ -56,6 +56,9 @@ def check(engine: amp.distributed.NcclEngine) -> None:
     assert found == [[[10 * j + engine.rank] * 2] * (j + engine.rank) for j in ranks], found
     sent = engine.broadcast(value(np.full(5, engine.rank)), engine.size - 1)
     assert device_tensors.to_array(sent).tolist() == [engine.size - 1] * 5
+    each = [[value(np.full(3, 10 * engine.rank + root, np.float16))] * 2 for root in ranks]
+    engine.broadcast_each(each)
+    assert [device_tensors.to_array(first).tolist() for first, _ in each] == [[11 * root] * 3 for root in ranks]
 
 
 def train(engine: amp.distributed.NcclEngine) -> None:

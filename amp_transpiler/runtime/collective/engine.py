@@ -90,6 +90,12 @@ class Engine(ABC):
     def broadcast(self, array: Any, root: int = 0) -> Any:
         """Copies the array of rank ``root`` into that of every rank; returns it."""
 
+    def broadcast_each(self, arrays: Sequence[Sequence[Any]]) -> None:
+        """Copies ``arrays[r]``, those of rank r, into those of every rank; on a device as one call."""
+        for root, of_rank in enumerate(arrays):
+            for array in of_rank:
+                self.broadcast(array, root)
+
     @abstractmethod
     def barrier(self) -> None:
         """Waits until every rank has come here."""

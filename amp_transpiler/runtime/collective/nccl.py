@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError, PlaceError
-from amp_transpiler.ir.types import BYTES, FLOATS, HALF
+from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective import arguments, headers
@@ -226,6 +226,25 @@ class NcclEngine(Engine):
         )
         return array
 
+    def broadcast_each(self, arrays: Sequence[Sequence[Any]]) -> None:
+        pairs = [(root, array) for root, of_rank in enumerate(arrays) for array in of_rank]
+        if any(isinstance(array, np.ndarray) for _, array in pairs):
+            super().broadcast_each(arrays)
+            return
+        sizes = [
+            numpy_dtype(dtype).itemsize * count
+            for dtype, count in (self._checked("broadcast", array) for _, array in pairs)
+        ]
+
+        def issue(to: Any) -> None:
+            with self._nccl.group():
+                for (root, array), size in zip(pairs, sizes, strict=True):
+                    if size:
+                        to.broadcast(array, array, root, stream=self._channel)
+
+        check = headers.check_sum(sizes)
+        self._run(headers.Call(0, "broadcast", "", "uint8", length=sum(sizes), check=check), issue)
+
     def barrier(self) -> None:
         self.beside.barrier()
 
@@ -285,7 +304,7 @@ class NcclEngine(Engine):
 
     def _volume(self, call: headers.Call) -> int:
         """Bytes that a rank sends in a call, and as many that it receives, where NCCL goes along rings."""
-        size, others = call.length * BYTES[call.dtype], self.size - 1
+        size, others = call.length * numpy_dtype(call.dtype).itemsize, self.size - 1
         if call.kind in ("all_reduce", "reduce_scatter"):
             return size * others // self.size * (2 if call.kind == "all_reduce" else 1)
         return size * others if call.kind == "all_gather" else size
