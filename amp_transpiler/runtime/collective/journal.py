@@ -113,11 +113,12 @@ class StepExchanges:
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank} of {self.ranks}, a step of {1e3 * self.seconds:.1f} ms: {self.line()}"]
-        lines.append(f"  {'exchange':<28} {'tensors':>10} {'sent':>10} {'received':>10} {'ms':>8} {'overlap':>8}")
+        width = max([8, *(len(each.name) for each in self.exchanges)])
+        lines.append(f"  {'exchange':<{width}} {'tensors':>10} {'sent':>10} {'received':>10} {'ms':>8} {'overlap':>8}")
         for each in self.exchanges:
             share = each.overlapped / each.seconds if each.seconds else 0.0
             sizes = " ".join(f"{amount(size):>10}" for size in (each.bytes, each.sent, each.received))
-            lines.append(f"  {each.name:<28} {sizes} {1e3 * each.seconds:>8.1f} {share:>8.0%}")
+            lines.append(f"  {each.name:<{width}} {sizes} {1e3 * each.seconds:>8.1f} {share:>8.0%}")
         return "\n".join(lines)
 
 
