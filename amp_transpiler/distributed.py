@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.ops.training.exchange import meets
@@ -23,7 +24,7 @@ from amp_transpiler.option_checks import choice, number, shown
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.passes.lowering.planning import plan
 from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
-from amp_transpiler.program import Program
+from amp_transpiler.program import Program, program_of, split_embedding_parameters
 from amp_transpiler.runtime.collective import nccl
 from amp_transpiler.runtime.collective.current import (
     current,
@@ -233,11 +234,44 @@ def shard_optimizer(optimizer: _Result) -> _Result:
 def find_var(name: str, scope: Scope | None = None) -> np.ndarray:
     """A copy of a variable's value in ``scope`` (default: the current one), on whatever rank it lies.
 
-    All ranks call it, and get the value; where it lies on several, that of the first of them.
+    All ranks call it, and get the value: where it lies on several, that of the first of them; of a table whose rows are
+    dealt out, all of it.
 
     Raises: ScopeError: no rank has it.
     """
     return found_var(name, check_scope(scope))
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+def shard_tables(tables: Sequence[Variable]) -> None:
+    """Deals the rows of embedding tables out among the ranks: row r lies on rank r modulo their number.
+
+    ``tables``: such as ``amp.split_embedding_parameters(program)`` gives. To be called before ``minimize``. Master
+    weights and moments lie with their rows. A lookup asks the ranks for the rows that it names, each once; gradients go
+    to the rank that has the row, are added up there in fp32 in the order of the ranks, and it alone takes the step. In
+    fp32 losses and tables are, bit for bit, those of tables that every rank has whole; checkpoints are in any case. The
+    tables are marked sparse (``program.mark_sparse``), and one rank alone keeps all.
+
+    Raises:
+        ArgumentError: no table, or one that something else than lookups of rows reads.
+        OrderError: its program has gradients already.
+    """
+    given = list(tables)
+    for table in given:
+        if not isinstance(table, Variable) or table not in split_embedding_parameters(program_of(table))[0]:
+            raise ArgumentError(
+                f"shard_tables: {shown(getattr(table, 'name', table))} is no parameter that lookups of rows alone "
+                "read, as those are that amp.split_embedding_parameters(program) gives first"
+            )
+        if any(v.grad_of is not None for v in table.program.variables):
+            raise OrderError(
+                f"program '{table.program.name}' has gradients already; deal its tables out before minimize"
+            )
+    for table in given:
+        table.sparse = True
+        if world_size() > 1:
+            table.dealt = world_size()
+        table.program.touch()
 
 
 # -- programs ------------------------------------------------------------------------------------------------------
@@ -252,7 +286,7 @@ def check_equal(program: Program, scope: Scope | None = None) -> None:
         DistributedError: a rank holds other values; variables and ranks are named.
     """
     engine, scope = get_engine(), check_scope(scope)
-    own = {*_statistics(program), *(v.name for v in owned_state(program))}
+    own = {*_statistics(program), *(v.name for v in owned_state(program)), *scope.dealt}
     states = [v.name for v in program.variables if v.persistable and v.name not in own and scope.has_var(v.name)]
     hashes = {name: hashlib.sha256(np.ascontiguousarray(scope.find_var(name)).tobytes()).hexdigest() for name in states}
     of_all = engine.all_gather_object(hashes)
@@ -347,6 +381,7 @@ __all__ = [
     "rank",
     "shard",
     "shard_optimizer",
+    "shard_tables",
     "shutdown",
     "simulate",
     "step_report",

@@ -103,7 +103,8 @@ class _Cloner:
             name, old.dtype, old.shape, persistable=old.persistable, trainable=old.trainable, data=old.data
         )
         made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
-        made.declared, made.sparse, made.owner = old.declared, old.sparse, old.owner
+        made.declared, made.sparse = old.declared, old.sparse
+        made.owner, made.dealt = old.owner, old.dealt
         made.metadata = dict(old.metadata)
         if old.outer is not None:
             made.outer = outer[old.outer]

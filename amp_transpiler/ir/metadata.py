@@ -134,7 +134,9 @@ def written_state(program: Graph) -> dict[str, str]:
     }
     rows = {v.name: v.rows.name for v in program.variables if v.rows is not None}
     owners = {v.name: v.owner for v in kept if v.owner is not None}
-    state |= {key: found for key, found in (("rows", rows), ("sparse", sparse), ("owners", owners)) if found}
+    dealt = {v.name: v.dealt for v in kept if v.dealt is not None}
+    more = (("rows", rows), ("sparse", sparse), ("owners", owners), ("dealt", dealt))
+    state |= {key: found for key, found in more if found}
     if program.accumulation is not None:
         window = program.accumulation
         spread = {state.name: new.name for state, new in window.updates.items()}
@@ -154,11 +156,12 @@ def read_state(program: Graph) -> bool:
         gradients = dict(state.get("gradients", {}))
         rows, sparse = dict(state.get("rows", {})), list(state.get("sparse", []))
         owners = {name: int(rank) for name, rank in dict(state.get("owners", {})).items()}
+        dealt = {name: int(ranks) for name, ranks in dict(state.get("dealt", {})).items()}
         window = dict(state.get("window", {}))
         spread = dict(window.get("updates", {}))
         steps, counter = int(window.get("steps", 0)), window.get("counter", "")
         named = [*(name for name, _ in kept), *updates.values(), *gradients.values(), *spread.values(), counter]
-        named += [*rows.values(), *sparse, *owners]
+        named += [*rows.values(), *sparse, *owners, *dealt]
         if not all(isinstance(name, str) for name in named):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -179,6 +182,8 @@ def read_state(program: Graph) -> bool:
         program.var(name).sparse = True
     for name, rank in owners.items():
         program.var(name).owner = rank
+    for name, ranks in dealt.items():
+        program.var(name).dealt = ranks
     if window:
         written = {program.var(name): program.var(new) for name, new in spread.items()}
         program.accumulation = AccumulationWindow(steps, program.var(counter), written)

@@ -63,11 +63,13 @@ class Variable:
     ``np.asarray`` takes: a tensor mapped from disk). ``outer`` is the variable of the enclosing program that this one,
     in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
     shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``. Where
-    ``owner`` is set, that rank alone updates it, and of state other than parameters alone holds it.
+    ``owner`` is set, that rank alone updates it, and of state other than parameters alone holds it. Where
+    ``dealt`` is set, its rows are dealt out among so many ranks (``ir/dealt_rows.py``).
     """
 
     __slots__ = (
         "data",
+        "dealt",
         "declared",
         "doc",
         "dtype",
@@ -106,6 +108,7 @@ class Variable:
         self.grad_of: Variable | None = None
         self.rows: Variable | None = None
         self.owner: int | None = None
+        self.dealt: int | None = None
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}

@@ -119,6 +119,11 @@ def _scope_values(program: Graph, scope: Any) -> dict[Variable, Any]:
             found = None
         if found is None:
             continue
+        if variable.name in getattr(scope, "dealt", ()):
+            raise ScopeError(
+                f"the rows of '{variable.name}' are dealt out among the ranks, so this one cannot write program "
+                f"'{program.name}' with it; load a checkpoint of all ranks on one, and write that"
+            )
         array = np.asarray(found)
         dtype, shape = tensor_type(array)
         declared = variable.shape

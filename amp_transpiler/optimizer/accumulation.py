@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable
@@ -47,6 +48,11 @@ class Accumulation:
         made: list[Variable] = []
         with context.operator_role(BACKWARD):
             for parameter, grad in params_grads:
+                if parameter.dealt is not None:
+                    raise ArgumentError(
+                        f"accumulate_steps adds up gradients of whole tables, and the rows of '{parameter.name}' are "
+                        "dealt out among the ranks; leave it out of shard_tables, or take larger batches"
+                    )
                 total = create_state(
                     program,
                     startup,

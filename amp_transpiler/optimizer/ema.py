@@ -14,7 +14,15 @@ from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.optimizer.groups import number
-from amp_transpiler.optimizer.state import append_update, appending, create_copy, create_state, owned_name, shared_name
+from amp_transpiler.optimizer.state import (
+    append_update,
+    appending,
+    create_copy,
+    create_state,
+    follow_dealt,
+    owned_name,
+    shared_name,
+)
 from amp_transpiler.passes.step_check.check_step import check_step
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program, default_main_program, program_guard
@@ -96,6 +104,7 @@ class ExponentialMovingAverage:
             assert row.parameter is not None
             name = owned_name(program, f"{row.parameter.name}_ema")
             average = create_copy(program, startup, row.parameter, name, master_type(row.parameter.dtype))
+            follow_dealt(startup, row.parameter, [average])
             inputs += [average, program.updates[row.parameter if row.master is None else row.master]]
             self._rows.append((name, row.parameter.name, None if row.master is None else row.master.name))
         return append_update(program, AVERAGE, inputs, {"decay": self.decay})

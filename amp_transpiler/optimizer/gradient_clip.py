@@ -27,7 +27,9 @@ class GradientClip:
             new = program.add_variable(program.unique(f"{grad.name}@CLIP"), master_type(grad.dtype), grad.shape)
             new.grad_of, new.rows = grad.grad_of, grad.rows
             clipped.append(new)
-        program.add_operator(self._type, grads, clipped, attrs=self._attrs, domain=OWN)
+        dealt = [int(grad.grad_of is not None and grad.grad_of.dealt is not None) for grad in grads]
+        attrs = {**self._attrs, "dealt": dealt} if any(dealt) else self._attrs
+        program.add_operator(self._type, grads, clipped, attrs=attrs, domain=OWN)
         return clipped
 
 

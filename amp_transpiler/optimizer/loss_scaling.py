@@ -39,7 +39,8 @@ def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tupl
     unscaled = [_unscaled(grad) for grad in grads]
     found_inf = program.add_variable(owned_name(program, "found_inf"), "bool", (1,))
     with context.operator_role(SCALING):
-        program.add_operator(CHECK, [scale, *grads], [found_inf, *unscaled], attrs={"n": len(grads)}, domain=OWN)
+        attrs = {"n": len(grads), **_whose(grads)}
+        program.add_operator(CHECK, [scale, *grads], [found_inf, *unscaled], attrs=attrs, domain=OWN)
     return unscaled, found_inf
 
 
@@ -52,7 +53,15 @@ def extend_check(check: Operator, grads: Sequence[Variable]) -> list[Variable]:
         check.set_input(slot, grad)
         check.set_output(slot, new)
     check.attrs["n"] = len(check.inputs) - 1
+    for name, value in _whose(grads).items():
+        check.attrs[name] = value
     return unscaled
+
+
+def _whose(grads: Sequence[Variable]) -> dict[str, int]:
+    """The attribute of a check of gradients of which each rank has others."""
+    dealt = any(grad.grad_of is not None and grad.grad_of.dealt is not None for grad in grads)
+    return {"over_ranks": 1} if dealt else {}
 
 
 def _unscaled(grad: Variable) -> Variable:

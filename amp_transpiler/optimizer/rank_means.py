@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
+from amp_transpiler.ops.training.dealt_tables import SEND
 from amp_transpiler.ops.training.sparse import MERGE
 from amp_transpiler.optimizer.rank_agreement import in_one_order, of_all_ranks
 from amp_transpiler.optimizer.step_pieces import made_of
@@ -40,12 +41,18 @@ def all_reduced(grads: Sequence[Variable], precision: str | None, op: str = "mea
     done = reduced_gradients(program) if op == "mean" else set()
     own = in_one_order([grad for grad in dict.fromkeys(grads) if grad not in done])
     attrs = ({} if precision is None else {"precision": precision}) | ({} if op == "mean" else {"op": op})
-    made = {grad: _rows_of_all(grad, attrs) for grad in own if grad.rows is not None}
     sent = {grad: _like(grad) for grad in own if grad.rows is None}
+    whole = next((grad for grad in sent if grad.grad_of is not None and grad.grad_of.dealt is not None), None)
+    if whole is not None:
+        raise GradientError(
+            f"the gradient '{whole.name}' is one of a whole table, the rows of which are dealt out among the ranks; each "
+            "rank's program must look rows of it up, and have gradients of them"
+        )
     if sent:
         with context.operator_role(SCALING):
             program.add_operator(ALL_REDUCE, [*sent], [*sent.values()], attrs=attrs, domain=OWN)
-    made |= sent
+    # Tables last, the first one last of all: the order is that in which gradients are made on one rank.
+    made = sent | {grad: _rows_of_all(grad, attrs) for grad in reversed(own) if grad.rows is not None}
     return [made.get(grad, grad) for grad in grads]
 
 
@@ -109,7 +116,7 @@ def _reduces(op: Operator) -> bool:
 def _settle(program: Graph, precision: str) -> None:
     """Say in which type gradients travel whose reduction left that open."""
     for op in program.operators:
-        if op.domain == OWN and op.type in (ALL_REDUCE, ALL_GATHER) and "precision" not in op.attrs:
+        if op.domain == OWN and op.type in (ALL_REDUCE, ALL_GATHER, SEND) and "precision" not in op.attrs:
             op.attrs["precision"] = precision
             program.touch()
 
@@ -122,14 +129,15 @@ def _like(grad: Variable) -> Variable:
 
 
 def _rows_of_all(grad: Variable, attrs: Mapping[str, str]) -> Variable:
-    """The mean of a sparse gradient: the rows of all ranks, merged."""
-    engine, program = current(), grad.program
-    assert engine is not None and grad.grad_of is not None
+    """The mean of a sparse gradient: the rows of all ranks, or those that lie on this one, merged."""
+    engine, program, table = current(), grad.program, grad.grad_of
+    assert engine is not None and table is not None and table.shape is not None
     rows, values = (program.add_variable(program.unique(f"{grad.name}@{what}"), None, None) for what in ("ROWS", "ALL"))
     if "op" in attrs:
         raise ArgumentError(f"all_reduce: '{grad.name}' is a sparse gradient, of which there is a mean alone")
-    more = {"ranks": engine.size, **attrs}
+    type_, more = (ALL_GATHER, {}) if table.dealt is None else (SEND, {"size": table.shape[0]})
+    more |= {"ranks": engine.size, **attrs}
     with context.operator_role(SCALING):
-        declare_outputs(program.add_operator(ALL_GATHER, [grad.rows, grad], [rows, values], attrs=more, domain=OWN))
-        values.grad_of, values.rows = grad.grad_of, rows
-        return append_merged(grad.grad_of, [values], f"{grad.name}@REDUCED", ranks=engine.size)
+        declare_outputs(program.add_operator(type_, [grad.rows, grad], [rows, values], attrs=more, domain=OWN))
+        values.grad_of, values.rows = table, rows
+        return append_merged(table, [values], f"{grad.name}@REDUCED", ranks=engine.size)

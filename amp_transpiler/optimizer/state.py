@@ -116,6 +116,13 @@ def create_copy(program: Program, startup: Program, parameter: Variable, name: s
     return state
 
 
+def follow_dealt(startup: Program, parameter: Variable, states: Sequence[Variable | None]) -> None:
+    """Deal out the rows of a parameter's states as its own are, in the startup program too."""
+    for variable in (parameter, *states):
+        if variable is not None and parameter.dealt is not None:
+            variable.dealt = startup.var(variable.name).dealt = parameter.dealt
+
+
 def append_update(program: Program, type_: str, inputs: Sequence[Variable | None], attrs: dict[str, Any]) -> Operator:
     """An operator of the training step all of whose outputs are new values of persistable inputs, which take them."""
     slots = slots_of(type_)

@@ -34,6 +34,7 @@ from amp_transpiler.optimizer.state import (
     append_update,
     create_master,
     create_state,
+    follow_dealt,
     gated_value,
     initial_value,
     next_value,
@@ -216,6 +217,11 @@ class UpdateRule:
         type_ = self._operator
         if pairs[0][1].rows is not None:
             type_ = sparse_update(type_) or type_
+        if pairs[0][0].dealt is not None and sparse_update(self._operator) is None:
+            raise ArgumentError(
+                f"{type(self).__name__} takes norms of whole parameters, and the rows of '{pairs[0][0].name}' are "
+                "dealt out among the ranks; train it with another optimizer, or leave it out of shard_tables"
+            )
         slots = slots_of(type_)
         assert slots is not None
         inputs: list[Variable | None] = [found_inf, rate]
@@ -255,6 +261,7 @@ class UpdateRule:
             )
             for kind in slots.accumulators
         ]
+        follow_dealt(startup, parameter, [*accumulators, master])
         rows = [] if grad.rows is None else [grad.rows]
         return [parameter, grad, *rows, *accumulators, master]
 

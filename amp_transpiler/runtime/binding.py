@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import DistributedError, ExecutionError
+from amp_transpiler.errors import DistributedError, ExecutionError, FeedError
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ops.training.remaining import REMAINING
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
@@ -174,7 +174,7 @@ class _Bindings:
                     self.binding.synchronize_outputs()
             else:
                 self.session.run_with_iobinding(self.binding, options)
-        except DistributedError:  # found before anything was updated
+        except (DistributedError, FeedError):  # found before anything was updated
             self._forget()
             raise
         except Exception as error:  # onnxruntime's errors have no common base class

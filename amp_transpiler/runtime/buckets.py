@@ -53,7 +53,7 @@ class _Call:
     def run_alone(self) -> None:
         """What there is of it for one rank; see ``by_itself`` in ``passes/lowering/exchanges.py``."""
         if not self.exchanged.call.in_place:
-            for sent, received in zip(self.sent, self.received, strict=True):
+            for sent, received in zip(self.sent, self.received, strict=False):
                 if isinstance(received, np.ndarray):
                     received[...] = np.resize(sent, received.shape)
                 else:

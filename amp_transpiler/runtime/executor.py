@@ -57,7 +57,7 @@ from amp_transpiler.runtime.report import ReportRequest, expanded, joined, reque
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.session import Settings, check_model, create_session, release_memory, require_cuda
 from amp_transpiler.runtime.session_cache import SessionCache
-from amp_transpiler.runtime.shards import Sent, elsewhere, run_updates
+from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.warn import AmpWarning
 
@@ -319,7 +319,8 @@ class Executor:
         keep, kind = in_place or plan.open is not None, CapturedStep if settings.cuda_graph else Step
 
         def make(model: onnx.ModelProto, ports: Lowered) -> tuple[Step, onnx.GraphProto | None]:
-            session, graph = create_session(model, self.place, settings, program.name, keep, in_parts=True)
+            new = {port.tensor for port in ports.updates}
+            session, graph = create_session(model, self.place, settings, program.name, keep, True, new)
             step = kind(session, graph, ports, self.place, program.name, startup)
             step.sent = sent
             return step, graph
@@ -381,8 +382,7 @@ class Executor:
             staged.hold(scope.ort_values)
             staged.hold({v.name: device_tensors.from_array(initial_content(v), self.place) for v in arrays})
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
-            scope.hold(staged.ort_values)
-            scope.leave(elsewhere(program))
+            settle(program, staged.ort_values, scope, self.place)
         return results
 
 

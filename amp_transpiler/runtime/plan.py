@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
+from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
@@ -22,6 +23,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.collective.current import several
+from amp_transpiler.runtime.dealt import dealt_variables
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
@@ -74,7 +76,11 @@ class Plans:
 
 
 def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Place) -> Plan:
-    """What ``program`` does when these variables are fetched. GraphError for an unknown one."""
+    """What ``program`` does when these variables are fetched. GraphError for an unknown one.
+
+    DistributedError: it is for another number of ranks.
+    """
+    dealt_variables(program)
     updates = program.accumulation.updates if spread and program.accumulation is not None else program.updates
     fetched = {name: _fetched(program, name) for name in names}
     outputs = [name for name, variable in fetched.items() if not variable.persistable]
@@ -83,7 +89,11 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
     targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
     # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
     shaped = place.kind == "cuda" or bool(
-        written or program.updates or program.info.functions or any(map(lowering_rule_of, program.walk()))
+        written
+        or program.updates
+        or program.info.functions
+        or held_shapes(program)
+        or any(map(lowering_rule_of, program.walk()))
     )
     opens = shaped and place.kind == "cpu" and not written and any(static(v.shape) is None for v in program.inputs)
     return Plan(

@@ -40,6 +40,8 @@ class Scope:
         self.ort_values: Mapping[str, Any] = MappingProxyType(self._values)
         #: The ranks that hold what this one does not, by the names of variables.
         self.elsewhere: Mapping[str, int] = MappingProxyType({})
+        #: The rows of variables that are dealt out among the ranks, by name; of these it holds its own.
+        self.dealt: Mapping[str, int] = MappingProxyType({})
         self._lock = StepLock()
 
     __getattr__ = paddle_attributes("amp_transpiler.Scope")
@@ -94,6 +96,11 @@ class Scope:
             for name in owners:
                 self._values.pop(name, None)
             self._place({**self.elsewhere, **owners})
+
+    def deal(self, rows: Mapping[str, int]) -> None:
+        """Know that what it holds of variables are rows of so many, which are dealt out among the ranks."""
+        if rows:
+            self.dealt = MappingProxyType({**self.dealt, **rows})
 
     def _place(self, owners: dict[str, int]) -> None:
         self.elsewhere = MappingProxyType(owners)

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -78,19 +78,20 @@ def create_session(
     name: str,
     keep_graph: bool = False,
     in_parts: bool = False,
+    updates: Container[str] = (),
 ) -> tuple[Any, onnx.GraphProto | None]:
     """A session for a lowered model and, with ``keep_graph``, the graph that it really runs (None: cannot be had).
 
     ``name`` is the program's, for messages. ``in_parts``: a large model on CPU may be a chain of sessions, which serves
     a :class:`~amp_transpiler.runtime.binding.Step`, and ranks exchange tensors between its parts; without it a rank
-    computes with its own alone. PlaceError where an operator has no kernel on ``place``, ExecutionError where
-    onnxruntime refuses the model.
+    computes with its own alone. ``updates``: tensors of new state. PlaceError where an operator has no kernel on
+    ``place``, ExecutionError where onnxruntime refuses the model.
     """
     ends, exchanged, engine = list[int](), list[Exchanged](), None
     if has_exchanges(model):
         engine = engine_on(place) if in_parts else None
         apart = in_parts and (engine is not None or place.kind == "cpu")
-        model, ends, exchanged = taken_apart(model) if apart else (by_itself(model), ends, exchanged)
+        model, ends, exchanged = taken_apart(model, updates) if apart else (by_itself(model), ends, exchanged)
         settings = settings if engine is None else replace(settings, stream=engine.stream)
     elif place.kind == "cpu":
         ends = cuts(model.graph)

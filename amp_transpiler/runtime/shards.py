@@ -16,12 +16,13 @@ import numpy as np
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.passes.lowering.own_rows import own_updates
-from amp_transpiler.passes.lowering.place import CPUPlace
+from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import holds, several
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.journal import Journal
+from amp_transpiler.runtime.dealt import collected, deal_out, dealt_variables, whole_rows
 from amp_transpiler.runtime.scope import Scope
 
 #: Bytes of parameters that travel at once.
@@ -42,6 +43,13 @@ def elsewhere(program: Program) -> dict[str, int]:
     return {name: owner for name, owner in owners.items() if owner != engine.rank}
 
 
+def settle(program: Program, values: Mapping[str, Any], scope: Scope, place: Place) -> None:
+    """Let a scope hold what a startup program has made, as far as it lies on this rank."""
+    scope.hold({**values, **deal_out(program, values, place)})
+    scope.leave(elsewhere(program))
+    scope.deal(whole_rows(program))
+
+
 def run_updates(program: Program, spread: bool) -> tuple[bool | Mapping[Variable, Variable], list[Variable]]:
     """What a run writes here, and new values that other ranks take; ``spread``: it does not end a window."""
     if spread and program.accumulation is not None:
@@ -59,6 +67,8 @@ def found_var(name: str, scope: Scope) -> np.ndarray:
     if engine is None:
         assert value is not None
         return value
+    if name in scope.dealt and value is not None:
+        return collected(engine, value, scope.dealt[name])
     of_all = engine.all_gather_object(None if value is None else [element_type(value.dtype), list(value.shape)])
     root = next((rank for rank, said in enumerate(of_all) if said is not None), None)
     if root is None:
@@ -133,7 +143,8 @@ class Pieces:
 
     def __init__(self, program: Program, scope: Scope) -> None:
         self._engine, self._scope = several(), scope
-        self._left = iter(owned_state(program) if self._engine is not None else ())
+        kept = [*owned_state(program), *dealt_variables(program)] if self._engine is not None else []
+        self._left = iter(kept)
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, content) for name, content in self._exchanged() if content is not None)
@@ -147,7 +158,13 @@ class Pieces:
         """Variables, with what came here of each."""
         for variable in self._left:
             engine, owner = self._engine, variable.owner
-            assert engine is not None and owner is not None
+            assert engine is not None
+            if variable.dealt is not None:
+                held = device_tensors.to_array(self._scope.ort_value(variable.name))
+                whole = collected(engine, held, self._scope.dealt[variable.name], root=0)
+                yield variable.name, None if engine.rank else whole.reshape(-1).view(np.uint8)
+                continue
+            assert owner is not None
             if owner % engine.size == 0:
                 continue
             parts, value = [np.empty(0, np.uint8)] * engine.size, None

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.dealt_gradients import rescaled_part
+from amp_transpiler.ops.training.exchange import exchanged
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
 from amp_transpiler.ops.training.scaling import Types, master_type, rescaled
 
@@ -28,6 +30,14 @@ def _factor(e: Emitter, squares: Value, limit: float) -> Value:
     """``limit / max(norm, limit)``: 1 while the norm is within the limit."""
     bound = e.like(limit, squares)
     return e.Div(bound, e.Max(e.Sqrt(squares), bound), shape=())
+
+
+def _square(e: Emitter, op: Operator, number: int, gradient: Value) -> Value:
+    """The square of the norm of a gradient, of all ranks' where each has that of its rows (attribute ``dealt``)."""
+    square: Value = e.ReduceSumSquare(gradient, keepdims=0, shape=())
+    if not op.attrs.get("dealt", ()) or not op.attrs["dealt"][number]:
+        return square
+    return e.reshape(exchanged(e, ALL_REDUCE, [e.reshape(square, (1,))], op="sum")[0], ())
 
 
 def _clipped(
@@ -50,7 +60,8 @@ def _clipped(
 @lowering_rule(own(GLOBAL_NORM), infer=_types, slots=_SLOTS)
 def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     def clip(wide: list[Value]) -> list[Value]:
-        squares = [e.cast(e.ReduceSumSquare(g, keepdims=0, shape=()), "float32") for g in wide]
+        first = [rows.numbers[0] for rows in rows_of(e, op, len(grads))]
+        squares = [e.cast(_square(e, op, number, g), "float32") for number, g in zip(first, wide, strict=True)]
         factor = _factor(e, squares[0] if len(squares) == 1 else e.op("Sum", *squares, shape=()), op.attrs["clip_norm"])
         return [rescaled(e, g, factor) for g in wide]
 
@@ -61,8 +72,8 @@ def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
 def _by_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     wide = [e.cast(g, master_type(g.dtype)) for g in grads]
     return [
-        e.Mul(g, _factor(e, e.ReduceSumSquare(g, keepdims=0, shape=()), op.attrs["clip_norm"]), shape=g.shape)
-        for g in wide
+        e.Mul(g, _factor(e, _square(e, op, number, g), op.attrs["clip_norm"]), shape=g.shape)
+        for number, g in enumerate(wide)
     ]
 
 

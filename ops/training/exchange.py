@@ -57,19 +57,19 @@ def exchanged(
 ) -> list[Value]:
     """Emit one exchange: what is received for values of fixed shapes, each in the element type of its value.
 
-    ``shapes``: of what is received, those of the values by default. A 16-bit value travels as such also where 16 bit is
-    emulated.
+    ``shapes``: of what is received for the first values; by default for all of them those that they have. A 16-bit
+    value travels as such also where 16 bit is emulated.
     """
     held = [as_tensor(e, value) for value in values]
     with e.emulation(False):
         sent = [e.cast(tensor, value.dtype) for tensor, value in zip(held, values, strict=True)]
     sizes = [value.shape for value in values] if shapes is None else [tuple(shape) for shape in shapes]
-    made = [Value(e.name(type_), value.dtype, shape) for value, shape in zip(values, sizes, strict=True)]
+    made = [Value(e.name(type_), value.dtype, shape) for value, shape in zip(values, sizes, strict=False)]
     attrs |= {ORDER: len(e.foreign)}  # grows with each exchange
     e.nodes.append(emitted_node(type_, [v.name for v in sent], [v.name for v in made], OWN, attrs))
     # A 16-bit tensor that is emulated has no shape of its own.
     e.foreign += (Value(each.name, each.dtype, value.shape) for each, value in zip(sent, values, strict=True))
     e.foreign += made
     e.domains.add(OWN)
-    likes = [Value(value.name, value.dtype, each.shape) for value, each in zip(values, made, strict=True)]
+    likes = [Value(value.name, value.dtype, each.shape) for value, each in zip(values, made, strict=False)]
     return [emulating(e, each, like) for each, like in zip(made, likes, strict=True)]

@@ -24,6 +24,8 @@ from typing import Any
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
+from amp_transpiler.ops.training.exchange import exchanged
 from amp_transpiler.ops.training.remaining import without_remaining
 from amp_transpiler.ops.training.rows import alone, joined, parts, rows_of
 
@@ -181,6 +183,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     times their number. An unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of
     fp32 ones it is the sum of magnitudes, unscaled: no two large ones cancel. Updates take them as they were.
 
+    Where each rank looks at gradients of its own (``over_ranks``), found_inf is that of any.
+
     The largest tensor is looked at last: what stands last is computed first, each weight's gradient where the backward
     pass reaches it. Behind a tensor of vectors alone they would wait for the whole pass, with all that they read.
     """
@@ -211,7 +215,10 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
             if rows.shapes and before_unscaling(new) in e.shared:
                 e.shared[alone(part)] = (was, inverse)
     found_inf = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())
-    return [e.reshape(found_inf, (1,)), *(value for value in unscaled if value is not None)]
+    found_inf = e.reshape(found_inf, (1,))
+    if op.attrs.get("over_ranks", 0):
+        found_inf = e.cast(exchanged(e, ALL_REDUCE, [e.cast(found_inf, "int32")], op="max")[0], "bool")
+    return [found_inf, *(value for value in unscaled if value is not None)]
 
 
 def scaled(e: Emitter, gradient: Value) -> tuple[Value, Value | None]:

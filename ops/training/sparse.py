@@ -45,12 +45,16 @@ def _gather_types(op: Operator) -> Types:
 @lowering_rule(own(GATHER), native=True, infer=_gather_types)
 def gather_rows(e: Emitter, op: Operator, indices: Value, dy: Value) -> list[Value]:
     """``size``: the rows of the table, from whose end indices below 0 count."""
-    shape = size_of(indices)
-    count = math.prod(shape)
+    rows, shape = named_rows(e, indices, int(op.attrs["size"])), size_of(indices)
+    return [rows, e.reshape(dy, (*size_of(rows), *size_of(dy)[len(shape) :]))]
+
+
+def named_rows(e: Emitter, indices: Value, size: int) -> Value:
+    """The rows that indices name in a table of this size, from whose end those below 0 count."""
+    count = math.prod(size_of(indices))
     rows = e.cast(e.reshape(indices, (count,)), "int64")
     below = e.op("Less", rows, e.like(0, rows), shape=(count,))
-    from_end = e.Add(rows, e.like(int(op.attrs["size"]), rows), shape=(count,))
-    return [e.Where(below, from_end, rows, shape=(count,)), e.reshape(dy, (count, *size_of(dy)[len(shape) :]))]
+    return e.Where(below, e.Add(rows, e.like(size, rows), shape=(count,)), rows, shape=(count,))
 
 
 def _merge_types(op: Operator) -> Types:
@@ -70,15 +74,7 @@ def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
     count, rest = size_of(rows)[0], size_of(parts[0])[1:]
     if count < 2:
         return [rows, parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0, shape=(count, *rest))]
-    ascending, place = e.op(
-        "TopK", rows, e.ints(count), outputs=2, dtype=("int64", "int64"), shape=(count,), largest=0, axis=0
-    )
-    again = e.op("Equal", sliced(e, ascending, 0, 1, count), sliced(e, ascending, 0, 0, count - 1), shape=(count - 1,))
-    first = e.Sub(e.like(1, rows), e.cast(again, "int64"), shape=(count - 1,))
-    number = e.CumSum(e.Concat(e.ints(0), first, axis=0, shape=(count,)), e.const(0, "int64"), shape=(count,))
-    last = e.Expand(sliced(e, ascending, 0, count - 1, count), e.ints(count), shape=(count,))
-    distinct = e.ScatterElements(last, number, ascending, axis=0, shape=(count,))
-    whose = e.ScatterElements(e.const(np.zeros(count, np.int64)), place, number, axis=0, shape=(count,))
+    distinct, whose = numbered(e, rows)
     totals, start = list[Value](), 0
     for part in parts:
         wide, end = e.f32(part), start + size_of(part)[0]
@@ -103,6 +99,22 @@ def _added(e: Emitter, total: Value, column: Value, values: Value, ranks: int) -
         at, part = (sliced(e, value, 0, start, start + size) for value in (column, values))
         total = e.ScatterND(total, at, part, reduction="add", shape=total.shape)
     return total
+
+
+def numbered(e: Emitter, rows: Value) -> tuple[Value, Value]:
+    """Rows in ascending order, each once, the last one repeated at the end; and the place there of each given one."""
+    count = size_of(rows)[0]
+    if count < 2:
+        return rows, e.const(np.zeros(count, np.int64))
+    ascending, place = e.op(
+        "TopK", rows, e.ints(count), outputs=2, dtype=("int64", "int64"), shape=(count,), largest=0, axis=0
+    )
+    again = e.op("Equal", sliced(e, ascending, 0, 1, count), sliced(e, ascending, 0, 0, count - 1), shape=(count - 1,))
+    first = e.Sub(e.like(1, rows), e.cast(again, "int64"), shape=(count - 1,))
+    number = e.CumSum(e.Concat(e.ints(0), first, axis=0, shape=(count,)), e.const(0, "int64"), shape=(count,))
+    last = e.Expand(sliced(e, ascending, 0, count - 1, count), e.ints(count), shape=(count,))
+    distinct = e.ScatterElements(last, number, ascending, axis=0, shape=(count,))
+    return distinct, e.ScatterElements(e.const(np.zeros(count, np.int64)), place, number, axis=0, shape=(count,))
 
 
 @lowering_rule(own(DENSE), native=True)

@@ -29,9 +29,11 @@ import numpy as np
 
 import amp_transpiler as amp
 from amp_transpiler.runtime.collective import mpi, ordered
+from tests.helpers.dealt import batch, dealing
 from tests.helpers.normalised import trained
 from tests.helpers.ranks import TYPES, drawn, rounded_once, words
 from tests.helpers.sharded import Net
+from tests.helpers.tables import Recommender
 from tests.helpers.where import ROOT
 
 TIMEOUT = 2.0
@@ -77,7 +79,7 @@ def reduce(length: int = 1000) -> None:
 
 
 def dealt_out() -> None:
-    """Optimizer state that is dealt out: bits and files are those without."""
+    """Optimizer state, and rows of tables, that are dealt out: bits and files are those without."""
     engine = amp.distributed.get_engine()
     folder = Path(engine.all_gather_object(tempfile.mkdtemp() if engine.rank == 0 else "")[0])
     found = []
@@ -89,6 +91,14 @@ def dealt_out() -> None:
     assert found[0] == found[1] and held < len(net.names())
     amp.load_checkpoint(folder / "False", net.main, net.scope)
     assert net.state() == found[0][1]
+    tables = []
+    for deal in (False, True):
+        table = dealing(lambda: amp.optimizer.Adam(0.01, lazy_mode=True), deal)
+        net_of_rows = Recommender(table, "mixed", init_loss_scaling=128.0)
+        losses = [net_of_rows.run(batch(number)).tobytes() for number in range(2)]
+        path = amp.save_checkpoint(folder / f"table {deal}", net_of_rows.main, net_of_rows.scope)
+        tables.append((losses, (path / "state.safetensors").read_bytes()))
+    assert tables[0] == tables[1]
     amp.distributed.barrier()
     if engine.rank == 0:
         shutil.rmtree(folder)

@@ -59,7 +59,7 @@ def _carry_variables(old: Graph, new: Graph) -> None:
             continue
         made = new.var(variable.name)
         made.persistable, made.trainable = variable.persistable, variable.trainable
-        made.stop_gradient, made.sparse = variable.stop_gradient, variable.sparse
+        made.stop_gradient, made.sparse, made.dealt = variable.stop_gradient, variable.sparse, variable.dealt
         made.data = variable.data
         made.dtype, made.shape = variable.dtype or made.dtype, variable.shape or made.shape
         if variable.grad_of is not None and new.has_var(variable.grad_of.name):

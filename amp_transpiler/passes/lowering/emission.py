@@ -49,7 +49,7 @@ from amp_transpiler.passes.lowering.lowered import (
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
 from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
-from amp_transpiler.passes.lowering.table_lookups import emit_lookup
+from amp_transpiler.passes.lowering.table_lookups import emit_lookup, looks_up_dealt
 from amp_transpiler.passes.lowering.tensor_types import foreign_types
 from amp_transpiler.passes.lowering.wanted import Wanted
 
@@ -76,7 +76,7 @@ class _Emission(EmulatedStorage):
         targets = [*self.fetches, *self.updates.values()]
         self.order = needed(program, [*targets, *map(program.var, wanted.others)])
         self.left = left_to_others(self.order, targets) if wanted.others else frozenset()
-        ruled = any(map(has_lowering_rule, self.order))
+        ruled = any(map(has_lowering_rule, self.order)) or looks_up_dealt(self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not ruled else feed_shapes
@@ -245,7 +245,7 @@ class _Emission(EmulatedStorage):
             self.shapes.shape(v) if v is not None and v.grad_of is not None else None for v in op.outputs
         ]
         variables = self.sums.left.get(op.key, op.inputs)
-        inputs = [None if v is None or v.key in self.left else self._shaped(op, v) for v in variables]
+        inputs = [None if v is None or v.key in self.left else self.shaped(op, v) for v in variables]
         self.e.summand = self.added(op, self.sums.before.get(op.key))
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]

@@ -55,7 +55,7 @@ class EmulatedStorage:
             self.rounded[variable.key] = self.e.stored(value, variable.dtype)
         return self.rounded[variable.key]
 
-    def _shaped(self, op: Operator, variable: Variable) -> Value:
+    def shaped(self, op: Operator, variable: Variable) -> Value:
         """The same, with its shape; GraphError where that is not fixed."""
         value = self.env[variable.key]
         if value.shape is None and self.shapes is not None:
@@ -71,7 +71,7 @@ class EmulatedStorage:
 
     def added(self, op: Operator, variable: Variable | None) -> Value | None:
         """What the rule of ``op`` adds to its first result."""
-        return None if variable is None else self.stands_for(variable, self._shaped(op, variable))
+        return None if variable is None else self.stands_for(variable, self.shaped(op, variable))
 
     def finished(self, variable: Variable, value: Value, exact: bool) -> Value:
         """A rule's or operator's raw result as the variable is held here, rounded where that is due."""

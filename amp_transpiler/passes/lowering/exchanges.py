@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,10 +66,12 @@ def _call(node: onnx.NodeProto) -> Exchange | None:
     return exchange_of(node.op_type) if node.domain == OWN else None
 
 
-def taken_apart(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[int], list[Exchanged]]:
+def taken_apart(
+    model: onnx.ModelProto, updates: Container[str] = ()
+) -> tuple[onnx.ModelProto, list[int], list[Exchanged]]:
     """The model without the exchanges, its nodes part by part, where the parts end, and what is exchanged.
 
-    That is in the order in which it leaves.
+    That is in the order in which it leaves. ``updates``: outputs that may be written where an input lies.
     """
     types = _types(model)
     nodes = _apart(model, types)
@@ -79,7 +81,8 @@ def taken_apart(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[int], lis
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     reads = [[maker[name] for name in used_tensors([node]) if name in maker] for node in nodes]
     sizes = {i: sum(types[name].nbytes for name in nodes[i].input) for i in calls}
-    plan = rounds(reads, sizes, {i for i, call in calls.items() if call.uneven})
+    late = {i for i, node in enumerate(nodes) if any(name in updates for name in node.output)}
+    plan = rounds(reads, sizes, {i for i, call in calls.items() if call.uneven}, late)
     whole, names = _emptied(model), dict[str, str]()
     exchanged = []
     for i, call in sorted(calls.items(), key=lambda each: (plan.send[each[0]], -numbers[each[0]])):
@@ -107,7 +110,7 @@ def by_itself(model: onnx.ModelProto) -> onnx.ModelProto:
         if call is None:
             whole.graph.node.append(node)
             continue
-        for sent, received in zip(node.input, node.output, strict=True):
+        for sent, received in zip(node.input, node.output, strict=False):
             if call.in_place:
                 whole.graph.node.append(_identity(sent, received))
             else:

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
@@ -78,11 +79,13 @@ def lower(
 ) -> Lowered:
     """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes; ``program`` stays as it is.
 
-    What it gives: see :class:`~.wanted.Wanted`. GraphError where a rule needs a shape that is not fixed.
+    Of variables whose rows are dealt out it has what a rank holds. What it gives: see :class:`~.wanted.Wanted`.
+    GraphError where a rule needs a shape that is not fixed.
     """
+    feed_shapes = {**held_shapes(program), **(feed_shapes or {})}
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
     wanted = Wanted(tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared)
-    context = Context({FEED_SHAPES: feed_shapes or {}, WANTED: wanted})
+    context = Context({FEED_SHAPES: feed_shapes, WANTED: wanted})
     apply_to_copy(lowering(place), program, context)
     return context[LOWERED]
 

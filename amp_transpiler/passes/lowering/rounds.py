@@ -35,14 +35,23 @@ class Rounds:
     parts: int
 
 
-def rounds(reads: Sequence[Sequence[int]], sizes: Mapping[int, int], uneven: Container[int] = ()) -> Rounds:
+def rounds(
+    reads: Sequence[Sequence[int]],
+    sizes: Mapping[int, int],
+    uneven: Container[int] = (),
+    late: Container[int] = (),
+) -> Rounds:
     """``reads``: the nodes from which each node reads, all before it; ``sizes``: the bytes that those send which are
     exchanges, in the order of all ranks, ``uneven`` ones other bytes on each. An exchange reads what a node that is
-    none has made."""
+    none has made.
+
+    ``late``: nodes that wait for the last exchange, unless one needs them; new state may lie where the old one does,
+    and where an exchange fails nothing is to have changed.
+    """
     deep, feeds = _depths(reads, sizes), _feeding(reads, sizes)
     sends = _sends({i: 0 if i in uneven else size for i, size in sizes.items()}, deep, feeds)
     send = {i: number for number, members in enumerate(sends) for i in members}
-    part = _parts(reads, send, feeds, len(sends))
+    part = _parts(reads, send, feeds, len(sends), late)
     for number, members in enumerate(sends):
         if sum(sizes[i] for i in members) >= MUCH:
             _take_along(2 * number, members, reads, send, part)
@@ -87,7 +96,13 @@ def _buckets(members: Sequence[int], sizes: Mapping[int, int]) -> list[list[int]
     return list(found.values())
 
 
-def _parts(reads: Sequence[Sequence[int]], send: Mapping[int, int], feeds: Sequence[bool], sends: int) -> list[int]:
+def _parts(
+    reads: Sequence[Sequence[int]],
+    send: Mapping[int, int],
+    feeds: Sequence[bool],
+    sends: int,
+    late: Container[int],
+) -> list[int]:
     """The part of each node: 2 s where send s is the first one that needs it, 2 ``sends`` for the last part."""
     last = 2 * sends
     part = [2 * send[i] if i in send else last for i in range(len(reads))]
@@ -101,6 +116,7 @@ def _parts(reads: Sequence[Sequence[int]], send: Mapping[int, int], feeds: Seque
     for i, of_node in enumerate(reads):
         if not feeds[i] and i not in send:  # no sooner than what it reads is there, and no later
             part[i] = max((first[j] if j in send else part[j] for j in of_node), default=0)
+            part[i] = last if i in late else part[i]
     return part
 
 

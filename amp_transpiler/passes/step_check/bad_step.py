@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.passes.lowering.lowered import is_row
 
 #: How far back the makers of a tensor are looked at: an update is short.
@@ -71,7 +72,7 @@ class BadStep:
             return _UNKNOWN
         if node.op_type in ("IsNaN", "IsInf"):
             return Held(number=1.0)
-        if node.op_type == "Cast" or node.op_type == "Expand" or traits_of(node.op_type, node.domain).view:
+        if node.op_type in ("Cast", "Expand", ALL_REDUCE) or traits_of(node.op_type, node.domain).view:
             return self.held(node.input[0], depth - 1)
         if node.op_type == "Where":
             return self._chosen(node, depth - 1)

@@ -15,12 +15,15 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.passes.step_check.bad_step import BadStep
 from amp_transpiler.passes.view.training_step import kept_on_bad_step, training_step
 
 #: What computes between a gate's condition and the sums that found_inf looks at.
-_VERDICT = frozenset({"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min"})
+_VERDICT = frozenset(
+    {"Equal", "And", "Or", "IsNaN", "IsInf", "Mul", "Add", "Sum", "Concat", "Abs", "Max", "Min", ALL_REDUCE}
+)
 #: The sums themselves, as rules of the step write them.
 _SUMS = frozenset({"ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare"})
 #: Kernels of the CPU provider that lose a NaN among other numbers.

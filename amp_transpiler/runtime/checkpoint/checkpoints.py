@@ -59,6 +59,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
+from amp_transpiler.runtime.dealt import whole_rows
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.shards import Pieces
 from amp_transpiler.runtime.states import fits, type_message
@@ -203,6 +204,7 @@ def load_checkpoint(
     )
     scope.hold(found.values)
     scope.leave(found.others)
+    scope.deal(whole_rows(program))
     return loaded
 
 
@@ -255,6 +257,8 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
 def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any:
     """The value of a variable; None where it has none and nothing reads it."""
     value = scope.ort_values.get(variable.name)
+    if value is not None and variable.name in scope.dealt:
+        return Awaited(str(variable.dtype), static(variable.shape) or ())
     if value is None:
         if slot.role == UNUSED:
             return None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import CheckpointMismatchError
+from amp_transpiler.ir.dealt_rows import held_shape
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import needed
@@ -32,6 +33,7 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
     Slot,
     state_slots,
 )
+from amp_transpiler.runtime.dealt import own_rows
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.shards import elsewhere
@@ -137,7 +139,7 @@ def _value(variable: Variable, source: Stored) -> Any:
     array = source.read()
     if source.dtype != variable.dtype:
         array = device_tensors.rounded(variable.name, array, str(variable.dtype))
-    return device_tensors.from_array(array)
+    return device_tensors.from_array(own_rows(variable, array))
 
 
 # -- what is not stored ----------------------------------------------------------------------------------
@@ -174,7 +176,8 @@ def _kept(variable: Variable, scope: Scope) -> bool:
         return True
     if value is None or device_tensors.dtype_of(value) != variable.dtype:
         return False
-    return variable.shape is None or fits(value.shape(), variable.shape)
+    shape = variable.shape if variable.dealt is None else held_shape(variable)
+    return shape is None or fits(value.shape(), shape)
 
 
 def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:

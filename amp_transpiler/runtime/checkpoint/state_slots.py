@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, OWN, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.tensors import SMALL, as_array, tensor_type
-from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
+from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
+from amp_transpiler.ops.training.dealt_tables import SEND
+from amp_transpiler.ops.training.sparse import MERGE
 from amp_transpiler.passes.view.training_step import TrainingStep, Update, training_step, ungated
 from amp_transpiler.program import Program
 
@@ -26,6 +28,9 @@ INFERENCE = frozenset({PARAMETER, STATISTICS, BUFFER})
 OF_A_WINDOW = frozenset({SUM, BEFORE, MICRO_STEP})
 #: Roles of what one precision, or one way to step, has and another has not.
 OF_A_MODE = frozenset({MASTER, SCALING, UNUSED}) | OF_A_WINDOW
+
+#: Attributes of operators of our own that say how ranks share the work.
+_OF_RANKS = frozenset({"ranks", "over_ranks", "dealt"})
 
 #: What stands for the same state in two programs: a group, the name or number that it goes by there.
 Key = tuple[str, str, int]
@@ -124,6 +129,12 @@ def fingerprint(program: Program) -> str:
     return found.hexdigest()
 
 
+def _only_meets(op: Operator) -> bool:
+    """Whether an operator is there for several ranks alone; it hands on what it reads."""
+    merges = op.type == MERGE and "ranks" in op.attrs
+    return op.domain == OWN and (op.type in (ALL_REDUCE, ALL_GATHER, SEND) or merges)
+
+
 def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
     yield repr(sorted(program.info.opsets.items())).encode()
     for variable in program.variables:
@@ -137,9 +148,11 @@ def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
             numbers[variable] = _constant(variable.data)
     reduced: dict[Variable, str] = {}
     for op in program.operators:
-        if op.type == ALL_REDUCE and op.domain == OWN:
+        if _only_meets(op):
             pairs = zip(op.inputs, op.outputs, strict=True)
-            reduced |= {new: numbers[old] for old, new in pairs if old is not None and new is not None}
+            for old, new in pairs:
+                if old is not None and new is not None:
+                    reduced[new] = numbers.get(old) or reduced[old]
             continue
         for output in op.outputs:
             if output is not None:
@@ -149,6 +162,8 @@ def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
         ]
         yield repr((op.type, op.domain, op.role, *names)).encode()
         for proto in sorted(op.attrs.protos(), key=lambda proto: proto.name):
+            if op.domain == OWN and proto.name in _OF_RANKS:
+                continue
             yield proto.SerializeToString(deterministic=True)
         for nested in op.attrs.programs:
             yield from _lines(nested, numbers)

@@ -1,0 +1,218 @@
+"""Tables whose rows are dealt out among ranks, which are threads here, beside tables that every rank has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler import distributed
+from amp_transpiler.nn import functional as F
+from tests.helpers.dealt import BATCH, batch, dealing
+from tests.helpers.tables import IDS, ROWS, Recommender
+
+STEPS = 3
+State = dict[str, np.ndarray]
+Run = Callable[[], tuple[list[float], State]]
+
+
+def lazy_adam() -> Any:
+    return amp.optimizer.Adam(0.01, lazy_mode=True, multi_precision=True)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "lazy adam": lazy_adam,
+    "adamw": lambda: amp.optimizer.AdamW(0.01, weight_decay=0.1),
+    "clipped": lambda: amp.optimizer.SGD(0.1, grad_clip=amp.optimizer.ClipGradByNorm(0.01)),
+}
+
+
+def whole(net: Recommender) -> State:
+    """The state of the net, rows of all ranks together."""
+    return {v.name: distributed.find_var(v.name, net.scope) for v in net.main.variables if v.persistable}
+
+
+def trained(make: Callable[[], Any], dealt: bool, ids: Any = None, mode: str = "fp32", **options: Any) -> Run:
+    def run() -> tuple[list[float], State]:
+        net = Recommender(dealing(make, dealt), mode, **options)
+        losses = [float(net.run(batch(step, ids))) for step in range(STEPS)]
+        held = net.scope.find_var("table")
+        assert len(held) == (-(-ROWS // distributed.world_size()) + 1 if dealt else ROWS)
+        return losses, whole(net)
+
+    return run
+
+
+def check_alike(ranks: int, make: Callable[[], Any], **options: Any) -> None:
+    """The same losses and state on all ranks, bit for bit, dealt out or not."""
+    expected = distributed.simulate(ranks, trained(make, False, **options))
+    found = distributed.simulate(ranks, trained(make, True, **options))
+    for (losses, state), (wanted, as_whole) in zip(found, expected, strict=True):
+        assert losses == wanted
+        assert state.keys() == as_whole.keys()
+        assert [name for name in state if state[name].tobytes() != as_whole[name].tobytes()] == []
+
+
+@pytest.mark.parametrize("name, ranks", [("lazy adam", 2), ("lazy adam", 4), ("adamw", 2), ("clipped", 2)])
+def test_rows_take_the_steps_of_a_whole_table(name: str, ranks: int) -> None:
+    check_alike(ranks, OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("mode, dtype", [("mixed", "float32"), ("pure", "float16")])
+def test_in_16_bit(mode: str, dtype: str) -> None:
+    check_alike(2, lazy_adam, mode=mode, dtype=dtype, init_loss_scaling=128.0)
+
+
+def twice_with_padding(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variable:
+    first = F.embedding_bag(ids, table, mode="mean", padding_idx=3, sparse=sparse)
+    return first + F.sum(F.embedding(ids[:, :2], table, sparse=sparse), axis=1)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        lambda rng: rng.integers(-ROWS, ROWS, (BATCH, IDS)),  # counted from the end
+        lambda rng: np.full((BATCH, IDS), 4),  # other ranks are asked for nothing
+        lambda rng: np.zeros((0, IDS), np.int64),
+    ],
+    ids=["from the end", "one row", "none"],
+)
+def test_which_rows_are_looked_up(ids: Any) -> None:
+    check_alike(2, lazy_adam, ids=ids)
+
+
+def test_bags_with_padding_and_a_second_lookup() -> None:
+    check_alike(2, lazy_adam, forward=twice_with_padding)
+
+
+def test_a_norm_is_that_of_all_rows() -> None:
+    def make() -> Any:
+        return amp.optimizer.SGD(0.1, grad_clip=amp.optimizer.ClipGradByGlobalNorm(0.01))
+
+    ((_, expected), _), ((_, found), _) = (distributed.simulate(2, trained(make, dealt)) for dealt in (False, True))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("row", [ROWS, -ROWS - 1])
+def test_an_id_out_of_range_is_named_on_all_ranks(row: int) -> None:
+    def run() -> str:
+        net = Recommender(dealing(lazy_adam))
+        before = net.state()
+        feed = batch(0)
+        if distributed.rank() == 1:
+            feed["ids"][0, 0] = row
+        with pytest.raises(amp.errors.FeedError) as error:
+            net.run(feed)
+        assert net.state() == before
+        net.run(batch(1))  # the ranks go on
+        return str(error.value)
+
+    said = f"id {row} on rank 1 is out of range for table 'table', which has {ROWS} rows"
+    assert distributed.simulate(2, run) == [said] * 2
+
+
+def boosted(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variable:
+    """A large ``boost`` times a scaled gradient is infinite, in the gradient of the table alone."""
+    boost = amp.data("boost", [1], "float32")
+    extra = F.mean(F.embedding(ids[:, :1], table, sparse=sparse), axis=1)
+    return F.mean(F.embedding(ids, table, sparse=sparse), axis=1) + (extra * boost - extra * boost)
+
+
+def test_an_overflow_on_the_rank_of_a_row_skips_on_all() -> None:
+    """Rank 0 looks up rows that lie on rank 1, where the sum of their gradients is infinite."""
+
+    def run() -> tuple[State, State]:
+        net = Recommender(dealing(lazy_adam), "mixed", forward=boosted, init_loss_scaling=2.0**15)
+        one = np.ones(1, np.float32)
+        net.run(batch(0) | {"boost": one})
+        before = whole(net)
+        feed = batch(1, lambda rng: np.full((BATCH, IDS), 1))
+        net.run(feed | {"boost": one * (1e38 if distributed.rank() == 0 else 1)})
+        return before, whole(net)
+
+    for before, after in distributed.simulate(2, run):
+        changed = {name.rstrip("_0123456789") for name in before if before[name].tobytes() != after[name].tobytes()}
+        assert changed == {"num_good_steps", "num_bad_steps"}
+
+
+def test_a_test_program_looks_up_in_the_same_table() -> None:
+    def run(dealt: bool) -> Callable[[], np.ndarray]:
+        def evaluate() -> np.ndarray:
+            net = Recommender(dealing(lazy_adam, dealt))
+            test = net.main.clone(for_test=True)
+            net.run(batch(0))
+            return np.array(net.exe.run(test, batch(1), [net.loss.name], net.scope)[0])
+
+        return evaluate
+
+    for found, expected in zip(*(distributed.simulate(2, run(dealt)) for dealt in (True, False)), strict=True):
+        assert found == expected
+
+
+def test_what_cannot_be_dealt_out_is_refused() -> None:
+    def run() -> None:
+        main = Recommender(dealing(lazy_adam, False)).main
+        with pytest.raises(amp.errors.OrderError, match="has gradients already"):
+            distributed.shard_tables([main.var("table")])
+        with pytest.raises(amp.errors.ArgumentError, match="'fc_0.w_0' is no parameter that lookups of rows alone"):
+            distributed.shard_tables([main.var("fc_0.w_0")])
+        with pytest.raises(amp.errors.ArgumentError, match="Lamb takes norms of whole parameters"):
+            Recommender(dealing(lambda: amp.optimizer.Lamb(0.1)))
+        with pytest.raises(amp.errors.ArgumentError, match="accumulate_steps"):
+            Recommender(dealing(lazy_adam), accumulate_steps=2)
+
+    distributed.simulate(2, run)
+
+
+def test_files_say_that_rows_are_dealt_out(tmp_path: Path) -> None:
+    def run() -> None:
+        net = Recommender(dealing(lazy_adam), "mixed")
+        path = tmp_path / f"{distributed.rank()}.onnx"
+        net.main.to_onnx(path)
+        read = amp.Program.from_onnx(path)
+        dealt = {v.name for v in net.main.variables if v.dealt == 2}
+        assert {v.name for v in read.variables if v.dealt == 2} >= {"table", "table_moment1_0"} <= dealt
+        amp.check_step(read, amp.CPUPlace(), {"ids": (4, IDS), "label": (4, 1)})
+        with pytest.raises(amp.errors.ScopeError, match="rows of 'table' are dealt out"):
+            net.main.to_onnx(path, scope=net.scope)
+
+    distributed.simulate(2, run)
+
+
+def test_one_rank_keeps_all() -> None:
+    net, plain = (Recommender(dealing(lazy_adam, dealt)) for dealt in (True, False))
+    assert net.train() == plain.train() and net.state() == plain.state()
+
+
+def test_a_program_is_of_its_number_of_ranks() -> None:
+    nets = distributed.simulate(2, lambda: Recommender(dealing(lazy_adam)))
+    with pytest.raises(amp.errors.DistributedError, match="dealt out among 2 ranks, and there are 1"):
+        nets[0].train()
+
+
+def test_checkpoints_are_those_of_whole_tables(tmp_path: Path) -> None:
+    """1, 2, 4, 1 ranks, and 2 that have the table whole, each from the last: the files of those that never dealt it."""
+    folders: dict[bool, Path] = {}
+    for dealt in (True, False):
+        source = None
+        for number, ranks in enumerate((1, 2, 4, 1, 2)):
+            target = folders[dealt] = tmp_path / f"{dealt}{number}"
+
+            def leg(
+                source: Path | None = source, target: Path = target, number: int = number, own: Any = dealt
+            ) -> None:
+                net = Recommender(dealing(lazy_adam, own and number < 4), "pure")
+                if source is not None:
+                    assert amp.load_checkpoint(source, net.main, net.scope).exact
+                net.run(batch(number))
+                amp.save_checkpoint(target, net.main, net.scope)
+
+            distributed.simulate(ranks, leg)
+            source = target
+    first, second = ((folder / "state.safetensors").read_bytes() for folder in folders.values())
+    assert first == second
