@@ -45,7 +45,7 @@ def all_reduced(grads: Sequence[Variable], precision: str | None, op: str = "mea
     whole = next((grad for grad in sent if grad.grad_of is not None and grad.grad_of.dealt is not None), None)
     if whole is not None:
         raise GradientError(
-            f"the gradient '{whole.name}' is one of a whole table, the rows of which are dealt out among the ranks; each "
+            f"the gradient '{whole.name}' is one of a whole table, whose rows are dealt out among the ranks; each "
             "rank's program must look rows of it up, and have gradients of them"
         )
     if sent:

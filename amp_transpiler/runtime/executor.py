@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,12 +22,10 @@ from amp_transpiler.errors import (
     GraphError,
     OrderError,
     PlaceError,
-    ScopeError,
 )
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -38,6 +36,7 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank
+from amp_transpiler.runtime.host_tables import HostTables
 from amp_transpiler.runtime.locks import Uninterrupted
 from amp_transpiler.runtime.plan import (
     Plan,
@@ -59,6 +58,7 @@ from amp_transpiler.runtime.session import Settings, check_model, create_session
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
+from amp_transpiler.runtime.states import fetched_state
 from amp_transpiler.warn import AmpWarning
 
 
@@ -98,6 +98,9 @@ class Executor:
     step that updates a scope has it for itself (see :class:`Scope`). A program must not be changed while it runs:
     build and rewrite it first, in one thread.
 
+    ``host_tables``: sparse tables, variables or names, that stay in host memory with their master weights and moments;
+    a step takes the rows that it looks up to the place, each once, and brings changed ones back unless it was bad.
+
     PlaceError where CUDA is asked for and cannot be used.
     """
 
@@ -113,6 +116,7 @@ class Executor:
         max_sessions: int = 32,
         cache_dir: str | os.PathLike[str] | None = None,
         cuda_graph: bool = False,
+        host_tables: Collection[Variable | str] = (),
     ) -> None:
         self.place: Place = CPUPlace() if place is None else check_place(place, "Executor")
         cache = None if cache_dir is None else SessionCache(cache_dir)
@@ -123,6 +127,8 @@ class Executor:
         if not is_whole(max_sessions) or max_sessions < 1:
             raise ArgumentError(f"max_sessions is a number, at least 1; got {max_sessions!r}")
         self.max_sessions = max_sessions
+        host = Executor(optimization_level=optimization_level, threads=threads) if host_tables else None
+        self._host_tables = None if host is None else HostTables(host_tables, host.run)
         self._programs: weakref.WeakKeyDictionary[Program, Plans] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # of the tables: who holds it waits for nothing
         if isinstance(self.place, CUDAPlace):
@@ -176,6 +182,8 @@ class Executor:
                 return joined(results, fetch_list or (), return_numpy)
         names = fetch_names(fetch_list)
         check_home(program, fetch_list or ())
+        if self._host_tables is not None and self._host_tables.keep(program):
+            return self._host_tables.run(self.run, program, feed or {}, names, scope, return_numpy)
         # Sessions are made before the scope is taken, so that those of other shapes are made side by side.
         window = program.accumulation
         micro_step = _micro_step(window, scope)
@@ -348,21 +356,9 @@ class Executor:
                 raise
             raise ExecutionError(f"{error}{fed_together(shapes_of(feeds))}") from None
         return [
-            results[s] if isinstance(s, int) else self._state(program, scope, s, return_numpy) for s in plan.sources
+            results[s] if isinstance(s, int) else fetched_state(program.var(s), scope, self.place, return_numpy)
+            for s in plan.sources
         ]
-
-    def _state(self, program: Program, scope: Scope, name: str, return_numpy: bool) -> Any:
-        value = scope.ort_values.get(name)
-        if value is None:
-            raise ScopeError(
-                f"the fetched variable '{name}' of program '{program.name}' is not in the scope; run its startup "
-                "program first, into this scope"
-            )
-        declared = program.var(name).declared or device_tensors.dtype_of(value)
-        if declared != device_tensors.dtype_of(value):
-            array = device_tensors.to_array(value).astype(numpy_dtype(declared))
-            return array if return_numpy else device_tensors.from_array(array, self.place)
-        return device_tensors.to_array(value) if return_numpy else device_tensors.copy_to(value, self.place)
 
     def _initialise(
         self, program: Program, plan: Plan, feeds: Mapping[str, Any], scope: Scope, return_numpy: bool

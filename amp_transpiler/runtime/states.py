@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from amp_transpiler.errors import ScopeError
-from amp_transpiler.ir.types import HALF
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
@@ -91,6 +92,21 @@ class States:
             f"variable '{state.name}'{more} of program '{self.program}' is not in the scope; run its {startup} first, "
             "into this scope"
         )
+
+
+def fetched_state(variable: Variable, scope: Scope, place: Place, as_array: bool) -> Any:
+    """A copy of a variable's value in the element type that it was declared with: an array, or a value on a place."""
+    value = scope.ort_values.get(variable.name)
+    if value is None:
+        raise ScopeError(
+            f"the fetched variable '{variable.name}' of program '{variable.program.name}' is not in the scope; run its "
+            "startup program first, into this scope"
+        )
+    declared = variable.declared or device_tensors.dtype_of(value)
+    if declared != device_tensors.dtype_of(value):
+        array = device_tensors.to_array(value).astype(numpy_dtype(declared))
+        return array if as_array else device_tensors.from_array(array, place)
+    return device_tensors.to_array(value) if as_array else device_tensors.copy_to(value, place)
 
 
 def type_message(name: str, program: str, found: str, wanted: str) -> str:

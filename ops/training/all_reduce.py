@@ -44,10 +44,11 @@ def _reduced(e: Emitter, value: Value, precision: str, op: str | None) -> Value:
 
 
 def _gathered_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
-    return [None if v is None else (v.dtype, _times(v.shape, int(op.attrs["ranks"]))) for v in op.inputs]
+    return [None if v is None else (v.dtype, times(v.shape, int(op.attrs["ranks"]))) for v in op.inputs]
 
 
-def _times(shape: Shape | None, ranks: int) -> Shape | None:
+def times(shape: Shape | None, ranks: int) -> Shape | None:
+    """The shape of what several ranks bring, one behind the other, of this shape each."""
     return shape and (ranks * shape[0] if isinstance(shape[0], int) else None, *shape[1:])
 
 

@@ -17,10 +17,11 @@ import numpy as np
 from amp_transpiler.errors import FeedError
 from amp_transpiler.ir.dealt_rows import spare_row
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.exchange import Ranks
+from amp_transpiler.ir.exchange_call import Ranks
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import size_of, sliced
+from amp_transpiler.ops.training.all_reduce import times
 from amp_transpiler.ops.training.exchange import exchange, exchanged
 from amp_transpiler.ops.training.sparse import named_rows, numbered, picked
 
@@ -72,10 +73,7 @@ def _answer(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: A
 
 def _send_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     ranks = int(op.attrs["ranks"])
-    return [
-        v and (v.dtype, v.shape and (ranks * v.shape[0] if isinstance(v.shape[0], int) else None, *v.shape[1:]))
-        for v in op.inputs
-    ]
+    return [None if v is None else (v.dtype, times(v.shape, ranks)) for v in op.inputs]
 
 
 @lowering_rule(own(SEND), native=True, infer=_send_types)
