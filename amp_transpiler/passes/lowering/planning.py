@@ -243,8 +243,7 @@ class Planner:
         sizes = [size_of(self.counted, row.parameter) for row in self._dense_rows() if row.parameter is not None]
         if network.engine == "mpi":
             return network.all_gather(ranks * _fullest(sizes, ranks), ranks)
-        calls = [network.all_gather(size, ranks) for size in sizes]  # a broadcast of each, along a ring
-        return ExchangeCost(sum(call.sent for call in calls), sum(call.seconds for call in calls))
+        return network.all_gather(sum(sizes), ranks)  # broadcasts along rings, in one call
 
     def _dense_rows(self) -> list[ParameterUpdate]:
         """The updates whose state is dealt out among the ranks."""
