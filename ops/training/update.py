@@ -170,7 +170,8 @@ def update_rule(
 
             alone: list[Rows] = []
             for rows in rows_of(e, op, len(table)):
-                if table[rows.numbers[0]]["gradient"] is None:
+                first = len(slots.outputs) + rows.numbers[0] * len(slots.output_row)
+                if not any(e.wanted[first : first + len(slots.output_row)] or [True]):
                     continue  # another rank updates it
                 if slots is sparse:
                     take([rows], some_rows(rows.numbers[0]))

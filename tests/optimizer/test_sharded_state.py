@@ -230,6 +230,29 @@ def test_a_scope_says_where_a_variable_lies_and_takes_what_is_set() -> None:
     distributed.simulate(3, run)
 
 
+def test_steps_are_reported_and_run_again_as_ever(tmp_path: Path) -> None:
+    def run(shard: bool) -> Callable[[], tuple[str, ...]]:
+        def on_one() -> tuple[str, ...]:
+            net = Net(shard, "mixed")
+            feed = {
+                "x": np.ones((4, 6), np.float32),
+                "label": np.zeros((4, 1), np.int64),
+                "boost": np.ones(1, np.float32),
+            }
+            (report,) = net.exe.run(net.main, feed, [amp.StepReports(net.main)], net.scope)
+            file = tmp_path / f"{distributed.rank()}.npz"
+            bad = feed | {"boost": np.full(1, 1e30, np.float32)}
+            amp.save_step(file, net.main, bad, net.scope)
+            found = (amp.find_culprit(net.main, bad, net.scope), amp.find_culprit(file))
+            return str(report).partition(", sent")[0], *(str(each.operator) for each in found)
+
+        return on_one
+
+    first, second = distributed.simulate(2, run(True))
+    assert [first, second] == distributed.simulate(2, run(False))
+    assert first[1] == first[2] == "Cast -> multiply_0.tmp_0.cast_fp16"
+
+
 def test_parameters_that_differ_are_found() -> None:
     def run() -> str:
         net = Net(True)

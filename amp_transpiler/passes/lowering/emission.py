@@ -240,7 +240,7 @@ class _Emission(EmulatedStorage):
         """What the operator's rule writes; False where it leaves the operator as it stands to this place."""
         found, function = lookup(op), lowering_rule_of(op)
         assert found is not None and function is not None and self.shapes is not None
-        self.e.wanted = [v is not None for v in op.outputs]
+        self.e.wanted = [v is not None and v.key not in self.left for v in op.outputs]
         self.e.output_shapes = [
             self.shapes.shape(v) if v is not None and v.grad_of is not None else None for v in op.outputs
         ]
