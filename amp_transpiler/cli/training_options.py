@@ -81,6 +81,11 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
         "of several ranks: each holds and updates its part of masters and moments",
         action="store_true",
     )
+    one_of(
+        "--allreduce-precision",
+        "of several ranks: the type in which gradients travel (default: that of the training)",
+        ["float16", "bfloat16", "float32"],
+    )
     option(
         "--check-every",
         "of several ranks: steps between comparisons of their state; 0: never",

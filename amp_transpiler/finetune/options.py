@@ -27,9 +27,10 @@ _CHOICES: dict[str, Sequence[str]] = {
     "schedule": SCHEDULES,
     "batch_norm": ("train", "frozen"),
     "metric": METRICS,
+    "allreduce_precision": ("float16", "bfloat16", "float32"),
 }
 #: Where other spellings of an option's values stand.
-SPELLINGS = {"mode": MODE_SPELLINGS, "save": MODE_SPELLINGS, "dtype": TYPES}
+SPELLINGS = {"mode": MODE_SPELLINGS, "save": MODE_SPELLINGS, "dtype": TYPES, "allreduce_precision": TYPES}
 #: Whole numbers, with the least that each may be.
 _COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0, "check_every": 0}
 #: Other numbers, above 0, and whether 0 itself is taken.
@@ -83,6 +84,8 @@ class FitOptions:
             freed of it where its operators let it.
         trainable, freeze, dropout, values, batch_norm: as ``prepare_training`` takes them.
         seed: of the order of samples and of dropout.
+        allreduce_precision: the type in which gradients travel between ranks, "float16", "bfloat16" or "float32"; that
+            of the training where None.
         check_every: steps from one comparison of the ranks' state, by hash, to the next; it is also compared at the end
             of an epoch, before a checkpoint is written. 0: never.
         shard_optimizer: of several ranks each holds and updates its part of masters and moments;
@@ -117,6 +120,7 @@ class FitOptions:
     values: Mapping[str, Any] = field(default_factory=dict)
     batch_norm: str = "train"
     seed: int = 0
+    allreduce_precision: str | None = None
     check_every: int = 1000
     shard_optimizer: bool = False
     metric: str | None = None
@@ -177,7 +181,8 @@ class FitOptions:
 
     def _check_together(self) -> None:
         if self.mode == "fp32":
-            for name, value in (("accumulate", self.accumulate > 1), ("loss_scale", self.loss_scale)):
+            own = {"loss_scale": self.loss_scale, "allreduce_precision": self.allreduce_precision}
+            for name, value in {"accumulate": self.accumulate > 1, **own}.items():
                 if value:
                     raise ArgumentError(
                         f"{self.called(name)} goes with {self.called('mode')} mixed or pure, "

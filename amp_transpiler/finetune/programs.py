@@ -103,6 +103,7 @@ class Programs:
                 use_fp16_guard=False,
                 dtype=options.dtype,
                 accumulate_steps=options.accumulate,
+                allreduce_precision=options.allreduce_precision,
                 **scaling,
             )
         if options.shard_optimizer:

@@ -46,7 +46,7 @@ def history(result: amp.FitResult) -> np.ndarray:
     "ranks, options",
     [  # batches of 16, 16 and 13 samples; in the last case 22, 22 and 1
         (4, {"mode": "fp32", "metric": "f1"}),
-        (2, {"mode": "mixed", "accumulate": 2, "batch_size": 7, "clip_norm": 0.5, "loss_scale": 1024}),
+        (2, {"mode": "mixed", "accumulate": 2, "batch_size": 7, "clip_norm": 0.5, "allreduce_precision": "float32"}),
         (3, {"mode": "pure", "optimizer": "momentum", "schedule": "cosine", "batch_size": 22, "loss_scale": 1024}),
     ],
 )
