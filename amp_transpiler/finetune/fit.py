@@ -85,7 +85,7 @@ def fit(
     first = rank() == 0
     tell = Told((say or _log.info) if first else _silent)
 
-    def prepared() -> Run:
+    def checked() -> Run:
         chosen = options_of(options)
         found = None
         if checkpoint is not None:
@@ -102,12 +102,13 @@ def fit(
         program = Program.from_onnx(model)
         executor = Executor(chosen_place(place, chosen), cache_dir=cache_dir)
         run = Run(program, chosen, executor, data, test, tell)
-        run.prepare(checkpoint, found)
+        run.identify(checkpoint, found)
         return run
 
     try:
-        run = by_all(prepared)
+        run = by_all(checked)
         run.agree()
+        run.prepare()  # where the ranks talk to one another
         epochs, steps = (run.found.epochs, run.found.steps) if run.found is not None else (0, 0)
         with (
             Log(log, run.options.measured, epochs, steps, tell) if log is not None and first else nullcontext()

@@ -170,14 +170,17 @@ class Run:
                     f"fixed batch of {batch} and are left out"
                 )
 
-    def prepare(self, checkpoint: Any, found: resume.Resumed | None) -> None:
-        """Compile the training step, and set all state: that of ``found``, or as the model has it."""
-        options, programs = self.options, self.programs
+    def identify(self, checkpoint: Any, found: resume.Resumed | None) -> None:
+        """Tell this training from others; ArgumentError where ``found`` is a checkpoint of another one."""
         if checkpoint is not None or self.ranks > 1:
-            self.identity = resume.identity(programs.program, self.train_data.identity())
+            self.identity = resume.identity(self.programs.program, self.train_data.identity())
         if found is not None:
             resume.check_identity(found, self.identity, self.train_data.what)
         self.found = found
+
+    def prepare(self) -> None:
+        """Compile the training step, and set all state: that of the checkpoint, or as the model has it."""
+        options, programs, found = self.options, self.programs, self.found
         runs = len(batch_sizes(self.train_data.count, self.step_batch, options.accumulate, whole=self.whole))
         updates = options.epochs * runs // options.accumulate
         if options.warmup_steps >= updates:

@@ -119,7 +119,10 @@ def by_rank_0(call: Callable[[], None], meanwhile: Callable[[], None] = lambda: 
 
 
 def by_all(call: Callable[[], _Result]) -> _Result:
-    """Call it on every rank, and return when that is done on all. DistributedError where it failed on others alone."""
+    """Call it on every rank, and return when that is done on all. DistributedError where it failed on others alone.
+
+    It may not talk to other ranks: where it fails on some, these would talk past one another.
+    """
     engine = current()
     if engine is None or engine.size == 1:
         return call()
