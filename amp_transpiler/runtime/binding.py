@@ -25,7 +25,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.chain import Chain
-from amp_transpiler.runtime.collective.current import engine_on, own_rank
+from amp_transpiler.runtime.collective.current import engine_on, own_rank, several
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
@@ -192,13 +192,13 @@ class _Bindings:
 
     def _exchange(self, scope: Scope) -> None:
         """Take the parameters that other ranks have updated. What the step exchanged is known then."""
-        engine = engine_on(self.place)
+        rank = several()
         journal = self.binding.journal if isinstance(self.session, Chain) else None
-        if engine is None or journal is None:
+        if rank is None or journal is None:
             return
         if self.sent is not None:
-            self.sent.exchange(engine, scope, journal)
-        journal.close(engine)
+            self.sent.exchange(rank.on(self.place), scope, journal)
+        journal.close(rank)
 
     # -- updates --------------------------------------------------------------------------------------
     def _bind_targets(self) -> None:

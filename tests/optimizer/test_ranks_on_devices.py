@@ -21,7 +21,7 @@ from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.runtime import buckets, chain, device_tensors, executor
 from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine
-from tests.helpers.fake_nccl import Fake, Wire, on_devices
+from tests.helpers.fake_nccl import Fake, FakeDevice, Wire, on_devices
 from tests.helpers.rank_training import Run, Trainer
 from tests.helpers.tables import Recommender
 
@@ -313,6 +313,28 @@ def test_on_the_processor_the_engine_beside_carries_the_gradients() -> None:
     found = on_devices(2, run)
     close([each for each, _ in found], distributed.simulate(2, trained("mlp", "fp32")), 0.0)
     assert not any(travelled for _, travelled in found)
+
+
+def test_a_program_that_exchanges_nothing_runs_where_the_engine_carries_nothing() -> None:
+    def run(engine: NcclEngine, fake: Fake) -> bool:
+        program = amp.Program()
+        with amp.program_guard(program, amp.Program()):
+            doubled = amp.data("x", [2], "float32") * 2
+        engine.place = amp.CUDAPlace(1)
+        feed, exe = {"x": np.ones(2, np.float32)}, amp.Executor(FakeDevice())
+        engine.on = None  # type: ignore[method-assign, assignment]
+        return float(exe.run(program, feed, [doubled])[0][0]) == 2.0
+
+    assert on_devices(2, run) == [True, True]
+
+
+def test_steps_on_the_processor_are_reported_as_those_of_the_rank() -> None:
+    def run(engine: NcclEngine, fake: Fake) -> int:
+        Trainer("mlp", "fp32", amp.CPUPlace()).train(range(1))
+        report = distributed.step_report()
+        return 0 if report is None else report.bytes
+
+    assert min(on_devices(2, run)) > 0
 
 
 def test_other_places_are_refused_with_the_way_out() -> None:
