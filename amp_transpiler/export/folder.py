@@ -135,4 +135,5 @@ def _sums(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(content: Any) -> bytes:
-    return json.dumps(content, indent=1).encode()
+    """Names as they are, in UTF-8: not every reader puts halves of characters together."""
+    return json.dumps(content, indent=1, ensure_ascii=False).encode()

@@ -75,6 +75,24 @@ def test_windows_schedules_and_averages_go_through(runner: str, command: list[st
     assert state(net.main, ended) == state(net.main, scope)
 
 
+@RUNNER
+def test_names_may_hold_any_character(runner: str, command: list[str], tmp_path: Path) -> None:
+    main, startup, scope = amp.Program("größe"), amp.Program("startup"), amp.Scope()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data('weiß "\\ 😀', [2, 3], "float32")
+        loss = amp.nn.functional.mean(amp.nn.fc(x, 2, name="schicht/😀 ü"))
+        amp.optimizer.SGD(0.1).minimize(loss, startup)
+    amp.Executor().run(startup, scope=scope)
+    folder = main.export_training(tmp_path / "step", amp.CPUPlace(), outputs=[loss], scope=scope)
+    feed = {x.name: np.ones((2, 3), np.float32)}
+    found = trained(command, folder, batches(tmp_path / "data.safetensors", [feed]), 3, tmp_path / "end")
+    expected = [amp.Executor(threads=1).run(main, feed, [loss], scope=scope)[0].item() for _ in range(3)]
+    assert losses(found, loss.name).tolist() == expected
+    ended = amp.Scope()
+    amp.load_checkpoint(tmp_path / "end", main, ended)
+    assert state(main, ended) == state(main, scope)
+
+
 # -- what does not fit -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
