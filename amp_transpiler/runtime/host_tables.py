@@ -32,6 +32,8 @@ class _Known:
 
     version: int
     tables: list[HostTable]
+    #: The name of the variable that says whether a step was bad; None where nothing does.
+    found_inf: str | None
     copies: dict[tuple[int, ...], Program] = field(default_factory=dict)
     #: The copies' state, by scope: that of the scope, but for the tables.
     scopes: WeakKeyDictionary[Scope, dict[tuple[int, ...], Scope]] = field(default_factory=WeakKeyDictionary)
@@ -60,7 +62,9 @@ class HostTables:
     def _of(self, program: Program) -> _Known:
         known = self._known.get(program)
         if known is None or known.version != program.version:
-            known = self._known[program] = _Known(program.version, host_tables(program, self.names))
+            step = training_step(program) if program.updates else None
+            verdict = None if step is None or step.found_inf is None else step.found_inf.name
+            known = self._known[program] = _Known(program.version, host_tables(program, self.names), verdict)
             if known.tables and several() is not None:
                 raise ArgumentError(
                     "host_tables are for one rank; of several, amp.distributed.shard_tables deals the rows out"
@@ -90,7 +94,7 @@ class HostTables:
                 self._copies.add(copy)
             inner = known.scopes.setdefault(scope, {}).setdefault(key, Scope())
             self._fetch(known.tables, rows, key, scope, inner)
-            return self._stepped(run, copy, known.tables, rows, fed | local, fetches, scope, inner, as_array)
+            return self._stepped(run, copy, known, rows, fed | local, fetches, scope, inner, as_array)
 
     def _ids(self, program: Program, table: HostTable, fed: Mapping[str, Any], scope: Scope) -> list[np.ndarray]:
         """The arrays of ids that its lookups name; what the program computes of feeds is computed on the host."""
@@ -130,7 +134,7 @@ class HostTables:
         self,
         run: Run,
         copy: Program,
-        tables: Sequence[HostTable],
+        known: _Known,
         rows: Mapping[str, np.ndarray],
         feed: Mapping[str, Any],
         fetches: Sequence[str],
@@ -139,14 +143,13 @@ class HostTables:
         as_array: bool,
     ) -> list[Any]:
         """Run the step on the device, and write the changed rows back unless it was bad."""
-        kept = {name for table in tables for name in table.states}
-        found_inf = training_step(copy).found_inf if copy.updates else None
+        kept, found_inf = {name for table in known.tables for name in table.states}, known.found_inf
         asked = [name for name in fetches if name not in kept]
-        also = [found_inf.name] if found_inf is not None and found_inf.name not in asked else []
+        also = [found_inf] if found_inf is not None and found_inf not in asked else []
         results = dict(zip([*asked, *also], run(copy, feed, [*asked, *also], inner, as_array), strict=True))
         scope.hold({name: value for name, value in inner.ort_values.items() if name not in kept})
-        if found_inf is None or not _array(results[found_inf.name]).any():
-            for table in tables:
+        if found_inf is None or not _array(results[found_inf]).any():
+            for table in known.tables:
                 at = rows[table.name]
                 for name in table.updated:
                     _on_host(scope, name)[at] = device_tensors.to_array(inner.ort_values[name])[: at.size]

@@ -3,7 +3,8 @@
 A bag of 20 ids for each of 512 examples, a table of width 16 with lazy Adam, two dense layers with Adam, one thread. The
 table has 10,000 rows, and 10,000,000; beside it torch's ``EmbeddingBag(sparse=True)`` with ``SparseAdam`` and ``Adam``, in
 an environment of its own. Times are process time, medians of the steps; programs run in turn. ``--sweep`` has other
-optimizers, widths and batches instead, in fp32.
+optimizers, widths and batches instead, in fp32; ``--apart`` tables in host memory beside the place, and tables dealt out
+among 2 and 4 ranks under mpiexec, of 256 examples each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -83,14 +85,72 @@ def ours(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: in
     return times
 
 
+def apart(rows: int, host: bool) -> dict[str, list[float]]:
+    """Of a table that every rank has whole, and of one apart: milliseconds of a step, MiB held, KiB sent in a step."""
+    import amp_transpiler as amp
+    from amp_transpiler.nn import functional as F
+
+    nets, batch = [], BATCH if host else BATCH // 2
+    for separate in (False, True):
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            x, y = amp.data("x", [batch, IDS], "int64"), amp.data("y", [batch, 1], "float32")
+            error = amp.nn.fc(F.sum(amp.nn.embedding(x, [rows, WIDTH], is_sparse=True), axis=1), 1) - y
+            loss = F.mean(error * error)
+            tables, _ = amp.split_embedding_parameters(main)
+            if separate and not host:
+                amp.distributed.shard_tables(tables)
+            amp.optimizer.Adam(0.01, lazy_mode=True).minimize(loss, startup)
+        exe = amp.Executor(amp.CPUPlace(), threads=1, host_tables=tables if separate and host else ())
+        scope = amp.Scope()
+        exe.run(startup, scope=scope)
+        nets.append((exe, main, scope, loss, list[float]()))
+    sent = [0.0, 0.0]
+    for step in range(STEPS):
+        rng = np.random.default_rng(1000 * step + amp.distributed.rank())
+        feed = {"x": rng.integers(0, rows, (batch, IDS)), "y": rng.random((batch, 1), np.float32)}
+        for number, (exe, main, scope, loss, times) in enumerate(nets):
+            begin = time.process_time()
+            exe.run(main, feed, [loss], scope)
+            times.append(time.process_time() - begin)
+            if not host:
+                sent[number] = sum(each.sent for each in amp.distributed.step_report().exchanges) / 2**10
+    held = [sum(v.tensor_size_in_bytes() for v in net[2].ort_values.values()) / 2**20 for net in nets]
+    return {"ms": [1e3 * statistics.median(net[4][5:]) for net in nets], "MiB": held, "KiB": sent}
+
+
+def print_apart(rows: int) -> None:
+    """The table of ``--apart``."""
+    here = [sys.executable, "-m", "tests.benchmarks.tables", "--apart-of", str(rows)]
+    launcher = str(Path(sys.executable).with_name("mpiexec"))
+    print("| | a step, ms: whole, apart | held, MiB | sent by rank 0, KiB |\n|---|---|---|---|")
+    for name, command in (("host memory", here), *((f"{n} ranks", [launcher, "-n", str(n), *here]) for n in (2, 4))):
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        columns = [", ".join(f"{value:.1f}" for value in found[key]) for key in ("ms", "MiB", "KiB")]
+        print(f"| {name}, {rows:,} rows | " + " | ".join(columns) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", metavar="PYTHON", help="an interpreter of another environment that has torch")
     parser.add_argument("--sweep", action="store_true", help="other optimizers, widths and batches")
+    parser.add_argument("--apart", action="store_true", help="tables in host memory, and dealt out among ranks")
+    parser.add_argument("--apart-of", type=int, metavar="ROWS", help="a rank of that, or one program by itself")
     parser.add_argument("--one", metavar="ARGUMENTS", help="print the times of one program, in JSON its arguments")
     chosen = parser.parse_args()
     if chosen.one:
         print(json.dumps(ours(*json.loads(chosen.one))))
+        return
+    if chosen.apart_of:
+        import amp_transpiler as amp
+
+        amp.distributed.init()
+        found_here = apart(chosen.apart_of, amp.distributed.world_size() == 1)
+        if amp.distributed.rank() == 0:
+            print(json.dumps(found_here), flush=True)
+        return
+    if chosen.apart:
+        print_apart(1_000_000)
         return
     kinds: dict[str, tuple[object, ...]] = {mode: (mode,) for mode in ("fp32", "mixed", "pure")}
     if chosen.sweep:
