@@ -10,6 +10,7 @@ from amp_transpiler.cli.terminal import number
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.metrics import METRICS
 from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
+from amp_transpiler.finetune.train_mode import BATCH_NORM
 
 _DEFAULTS = FitOptions()
 
@@ -74,7 +75,8 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
     many("--freeze", "PATTERN", "parameters to leave unchanged")
     many("--dropout", "PATTERN=RATE", "insert a Dropout behind each operator that matches")
     many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
-    one_of("--batch-norm", "normalise by statistics of the batch, or by the running ones", ["train", "frozen"])
+    statistics = "normalise by statistics of the batch, of the batches of all ranks, or by the running ones"
+    one_of("--batch-norm", statistics, list(BATCH_NORM))
     option("--seed", "for the order of samples and dropout", type=number)
     option(
         "--shard-optimizer",

@@ -9,6 +9,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
+from amp_transpiler.finetune.train_mode import BATCH_NORM
 from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
@@ -25,7 +26,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "save": MODES,
     "optimizer": tuple(OPTIMIZERS),
     "schedule": SCHEDULES,
-    "batch_norm": ("train", "frozen"),
+    "batch_norm": BATCH_NORM,
     "metric": METRICS,
     "allreduce_precision": ("float16", "bfloat16", "float32"),
 }

@@ -20,7 +20,7 @@ from amp_transpiler.finetune.import_weights import (
     untie,
     weights_from_constants,
 )
-from amp_transpiler.finetune.train_mode import insert_dropout, train_batch_norm, train_dropout
+from amp_transpiler.finetune.train_mode import BATCH_NORM, insert_dropout, train_batch_norm, train_dropout
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -82,7 +82,8 @@ def prepare_training(
         trainable: patterns (globs, or ``re:`` and a regular expression) of the parameters to train, by their own name
             or by the name or scope of an operator that reads them; all where None.
         freeze: patterns of parameters that are not trained; wins over ``trainable``.
-        batch_norm: "train" (batch statistics; running ones are updated) or "frozen" (running ones are used).
+        batch_norm: "train" (batch statistics; running ones are updated), "synchronized" (likewise, over the batches of
+            all ranks, where there are several), or "frozen" (running ones are used).
         dropout: {pattern: rate}: a Dropout behind each operator whose name or scope matches. Those that the model
             still has are switched on in any case.
         values: {input: value}: inputs that get one value for good, such as a sampling rate or a trip count.
@@ -110,8 +111,9 @@ def prepare_training(
         raise OrderError(
             f"prepare_training: program '{program.name}' has a backward pass already; prepare it before minimize"
         )
-    if batch_norm not in ("train", "frozen"):
-        raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected 'train' or 'frozen'")
+    if batch_norm not in BATCH_NORM:
+        expected = ", ".join(map(repr, BATCH_NORM[:-1])) + f" or {BATCH_NORM[-1]!r}"
+        raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected {expected}")
     with unchanged_on_error(program, program.startup):
         notes = _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)
@@ -125,7 +127,7 @@ def prepare_training(
         notes += fuse_gelus(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
-        notes += train_batch_norm(program) if batch_norm == "train" else []
+        notes += train_batch_norm(program, batch_norm == "synchronized") if batch_norm != "frozen" else []
         notes += train_dropout(program)
         notes += insert_dropout(program, dropout or {})
         _select(program, trainable, freeze)

@@ -7,15 +7,22 @@ from collections.abc import Mapping
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ops.training.random import MASK_ID, rng_state
 from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
 
+#: How batch normalisations train.
+BATCH_NORM = ("train", "synchronized", "frozen")
 
-def train_batch_norm(program: Program) -> list[str]:
-    """Let each BatchNormalization of the main graph normalise by its batch, and update its running statistics."""
+
+def train_batch_norm(program: Program, synchronized: bool = False) -> list[str]:
+    """Let each BatchNormalization of the main graph normalise by its batch, and update its running statistics.
+
+    ``synchronized``: by the batches of all ranks.
+    """
     count = 0
     for op in program.operators:
         if op.type != "BatchNormalization" or op.domain or op.attrs.get("training_mode", 0):
@@ -24,6 +31,8 @@ def train_batch_norm(program: Program) -> list[str]:
         if any(v is None or not v.persistable for v in states):
             continue  # statistics that are computed, or folded away, are no state
         op.attrs["training_mode"] = 1
+        if synchronized:
+            op.metadata[SYNCHRONIZED] = ASKED
         for slot, state in enumerate(states, 1):
             assert state is not None
             new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
@@ -31,7 +40,8 @@ def train_batch_norm(program: Program) -> list[str]:
             state.trainable = False
             program.set_update(state, new)
         count += 1
-    return [f"{count} BatchNormalization train with the statistics of the batch"] if count else []
+    whose = "the batch" + (", over all ranks" if synchronized else "")
+    return [f"{count} BatchNormalization train with the statistics of {whose}"] if count else []
 
 
 def train_dropout(program: Program) -> list[str]:

@@ -69,6 +69,32 @@ def test_ranks_learn_what_one_learns_and_report_over_all_samples(
     )
 
 
+def normalised() -> onnx.ModelProto:
+    """A product, a batch normalisation, an activation and a product."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 17]> net (float[n, 4] x) => (float[n, 3] y)\n'
+        "{ h = MatMul (x, v) k = BatchNormalization (h, s, b, m, d) r = Relu (k) y = MatMul (r, w) }"
+    )
+    rng = np.random.default_rng(5)
+    values = {"v": rng.normal(size=(4, 6)), "w": rng.normal(size=(6, 3)), "s": np.ones(6), "b": np.zeros(6)}
+    values |= {"m": np.zeros(6), "d": np.ones(6)}
+    arrays = (onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items())
+    model.graph.initializer.extend(arrays)
+    return model
+
+
+def test_norms_over_all_ranks_train_as_on_one(tmp_path: Path) -> None:
+    """With batches of 16, 16 and 13 samples; with statistics of each rank's own they do not."""
+    options: dict[str, Any] = {"model": normalised(), "epochs": 2, "batch_norm": "synchronized"}
+    alone, result, _ = fitted(tmp_path / "one.onnx", **options)()
+    for file, other, _ in distributed.simulate(3, fitted(tmp_path / "many.onnx", **options)):
+        np.testing.assert_allclose(history(other), history(result), rtol=1e-4)
+        for name, value in weights(alone).items():  # running statistics too
+            np.testing.assert_allclose(weights(file)[name], value, atol=1e-5, err_msg=name)
+    apart = distributed.simulate(3, fitted(tmp_path / "apart.onnx", **{**options, "batch_norm": "train"}))[0][0]
+    assert any(np.abs(weights(apart)[name] - value).max() > 1e-2 for name, value in weights(alone).items())
+
+
 def test_ranks_with_a_device_each_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And "cuda" is the device of each."""
     options: dict[str, Any] = {"mode": "mixed", "epochs": 2, "metric": "f1"}
