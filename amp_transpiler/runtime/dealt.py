@@ -51,11 +51,11 @@ def own_rows(variable: Variable, whole: np.ndarray) -> np.ndarray:
 
 
 def deal_out(program: Graph, values: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """What this rank keeps of whole values, OrtValues by name."""
+    """What this rank keeps of the values that a startup program has made, OrtValues by name."""
     found = {}
     for variable in dealt_variables(program):
         value = values.get(variable.name)
-        if value is not None and tuple(value.shape()) != held_shape(variable):
+        if value is not None and variable.producer is not None:
             rows = own_rows(variable, device_tensors.to_array(value))
             found[variable.name] = device_tensors.from_array(rows, place)
     return found

@@ -37,11 +37,13 @@ def whole(net: Recommender) -> State:
 
 
 def trained(make: Callable[[], Any], dealt: bool, ids: Any = None, mode: str = "fp32", **options: Any) -> Run:
+    rows = options.get("rows", ROWS)
+
     def run() -> tuple[list[float], State]:
         net = Recommender(dealing(make, dealt), mode, **options)
         losses = [float(net.run(batch(step, ids))) for step in range(STEPS)]
         held = net.scope.find_var("table")
-        assert len(held) == (-(-ROWS // distributed.world_size()) + 1 if dealt else ROWS)
+        assert len(held) == (-(-rows // distributed.world_size()) + 1 if dealt else rows)
         return losses, whole(net)
 
     return run
@@ -87,6 +89,10 @@ def test_which_rows_are_looked_up(ids: Any) -> None:
 
 def test_bags_with_padding_and_a_second_lookup() -> None:
     check_alike(2, lazy_adam, forward=twice_with_padding)
+
+
+def test_a_table_of_as_many_rows_as_a_rank_keeps_with_its_spare_one() -> None:
+    check_alike(2, lazy_adam, rows=3, ids=lambda rng: rng.integers(0, 3, (BATCH, IDS)))
 
 
 def test_a_norm_is_that_of_all_rows() -> None:
