@@ -45,18 +45,24 @@ def look_up_dealt(e: Emitter, table: Value, indices: Value, ranks: int, rows: in
 def _ask(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Attrs) -> None:
     """Sent are ids that ascend, the last one repeated; received are how many rows each rank asks for, and which."""
     ids, rows, count = _each_once(sent[0]), attrs["rows"], attrs["ranks"]
-    outside = ids[(ids < 0) | (ids >= rows)]
+    outside, given = ids[(ids < 0) | (ids >= rows)], sent[0].size
     if outside.size:  # every rank gets to know, and all stop alike
         asked = ranks.all_to_all([np.array([-1, outside[-1]], np.int64)] * count)
     else:
-        asked = ranks.all_to_all([part // count for part in _by_owner(ids, ids, count)])
+        asked = ranks.all_to_all([np.append(np.int64(given), part // count) for part in _by_owner(ids, ids, count)])
+    table = attrs["table"].decode()
     for rank, part in enumerate(asked):
-        if part.size and part[0] < 0:
-            table = attrs["table"].decode()
+        if part[0] < 0:
             wrong = int(part[1]) if part[1] >= 0 else int(part[1]) - rows
             raise FeedError(f"id {wrong} on rank {rank} is out of range for table '{table}', which has {rows} rows")
-    received[0][:count] = [part.size for part in asked]
-    _fill(received[0][count:], asked, spare_row(rows, count))
+    for rank, part in enumerate(asked):
+        if part[0] != given:
+            raise FeedError(
+                f"rank {rank} looks {part[0]} ids up in table '{table}', and rank {ranks.rank} {given}; a table whose "
+                "rows are dealt out is looked up with as many on each: pad the batches to one size"
+            )
+    received[0][:count] = [part.size - 1 for part in asked]
+    _fill(received[0][count:], [part[1:] for part in asked], spare_row(rows, count))
 
 
 @exchange(own(ANSWER), uneven=True)

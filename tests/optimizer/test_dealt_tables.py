@@ -129,6 +129,19 @@ def boosted(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variabl
     return F.mean(F.embedding(ids, table, sparse=sparse), axis=1) + (extra * boost - extra * boost)
 
 
+def test_batches_of_several_sizes_are_an_error_on_all_ranks() -> None:
+    def run() -> str:
+        net = Recommender(dealing(lazy_adam))
+        feed = batch(0)
+        with pytest.raises(amp.errors.FeedError) as error:
+            net.run({name: value[distributed.rank() :] for name, value in feed.items()})
+        return str(error.value)
+
+    said = distributed.simulate(2, run)
+    assert "rank 1 looks 15 ids up in table 'table', and rank 0 20" in said[0]
+    assert "rank 0 looks 20 ids up in table 'table', and rank 1 15" in said[1]
+
+
 def test_an_overflow_on_the_rank_of_a_row_skips_on_all() -> None:
     """Rank 0 looks up rows that lie on rank 1, where the sum of their gradients is infinite."""
 
