@@ -2,9 +2,9 @@
 
 A *send* is what leaves at the end of one part. What other exchanges wait for leaves as soon as it is made, what stands
 equally deep together; what nothing waits for (gradients) leaves in buckets. Each part computes what the next send needs
-and no earlier one did; the last one, what depends on exchanges that nothing else depends on. So a send travels until
-the first part that reads of it. Where that is the very next part, and much travels, a part in between takes what can be
-computed meanwhile.
+and no earlier one did, and what gradients need as soon as it can be; the last one, what depends on exchanges that
+nothing else depends on. So a send travels until the first part that reads of it. Where that is the very next part, and
+much travels, a part in between takes what can be computed meanwhile.
 
 All ranks send the same in the same order: it is decided by what stands before what, by the order of the nodes, and by
 sizes that are those of all ranks.
@@ -113,10 +113,15 @@ def _parts(
                 first[j] = min(first[j], part[i])
             else:
                 part[j] = min(part[j], part[i])
+    urgent = {2 * number for i, number in send.items() if feeds[i]}
     for i, of_node in enumerate(reads):
-        if not feeds[i] and i not in send:  # no sooner than what it reads is there, and no later
-            part[i] = max((first[j] if j in send else part[j] for j in of_node), default=0)
-            part[i] = last if i in late else part[i]
+        there = [first[j] if j in send else part[j] for j in of_node]
+        if i in send:
+            continue
+        if not feeds[i]:  # no sooner than what it reads is there, and no later
+            part[i] = last if i in late else max(there, default=0)
+        elif there and part[i] not in urgent and max(there) in urgent:
+            part[i] = max(there)  # of a gradient, whose bucket may leave much later: what it reads need not be kept
     return part
 
 
