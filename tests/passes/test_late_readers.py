@@ -46,7 +46,7 @@ def test_large_weights_take_one_buffer_and_the_same_bits(
     two = executor.memory_report(main).two_buffers
     large = [v.name for v in main.parameters if np.prod(v.shape) >= 4096]
     assert len(large) == 3 and not set(large) & set(two), two
-    monkeypatch.setattr(emission, "waiting", lambda e, emitted: emitted.origins)
+    monkeypatch.setattr(emission, "waiting", lambda e, emitted, rows: rows)
     before, executor, main, _ = trained(optimizer)
     assert set(executor.memory_report(main).two_buffers) >= set(large)
     for name, one, other in zip(names, found, before, strict=True):
