@@ -121,21 +121,22 @@ def seen(*given):
 
 def parts(engine, fake):
     def made(label, main, feeds, loss):
+        if engine.rank:
+            return
         lowered = lower(main, "cuda", {feed: array.shape for feed, array in feeds.items()}, [loss])
         streams.clear()
         chain, _ = create_session(lowered.model, place, Settings(), label, in_parts=True)
         print(label, "|", len(chain.sessions), sorted(streams))
-    if engine.rank == 0:
-        for name, mode, dtype in (
-            ("mlp", "fp32", "float16"), ("use_case", "amp", "float16"), ("resnet", "pure-fp16", "float16"),
-            ("transformer", "amp", "bfloat16"), ("transformer", "pure-fp16", "float16"),
-        ):
-            net = build(name, mode, dtype=dtype, black=["pool2d"] if name == "use_case" else None)
-            made(f"{name} {mode} {dtype}", net.main, net.feeds, net.loss)
-        net = Recommender(lambda _: amp.optimizer.Adam(0.01), "mixed")
-        made("tables", net.main, net.feed(0), net.loss)
-        net = Trainer("normed", "mixed", place)
-        made("normed", net.main, net.feed(0), net.loss)
+    for name, mode, dtype in (
+        ("mlp", "fp32", "float16"), ("use_case", "amp", "float16"), ("resnet", "pure-fp16", "float16"),
+        ("transformer", "amp", "bfloat16"), ("transformer", "pure-fp16", "float16"),
+    ):
+        net = build(name, mode, dtype=dtype, black=["pool2d"] if name == "use_case" else None)
+        made(f"{name} {mode} {dtype}", net.main, net.feeds, net.loss)
+    net = Recommender(lambda _: amp.optimizer.Adam(0.01), "mixed")
+    made("tables", net.main, net.feed(0), net.loss)
+    net = Trainer("normed", "mixed", place)
+    made("normed", net.main, net.feed(0), net.loss)
 
 rounds.BUCKET = 1 << 12
 session._providers = seen
