@@ -12,6 +12,7 @@ from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, padded_axis, shape_of, size_of, sliced
+from amp_transpiler.ops.row_sums import added_rows
 
 #: Rows of a table, for each one that is added to it, from which on onnxruntime's ScatterElements is faster on CPU: it
 #: writes over the zeros, where ScatterND copies them, but takes 16 ns for an element.
@@ -26,7 +27,7 @@ def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value)
     if e.place == "cpu" and len(at) == len(shape) == 2 and at[1] == 1 and at[0] * _FEW <= shape[0]:
         every = e.Expand(e.cast(indices, "int64"), e.ints(at[0], shape[1]), shape=(at[0], shape[1]))
         return e.ScatterElements(zeros, every, rows, axis=0, reduction="add", shape=shape)
-    return e.ScatterND(zeros, e.cast(indices, "int64"), rows, reduction="add", shape=shape)
+    return added_rows(e, zeros, e.cast(indices, "int64"), rows)
 
 
 @gradient("Gather", reads="x1 dy0", native=True)
@@ -63,7 +64,8 @@ def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
         grid = np.indices(shape[:batch]).transpose([*range(1, batch + 1), 0])
         grid = grid.reshape([*shape[:batch], *[1] * (len(shape) - batch - 1), batch])
         coordinates = np.broadcast_to(grid, [*shape[:-1], batch]).astype(np.int64)
-        indices = e.Concat(e.const(coordinates), e.cast(indices, "int64"), axis=-1)
+        whole = (*shape[:-1], batch + shape[-1])
+        indices = e.Concat(e.const(coordinates), e.cast(indices, "int64"), axis=-1, shape=whole)
     return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
 
 

@@ -15,6 +15,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.row_sums import added_rows
 
 #: The coefficient of the cubic kernel.
 _CUBIC = -0.75
@@ -57,7 +58,7 @@ def _to_elements(
     at = e.reshape(e.Concat(*flat, axis=0), (len(taps) * points, 1))
     together = e.Concat(*shares, axis=0)
     zeros = e.zeros((batch * elements, channels), rows.dtype)
-    total = e.ScatterND(zeros, at, together, reduction="add", shape=(batch * elements, channels))
+    total = added_rows(e, zeros, at, together)
     return e.reshape(e.transpose(e.reshape(total, (batch, elements, channels)), (0, 2, 1)), shape)
 
 

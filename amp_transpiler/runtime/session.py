@@ -25,6 +25,8 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as LoadedModel
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
+from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ops.row_sums import races
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
@@ -37,9 +39,6 @@ from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
 
-#: An attribute in a model file by which a scatter combines what falls on one place. onnxruntime's ScatterND (1.31) does
-#: that on CPU in several threads that overwrite one another: of 4,096 rows on two threads one run in six is wrong.
-_COMBINES = re.compile(rb'\n\treduction"\x03(?:add|mul|max|min)')
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 _KINDS = {name.lower(): number for name, number in onnx.TensorProto.DataType.items()}
 _SILENT = 4  # onnxruntime's log level "fatal": what it would log as an error is raised here
@@ -114,6 +113,8 @@ def create_session(
                 "them; leave sequences and optional values out of the training program"
             )
     data = _serialized(model, name)
+    if place.kind == "cpu" and b"ScatterND" in data and _races(model.graph):
+        settings = replace(settings, threads=1)
     _settle_arena()
     try:
         session, kept = _make(data, place, settings, useless_optimizers(model), keep_graph)
@@ -124,6 +125,11 @@ def create_session(
     if settings.allow_cpu_fallback and isinstance(place, CUDAPlace):
         _warn_of_fallback(data, place, settings, name)
     return session, None if kept is None or not keep_graph else onnx.load_model_from_string(kept).graph
+
+
+def _races(graph: onnx.GraphProto) -> bool:
+    """Whether results of a graph on CPU may depend on the number of threads."""
+    return any(races(node) or any(map(_races, nested_graphs(node))) for node in graph.node)
 
 
 def check_model(model: onnx.ModelProto, place: Place, settings: Settings, name: str) -> dict[str, Inferred]:
@@ -210,8 +216,6 @@ def _session(
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if settings.threads is not None:
         options.intra_op_num_threads = settings.threads
-    if not isinstance(place, CUDAPlace) and b"ScatterND" in data and _COMBINES.search(data):
-        options.intra_op_num_threads = 1
     if saved is not None:
         options.optimized_model_filepath = str(saved)
     if record:

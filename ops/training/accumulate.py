@@ -13,6 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.row_sums import added_rows
 
 ACCUMULATE, ACCUMULATE_ROWS, RESET = "AccumulateGradients", "AccumulateRows", "ResetGradients"
 
@@ -28,7 +29,7 @@ def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
 @lowering_rule(own(ACCUMULATE_ROWS), slots=Slots(inputs=("sum", "rows", "gradient"), outputs=("sum",)))
 def accumulate_rows(e: Emitter, op: Operator, total: Value, rows: Value, grad: Value) -> Sequence[Value]:
     at = e.reshape(rows, (*size_of(rows), 1))
-    return [e.ScatterND(total, at, e.cast(grad, total.dtype), reduction="add", shape=total.shape)]
+    return [added_rows(e, total, at, e.cast(grad, total.dtype), in_place=True)]
 
 
 @lowering_rule(own(RESET), slots=Slots(input_row=("sum",), output_row=("sum",)))

@@ -21,6 +21,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import row_lookup, shape_of, size_of, sliced
+from amp_transpiler.ops.row_sums import added_rows
 from amp_transpiler.ops.training.branches import as_tensor, emulating
 
 GATHER, MERGE, DENSE = "GatherRowsGrad", "MergeRows", "DenseRows"
@@ -97,7 +98,7 @@ def _added(e: Emitter, total: Value, column: Value, values: Value, ranks: int) -
     size = size_of(column)[0] // turns
     for start in range(0, size * turns, max(1, size)):
         at, part = (sliced(e, value, 0, start, start + size) for value in (column, values))
-        total = e.ScatterND(total, at, part, reduction="add", shape=total.shape)
+        total = added_rows(e, total, at, part)
     return total
 
 
@@ -122,7 +123,7 @@ def dense_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> list[Val
     shape = shape_of(e, 0)
     wide = e.f32(values)
     at = e.reshape(rows, (*size_of(rows), 1))
-    return [e.ScatterND(e.zeros(shape, wide.dtype), at, wide, reduction="add", shape=shape)]
+    return [added_rows(e, e.zeros(shape, wide.dtype), at, wide)]
 
 
 def repeated(e: Emitter, rows: Value, values: Value) -> Value:

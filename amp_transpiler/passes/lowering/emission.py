@@ -49,6 +49,7 @@ from amp_transpiler.passes.lowering.lowered import (
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
 from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
+from amp_transpiler.passes.lowering.scatters import emit_scatter
 from amp_transpiler.passes.lowering.table_lookups import emit_lookup, looks_up_dealt
 from amp_transpiler.passes.lowering.tensor_types import foreign_types
 from amp_transpiler.passes.lowering.wanted import Wanted
@@ -172,8 +173,7 @@ class _Emission(EmulatedStorage):
         data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
         if self.cpu and dtype in HALF:
             dtype, data = "float32", as_array(data).astype(np.float32)
-        tensor = to_proto(data, variable.name)
-        self.e.initializers[variable.name] = tensor
+        self.e.initializers[variable.name] = to_proto(data, variable.name)
         return Value(variable.name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
@@ -214,7 +214,7 @@ class _Emission(EmulatedStorage):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
             known = emit_known(self, op) or emit_biased(self, self.biased.get(op.key), op)
-            if not (known or emit_multiple(self, op) or emit_lookup(self, op)):
+            if not (known or emit_multiple(self, op) or emit_lookup(self, op) or emit_scatter(self, op)):
                 self._standard(op)
 
     def _cast(self, op: Operator) -> None:
