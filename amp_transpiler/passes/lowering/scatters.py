@@ -23,6 +23,7 @@ def emit_scatter(storage: EmulatedStorage, op: Operator) -> bool:
         values.append(Value(held.name, held.dtype, shape))
     if result is None:
         return False
-    added = added_rows(storage.e, *values)
+    total, at, rows = values
+    added = added_rows(storage.e, total, at, rows)
     storage.env[result.key] = storage.finished(result, added, traits_of(op).exact)
     return True
