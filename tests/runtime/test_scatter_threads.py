@@ -46,9 +46,9 @@ def test_gradients_of_repeated_rows_are_the_same_in_every_run(rows: int, number:
     feed = {"ids": chosen, "factors": rng.integers(-8, 9, (number, 64)).astype(np.float32)}  # sums are exact
     expected = np.zeros((rows, 64), np.float32)
     np.subtract.at(expected, chosen, feed["factors"])
-    for run in range(1, 31 if rows > 20000 else 101):
+    for run in range(1, 101 if rows == 20000 else 6):
         exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
-        if run % 10 == 0:
+        if run % 5 == 0:
             np.testing.assert_array_equal(scope.find_var("table"), run * expected)
 
 
