@@ -17,6 +17,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, OrderError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.optimizer.rank_means import holds_variables, reduced_by_hand
@@ -163,7 +164,8 @@ def all_reduce(array: Any, op: str = "mean", *, precision: str | None = None) ->
     engine = get_engine()
     arrays = list(array) if isinstance(array, list | tuple) else [array]
     if holds_variables(arrays):
-        made = reduced_by_hand(arrays, choice("all_reduce: op", op, ("mean", "sum", "max")), precision)
+        travels = None if precision is None else element_type(precision)
+        made = reduced_by_hand(arrays, choice("all_reduce: op", op, ("mean", "sum", "max")), travels)
         return made if isinstance(array, list | tuple) else made[0]
     for each in arrays:
         if hasattr(each, "data_ptr") and engine.remaining_factor(dtype_of(each), op) != 1.0:
@@ -257,8 +259,10 @@ def shard_tables(tables: Sequence[Variable]) -> None:
         OrderError: its program has gradients already.
     """
     given = list(tables)
+    programs = {table.program: program_of(table) for table in given if isinstance(table, Variable)}
+    known = {table for program in programs.values() for table in split_embedding_parameters(program)[0]}
     for table in given:
-        if not isinstance(table, Variable) or table not in split_embedding_parameters(program_of(table))[0]:
+        if not isinstance(table, Variable) or table not in known:
             raise ArgumentError(
                 f"shard_tables: {shown(getattr(table, 'name', table))} is no parameter that lookups of rows alone "
                 "read, as those are that amp.split_embedding_parameters(program) gives first"

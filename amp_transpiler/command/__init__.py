@@ -7,9 +7,12 @@ would it do to catch KeyboardInterrupt here: numpy and others make an ImportErro
 import os
 import signal
 
+#: As in runtime/collective/mpi.py, which takes too long to import here.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
 
 def _quit(number: int, frame: object) -> None:
-    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":  # of several ranks one speaks
+    if next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0":  # of several ranks one speaks
         os.write(2, b"amp-transpile: interrupted; nothing was written\n")
     os._exit(130)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from safetensors import SafetensorError
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileWriteError
 from amp_transpiler.export.manifest import FORMAT, MANIFEST
@@ -35,7 +36,8 @@ def checked_folder(folder: Any, call: str, overwrite: bool) -> Path:
     if not _is_ours(path):
         raise ArgumentError(f"{call}: folder '{path}' is not empty, and holds no exported step; name another")
     if not overwrite:
-        raise ArgumentError(f"{call}: folder '{path}' holds an exported step already; overwrite=True replaces it")
+        flag = "--overwrite" if call == "export-step" else "overwrite=True"
+        raise ArgumentError(f"{call}: folder '{path}' holds an exported step already; {flag} replaces it")
     return path
 
 
@@ -67,9 +69,16 @@ def write_folder(
         with Group() as group:
             check_space(folder / TENSORS, sum(value.tensor_size_in_bytes() for value in values.values()))
             group.add(folder / TENSORS, put(b""))
-            write_tensors(group.staged(folder / TENSORS), values)
-            names = [TENSORS, META]
-            said = {**meta, "file": _described(group.staged(folder / TENSORS))}
+            try:
+                write_tensors(group.staged(folder / TENSORS), values)
+                sums = {TENSORS: _sums(group.staged(folder / TENSORS))}
+            except (OSError, SafetensorError) as error:
+                reason = (isinstance(error, OSError) and error.strerror) or error
+                raise ModelFileWriteError(
+                    f"'{folder / TENSORS}' cannot be written: {reason}; nothing changed"
+                ) from None
+            names = [META]
+            said = {**meta, "file": {"name": TENSORS, **sums[TENSORS]}}
             group.add(folder / META, put(_json({**said, "checksum": checksum(said)})))
             for name, model in models.items():
                 said_of = manifest["models"][name]
@@ -79,7 +88,7 @@ def write_folder(
                     group.add(folder / data, lambda stream, parts=moved: stream.writelines(parts))  # type: ignore[misc]
                 group.add(folder / said_of["file"], put(serialized(model)))
                 names += [data, said_of["file"]] if moved else [said_of["file"]]
-            manifest["files"] = {name: _sums(_described(group.staged(folder / name))) for name in names}
+            manifest["files"] = sums | {name: _sums(group.staged(folder / name)) for name in names}
             group.add(folder / MANIFEST, put(_json(manifest)))
             group.commit()
     except BaseException:
@@ -87,7 +96,7 @@ def write_folder(
             with suppress(OSError):
                 folder.rmdir()
         raise
-    _remove_stale(folder, before, {*names, MANIFEST})
+    _remove_stale(folder, before, {*manifest["files"], MANIFEST})
 
 
 def _make(folder: Path) -> bool:
@@ -126,12 +135,8 @@ def _moved_out(model: onnx.ModelProto, location: str) -> list[bytes]:
     return parts
 
 
-def _described(path: Path) -> dict[str, Any]:
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": file_hash(path)}
-
-
-def _sums(described: Mapping[str, Any]) -> dict[str, Any]:
-    return {"bytes": described["bytes"], "sha256": described["sha256"]}
+def _sums(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
 
 
 def _json(content: Any) -> bytes:

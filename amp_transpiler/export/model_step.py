@@ -46,7 +46,7 @@ def export_model_step(
     if program.startup is not None:
         program.startup.seed = chosen.seed
     programs = Programs.of(program, chosen, list(calibration), (), say)
-    shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if programs.program.has_var(name)}
+    shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if name not in chosen.values}
     shapes[programs.label.name] = _label_shape(programs.label, programs.program, shapes, chosen)
     optimizer = programs.compile(chosen, max(updates, 1))
     scope = Scope()

@@ -16,22 +16,19 @@ CALL = "export_training"
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """``fetches`` of the training program are its losses, what tells a bad step, the learning rates, and more.
+    """``fetches`` of the training program are its losses, what is ``told`` of each step, and more.
 
+    ``told``: what tells a bad step, and the learning rates that schedules make, which are no state.
     ``test`` has the same state; ``outputs`` are names of what it infers, ``losses`` of what it evaluates.
     """
 
     program: Program
     step: TrainingStep
     fetches: tuple[str, ...]
+    told: tuple[str, ...]
     losses: tuple[str, ...]
     test: Program
     outputs: tuple[str, ...]
-
-    @property
-    def rates(self) -> list[Variable]:
-        """The learning rates that schedules make, which are no state."""
-        return [rate for rate in self.step.learning_rates if not rate.persistable]
 
 
 def step_programs(
@@ -62,14 +59,14 @@ def step_programs(
         raise ArgumentError(
             f"{CALL}: what program '{program.name}' predicts is not to be told from its loss; name it: outputs=[…]"
         )
-    told = [v for v in (step.found_inf,) if v is not None]
     rates = [rate for rate in step.learning_rates if not rate.persistable]
+    told = tuple(v.name for v in (step.found_inf, *rates) if v is not None)
     more = names_of(fetch_list, program, "fetch_list")
     state = next((name for name in (*more, *found) if program.has_var(name) and program.var(name).persistable), None)
     if state is not None:
         raise ArgumentError(f"{CALL}: '{state}' is state, which is in the folder anyhow; leave it out")
-    fetches = dict.fromkeys([*losses, *(v.name for v in (*told, *rates)), *more])
-    return StepPrograms(program, step, tuple(fetches), losses, test, found)
+    fetches = dict.fromkeys([*losses, *told, *more])
+    return StepPrograms(program, step, tuple(fetches), told, losses, test, found)
 
 
 def names_of(given: Sequence[Variable | str], program: Program, argument: str) -> tuple[str, ...]:

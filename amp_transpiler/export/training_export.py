@@ -84,8 +84,7 @@ def _models(
     models = {"train": model(program, "train", programs.fetches, True)}
     window = program.accumulation
     if window is not None:
-        told = [v.name for v in (programs.step.found_inf, *programs.rates) if v is not None]
-        inside = [name for name in programs.fetches if name not in told]
+        inside = [name for name in programs.fetches if name not in programs.told]
         models["accumulate"] = model(program, "train", inside, window.updates)
         for name in ("train", "accumulate"):
             models[name] = counted(models[name], window.counter.name, window.steps)

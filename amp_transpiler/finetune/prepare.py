@@ -28,6 +28,7 @@ from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
+from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
@@ -111,9 +112,7 @@ def prepare_training(
         raise OrderError(
             f"prepare_training: program '{program.name}' has a backward pass already; prepare it before minimize"
         )
-    if batch_norm not in BATCH_NORM:
-        expected = ", ".join(map(repr, BATCH_NORM[:-1])) + f" or {BATCH_NORM[-1]!r}"
-        raise ArgumentError(f"prepare_training: batch_norm is {batch_norm!r}; expected {expected}")
+    choice("prepare_training: batch_norm", batch_norm, BATCH_NORM)
     with unchanged_on_error(program, program.startup):
         notes = _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)

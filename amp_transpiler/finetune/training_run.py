@@ -63,6 +63,7 @@ class Run:
         self.rank, self.ranks, self.exchanges_told = rank(), world_size(), False
         self.identity: dict[str, Any] = {}
         self.found: resume.Resumed | None = None
+        self.saves = False
         fed = [v for v in _fed(program) if v.name not in options.values]
         what = _named("data", data, options)
         arrays = read(data, [*(v.name for v in fed), options.label], what)
@@ -176,7 +177,7 @@ class Run:
             self.identity = resume.identity(self.programs.program, self.train_data.identity())
         if found is not None:
             resume.check_identity(found, self.identity, self.train_data.what)
-        self.found = found
+        self.found, self.saves = found, checkpoint is not None
 
     def prepare(self) -> None:
         """Compile the training step, and set all state: that of the checkpoint, or as the model has it."""
@@ -210,14 +211,14 @@ class Run:
             "data": self.identity["data"],
             "test data": None if self.test_data is None else self.test_data.identity(),
             "options": {name: repr(value) for name, value in self.options.plain().items()},
-            "checkpoint": None if found is None else [found.epochs, found.steps],
+            "checkpoint": [self.saves, *((found.epochs, found.steps) if found is not None else ())],
         }
         of_all = all_gather_object(own)
         for what in own:
             others = [rank for rank, said in enumerate(of_all) if said[what] != of_all[0][what]]
             if others:
                 raise DistributedError(
-                    f"rank {', '.join(map(str, others))} found another {what} than rank 0; let all ranks see the same "
+                    f"rank {', '.join(map(str, others))} found other {what} than rank 0; let all ranks see the same "
                     "files, and give them the same arguments",
                     tuple(others),
                 )

@@ -21,12 +21,13 @@ from amp_transpiler.optimizer.pairs import (
 )
 from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
 from amp_transpiler.optimizer.rank_agreement import appended
-from amp_transpiler.optimizer.rank_means import all_reduced, several_ranks
+from amp_transpiler.optimizer.rank_means import all_reduced
 from amp_transpiler.optimizer.state import appending
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, wanted_gradients
 from amp_transpiler.passes.canonicalize.standard_form import standardize
 from amp_transpiler.program import Program, program_guard, program_of
+from amp_transpiler.runtime.collective.current import several
 
 
 class Optimizer(UpdateRule):
@@ -153,7 +154,7 @@ class Optimizer(UpdateRule):
 
 def _of_all_ranks(params_grads: ParamsGrads) -> ParamsGrads:
     """The pairs; with several ranks, of the means of the gradients."""
-    if not several_ranks():
+    if several() is None:
         return params_grads
     grads = all_reduced([grad for _, grad in params_grads], "float32")
     return [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]

@@ -19,13 +19,7 @@ from amp_transpiler.optimizer.step_pieces import made_of
 from amp_transpiler.option_checks import shown
 from amp_transpiler.passes.autodiff.sparse_gradient import append_merged
 from amp_transpiler.passes.view.synchronized import synchronize
-from amp_transpiler.runtime.collective.current import current
-
-
-def several_ranks() -> bool:
-    """Whether this process is one of several ranks."""
-    engine = current()
-    return engine is not None and engine.size > 1
+from amp_transpiler.runtime.collective.current import several
 
 
 def all_reduced(grads: Sequence[Variable], precision: str | None, op: str = "mean") -> list[Variable]:
@@ -73,7 +67,7 @@ def reduced_by_hand(items: Sequence[Any], op: str, precision: str | None) -> lis
         raise ArgumentTypeError(
             f"all_reduce takes variables of a program, or [(parameter, gradient)]; it was given {shown(items)}"
         )
-    if not several_ranks():
+    if several() is None:
         return list(items)
     program = flat[0].program
     with unchanged_on_error(program):
@@ -82,7 +76,7 @@ def reduced_by_hand(items: Sequence[Any], op: str, precision: str | None) -> lis
             made = dict(zip(given, _reduced(given, op, precision), strict=True))
             return [None if v is None else made[v] for v in items]
         there = of_all_ranks([pair for pair in items if pair[1] is not None], program.parameters)
-        means = _reduced([grad for _, grad in there], op, precision)
+        means = _reduced([grad for _, grad in there], op, precision) if there else []
         found = {parameter: mean for (parameter, _), mean in zip(there, means, strict=True)}
         return [(p, found.pop(p, None)) for p, _ in items] + list(found.items())
 
@@ -130,7 +124,7 @@ def _like(grad: Variable) -> Variable:
 
 def _rows_of_all(grad: Variable, attrs: Mapping[str, str]) -> Variable:
     """The mean of a sparse gradient: the rows of all ranks, or those that lie on this one, merged."""
-    engine, program, table = current(), grad.program, grad.grad_of
+    engine, program, table = several(), grad.program, grad.grad_of
     assert engine is not None and table is not None and table.shape is not None
     rows, values = (program.add_variable(program.unique(f"{grad.name}@{what}"), None, None) for what in ("ROWS", "ALL"))
     if "op" in attrs:

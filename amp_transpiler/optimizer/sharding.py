@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.optimizer.state import static_shape
 from amp_transpiler.program import Program
-from amp_transpiler.runtime.collective.current import current
+from amp_transpiler.runtime.collective.current import several
 
 
 def deal_out(program: Program, parameters: Sequence[Variable]) -> None:
@@ -16,8 +16,8 @@ def deal_out(program: Program, parameters: Sequence[Variable]) -> None:
 
     Whole parameters are dealt out: so an update that takes norms of one computes what it would compute alone.
     """
-    engine = current()
-    if engine is None or engine.size == 1:
+    engine = several()
+    if engine is None:
         return
     load = [0] * engine.size
     for each in program.variables:

@@ -15,7 +15,7 @@ from amp_transpiler.ops.training.random import STEP as RNG_STEP
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
 from amp_transpiler.optimizer.pairs import Callback, ParamsGrads, called, in_parameter_order, latest_first, made_at
-from amp_transpiler.optimizer.rank_means import all_reduced, several_ranks
+from amp_transpiler.optimizer.rank_means import all_reduced
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.state import gated_value, startup_of
@@ -30,6 +30,7 @@ from amp_transpiler.passes.precision.modes import NARROWED, Precision
 from amp_transpiler.passes.step_check.check_step import CheckStep
 from amp_transpiler.passes.view.given import LOSS, losses_of
 from amp_transpiler.program import Program, program_guard, program_of
+from amp_transpiler.runtime.collective.current import several
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class AllReduce(Pass):
 
     def run(self, graph: Graph, context: Context) -> None:
         step, pairs = context[STEP], latest_first(context[GRADIENTS])
-        if several_ranks():
+        if several() is not None:
             with program_guard(step.program, step.startup):
                 grads = all_reduced([grad for _, grad in pairs], context[TRAINING].allreduce_precision)
             context[GRADIENTS] = [(parameter, grad) for (parameter, _), grad in zip(pairs, grads, strict=True)]
@@ -292,7 +293,7 @@ def unscaled(step: Step, grads: list[Variable], precision: str) -> Step:
     Of several ranks it reads the means over them, which travel in the element type ``precision``.
     """
     grads = sorted(grads, key=made_at, reverse=True)
-    read = all_reduced(grads, precision) if several_ranks() else grads
+    read = all_reduced(grads, precision) if several() is not None else grads
     if step.found_inf is None:
         found, found_inf = check_finite_and_unscale(read, step.scale.scale)
         return step.with_unscaled(grads, found, found_inf)

@@ -184,8 +184,8 @@ class UpdateRule:
         """Give each parameter of which an update keeps something an owner."""
         slots = slots_of(self._operator)
         assert slots is not None
-        kept = [p for p, grad in params_grads if grad.rows is None and (slots.accumulators or self._has_master(p))]
-        deal_out(program, kept)
+        apart = [p for p, grad in params_grads if grad.rows is None and p.dealt is None]
+        deal_out(program, [p for p in apart if slots.accumulators or self._has_master(p)])
 
     def _has_master(self, parameter: Variable) -> bool:
         return self.multi_precision and parameter.dtype in HALF
@@ -217,9 +217,10 @@ class UpdateRule:
         type_ = self._operator
         if pairs[0][1].rows is not None:
             type_ = sparse_update(type_) or type_
-        if pairs[0][0].dealt is not None and sparse_update(self._operator) is None:
+        dealt = next((parameter for parameter, _ in pairs if parameter.dealt is not None), None)
+        if dealt is not None and sparse_update(self._operator) is None:
             raise ArgumentError(
-                f"{type(self).__name__} takes norms of whole parameters, and the rows of '{pairs[0][0].name}' are "
+                f"{type(self).__name__} takes norms of whole parameters, and the rows of '{dealt.name}' are "
                 "dealt out among the ranks; train it with another optimizer, or leave it out of shard_tables"
             )
         slots = slots_of(type_)

@@ -178,8 +178,8 @@ class Binding:
         What goes to the host from a stream that goes on is copied at the end: a copy there would wait for the stream.
         """
         self.bound[name] = value
+        kept, _ = self.late.pop(name, (None, None))
         if self.engine is not None and not device_tensors.on(value, self.place):
-            kept, _ = self.late.get(name, (None, None))
             if kept is None or kept.shape() != value.shape():
                 kept = device_tensors.empty(value.shape(), device_tensors.dtype_of(value), self.place)
             self.late[name] = kept, value
@@ -189,6 +189,7 @@ class Binding:
     def bind_output(self, name: str, device_type: str, device_id: int) -> None:
         """Ask for an output of the whole whose memory onnxruntime takes."""
         self.bound[name] = None
+        self.late.pop(name, None)
         self._bind_in_part(name, None, (device_type, device_id))
 
     def _bind_in_part(self, name: str, value: Any, device: tuple[str, int] | None = None) -> None:

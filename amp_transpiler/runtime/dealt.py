@@ -13,7 +13,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.collective.current import current
+from amp_transpiler.runtime.collective.current import current, own_size
 from amp_transpiler.runtime.collective.engine import Engine
 
 #: Bytes of rows that travel at once.
@@ -22,9 +22,7 @@ _ROOM = 1 << 24
 
 def dealt_variables(program: Graph) -> list[Variable]:
     """Those of a program that live in a scope. DistributedError: they are dealt out among more or fewer ranks."""
-    found = [v for v in program.variables if v.dealt is not None and v.persistable]
-    engine = current()
-    ranks = 1 if engine is None else engine.size
+    found, ranks = [v for v in program.variables if v.dealt is not None and v.persistable], own_size()
     for variable in found:
         if variable.dealt != ranks:
             raise DistributedError(

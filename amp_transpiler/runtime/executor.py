@@ -35,7 +35,7 @@ from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
-from amp_transpiler.runtime.collective.current import own_rank
+from amp_transpiler.runtime.collective.current import own_rank, own_size
 from amp_transpiler.runtime.host_tables import HostTables
 from amp_transpiler.runtime.locks import Uninterrupted
 from amp_transpiler.runtime.plan import (
@@ -257,7 +257,7 @@ class Executor:
             cache = self._programs.get(program)
             if cache is None or cache.version != program.version:
                 cache = self._programs[program] = Plans(program.version)
-            key = (names, spread, own_rank())
+            key = (names, spread, own_rank(), own_size())
             plan = cache.plans.get(key)
             if plan is None:
                 plan = cache.plans[key] = make_plan(program, names, spread, self.place)

@@ -34,6 +34,8 @@ class _Known:
     tables: list[HostTable]
     #: The name of the variable that says whether a step was bad; None where nothing does.
     found_inf: str | None
+    #: The forward pass, which computes ids that are not fed; made when it is first needed.
+    forward: Program | None = None
     copies: dict[tuple[int, ...], Program] = field(default_factory=dict)
     #: The copies' state, by scope: that of the scope, but for the tables.
     scopes: WeakKeyDictionary[Scope, dict[tuple[int, ...], Scope]] = field(default_factory=WeakKeyDictionary)
@@ -65,10 +67,10 @@ class HostTables:
             step = training_step(program) if program.updates else None
             verdict = None if step is None or step.found_inf is None else step.found_inf.name
             known = self._known[program] = _Known(program.version, host_tables(program, self.names), verdict)
-            if known.tables and several() is not None:
-                raise ArgumentError(
-                    "host_tables are for one rank; of several, amp.distributed.shard_tables deals the rows out"
-                )
+        if known.tables and several() is not None:
+            raise ArgumentError(
+                "host_tables are for one rank; of several, amp.distributed.shard_tables deals the rows out"
+            )
         return known
 
     def run(
@@ -82,7 +84,7 @@ class HostTables:
         with scope.writing(), Uninterrupted():
             local, rows = dict[str, np.ndarray](), dict[str, np.ndarray]()
             for table in known.tables:
-                ids = self._ids(program, table, fed, scope)
+                ids = self._ids(program, known, table, fed, scope)
                 rows[table.name], places = _numbered(table, ids)
                 local |= dict(zip(table.lookups.values(), places, strict=True))
             counts = {table.name: sum(local[name].size for name in table.lookups.values()) for table in known.tables}
@@ -96,12 +98,14 @@ class HostTables:
             self._fetch(known.tables, rows, key, scope, inner)
             return self._stepped(run, copy, known, rows, fed | local, fetches, scope, inner, as_array)
 
-    def _ids(self, program: Program, table: HostTable, fed: Mapping[str, Any], scope: Scope) -> list[np.ndarray]:
+    def _ids(
+        self, program: Program, known: _Known, table: HostTable, fed: Mapping[str, Any], scope: Scope
+    ) -> list[np.ndarray]:
         """The arrays of ids that its lookups name; what the program computes of feeds is computed on the host."""
         found = {name: _array(fed[name]) for name in table.lookups if name in fed}
         others = [name for name in table.lookups if name not in found]
         if others:
-            forward = program.clone(for_test=True)
+            forward = known.forward = known.forward or program.clone(for_test=True)
             targets = [forward.var(name) for name in others]
             read = {v.name for op in needed(forward, targets) for v in op.inputs if v is not None and v.is_input}
             feeds = {name: _array(value) for name, value in fed.items() if name in read}

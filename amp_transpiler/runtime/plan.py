@@ -68,10 +68,10 @@ class Plan:
 
 @dataclass
 class Plans:
-    """The plans of one program as it is in one version, by the names that are fetched, ``spread``, and the rank."""
+    """The plans of one program as it is in one version, by the fetched names, ``spread``, rank and number of ranks."""
 
     version: int
-    plans: dict[tuple[tuple[str, ...], bool, int], Plan] = field(default_factory=dict)
+    plans: dict[tuple[tuple[str, ...], bool, int, int], Plan] = field(default_factory=dict)
     last: Plan | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -97,10 +97,11 @@ class Scope:
                 self._values.pop(name, None)
             self._place({**self.elsewhere, **owners})
 
-    def deal(self, rows: Mapping[str, int]) -> None:
-        """Know that what it holds of variables are rows of so many, which are dealt out among the ranks."""
-        if rows:
-            self.dealt = MappingProxyType({**self.dealt, **rows})
+    def deal(self, rows: Mapping[str, int], held: Collection[str]) -> None:
+        """Know that of the variables that it was given to hold these are rows of so many, dealt out among the ranks."""
+        with self.writing():
+            kept = {name: count for name, count in self.dealt.items() if name not in held}
+            self.dealt = MappingProxyType({**kept, **rows})
 
     def _place(self, owners: dict[str, int]) -> None:
         self.elsewhere = MappingProxyType(owners)

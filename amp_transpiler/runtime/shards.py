@@ -47,7 +47,7 @@ def settle(program: Program, values: Mapping[str, Any], scope: Scope, place: Pla
     """Let a scope hold what a startup program has made, as far as it lies on this rank."""
     scope.hold({**values, **deal_out(program, values, place)})
     scope.leave(elsewhere(program))
-    scope.deal(whole_rows(program))
+    scope.deal(whole_rows(program), values)
 
 
 def run_updates(program: Program, spread: bool) -> tuple[bool | Mapping[Variable, Variable], list[Variable]]:

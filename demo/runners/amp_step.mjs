@@ -241,11 +241,16 @@ export class TrainingStep {
 
   /** Write a checkpoint as a new folder, in Node; it appears whole. */
   async save(path) {
-    const { mkdir, rename, writeFile } = await import("node:fs/promises");
+    const { mkdir, rename, rm, writeFile } = await import("node:fs/promises");
     const made = await this.checkpoint();
-    await mkdir(`${path}.part`, { recursive: true });
-    for (const [name, bytes] of made) await writeFile(`${path}.part/${name}`, bytes);
-    await rename(`${path}.part`, path);
+    await mkdir(`${path}.part`);
+    try {
+      for (const [name, bytes] of made) await writeFile(`${path}.part/${name}`, bytes);
+      await rename(`${path}.part`, path);
+    } catch (error) {
+      await rm(`${path}.part`, { recursive: true });
+      throw error;
+    }
   }
 
   /** Let sessions and state go. */

@@ -35,7 +35,7 @@ def run(name, feeds):
 
 
 folder, batches, steps, to, start = map(Path, (sys.argv[1:] + sys.argv[1:2])[:5])
-said, meta = (json.loads(path.read_text()) for path in (folder / "manifest.json", start / "meta.json"))
+said, meta = (json.loads(path.read_text(encoding="utf-8")) for path in (folder / "manifest.json", start / "meta.json"))
 expect((said["format"], said["version"]), ("amp_transpiler.training_step", 1), f"what '{folder}' holds")
 expect(meta["program"], said["program"], f"the program of checkpoint '{start}'")
 tensors = start / meta["file"]["name"]
@@ -47,13 +47,13 @@ file, kinds = safe_open(tensors, "numpy"), said["states"]
 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
 data, window, first = load_file(batches), said["window"], meta["step"] or 0
-for step in range(first, first + int(str(steps))):
+for step in range(first, end := first + int(str(steps))):
     count = state[window["counter"]] + 1 if window["counter"] else 1
     feeds = {name: array[step % len(array)] for name, array in data.items()}
     found = run("train" if count == window["steps"] else "accumulate", feeds)
     print(f"step {step + 1}", *(f"{name} {value.item():.9g}" for name, value in found.items()), flush=True)
 content = save({one["name"]: state[one["name"]].astype(one["dtype"]) for one in kinds}, said["checkpoint"]["metadata"])
-known = {"step": step + 1, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}
+known = {"step": end, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}
 text = Template(said["checkpoint"]["meta"]).substitute(known)
 to.mkdir()
 (to / "state.safetensors").write_bytes(content)

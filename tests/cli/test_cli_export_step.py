@@ -66,6 +66,7 @@ def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> No
     ("arguments", "status", "message"),
     [
         (["--shape", "x=4,7"], 2, r"feed 'x' .* is declared as \[None, 6\]|does not fit"),
+        (["--shape", "x=4,6", "xx=4,6"], 2, r"'xx' is no feed"),
         ([], 2, r"give its sizes, as in --shape x=8,6"),
         (["--shape", "x=4,6", "--mode", "half"], 2, r"--mode"),
         (["--shape", "x=4,6", "--optimizer", "adamax"], 2, r"--optimizer"),
@@ -86,7 +87,7 @@ def test_a_folder_is_replaced_on_demand_alone(tmp_path: Path, capsys: pytest.Cap
     model, step = written(tmp_path, None), tmp_path / "step"
     command = ["export-step", str(model), str(step), "--shape", "x=4,6", "--quiet"]
     assert main(command) == 0
-    assert main(command) == 2 and "overwrite" in capsys.readouterr().err
+    assert main(command) == 2 and "; --overwrite replaces it" in capsys.readouterr().err
     assert main([*command, "--overwrite", "--accumulate", "2"]) == 0
     assert (step / "accumulate.onnx").is_file()
     assert main([*command, "--overwrite"]) == 0

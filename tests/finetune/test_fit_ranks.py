@@ -191,7 +191,8 @@ def test_state_that_differs_is_found_and_named(every: int, tmp_path: Path, monke
     monkeypatch.setattr(Loop, "_step", planted)
     run = fitted(tmp_path / "out.onnx", epochs=2, check_every=every, checkpoint=tmp_path / "state")
     if not every:
-        assert distributed.simulate(2, run)
+        distributed.simulate(2, run)
+        assert max(steps) == 6 and (tmp_path / "out.onnx").exists()
         return
     with pytest.raises(DistributedError, match=r"is 'b' on rank 1.*out.onnx was not written; there is no checkpoint"):
         distributed.simulate(2, run)
@@ -228,7 +229,7 @@ def test_data_that_is_wrong_on_one_rank_ends_all_with_its_words(tmp_path: Path) 
     assert "rank 1 failed where the others waited for it: FeedError: data: array 'x' holds nan" in str(first)
 
 
-@pytest.mark.parametrize("what", ["data", "test data", "options", "model"])
+@pytest.mark.parametrize("what", ["data", "test data", "options", "model", "checkpoint"])
 def test_another_training_on_one_rank_is_named(what: str, tmp_path: Path) -> None:
     def run() -> Any:
         other = distributed.rank() == 1
@@ -242,10 +243,11 @@ def test_another_training_on_one_rank_is_named(what: str, tmp_path: Path) -> Non
             "test data": {"test": features(21, seed=9)},
             "options": {"lr": 0.02},
             "model": {},
+            "checkpoint": {"checkpoint": tmp_path / "state"},
         }
         return fitted(tmp_path / "out.onnx", model, **more[what])()
 
     for error in raised(2, run):
         assert isinstance(error, DistributedError) and error.ranks == (1,)
-        assert f"rank 1 found another {what} than rank 0" in str(error)
+        assert f"rank 1 found other {what} than rank 0" in str(error)
     assert not (tmp_path / "out.onnx").exists()

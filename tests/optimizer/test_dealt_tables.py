@@ -27,6 +27,7 @@ def lazy_adam() -> Any:
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "lazy adam": lazy_adam,
     "adamw": lambda: amp.optimizer.AdamW(0.01, weight_decay=0.1),
+    "dealt out too": lambda: distributed.shard_optimizer(amp.optimizer.Adam(0.01)),
     "clipped": lambda: amp.optimizer.SGD(0.1, grad_clip=amp.optimizer.ClipGradByNorm(0.01)),
 }
 
@@ -59,7 +60,9 @@ def check_alike(ranks: int, make: Callable[[], Any], **options: Any) -> None:
         assert [name for name in state if state[name].tobytes() != as_whole[name].tobytes()] == []
 
 
-@pytest.mark.parametrize("name, ranks", [("lazy adam", 2), ("lazy adam", 4), ("adamw", 2), ("clipped", 2)])
+@pytest.mark.parametrize(
+    "name, ranks", [("lazy adam", 2), ("lazy adam", 4), ("adamw", 2), ("dealt out too", 2), ("clipped", 2)]
+)
 def test_rows_take_the_steps_of_a_whole_table(name: str, ranks: int) -> None:
     check_alike(ranks, OPTIMIZERS[name])
 
@@ -85,6 +88,13 @@ def twice_with_padding(ids: amp.Variable, table: amp.Variable, sparse: bool) -> 
 )
 def test_which_rows_are_looked_up(ids: Any) -> None:
     check_alike(2, lazy_adam, ids=ids)
+
+
+def test_a_scope_forgets_what_lay_there_before() -> None:
+    scope = amp.Scope()
+    scope.deal({"table": 5, "other": 7}, ["table", "other"])
+    scope.deal({"moment": 5}, ["table", "moment"])
+    assert dict(scope.dealt) == {"other": 7, "moment": 5}
 
 
 def test_bags_with_padding_and_a_second_lookup() -> None:

@@ -155,6 +155,18 @@ def test_what_is_no_callback_is_an_error(callbacks: Any) -> None:
     assert not any(v.grad_of is not None for v in main.variables)
 
 
+def test_what_is_no_type_is_an_error_and_where_no_rank_has_a_gradient_none_is_made() -> None:
+    def run() -> None:
+        main, _, loss = net()
+        with amp.program_guard(main):
+            with pytest.raises(amp.AmpError, match="foo"):
+                distributed.all_reduce(loss, precision="foo")
+            pairs = [(parameter, None) for parameter in main.parameters]
+            assert distributed.all_reduce(pairs) == pairs
+
+    distributed.simulate(2, run)
+
+
 def test_metrics_are_reduced_in_the_program() -> None:
     def run() -> list[Any]:
         main = amp.Program()

@@ -21,9 +21,9 @@ State = dict[str, np.ndarray]
 class Net:
     """A small classifier as one rank trains it; ``explicit`` reduces its gradients itself."""
 
-    def __init__(self, mode: str, dropout: bool = False, boost: bool = False, **decorated: Any) -> None:
-        self.main, startup = amp.Program(), amp.Program("startup")
-        startup.seed = 5
+    def __init__(self, mode: str, dropout: bool = False, boost: bool = False, seed: int = 5, **decorated: Any) -> None:
+        self.main, startup, self.seed = amp.Program(), amp.Program("startup"), seed
+        startup.seed = seed
         with amp.program_guard(self.main, startup), amp.unique_name.guard():
             x, label = amp.data("x", [None, 6], "float32"), amp.data("label", [None, 1], "int64")
             h = amp.nn.fc(x * amp.data("boost", [1], "float32") if boost else x, 16, act="relu")
@@ -41,7 +41,7 @@ class Net:
 
     def step(self, number: int, **feeds: Any) -> float:
         """The loss on this rank's share of the batch."""
-        rng = np.random.default_rng(number)
+        rng = np.random.default_rng([self.seed, number])
         feed = {"x": rng.normal(size=(BATCH, 6)).astype(np.float32), "label": rng.integers(0, 4, (BATCH, 1))}
         mine = slice(distributed.rank(), None, distributed.world_size())
         feed = {name: np.ascontiguousarray(array[mine]) for name, array in feed.items()} | feeds
@@ -63,16 +63,19 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("seed", [5, 6, 7])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode, close", [("fp32", 1e-6), ("mixed", 5e-3), ("pure", 1e-2)])
-def test_ranks_learn_what_one_learns_of_the_whole_batch(mode: str, close: float, ranks: int) -> None:
-    losses, state = trained(mode)()
-    found = distributed.simulate(ranks, trained(mode))
+def test_ranks_learn_what_one_learns_of_the_whole_batch(mode: str, close: float, ranks: int, seed: int) -> None:
+    losses, state = trained(mode, seed=seed)()
+    found = distributed.simulate(ranks, trained(mode, seed=seed))
     assert all(same(found[0][1], other) for _, other in found)
     np.testing.assert_allclose(np.mean([each for each, _ in found], axis=0), losses, rtol=close)
-    again = distributed.simulate(ranks, trained(mode))
+    again = distributed.simulate(ranks, trained(mode, seed=seed))
     assert [each for each, _ in again] == [each for each, _ in found] and same(again[0][1], found[0][1])
     assert found[0][1].keys() == state.keys()
+    for name in ("fc_0.w_0", "fc_1.w_0"):
+        np.testing.assert_allclose(found[0][1][name], state[name], rtol=0, atol=10 * close)
 
 
 @pytest.mark.parametrize("precision", [None, "float32", "bfloat16"])

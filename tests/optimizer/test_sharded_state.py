@@ -13,6 +13,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.runtime import shards
+from amp_transpiler.runtime.collective.simulated import SimulatedEngine
 from tests.helpers.sharded import Net
 
 Result = TypeVar("Result")
@@ -102,17 +103,40 @@ def test_the_default_of_a_forecast_is_the_fullest_rank() -> None:
 
 
 def test_parameters_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> list[str]:
-        net = Net(True)
-        assert [net.step(number) for number in range(3)]
-        distributed.check_equal(net.main, net.scope)
-        report = distributed.step_report()
-        assert report.exchanges[-1].name == "parameters"
-        return sorted(map(repr, net.state().items()))
+    pieces = list[int]()
+    copied = SimulatedEngine.all_gather
 
-    expected = distributed.simulate(2, run)
+    def counted(engine: SimulatedEngine, *given: Any, **more: Any) -> Any:
+        pieces.append(engine.rank)
+        return copied(engine, *given, **more)
+
+    monkeypatch.setattr(SimulatedEngine, "all_gather", counted)
+
+    def run() -> tuple[list[float], list[str]]:
+        net = Net(True)
+        losses = [net.step(number) for number in range(3)]
+        distributed.check_equal(net.main, net.scope)
+        assert distributed.step_report().exchanges[-1].name == "parameters"
+        return losses, sorted(map(repr, net.state().items()))
+
+    expected, whole = distributed.simulate(2, run), len(pieces)
     monkeypatch.setattr(shards, "_ROOM", 74)  # bytes: pieces that end within a parameter
     assert distributed.simulate(2, run) == expected
+    assert len(pieces) - whole > 2 * whole > 0
+
+
+def test_one_rank_alone_neither_saves_nor_trains_what_lies_on_others(tmp_path: Path) -> None:
+    def run() -> Net:
+        net = Net(True)
+        net.step(0)
+        return net
+
+    net, _ = distributed.simulate(2, run)
+    with pytest.raises(amp.AmpError, match="lies on another rank, which does not send it; call this on all ranks"):
+        amp.save_checkpoint(tmp_path / "state", net.main, net.scope)
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(amp.AmpError, match="8 more of its variables.* not in the scope"):
+        net.step(1)
 
 
 def test_averages_are_dealt_out_and_applied_everywhere() -> None:

@@ -111,8 +111,14 @@ def test_what_does_not_go_is_said() -> None:
             amp.errors.ArgumentError, match="all of table 'table' is read or written by .*lazy_mode=True"
         ):
             beside(Recommender(optimizer, sparse=sparse)).train(range(1))
-    with pytest.raises(amp.errors.ArgumentError, match="shard_tables"):
-        amp.distributed.simulate(2, lambda: beside(Recommender(lazy_adam)).train(range(1)))
+
+    def several() -> None:
+        net = beside(Recommender(lazy_adam))
+        for _ in range(2):
+            with pytest.raises(amp.errors.ArgumentError, match="shard_tables"):
+                net.train(range(1))
+
+    amp.distributed.simulate(2, several)
 
 
 @needs_placement_tool

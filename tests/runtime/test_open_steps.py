@@ -11,6 +11,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import ExecutionError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.runtime import executor, open_steps
+from tests.tools.sizes_run import attention
 
 
 def built(mode: str) -> tuple[Any, Any, Any, Any]:
@@ -18,13 +19,7 @@ def built(mode: str) -> tuple[Any, Any, Any, Any]:
     main, startup = amp.Program("net"), amp.Program("startup")
     main.random_seed = startup.random_seed = 5
     with amp.program_guard(main, startup), amp.unique_name.guard():
-        ids, label = amp.data("ids", [None, None], "int64"), amp.data("label", [None, 1], "int64")
-        with amp.fp16_guard():
-            x = F.dropout(amp.nn.layer_norm(amp.nn.embedding(ids, [50, 16])), 0.1)
-            x = amp.nn.layer_norm(x + amp.nn.multi_head_attention(x, num_heads=2))
-            x = x + amp.nn.fc(amp.nn.fc(x, 32, act="gelu", num_flatten_dims=2), 16, num_flatten_dims=2)
-            logits = amp.nn.fc(F.mean(x, axis=[1]), 5)
-        loss = F.cross_entropy(logits, label)
+        loss = attention()
         optimizer: Any = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
         if mode != "fp32":
             optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure")

@@ -204,7 +204,7 @@ def load_checkpoint(
     )
     scope.hold(found.values)
     scope.leave(found.others)
-    scope.deal(whole_rows(program))
+    scope.deal(whole_rows(program), found.values)
     return loaded
 
 

@@ -85,7 +85,7 @@ def load_weights(
     found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
     scope.hold(found.values)
     scope.leave(found.others)
-    scope.deal(whole_rows(program))
+    scope.deal(whole_rows(program), found.values)
     return LoadedWeights(file, (*found.values, *found.others), tuple(found.missing), tuple(found.extra))
 
 

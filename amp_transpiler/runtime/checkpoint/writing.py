@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
-from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError
+from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError, ScopeError
 from amp_transpiler.file_targets import check_space
 from amp_transpiler.files import Workspace, sync_folder
 from amp_transpiler.ir.types import BYTES
@@ -122,24 +122,31 @@ def write_checkpoint(
 def write_tensors(path: Path, values: Mapping[str, Any], pieces: Iterable[tuple[str, np.ndarray]] = ()) -> None:
     """Write OrtValues by name as a safetensors file, and bring it to the disk. ``pieces``: see above."""
     held: list[Any] = []  # the file is written from memory as it lies
-    awaited = [value.tensor_size_in_bytes() for value in values.values() if isinstance(value, Awaited)]
-    blank = np.zeros(max(awaited, default=0), np.uint8)  # stands for each of them, until they are written in its place
+    awaited = {name: value.tensor_size_in_bytes() for name, value in values.items() if isinstance(value, Awaited)}
+    blank = np.zeros(max(awaited.values(), default=0), np.uint8)  # stands for each of them, until it is written there
     specs = {name: _spec(value, held, blank) for name, value in values.items()}
     serialize_file(specs, path, metadata={"format": FORMAT})
-    if awaited:
-        _fill(path, pieces)
+    missing = awaited.keys() - _fill(path, pieces) if awaited else ()
+    if missing:
+        raise ScopeError(
+            f"variable '{min(missing)}' lies on another rank, which does not send it; call this on all ranks that "
+            "trained, with the program that they trained"
+        )
     path.chmod(0o666 & ~_umask())
     _sync(path)
 
 
-def _fill(path: Path, pieces: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write the bytes of tensors where they lie in a file of safetensors."""
+def _fill(path: Path, pieces: Iterable[tuple[str, np.ndarray]]) -> set[str]:
+    """Write the bytes of tensors where they lie in a file of safetensors; the names of those that came."""
+    filled = set[str]()
     with open(path, "r+b") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
         for name, content in pieces:
             stream.seek(8 + length + header[name]["data_offsets"][0])
             stream.write(content.data)
+            filled.add(name)
+    return filled
 
 
 def _spec(value: Any, held: list[Any], blank: np.ndarray) -> Any:

@@ -104,6 +104,12 @@ def own_rank() -> int:
     return 0 if engine is None else engine.rank
 
 
+def own_size() -> int:
+    """The number of ranks; 1 of one alone."""
+    engine = current()
+    return 1 if engine is None else engine.size
+
+
 def holds(owner: int | None) -> bool:
     """Whether what belongs to this rank, or to all (None), is here. One rank alone holds what is of any."""
     engine = current()
@@ -123,8 +129,8 @@ def by_all(call: Callable[[], _Result]) -> _Result:
 
     It may not talk to other ranks: where it fails on some, these would talk past one another.
     """
-    engine = current()
-    if engine is None or engine.size == 1:
+    engine = several()
+    if engine is None:
         return call()
     result, failed = None, None
     try:
