@@ -18,6 +18,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
 
 from amp_transpiler import distributed, nn, ops, optimizer, regularizer
 from amp_transpiler.conversion.converting import convert
+from amp_transpiler.export.trained_model import write_trained_model
 from amp_transpiler.export.training_export import export_training as _export_training
 from amp_transpiler.finetune import FitOptions, FitResult, fit
 from amp_transpiler.finetune.prepare import prepare_training
@@ -169,4 +170,5 @@ __all__ = [
     "unique_name",
     "update_loss_scaling",
     "watch",
+    "write_trained_model",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler.cli import convert, cost, diff, explain, export_step, info, plan_ranks, train
+from amp_transpiler.cli import convert, cost, diff, explain, export_step, info, plan_ranks, shipped, train
 from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
   amp-transpile convert model.onnx bf16.onnx --dtype bfloat16 --check
   amp-transpile train model.onnx tuned.onnx --data train.npz --test test.npz --epochs 3 --freeze 'encoder/*'
   amp-transpile export-step model.onnx step/ --shape image=32,3,224,224 --mode pure --optimizer adamw --lr 1e-4
+  amp-transpile trained-model step/ trained.onnx --checkpoint trained/
   amp-transpile explain model_fp16.onnx Softmax_3
   amp-transpile explain --passes
   amp-transpile diff model.onnx model_fp16.onnx
@@ -53,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_options(commands.add_parser("train", help="train or fine-tune a model on arrays"))
     export_step.add_options(
         commands.add_parser("export-step", help="write a model's training step for other runtimes: C++, Node, browsers")
+    )
+    shipped.add_options(
+        commands.add_parser("trained-model", help="the model of an exported step, with the weights of a checkpoint")
     )
     reasons = commands.add_parser("explain", help="why each operator, or one, has its precision; what passes do")
     reasons.add_argument("model", metavar="MODEL.onnx", nargs="?")
@@ -170,6 +174,7 @@ _COMMANDS = {
     "convert": convert.run,
     "train": train.run,
     "export-step": export_step.run,
+    "trained-model": shipped.run,
     "explain": explain.run,
     "diff": diff.run,
     "info": info.run,

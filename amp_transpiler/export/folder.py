@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileWriteError
 from amp_transpiler.export.manifest import FORMAT, MANIFEST
+from amp_transpiler.export.serving import SERVED, places_of
 from amp_transpiler.file_targets import check_space
 from amp_transpiler.files import Group, put
 from amp_transpiler.ir.serializing import LIMIT, serialized
@@ -58,8 +59,11 @@ def write_folder(
     values: Mapping[str, Any],
     meta: Mapping[str, Any],
     manifest: dict[str, Any],
+    served: onnx.ModelProto | None,
 ) -> None:
     """Write models and state (OrtValues by name), which is a checkpoint, and the manifest, which names the files.
+
+    ``served`` is the model with its weights inside; the manifest gets to know where in its files they lie.
 
     ModelFileWriteError where that fails; the folder is then as it was.
     """
@@ -81,13 +85,16 @@ def write_folder(
             said = {**meta, "file": {"name": TENSORS, **sums[TENSORS]}}
             group.add(folder / META, put(_json({**said, "checksum": checksum(said)})))
             for name, model in models.items():
-                said_of = manifest["models"][name]
-                moved = _moved_out(model, data := f"{said_of['file']}.data")
-                if moved:
-                    said_of["data"] = data
-                    group.add(folder / data, lambda stream, parts=moved: stream.writelines(parts))  # type: ignore[misc]
-                group.add(folder / said_of["file"], put(serialized(model)))
-                names += [data, said_of["file"]] if moved else [said_of["file"]]
+                data, _ = _add_model(group, folder, name, model)
+                manifest["models"][name]["data"] = data
+                names += [*filter(None, [data]), f"{name}.onnx"]
+            manifest["serving"] = None
+            if served is not None:
+                data, content = _add_model(group, folder, SERVED, served)
+                file = f"{SERVED}.onnx"
+                weights = places_of(served, content, file, list(values))
+                manifest["serving"] = {"file": file, "data": data, "weights": weights}
+                names += [*filter(None, [data]), file]
             manifest["files"] = sums | {name: _sums(group.staged(folder / name)) for name in names}
             group.add(folder / MANIFEST, put(_json(manifest)))
             group.commit()
@@ -117,6 +124,16 @@ def _remove_stale(folder: Path, before: Any, written: set[str]) -> None:
         if name == os.path.basename(name):
             with suppress(OSError):
                 (folder / name).unlink()
+
+
+def _add_model(group: Group, folder: Path, name: str, model: onnx.ModelProto) -> tuple[str | None, bytes]:
+    """Add a model and, where one file cannot hold it, its constants; the name of their file, and what is in its own."""
+    moved = _moved_out(model, data := f"{name}.onnx.data")
+    if moved:
+        group.add(folder / data, lambda stream: stream.writelines(moved))
+    content = serialized(model)
+    group.add(folder / f"{name}.onnx", put(content))
+    return data if moved else None, content
 
 
 def _moved_out(model: onnx.ModelProto, location: str) -> list[bytes]:

@@ -11,6 +11,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.export.folder import checked_folder, write_folder
 from amp_transpiler.export.manifest import manifest_of
 from amp_transpiler.export.plain_ports import PlainModel, check_held, counted, plain
+from amp_transpiler.export.serving import serving_model
 from amp_transpiler.export.step_programs import CALL, StepPrograms, step_programs
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
@@ -54,7 +55,8 @@ def export_training(
         _check_states(programs, models, values)
         manifest = manifest_of(programs, place, models, meta)
         said = {**meta, "number": 1, "step": None, "data_position": None, "extra": None}
-        write_folder(target, {name: model.model for name, model in models.items()}, values, said, manifest)
+        served = serving_model(programs, scope)
+        write_folder(target, {name: model.model for name, model in models.items()}, values, said, manifest, served)
     return target
 
 

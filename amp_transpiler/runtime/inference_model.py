@@ -46,15 +46,15 @@ def save_inference_model(
         first = fetch_vars[0]
         program = program_of(first) if isinstance(first, Variable) else default_main_program()
     scope = check_scope(scope)
-    pruned = _pruned(program, feeds, fetches)
-    missing = [v.name for v in pruned.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]
+    served = pruned(program, feeds, fetches)
+    missing = [v.name for v in served.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ScopeError(
             f"parameter '{missing[0]}'{more} of program '{program.name}' is not in the scope; run its startup program "
             "first, into this scope"
         )
-    pruned.to_onnx(path, scope=scope)
+    served.to_onnx(path, scope=scope)
 
 
 @paddle_arguments("inference")
@@ -87,7 +87,7 @@ def _names(variables: Variables, what: str) -> list[str]:
     return names
 
 
-def _pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
+def pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
     """A copy for evaluation that has these inputs and outputs, and nothing that they do not need."""
     for name in (*feeds, *fetches):
         _check_known(program, name)

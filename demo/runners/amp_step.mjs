@@ -136,8 +136,8 @@ export class TrainingStep {
       throw new StepError(`manifest.json is of ${found}; this program reads ${FORMAT} version ${VERSION}`);
     }
     const step = new TrainingStep();
-    Object.assign(step, { manifest, ort, state: new Map(), sessions: {}, step: 0 });
     const content = new Map();
+    Object.assign(step, { manifest, ort, state: new Map(), sessions: {}, step: 0, served: new Map() });
     for (const [name, said] of Object.entries(manifest.files)) content.set(name, await checked(read, name, said));
     for (const [name, model] of Object.entries(manifest.models)) {
       const more = model.data ? { externalData: [{ path: model.data, data: content.get(model.data) }] } : {};
@@ -147,6 +147,8 @@ export class TrainingStep {
       }
       step.sessions[name] = await ort.InferenceSession.create(content.get(model.file), { ...more, ...options });
     }
+    const { file, data } = manifest.serving ?? {};
+    for (const name of [file, data]) if (name) step.served.set(name, content.get(name));
     await step.load(checkpoint);
     return step;
   }
@@ -239,10 +241,24 @@ export class TrainingStep {
     return new Map([["state.safetensors", bytes], ["meta.json", new TextEncoder().encode(said)]]);
   }
 
-  /** Write a checkpoint as a new folder, in Node; it appears whole. */
-  async save(path) {
+  /** The model with the weights of the state now: file name -> bytes. One ONNX file, unless it takes more than 2 GB. */
+  async model() {
+    if (!this.manifest.serving) throw new StepError("this step has no model to serve without amp_transpiler");
+    const made = new Map([...this.served].map(([name, bytes]) => [name, bytes.slice()]));
+    const kinds = new Map(this.manifest.states.map((one) => [one.name, one]));
+    for (const { state, file, offset } of this.manifest.serving.weights) {
+      const { dtype, carried } = kinds.get(state);
+      const found = await this.state.get(state).getData();
+      const data = dtype === carried ? found : narrowed(found);
+      made.get(file).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength), offset);
+    }
+    return made;
+  }
+
+  /** Write a checkpoint, or `model()`, as a new folder, in Node; it appears whole. */
+  async save(path, made) {
     const { mkdir, rename, rm, writeFile } = await import("node:fs/promises");
-    const made = await this.checkpoint();
+    made ??= await this.checkpoint();
     await mkdir(`${path}.part`);
     try {
       for (const [name, bytes] of made) await writeFile(`${path}.part/${name}`, bytes);

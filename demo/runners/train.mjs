@@ -1,5 +1,6 @@
-// node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME]: trains with an exported step, as bare.py does.
-// --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, …
+// node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME] [--model TO]: trains with an exported step, as
+// bare.py does. --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, …; --model: a new
+// folder for the trained ONNX model.
 
 import { readFile } from "node:fs/promises";
 import process from "node:process";
@@ -9,7 +10,7 @@ import { TrainingStep, folder, readSafetensors } from "./amp_step.mjs";
 
 const { values, positionals } = parseArgs({
   allowPositionals: true,
-  options: { web: { type: "boolean" }, provider: { type: "string" } },
+  options: { web: { type: "boolean" }, provider: { type: "string" }, model: { type: "string" } },
 });
 const [home, batches, steps, to, from] = positionals;
 try {
@@ -29,6 +30,7 @@ try {
     console.log(`step ${step.step} ${told.join(" ")}`);
   }
   await step.save(to);
+  if (values.model) await step.save(values.model, await step.model());
   await step.close();
 } catch (error) {
   console.error(`error: ${error.message}`);

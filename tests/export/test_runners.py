@@ -93,6 +93,21 @@ def test_names_may_hold_any_character(runner: str, command: list[str], tmp_path:
     assert state(main, ended) == state(main, scope)
 
 
+def test_node_writes_the_trained_model(tmp_path: Path) -> None:
+    """The bytes that ``amp.write_trained_model`` makes of the checkpoint; bfloat16 weights are narrowed on the way."""
+    if not node():
+        pytest.skip(MISSING)
+    for case in ({}, {"mode": "pure-bf16", "scaling": "static"}):
+        net, home = build(**case), tmp_path / case.get("mode", "fp16")
+        home.mkdir()
+        folder = net.main.export_training(home / "step", amp.CPUPlace(), outputs=[net.output], scope=net.start())
+        data = batches(home / "data.safetensors", [net.feed(0)])
+        trained(node("--model", str(home / "model")), folder, data, 3, home / "end")
+        amp.write_trained_model(folder, home / "expected.onnx", home / "end")
+        assert (home / "model" / "model.onnx").read_bytes() == (home / "expected.onnx").read_bytes()
+        assert (folder / "model.onnx").read_bytes() != (home / "expected.onnx").read_bytes()
+
+
 # -- what does not fit -------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:

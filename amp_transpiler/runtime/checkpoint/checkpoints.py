@@ -184,7 +184,7 @@ def load_checkpoint(
     call = "load_checkpoint"
     _check_program(program, call)
     scope = check_scope(scope)
-    folder = _chosen(_path(path, call))
+    folder = chosen_checkpoint(_path(path, call))
     meta = read_meta(folder)
     file = TensorFile(folder, meta)
     what = f"checkpoint '{folder}'"
@@ -227,7 +227,8 @@ def latest_checkpoint(path: PathLike) -> Path | None:
     return latest
 
 
-def _chosen(path: Path) -> Path:
+def chosen_checkpoint(path: Path) -> Path:
+    """A checkpoint, or of a folder of those of steps the last. CheckpointNotFoundError where the folder has none."""
     latest = latest_checkpoint(path)
     if latest is not None:
         return latest
