@@ -1,6 +1,8 @@
 """For which element types onnxruntime has a kernel, and which operators have no lowering to 16 bit on CUDA.
 
-The table is the registry of the onnxruntime-gpu wheel that ``kernels.json`` names. One trap is built into it: a kernel
+The table is the registry of the onnxruntime-gpu wheel that ``kernels.json`` names, and of WebGPU: under
+``WebGpuExecutionProvider`` what the plugin and the wheel that has the provider built in have in common, under
+``WebGpuExecutionProvider/plugin`` all that the plugin has. One trap is built into it: a kernel
 registered for ``12+`` serves only operators whose schema is of version 12 exactly, so that an operator may *lose* its
 kernel in a newer opset.
 """
@@ -95,7 +97,7 @@ def kernel_types(provider: str, op_type: str, opset: int, domain: str = "") -> d
     """The element types that a provider has a kernel for, by the operator's type parameters.
 
     Args:
-        provider: ``CUDAExecutionProvider`` or ``CPUExecutionProvider``.
+        provider: a provider of the table, such as ``CUDAExecutionProvider`` or ``CPUExecutionProvider``.
         op_type: the operator's type.
         opset: the opset version of the operator's domain that the model imports. It is ignored for operators without an
             onnx schema (com.microsoft), which count as version 1.
@@ -134,7 +136,7 @@ def has_kernel(provider: str, op_type: str, dtype: str, opset: int, domain: str 
     the kernel. An input for which there are integer kernels alone (the indices of OneHot) is passed over.
 
     Args:
-        provider: ``CUDAExecutionProvider`` or ``CPUExecutionProvider``.
+        provider: a provider of the table, see :func:`kernel_types`.
         op_type: the operator's type.
         dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``.
         opset: the opset version that the model imports, see :func:`kernel_types`.

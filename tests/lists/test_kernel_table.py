@@ -93,6 +93,42 @@ def test_the_kernel_table_is_the_recorded_one(provider, domain):
     assert expanded == recorded[provider][domain]
 
 
+WEBGPU = "WebGpuExecutionProvider"
+
+
+@pytest.mark.parametrize(
+    ("op_type", "types", "in_plugin"),
+    [
+        ("MatMul", {"T": {"float", "float16"}}, {"T": {"float", "float16"}}),
+        ("LogSoftmax", None, None),
+        ("Sum", None, None),
+        ("IsNaN", None, None),
+        (
+            "Where",
+            {"T": {"bool", "float", "float16", "int32", "uint32"}},
+            {"T": {"bool", "float", "float16", "int32", "uint32"}},
+        ),
+        ("Max", None, {"T": {"float", "float16", "int32", "uint32"}}),  # the built-in provider of 1.27 has none
+        ("AveragePool", None, {"T": {"float", "float16"}}),  # there it ends with opset 18
+        ("Tile", {"T": {"float", "float16"}}, {"T": {"float", "float16", "int32", "uint32"}}),
+    ],
+)
+def test_kernels_of_webgpu(op_type, types, in_plugin):
+    assert kernel_types(WEBGPU, op_type, 21) == types
+    assert kernel_types(f"{WEBGPU}/plugin", op_type, 21) == in_plugin
+
+
+@pytest.mark.parametrize("domain", ["ai.onnx", "com.microsoft"])
+def test_the_plugin_of_webgpu_has_what_both_have(domain):
+    table = json.loads(read_text("kernels.json"))["kernels"]
+    for op_type in table[WEBGPU][domain]:
+        for opset in range(7, 24) if domain == "ai.onnx" else (1,):
+            both = kernel_types(WEBGPU, op_type, opset, domain)
+            if both is not None:
+                plugin = kernel_types(f"{WEBGPU}/plugin", op_type, opset, domain)
+                assert plugin is not None and all(both[param] <= plugin[param] for param in both)
+
+
 GAPS = json.loads((ORACLES / "onnxruntime_kernel_opset_gaps.json").read_text())
 
 

@@ -1,0 +1,81 @@
+"""Raw onnxruntime sessions on WebGPU, for probes: through the plugin of stock onnxruntime, or in the wheel that has it built in.
+
+Nothing of the package is imported: the interpreters that are asked need onnx and onnxruntime alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+
+PROVIDER = "WebGpuExecutionProvider"
+
+
+def built_in() -> bool:
+    """Whether onnxruntime has the provider without a plugin."""
+    return PROVIDER in onnxruntime.get_available_providers()
+
+
+@functools.cache
+def devices() -> list[Any]:
+    """The plugin's devices."""
+    if importlib.util.find_spec("onnxruntime_ep_webgpu") is None:
+        return []
+    import onnxruntime_ep_webgpu
+
+    onnxruntime.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
+    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
+
+
+def session(
+    model: onnx.ModelProto, options: dict[str, str] | None = None, *, optimized: str = "", strict: bool = False
+) -> onnxruntime.InferenceSession:
+    """A session of a model, as it is, on WebGPU.
+
+    Args:
+        model: the model.
+        options: options of the provider.
+        optimized: where to write the graph that runs.
+        strict: refuse a node on CPU.
+    """
+    how = onnxruntime.SessionOptions()
+    how.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    how.log_severity_level = 4
+    how.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if strict:
+        how.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if optimized:
+        how.optimized_model_filepath = optimized
+    if built_in():
+        providers = [(PROVIDER, options or {}), *([] if strict else ["CPUExecutionProvider"])]
+        return onnxruntime.InferenceSession(model.SerializeToString(), how, providers=providers)
+    how.add_provider_for_devices(devices(), options or {})
+    return onnxruntime.InferenceSession(model.SerializeToString(), how)
+
+
+def lands(model: onnx.ModelProto, options: dict[str, str] | None = None) -> bool:
+    """Whether the only node of a model runs on WebGPU. False too where onnxruntime refuses the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "optimized.onnx")
+        try:
+            made = session(model, options, optimized=path if built_in() else "")
+        except Exception:  # onnxruntime's errors have no common base
+            return False
+        kinds = {
+            node.op_type: part.ep_name
+            for part in made.get_provider_graph_assignment_info()
+            for node in part.get_nodes()
+        }
+        op_type = model.graph.node[0].op_type
+        if not built_in():
+            return kinds.get(op_type) == PROVIDER
+        # The wheel tells of the nodes on CPU alone; a node that a function's body replaced is in the graph no more.
+        graph = onnx.load(Path(path), load_external_data=False).graph
+        return op_type not in kinds and any(node.op_type == op_type for node in graph.node)
