@@ -74,7 +74,7 @@ from amp_transpiler.program import (
     split_embedding_parameters,
 )
 from amp_transpiler.program import set_exporter as _set_exporter
-from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, global_scope, scope_guard
+from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, WebGPUPlace, global_scope, scope_guard
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.checkpoint.checkpoints import (
     Checkpoint,
@@ -120,6 +120,7 @@ __all__ = [
     "TensorBoardWriter",
     "Variable",
     "Watch",
+    "WebGPUPlace",
     "append_backward",
     "cast_model_to_fp16",
     "cast_parameters_to_fp16",

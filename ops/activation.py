@@ -11,7 +11,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
-from amp_transpiler.ops.gpu_kernels import along_rows, column_product, for_rows, on_gpu, rounded_once
+from amp_transpiler.ops.gpu_kernels import along_rows, column_product, for_rows, rounded_once
 from amp_transpiler.ops.pool import through_maxima
 from amp_transpiler.ops.training.random import kept_of
 
@@ -152,7 +152,7 @@ def _gelu_slope(e: Emitter, x: Value) -> Value:
     """Φ(x) + x φ(x) = 1/2 + erf(t) / 2 + t exp(-t²) / √π with t = x / √2."""
     t = e.Mul(x, e.like(math.sqrt(0.5), x))
     square, line = e.Mul(t, t), (1, math.prod(size_of(x)))
-    bell = e.Pow(e.like(math.exp(-1), x), square) if on_gpu(e) else e.Exp(e.Neg(square))
+    bell = e.Pow(e.like(math.exp(-1), x), square) if e.at.fused else e.Exp(e.Neg(square))
     parts = [e.reshape(v, line) for v in (e.Erf(t), e.Mul(t, bell))]
     half, share = (e.const([[number]], x.dtype) for number in (0.5, 1 / math.sqrt(math.pi)))
     return e.Add(e.reshape(along_rows(e, half, parts[0], share, parts[1]), size_of(x)), e.like(0.5, x))
@@ -182,7 +182,7 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     if factor == 1:
         return [along_rows(e, None, weighed, e.Neg(e.f32(dot)), y)]
     share = e.like(factor, e.f32(dot))
-    if on_gpu(e) and y.dtype in HALF:
+    if e.at.fused and y.dtype in HALF:
         shares = e.reshape(for_rows(e, share, math.prod(size_of(dot))), size_of(dot))
         return [along_rows(e, share, weighed, column_product(e, dot, shares, -1), y)]
     return [along_rows(e, share, weighed, e.Mul(e.f32(dot), e.like(-factor, share)), y)]

@@ -15,7 +15,7 @@ from amp_transpiler.ir.metadata import BY_RANKS, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.channel_rows import by_image
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
+from amp_transpiler.ops.gpu_kernels import along_rows
 from amp_transpiler.ops.norm_parts import (
     LEAST_VARIANCE,
     correlation,
@@ -39,7 +39,7 @@ def is_synchronized(op: Operator) -> bool:
 def normalised_over_ranks(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> tuple[Value, Value, Value]:
     """The output in training mode, and the mean and variance that it is normalised by."""
     mean, var, _ = _statistics_of_all(e, op, x)
-    if on_gpu(e):
+    if e.at.fused:
         return shifted(e, x, e.Mul(scale, inverse_root(e, op, var)), bias, mean), mean, var
     x = e.f32(x)
     y = e.BatchNormalization(x, scale, bias, mean, var, epsilon=epsilon_of(op), shape=x.shape)
@@ -53,7 +53,7 @@ def gradient_over_ranks(e: Emitter, op: Operator, x: Value, scale: Value, dy: Va
     mean, var, count = _statistics_of_all(e, op, x)
     r = inverse_root(e, op, var)
     factor = e.Mul(scale, r)
-    if on_gpu(e):
+    if e.at.fused:
         return _gradient_by_rows(e, op, x, factor, dy, (mean, r, count))
     x, dy = e.f32(x), e.f32(dy)
     axes, rank = [0, *range(2, rank_of(x))], rank_of(x)
@@ -95,7 +95,7 @@ def _statistics_of_all(e: Emitter, op: Operator, x: Value) -> tuple[Value, Value
     key = f"{x.name} over ranks"
     if key not in e.shared:
         channels = size_of(x)[1]
-        if on_gpu(e):
+        if e.at.fused:
             _, mean, r = standardised(e, x, epsilon_of(op))
             one = e.like(1, r)
             var = e.Sub(e.Div(e.Div(one, r), r), e.like(epsilon_of(op), r))

@@ -44,7 +44,7 @@ def size_of(value: Value) -> tuple[int, ...]:
 
 def makes_multiples(e: Emitter) -> bool:
     """Whether :func:`times` makes multiples. On CPU nothing is gained in fp32."""
-    return e.place == "cuda" or e.emulates
+    return e.at.fused or e.emulates
 
 
 def times(e: Emitter, base: Value, factor: float) -> Value:
@@ -94,7 +94,7 @@ def sliced(e: Emitter, value: Value, axis: int, start: int, stop: int) -> Value:
 def row_lookup(e: Emitter, table: Value, indices: Value, shape: Sequence[int] | None) -> Value:
     """Rows of a table that may be large. Of rows that lie in no cache onnxruntime's GatherND on CPU reads several at a
     time, its Gather one after the other: twice as long (measured)."""
-    if e.place != "cpu":
+    if not e.at.host:
         return e.op("Gather", table, indices, dtype=table.dtype, axis=0, shape=shape)
     at = e.Unsqueeze(e.cast(indices, "int64"), e.ints(-1), shape=None if shape is None else (*shape[:-1], 1))
     return e.op("GatherND", table, at, dtype=table.dtype, shape=shape)

@@ -15,7 +15,7 @@ from amp_transpiler.ir.opdef import SlotShapes, channel_rule, flops, gradient, r
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lies_in_rows
 from amp_transpiler.ops.common import padded, size_of
-from amp_transpiler.ops.gpu_kernels import on_gpu, product
+from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.ops.window import Window, window_of
 
 #: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
@@ -98,7 +98,7 @@ def _by_conv(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group: i
     It gives the bits of ConvTranspose in 0.8 to 0.9 of its time; of fewer positions neither holds.
     """
     single = _is_product(window) and window.source == window.target
-    if e.place != "cpu" or group > 1 or not single or prod(window.source) < _CONV_POSITIONS:
+    if not e.at.host or group > 1 or not single or prod(window.source) < _CONV_POSITIONS:
         return None
     turned = e.transpose(w, [1, 0, *range(2, 2 + window.rank)])
     whole: Value = e.op("Conv", dy, turned, shape=x.shape)
@@ -163,11 +163,11 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     assert x.shape is not None
     channels = x.shape[1] // group
     taps = prod(window.kernel)
-    if group == taps == 1 and (on_gpu(e) or x.dtype in HALF or not _images_outweigh(x, dy)):
+    if group == taps == 1 and (e.at.fused or x.dtype in HALF or not _images_outweigh(x, dy)):
         return by_one_gemm(e, x, dy, window)
     if group == taps == 1:
         return by_images(e, x, dy, window)
-    if on_gpu(e) or taps > _MOST_TAPS:
+    if e.at.fused or taps > _MOST_TAPS:
         return by_convolution(e, x, dy, window, group)
     if group > 1:
         return by_grouped_gemms(e, x, dy, window, group)

@@ -50,7 +50,7 @@ class _Batch:
         key = " ".join(["ctc", *names, str(op.attrs.get("blank", 0))])
         rows = size_of(logits)[1]
         lengths = [e.reshape(e.cast(value, "int64"), (rows,)) for value in (steps_of, symbols_of)]
-        if e.place == "cpu":
+        if e.at.host:
             lengths = [e.Where(e.Less(v, e.const(np.int64(0))), e.const(_BEYOND), v, shape=v.shape) for v in lengths]
         return cls(e, op, logits, labels, lengths[0], lengths[1], key)
 
@@ -80,8 +80,8 @@ class _Batch:
         labels = e.cast(self.labels, "int64")
         labels = e.Where(self.used(), labels, blank, shape=labels.shape)
         negative = e.Less(labels, self.number(0))
-        labels = e.Where(negative, e.const(_BEYOND) if e.place == "cpu" else blank, labels, shape=labels.shape)
-        if e.place != "cpu":
+        labels = e.Where(negative, e.const(_BEYOND) if e.at.host else blank, labels, shape=labels.shape)
+        if not e.at.host:
             labels = e.Where(e.Less(labels, self.number(classes)), labels, blank, shape=labels.shape)
         position = np.arange(count)
         spread = e.Gather(labels, e.const(np.maximum(position - 1, 0) // 2), axis=1, shape=(batch, count))
@@ -206,13 +206,13 @@ def _total(lattice: _Lattice, alphas: Value, start: Value) -> Value:
     e, (steps, rows, _, count) = batch.e, batch.sizes
     lengths = batch.steps_of
     row = e.Max(e.Sub(lengths, batch.number(1)), batch.number(0))
-    if e.place != "cpu":
+    if not e.at.host:
         row = e.Min(row, batch.number(steps - 1))
     index = e.Add(e.Mul(row, batch.number(rows)), e.const(np.arange(rows)))
     last = e.Gather(e.reshape(alphas, (steps * rows, count)), index, axis=0, shape=(rows, count))
     last = e.Where(e.Less(batch.column(lengths), batch.number(1)), start, last, shape=(rows, count))
     ends, missing = lattice.ends()
-    if e.place != "cpu":
+    if not e.at.host:
         ends = e.Max(e.Min(ends, batch.number(count - 1)), batch.number(0))
     both = e.Add(e.GatherElements(last, ends, axis=1, shape=(rows, 2)), missing)
     return e.ReduceLogSumExp(both, e.ints(1), keepdims=0, shape=(rows,))
@@ -241,7 +241,7 @@ def ctc_loss(e: Emitter, op: Operator, logits: Value, labels: Value, steps_of: V
     _, total = _forward(_Lattice.of(batch))
     none = 0.0 if op.attrs.get("zero_infinity", 0) else np.inf
     loss = e.Where(e.Less(total, e.like(_IMPOSSIBLE, total)), e.like(none, total), e.Neg(total))
-    if e.place != "cpu":
+    if not e.at.host:
         loss = e.Where(batch.unfit(), e.like(np.nan, loss), loss)
     if op.attrs.get("reduction", "mean") == "none":
         return [loss]
@@ -264,7 +264,7 @@ def ctc_loss_grad(
     occupancy = _occupancy(lattice, alphas, total)
     none = e.like(0.0 if op.attrs.get("zero_infinity", 0) else np.nan, logits)
     impossible = e.Less(total, e.like(_IMPOSSIBLE, total))
-    if e.place != "cpu":
+    if not e.at.host:
         impossible = e.Or(impossible, batch.unfit())
     difference = e.Where(e.reshape(impossible, (1, rows, 1)), none, e.Sub(e.Exp(lattice.log_prob), occupancy))
     within = e.Less(e.const(np.arange(steps).reshape(-1, 1, 1)), e.reshape(batch.steps_of, (1, rows, 1)))

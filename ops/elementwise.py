@@ -30,7 +30,6 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
-from amp_transpiler.ops.gpu_kernels import on_gpu
 
 
 @gradient("Add", reads="dy0", native=True)
@@ -189,7 +188,7 @@ def grad_sum(e: Emitter, op: Operator, *values: Value) -> Grads:
     """
     if len(values) < 3:
         return [e.Add(*values) if len(values) == 2 else values[0]]
-    if on_gpu(e) and values[0].dtype in HALF:
+    if e.at.fused and values[0].dtype in HALF:
         return [e.reshape(e.ReduceSum(_stacked(e, values), e.ints(0), keepdims=1), size_of(values[0]))]
     return [e.Sum(*values, shape=values[0].shape)]
 
@@ -204,7 +203,7 @@ def sum_body(e: Emitter, op: Operator, *values: Value) -> Grads:
 @lowering_rule("Mean", native=True)
 def mean_body(e: Emitter, op: Operator, *values: Value) -> Grads:
     """CUDA has no kernel of Mean. In 16 bit the sum may not fit."""
-    if on_gpu(e) and values[0].dtype in HALF and len({size_of(v) for v in values}) == 1:
+    if e.at.fused and values[0].dtype in HALF and len({size_of(v) for v in values}) == 1:
         return [e.reshape(e.ReduceMean(_stacked(e, values), e.ints(0), keepdims=1), size_of(values[0]))]
     wide = [e.f32(v) for v in values]
     return [e.cast(e.Mul(e.Sum(*wide), e.like(1 / len(wide), wide[0])), values[0].dtype)]

@@ -24,7 +24,7 @@ def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value)
     rows = e.f32(rows)
     zeros = e.zeros(shape, rows.dtype)
     at = indices.shape or ()
-    if e.place == "cpu" and len(at) == len(shape) == 2 and at[1] == 1 and at[0] * _FEW <= shape[0]:
+    if e.at.host and len(at) == len(shape) == 2 and at[1] == 1 and at[0] * _FEW <= shape[0]:
         every = e.Expand(e.cast(indices, "int64"), e.ints(at[0], shape[1]), shape=(at[0], shape[1]))
         return e.ScatterElements(zeros, every, rows, axis=0, reduction="add", shape=shape)
     return added_rows(e, zeros, e.cast(indices, "int64"), rows)

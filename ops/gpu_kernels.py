@@ -23,11 +23,6 @@ from amp_transpiler.ops.common import multiple, size_of
 Function = Callable[[Emitter, Value], Value]
 
 
-def on_gpu(e: Emitter) -> bool:
-    """Whether the place has the kernels of this file, for every float type."""
-    return e.place == "cuda"
-
-
 def product(
     e: Emitter,
     a: Value,
@@ -63,9 +58,9 @@ def product(
             shape=shape,
         )
     plain = not trans_a and not trans_b and alpha == 1
-    if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (on_gpu(e) and not plain)):
+    if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (e.at.fused and not plain)):
         return e.op("Gemm", a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b), shape=shape)
-    if on_gpu(e) and not plain:
+    if e.at.fused and not plain:
         return e.op(
             "FusedMatMul", a, b, domain=DOMAIN, shape=shape, transA=int(trans_a), transB=int(trans_b), alpha=alpha
         )
@@ -87,7 +82,7 @@ def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Val
     X and Y are alike; a (1 where None) and b are fp32, with one number for each row: of size 1 along the last axis. One
     number may be a for all rows.
     """
-    if not on_gpu(e):
+    if not e.at.fused:
         wide = e.f32(x) if a is None else e.Mul(e.f32(x), a)
         return e.cast(e.Add(wide, e.Mul(e.f32(y), b)), x.dtype)
     shape = size_of(x)
@@ -116,7 +111,7 @@ def for_rows(e: Emitter, number: Value, rows: int) -> Value:
 
 def column_product(e: Emitter, narrow: Value, wide: Value, factor: float = 1.0) -> Value:
     """The product, in fp32, of a number and two columns of one shape, of which the first may be of 16 bit."""
-    if not on_gpu(e) or narrow.dtype not in HALF:
+    if not e.at.fused or narrow.dtype not in HALF:
         found = e.Mul(e.f32(narrow), wide)
         return found if factor == 1 else e.Mul(found, e.like(factor, found))
     shape = size_of(wide)
@@ -139,7 +134,7 @@ def rounded_once(e: Emitter, function: Function, x: Value, reach: float) -> Valu
     round. The function must be constant, to 16 bit, beyond -``reach`` and ``reach``. The steps of the table are powers
     of two, so that no 16-bit number above 1/8 falls between two entries; below, it takes the one nearer to 0.
     """
-    if not on_gpu(e) or x.dtype not in HALF:
+    if not e.at.fused or x.dtype not in HALF:
         return e.cast(function(e, e.f32(x)), x.dtype)
     steps = 2.0 ** math.floor(math.log2(65504 / reach))
     end = e.like(reach * steps, x)

@@ -34,7 +34,7 @@ def _mixes_types(op: Operator) -> bool:
 
 def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
     """(x - mean) r for each row of a matrix, in its type, and r = 1 / sqrt(variance + epsilon), [rows, 1] in fp32."""
-    if e.place == "reference":  # the evaluator computes this operator in fp32
+    if not e.at.runs:  # the evaluator computes this operator in fp32
         deviation = e.op("Sub", rows, e.ReduceMean(rows, e.ints(1), keepdims=1), shape=rows.shape)
         variance = e.ReduceMean(e.Mul(deviation, deviation), e.ints(1), keepdims=1)
         r = e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon, variance))))

@@ -48,7 +48,7 @@ def _labels(e: Emitter, op: Operator, labels: Value, weights: Value | None, like
     if "ignore_index" in op.attrs:
         ignored = e.Equal(index, e.const(np.int64(op.attrs["ignore_index"])))
         kept = e.Where(ignored, e.const(np.int64(0)), index, shape=index.shape)
-    if e.place == "cpu":  # onnxruntime wraps negative indices, and says so where one lies beyond the last class
+    if e.at.host:  # onnxruntime wraps negative indices, and says so where one lies beyond the last class
         kept = e.Where(e.Less(kept, e.const(np.int64(0))), e.const(_BEYOND), kept, shape=index.shape)
     if weights is not None:
         weight = e.Gather(e.f32(weights), kept)

@@ -22,7 +22,7 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.batch_statistics import gradient_over_ranks, is_synchronized, normalised_over_ranks
 from amp_transpiler.ops.channel_rows import by_image
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows, on_gpu
+from amp_transpiler.ops.gpu_kernels import along_rows
 from amp_transpiler.ops.norm_parts import (
     LAYERS,
     LEAST_VARIANCE,
@@ -73,14 +73,14 @@ def batch_normalization(
     if _trains(op) and is_synchronized(op):
         y, *batch = normalised_over_ranks(e, op, x, scale, bias)
         return [y, *(_running(e, old, new, momentum) for old, new in zip((mean, var), batch, strict=True))]
-    if on_gpu(e):
+    if e.at.fused:
         if not _trains(op):
             return [shifted(e, x, e.Mul(scale, inverse_root(e, op, var)), bias, mean)]
         return _by_rows(e, x, scale, bias, mean, var, epsilon, momentum)
     x = e.f32(x)
     if not _trains(op):
         return [e.BatchNormalization(x, scale, bias, mean, var, epsilon=epsilon)]
-    if e.place == "cpu":  # the kernel is more than twice as fast as its parts
+    if e.at.host:  # the kernel is more than twice as fast as its parts
         # It writes the new statistics over its inputs, even over those that the caller owns: it gets copies, which the
         # optimiser cannot take away.
         zero = e.cast(e.scalar("zero"), mean.dtype)
@@ -142,7 +142,7 @@ def batch_normalization_gradient(
     scale, mean, var = (e.f32(v) for v in (scale, mean, var))
     if _trains(op) and is_synchronized(op):
         return [*gradient_over_ranks(e, op, x, scale, dy), None, None]
-    if on_gpu(e):
+    if e.at.fused:
         if _trains(op):
             return [*_gradient_by_rows(e, op, x, scale, dy), None, None]
         return [*_frozen_gradient(e, op, x, scale, mean, var, dy), None, None]

@@ -37,7 +37,7 @@ def max_pool(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequenc
     """Each dy goes to the first maximum of its window, in row-major order, as MaxPool's indices have it."""
     assert x.shape is not None and dy.shape is not None
     window = window_of(op, op.attrs["kernel_shape"], x.shape[2:], dy.shape[2:])
-    if e.place == "cpu":
+    if e.at.host:
         return [_max_pool_on_cpu(e, op, window, x, y, dy)]
     if window.is_tiling and prod(window.kernel) <= _LARGEST_TILE:
         maxima = _firsts_of_tiles(e, window, x, y)
@@ -152,7 +152,7 @@ def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], ad
     reduction = "add" if add else "none"
     count = prod(size_of(values))
     values = e.reshape(values, (count,))
-    if e.place == "cpu":
+    if e.at.host:
         result = e.op("ScatterElements", flat, e.reshape(indices, (count,)), values, axis=0, reduction=reduction)
     else:  # which writes over the zeros there
         result = e.op("ScatterND", flat, e.reshape(indices, (count, 1)), values, reduction=reduction)
@@ -258,7 +258,7 @@ def max_unpool_gradient(e: Emitter, op: Operator, indices: Value, dy: Value) -> 
 def global_lp_pool(e: Emitter, op: Operator, x: Value) -> Sequence[Any]:
     """y = (sum of |x|^p)^(1/p) over each channel; CUDA has no kernel of it. Powers are fp32, where no norm has them."""
     power = float(op.attrs.get("p", 2))
-    if e.place == "cpu":
+    if e.at.host:
         return [e.GlobalLpPool(x, p=int(power))]
     assert x.shape is not None
     axes, dtype = range(2, len(x.shape)), x.dtype

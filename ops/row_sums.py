@@ -30,7 +30,7 @@ def added_rows(e: Emitter, total: Value, at: Value, rows: Value, in_place: bool 
     ``in_place``: so that the result may lie where ``total`` lies. That takes one node, whatever its size.
     """
     shape, count = size_of(total), _elements(total, at)
-    if e.place != "cpu" or count <= _ONE_THREAD or in_place:
+    if not e.at.host or count <= _ONE_THREAD or in_place:
         return _scattered(e, total, at, rows)
     *lead, k = size_of(at)
     number, rest = math.prod(lead), shape[k:]

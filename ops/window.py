@@ -110,7 +110,7 @@ class Window:
         assert values.shape is not None and weights.shape is not None
         lead = (values.shape[0], weights.shape[1] * group)
         common = [min(b, a) for b, a in zip(self.begin, self.end, strict=True)]
-        if e.place == "cpu" or (list(self.begin) == common and list(self.end) == common):
+        if e.at.host or (list(self.begin) == common and list(self.end) == common):
             whole: Value = e.op(
                 "ConvTranspose",
                 values,

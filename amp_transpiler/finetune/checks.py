@@ -21,7 +21,7 @@ from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.runtime.collective.current import current
-from amp_transpiler.runtime.session import cuda_missing
+from amp_transpiler.runtime.missing import cuda_missing
 
 #: Bytes of a model from which on what is trained of it may get a data file beside it.
 _LARGE = 1 << 30

@@ -1,7 +1,7 @@
 """The emitter: rules write standard ONNX operators through it, for any element type and place.
 
-Places: ``"cpu"`` (a 16-bit variable is carried as an fp32 tensor that holds 16-bit values), ``"cuda"``
-(real 16-bit tensors) and ``"reference"`` (any element type, for the reference evaluator).
+A place that emulates 16 bit carries a 16-bit variable as an fp32 tensor that holds 16-bit values; ``"reference"``, the
+reference evaluator's, takes any element type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import HALF, ONNX_TYPES, dtype_name, numpy_dtype
-from amp_transpiler.lists import TARGET_OPSET
+from amp_transpiler.lists import TARGET_OPSET, place_traits
 
 #: Elements from which on it matters how a kernel walks over them.
 _MANY = 64
@@ -55,7 +55,7 @@ class Emitter:
     """Collects nodes and initializers of one graph. ``e.Mul(a, b)`` emits a Mul and gives its value."""
 
     def __init__(self, place: str = "reference", opset: int = TARGET_OPSET) -> None:
-        self.place = place
+        self.at = place_traits(place)
         self.opset = opset
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
@@ -271,7 +271,7 @@ class Emitter:
 
     def stored(self, value: Value, dtype: str) -> Value:
         """``value`` as a variable of type ``dtype`` is held at this place: rounded to 16 bit where that is 16 bit."""
-        if self.place == "cpu" and dtype in HALF:
+        if self.at.emulates and dtype in HALF:
             if self._is_held(value, dtype):
                 return Value(value.name, "float32", value.shape)  # a rule passed its input on
             rounded = self._rounded(value, dtype)

@@ -17,6 +17,7 @@ import onnx
 
 from amp_transpiler.errors import DistributedError, ExecutionError, FeedError
 from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.remaining import REMAINING
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
@@ -131,9 +132,11 @@ class _Bindings:
     """What one run at a time binds to the session of a step."""
 
     def __init__(self, step: Step) -> None:
+        # Before the session, so that it dies first: what it holds on a device is the session's to free.
+        self.binding = step.session.io_binding()
         # Not the step itself: a circle would keep a session that was dropped until the collector comes.
         self.session, self.place, self.program = step.session, step.place, step.program
-        self.binding = step.session.io_binding()
+        self.memory = place_traits(step.place.kind).memory
         self.feeds, self.sent = step.feeds, step.sent
         self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
@@ -167,7 +170,7 @@ class _Bindings:
 
     def _execute_within(self, options: Any) -> None:
         try:
-            if self.place.kind == "cuda":
+            if self.memory != "cpu":
                 with DEVICES.reading():
                     self.binding.synchronize_inputs()
                     self.session.run_with_iobinding(self.binding, options)
@@ -254,7 +257,7 @@ class _Bindings:
         elif on_cpu:
             self.binding.bind_output(tensor, "cpu", 0)
         else:
-            self.binding.bind_output(tensor, self.place.kind, self.place.device_id)
+            self.binding.bind_output(tensor, self.memory, self.place.device_id)
 
     def _bind_fetch(self, port: Port, return_numpy: bool) -> Any:
         """Bind an output; its memory where the shape is known and asking for all outputs would be slow, else None."""

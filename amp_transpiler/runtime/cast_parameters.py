@@ -11,11 +11,11 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionErr
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.passes.lowering.place import CUDAPlace, Place, check_place
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.missing import require
 from amp_transpiler.runtime.scope import Scope, check_scope, near_names
-from amp_transpiler.runtime.session import require_cuda
 
 
 @paddle_arguments("cast_parameters_to_fp16")
@@ -27,12 +27,11 @@ def cast_parameters_to_fp16(
     ``to_fp16_var_names`` are those to round, as ``cast_model_to_fp16`` returned them: names that ``program`` does not
     have are left out, those that it declares in fp32 stay; None takes every persistable variable of 16 bit. Values
     are rounded to the nearest, ties to even, and put on ``place``; those of the right type already stay as they are.
-    All are checked before any is written: PlaceError where CUDA cannot be used; PrecisionError names a parameter with
-    a finite value beyond the format, and its largest value; ScopeError a variable without a value.
+    All are checked before any is written: PlaceError where the place cannot be used; PrecisionError names a parameter
+    with a finite value beyond the format, and its largest value; ScopeError a variable without a value.
     """
     place = check_place(place, "cast_parameters_to_fp16")
-    if isinstance(place, CUDAPlace):
-        require_cuda(place)
+    require(place)
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"cast_parameters_to_fp16 takes a program, got {program!r}")
     scope = check_scope(scope)

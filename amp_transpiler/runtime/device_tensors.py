@@ -18,6 +18,7 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentTypeError, PrecisionError
 from amp_transpiler.ir.types import BYTES, NAMES, ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 
 #: Several elements in one byte: numpy has one a byte, onnxruntime packs them.
@@ -34,6 +35,10 @@ if _madvise is not None:
 #: DLPack's code of an element type, and its bits.
 _DLPACK = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16)}
 _DLPACK |= {"int32": (0, 32), "int64": (0, 64), "uint32": (1, 32), "uint64": (1, 64)}
+
+
+def _memory(place: Place) -> str:
+    return place_traits(place.kind).memory
 
 
 class _Managed(ctypes.Structure):
@@ -76,8 +81,10 @@ def in_large_pages(address: int, size: int) -> None:
 def empty(shape: Sequence[int], dtype: str, place: Place = _CPU) -> Any:
     """A value of this shape and element type on ``place``, content undefined. ArgumentTypeError for strings."""
     try:
-        value = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), ONNX_TYPES[dtype], place.kind, place.device_id)
-        if place.kind == "cpu":
+        value = ort.OrtValue.ortvalue_from_shape_and_type(
+            list(shape), ONNX_TYPES[dtype], _memory(place), place.device_id
+        )
+        if _memory(place) == "cpu":
             in_large_pages(value.data_ptr(), value.tensor_size_in_bytes())
         return value
     except RuntimeError as error:
@@ -173,9 +180,9 @@ def copy_to(value: Any, place: Place) -> Any:
 
 def on(value: Any, place: Place) -> bool:
     """Whether the value lies on this place (no device number is kept by onnxruntime's values on CPU)."""
-    if value.device_name() != place.kind:
+    if value.device_name() != _memory(place):
         return False
-    return place.kind == "cpu" or value.__dlpack_device__()[1] == place.device_id
+    return value.device_name() == "cpu" or value.__dlpack_device__()[1] == place.device_id
 
 
 def dtype_of(value: Any) -> str:
@@ -211,4 +218,4 @@ def _from_packed(array: np.ndarray, dtype: str, place: Place) -> Any:
     packed = onnx.numpy_helper.from_array(array.astype(numpy_dtype(dtype))).raw_data
     value = empty(array.shape, dtype)
     ctypes.memmove(value.data_ptr(), packed, len(packed))
-    return value if place.kind == "cpu" else copy_to(value, place)
+    return value if _memory(place) == "cpu" else copy_to(value, place)

@@ -30,7 +30,7 @@ from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place, check_place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
@@ -38,6 +38,7 @@ from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank, own_size
 from amp_transpiler.runtime.host_tables import HostTables
 from amp_transpiler.runtime.locks import Uninterrupted
+from amp_transpiler.runtime.missing import require
 from amp_transpiler.runtime.plan import (
     Plan,
     Plans,
@@ -54,7 +55,7 @@ from amp_transpiler.runtime.plan import (
 )
 from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
 from amp_transpiler.runtime.scope import Scope, check_scope
-from amp_transpiler.runtime.session import Settings, check_model, create_session, release_memory, require_cuda
+from amp_transpiler.runtime.session import Settings, check_model, create_session, release_memory
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
@@ -101,7 +102,7 @@ class Executor:
     ``host_tables``: sparse tables, variables or names, that stay in host memory with their master weights and moments;
     a step takes the rows that it looks up to the place, each once, and brings changed ones back unless it was bad.
 
-    PlaceError where CUDA is asked for and cannot be used.
+    PlaceError where a GPU is asked for and cannot be used.
     """
 
     @paddle_arguments()
@@ -131,12 +132,11 @@ class Executor:
         self._host_tables = None if host is None else HostTables(host_tables, host.run)
         self._programs: weakref.WeakKeyDictionary[Program, Plans] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # of the tables: who holds it waits for nothing
-        if isinstance(self.place, CUDAPlace):
-            self._require_cuda(self.place)
+        self._require(self.place)
 
-    def _require_cuda(self, place: CUDAPlace) -> None:
+    def _require(self, place: Place) -> None:
         try:
-            require_cuda(place)
+            require(place)
         except PlaceError as error:
             if not self.settings.allow_cpu_fallback:
                 raise

@@ -17,6 +17,7 @@ from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.tensors import tensor_array
+from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.initializers import CONSTANT, constant_content
 from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.place import Place
@@ -87,15 +88,20 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
     number = {name: index for index, name in enumerate(outputs)}
     written = [v for v in program.variables if v.persistable and v.producer is not None]
     targets = [*(fetched[name] for name in outputs), *written, *updates.values()]
-    # On CUDA what computes shapes may have no kernel; for fixed ones it is folded.
-    shaped = place.kind == "cuda" or bool(
+    # On a device what computes shapes may have no kernel; for fixed ones it is folded.
+    shaped = place_traits(place.kind).device or bool(
         written
         or program.updates
         or program.info.functions
         or held_shapes(program)
         or any(map(lowering_rule_of, program.walk()))
     )
-    opens = shaped and place.kind == "cpu" and not written and any(static(v.shape) is None for v in program.inputs)
+    opens = (
+        shaped
+        and place_traits(place.kind).host
+        and not written
+        and any(static(v.shape) is None for v in program.inputs)
+    )
     return Plan(
         spread=spread,
         feeds=Feeds(program, targets),

@@ -6,10 +6,8 @@ kernel are missing. Here both are errors that say what is missing.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Container, Sequence
@@ -26,11 +24,12 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as Load
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
-from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, WebGPUPlace
 from amp_transpiler.passes.lowering.size_check import Inferred
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
@@ -39,7 +38,7 @@ from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
 
-_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+_CUDA, _WEBGPU, _CPU = (place_traits(kind).provider for kind in ("cuda", "webgpu", "cpu"))
 _KINDS = {name.lower(): number for name, number in onnx.TensorProto.DataType.items()}
 _SILENT = 4  # onnxruntime's log level "fatal": what it would log as an error is raised here
 _LEVELS = {
@@ -122,7 +121,7 @@ def create_session(
         raise
     except Exception as error:  # onnxruntime's errors have no common base class
         raise _creation_error(error, data, place, settings, name) from None
-    if settings.allow_cpu_fallback and isinstance(place, CUDAPlace):
+    if settings.allow_cpu_fallback and place_traits(place.kind).device:
         _warn_of_fallback(data, place, settings, name)
     return session, None if kept is None or not keep_graph else onnx.load_model_from_string(kept).graph
 
@@ -206,7 +205,8 @@ def _session(
     options.graph_optimization_level = _LEVELS[settings.optimization_level]
     # A pattern is one more block of as much memory, taken in the second run beside what the arena has from the first.
     options.enable_mem_pattern = False
-    if not isinstance(place, CUDAPlace):
+    device = place_traits(place.kind).device
+    if not device:
         _make_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
     # A tensor that takes a dead one's buffer keeps it allocated in between, from the forward into the backward pass;
@@ -220,7 +220,7 @@ def _session(
         options.optimized_model_filepath = str(saved)
     if record:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if isinstance(place, CUDAPlace) and not fallback:
+    if device and not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     # The Python class would otherwise answer a CUDA error (no such device, no memory) with a session on the CPU.
     return ort.InferenceSession(
@@ -270,8 +270,10 @@ def release_memory() -> None:
 
 
 def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
-    if not isinstance(place, CUDAPlace):
+    if isinstance(place, CPUPlace):
         return [_CPU]
+    if isinstance(place, WebGPUPlace):
+        return [_WEBGPU, _CPU] if fallback else [_WEBGPU]
     options = {
         "device_id": place.device_id,
         "use_tf32": int(settings.tf32),
@@ -286,11 +288,11 @@ def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
 # -- what went wrong -----------------------------------------------------------------------------------
 def _creation_error(error: Exception, data: bytes, place: Place, settings: Settings, name: str) -> Exception:
     text = plain_message(error)
-    if isinstance(place, CUDAPlace) and ("fallback" in text or "graph capture" in text or "CUDA Graph" in text):
+    if place_traits(place.kind).device and ("fallback" in text or "graph capture" in text or "CUDA Graph" in text):
         found = cpu_operators(data, place, replace(settings, cuda_graph=False))
         some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         return PlaceError(
-            f"program '{name}' does not run on {place!r} alone: onnxruntime has no CUDA kernel for "
+            f"program '{name}' does not run on {place!r} alone: onnxruntime has no kernel there for "
             f"{some or 'some operators'}",
             "Where only the 16-bit kernel is missing, keep the operator in fp32 (custom_black_list); else let it run "
             "on the CPU with Executor(place, allow_cpu_fallback=True)",
@@ -328,48 +330,11 @@ def plain_message(error: Exception) -> str:
     return " ".join(text.split())[:1500]
 
 
-# -- CUDA there or not ---------------------------------------------------------------------------------
-def require_cuda(place: CUDAPlace) -> None:
-    """PlaceError that says what is missing, unless onnxruntime can use this device."""
-    missing = cuda_missing(place.device_id)
-    if missing is not None:
-        raise PlaceError(
-            f"{place!r} cannot be used: {missing}",
-            f"Run on CPUPlace(), or allow that with Executor({place!r}, allow_cpu_fallback=True)",
-        )
-
-
-@functools.cache
-def cuda_missing(device_id: int) -> str | None:
-    """What keeps onnxruntime from using this device, in words; None where it can."""
-    if _CUDA not in ort.get_available_providers():
-        return (
-            f"the installed onnxruntime {ort.__version__} was built without CUDA; install onnxruntime-gpu[cuda,cudnn]"
-        )
-    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        ctypes.CDLL(driver)
-    except OSError:
-        return f"there is no NVIDIA driver on this machine ({driver} does not load)"
-    ort.preload_dlls()
-    try:
-        session = _session(_probe(), CUDAPlace(device_id), Settings(), fallback=True)
-        session.run(None, {"x": np.zeros(2, np.float32)})  # a device too old for this build takes a session, and no run
-    except Exception as error:
-        return f"onnxruntime cannot use device {device_id}: {plain_message(error)}"
-    if _CUDA in session.get_providers():
-        return None
-    return f"onnxruntime's CUDA provider does not load ({_load_error()}); install onnxruntime-gpu[cuda,cudnn]"
-
-
-def _load_error() -> str:
-    """Why the provider's library does not load, in the loader's words."""
-    library = "onnxruntime_providers_cuda.dll" if sys.platform == "win32" else "libonnxruntime_providers_cuda.so"
-    try:
-        ctypes.CDLL(str(Path(ort.__file__).parent / "capi" / library))
-    except OSError as error:
-        return str(error)
-    return "for a reason that onnxruntime does not tell"
+def probe(place: Place) -> list[str]:
+    """Run a little there, and the providers of its session; onnxruntime's error where that fails."""
+    session = _session(_probe(), place, Settings(), fallback=True)
+    session.run(None, {"x": np.zeros(2, np.float32)})  # a device too old for this build takes a session, and no run
+    return list(session.get_providers())
 
 
 def _probe() -> bytes:

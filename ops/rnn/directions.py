@@ -98,7 +98,7 @@ class Layer:
         onnxruntime packs the right factor of each product on CPU. That is the weights, in every step, or the batch.
         """
         before = self.op.type.startswith("GRU") and not self.op.attrs.get("linear_before_reset", 0)
-        return self.e.place == "cpu" and self.steps > FEW and self.batch >= _WIDE and not before
+        return self.e.at.host and self.steps > FEW and self.batch >= _WIDE and not before
 
     def sequence(self, y: Value | None) -> Value | None:
         """Y, or its gradient, as [steps, directions, batch, hidden]."""

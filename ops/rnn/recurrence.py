@@ -35,11 +35,11 @@ def recur(
     have to be unrolled over more than ``LIMIT`` steps.
     """
     steps = size_of(sequences[0])[0]
-    if e.place == "cpu" and steps > FEW:
+    if e.at.host and steps > FEW:
         return _scanned(e, step, states, sequences, reverse)
-    if steps > LIMIT and e.place == "cuda":
+    if steps > LIMIT and e.at.device:
         raise GraphError(
-            f"'{op.label}' ({op.full_type}) runs over {steps} time steps; for CUDA at most {LIMIT} are unrolled. Cut "
+            f"'{op.label}' ({op.full_type}) runs over {steps} time steps; for a GPU at most {LIMIT} are unrolled. Cut "
             "the sequences into shorter ones, or run on CPU"
         )
     return _unrolled(e, step, states, sequences, reverse)

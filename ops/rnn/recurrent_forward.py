@@ -61,7 +61,7 @@ def _ruled(op: Operator) -> bool:
 
 def _kernel(e: Emitter, op: Operator, inputs: Sequence[Value | None]) -> tuple[bool, list[Value] | None]:
     """Whether this place has a kernel for it; if so, the operator at layout 0, or None where it stands as it is."""
-    if not (e.place == "cuda" and _on_cuda(op)) and (e.place != "cpu" or _composed_on_cpu(op)):
+    if not (e.at.device and e.at.recurrent and _on_cuda(op)) and (not e.at.host or _composed_on_cpu(op)):
         return False, None
     return True, _emitted(e, op, inputs) if _other(op) else None
 
@@ -74,7 +74,7 @@ def _emitted(e: Emitter, op: Operator, inputs: Sequence[Value | None]) -> list[V
     states = [layer.state(state) for state in rest[4:6]]
     shapes = _shapes(layer)[: 3 if op.type == "LSTM" else 2]
     attrs = {name: value for name, value in op.attrs.items() if name != "layout"}
-    turned = e.place == "cuda" and attrs.get("direction") == "reverse"
+    turned = e.at.device and attrs.get("direction") == "reverse"
     if turned:  # cuDNN's reversal reads from host memory in the run
         attrs["direction"] = "forward"
     given = [_turned(e, layer.x) if turned else layer.x, *rest[:4], *states, *rest[6:]]
@@ -104,7 +104,7 @@ def _at_layout(layer: Layer, results: Sequence[Value]) -> list[Value]:
 def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]]) -> list[Value]:
     """Y and the last states of every direction, stacked."""
     e, found = layer.e, []
-    keeps = e.place == "cpu" and _composed_on_cpu(layer.op)
+    keeps = e.at.host and _composed_on_cpu(layer.op)
     variable = sequence_of(layer.op)
     held = variable.dtype if keeps and variable is not None and _on_cuda(layer.op) else None
     for d in layer.each():

@@ -88,7 +88,7 @@ def _permute(e: Emitter, x: Value, odd: Value) -> Value:
 
 def _fold(e: Emitter, x: Value, shift: int) -> Value:
     """x + x / 2**shift. BitShift has no CUDA kernel, and Div is three times slower on CPU."""
-    if e.place == "cpu":
+    if e.at.host:
         return e.Add(x, e.BitShift(x, _word(e, shift), direction="RIGHT"))
     return e.Add(x, e.Div(x, _word(e, 1 << shift)))
 

@@ -24,9 +24,6 @@ from amp_transpiler.ir.opdef import traits_of
 _FEW = 2**18
 #: Elements from which on moving them once more costs more than launching a kernel.
 _MUCH = 2**20
-#: Place -> tensors that its kernels of Concat and Split take. onnxruntime's for CUDA take 32 by address; for more they
-#: make, on the host and in every step, a table of 8 bytes for each element along the axis, and copy it to the device.
-MOST = {"cuda": 32}
 _Piece = TypeVar("_Piece")
 #: Operators that make zeros of zeros, by which of their inputs are as large as what they make.
 _KEEPS_ZEROS = {
@@ -73,7 +70,7 @@ def _side_by_side(e: Emitter, rows: Rows, values: Sequence[Value], between: floa
     def chained(part: Sequence[tuple[int, Value | None]]) -> Value:
         """One row of several. What stands last in the file is made first, so pieces stand there in their order."""
         if len(part) > 1:
-            runs = [chained(run) for run in _runs(part, MOST.get(e.place, len(part)))]
+            runs = [chained(run) for run in _runs(part, e.at.most_tensors or len(part))]
             return e.Concat(*runs, axis=1, shape=(1, sum(size for size, _ in part)))
         ((size, value),) = part
         return e.reshape(value or e.const(np.full((1, size), between), values[0].dtype), (1, size))
@@ -182,7 +179,7 @@ def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
     """The pieces of a row, by a Split, or by a tree of them where one would make more than its kernel takes."""
     if len(lengths) == 1:
         return [value]
-    groups = _groups(lengths, MOST.get(e.place, len(lengths)))
+    groups = _groups(lengths, e.at.most_tensors or len(lengths))
     made = [sum(group) for group in groups] if len(groups) > 1 else lengths
     pieces: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=1)
     if len(groups) == 1:

@@ -124,7 +124,7 @@ class Switch:
 def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
     """``x + y * factor``, the factor a scalar; the product is rounded before the sum. One kernel where there is one."""
     shape = x.shape
-    if e.place == "reference" or x.dtype != "float32" or not shape or 0 in shape or (shape[-1] < _LONG and shape[1:]):
+    if not e.at.gated_add or x.dtype != "float32" or not shape or 0 in shape or (shape[-1] < _LONG and shape[1:]):
         return e.Add(x, e.Mul(y, e.cast(factor, y.dtype), shape=shape), shape=shape)
     lead = (*shape[:-1], 1)
     key = f"{factor.name} for rows {lead}"
@@ -141,7 +141,7 @@ def blended(e: Emitter, switch: Switch, x: Value, keep: float, y: Value, share: 
     """
     kept = switch.keep(e.like(keep, x))
     shape = x.shape
-    if e.place != "cuda" or x.dtype != "float32" or shape is None or len(shape) != 2 or shape[0] != 1 or keep <= 0.5:
+    if not e.at.fused or x.dtype != "float32" or shape is None or len(shape) != 2 or shape[0] != 1 or keep <= 0.5:
         return add_product(e, e.Mul(x, kept), y, share)
     return e.op(
         "HyperConnectionPostMix",
@@ -198,7 +198,7 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         raw = joined(e, rows, given)
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
-        large = e.place == "cpu" and math.prod(raw.shape or ()) in _LARGE
+        large = e.at.host and math.prod(raw.shape or ()) in _LARGE
         if (rows.shapes or large) and raw.dtype in ("float16", "float32"):
             e.shared[before_unscaling(new)] = (raw, inverse)
             if raw.dtype == "float16":

@@ -91,10 +91,10 @@ def merge_rows(e: Emitter, op: Operator, *inputs: Value) -> list[Value]:
 def _added(e: Emitter, total: Value, column: Value, values: Value, ranks: int) -> Value:
     """Values added to the rows that a column of places names.
 
-    CUDA adds what goes to one row in any order, so that ranks would come to differ in the last bit. Each of several
+    A device adds what goes to one row in any order, so that ranks would come to differ in the last bit. Each of several
     ranks has a row once: those of more than two are added one rank after the other, as the processor adds them.
     """
-    turns = ranks if ranks > 2 and e.place == "cuda" else 1
+    turns = ranks if ranks > 2 and e.at.device else 1
     size = size_of(column)[0] // turns
     for start in range(0, size * turns, max(1, size)):
         at, part = (sliced(e, value, 0, start, start + size) for value in (column, values))

@@ -46,8 +46,6 @@ from amp_transpiler.ops.training.sparse import picked, repeated, written
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
 
-#: Places where a branch spares a pass over the state; elsewhere none could be captured.
-BRANCHING = frozenset({"cpu"})
 #: Parameters whose updates stand in one branch: the time to make a session is not linear in the nodes of one graph.
 _IN_A_BRANCH = 64
 
@@ -175,7 +173,7 @@ def update_rule(
                     continue  # another rank updates it
                 if slots is sparse:
                     take([rows], some_rows(rows.numbers[0]))
-                elif found_inf is None or e.place not in BRANCHING or (rows.shapes and rows.chunks == 1):
+                elif found_inf is None or not e.at.branches or (rows.shapes and rows.chunks == 1):
                     take([rows], stepped(rows))
                 else:
                     alone.append(rows)

@@ -42,7 +42,7 @@ import onnxruntime as ort
 import amp_transpiler as amp
 from amp_transpiler.files import check_outputs, put, write_files
 from amp_transpiler.lists.devices import devices
-from amp_transpiler.runtime.session import cuda_missing
+from amp_transpiler.runtime.missing import cuda_missing
 from tests.benchmarks.profiled import largest_costs
 from tests.helpers.benchmark_programs import MODES, training
 from tests.helpers.where import ROOT

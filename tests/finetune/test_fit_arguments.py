@@ -15,7 +15,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.finetune.data import Samples
-from amp_transpiler.runtime.session import cuda_missing
+from amp_transpiler.runtime.missing import cuda_missing
 from tests.helpers.fitting import features, linear
 
 

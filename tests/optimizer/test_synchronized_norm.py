@@ -8,9 +8,9 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
-from amp_transpiler.ops import batch_statistics
 from amp_transpiler.passes.lowering.exchanges import taken_apart
 from tests.helpers.normalised import Net, State, trained
+from tests.helpers.places import change_place
 
 
 def same(a: State, b: State) -> bool:
@@ -137,7 +137,7 @@ def test_norms_of_a_program_that_is_there_are_chosen_by_pattern() -> None:
 def test_bodies_for_gpus_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, where their operators run on CPU too."""
     losses, state = trained("fp32")()
-    monkeypatch.setattr(batch_statistics, "on_gpu", lambda e: True)
+    change_place(monkeypatch, "cpu", fused=True)
     for _, found in (results := distributed.simulate(3, trained("fp32", [0, 1, 8]))):
         for name, array in state.items():
             np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from amp_transpiler.runtime.session import cuda_missing
+from amp_transpiler.runtime.missing import cuda_missing
 from tests.benchmarks import gpu
 from tests.helpers.where import ROOT
 

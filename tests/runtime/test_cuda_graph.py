@@ -10,11 +10,11 @@ import pytest
 from onnx import parser
 
 import amp_transpiler as amp
-from amp_transpiler.ops.training import update
 from amp_transpiler.passes.lowering import flat_layout
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.runtime.capture import check_capturable
 from tests.helpers.cuda_graphs import capturing
+from tests.helpers.places import change_place
 from tests.helpers.programs import build
 from tests.helpers.running import FEED, X, linear
 
@@ -24,7 +24,7 @@ State = dict[str, bytes]
 @pytest.fixture(autouse=True)
 def branchless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are written as on CUDA, without branches."""
-    monkeypatch.setattr(update, "BRANCHING", frozenset())
+    change_place(monkeypatch, "cpu", branches=False)
 
 
 @pytest.fixture

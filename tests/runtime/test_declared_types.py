@@ -7,7 +7,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import PlaceError, PrecisionError
-from amp_transpiler.runtime.session import cuda_missing
+from amp_transpiler.runtime.missing import cuda_missing
 from tests.helpers.programs import Net, build
 
 MODES = ["fp32", "amp", "pure-fp16"]

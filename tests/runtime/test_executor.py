@@ -312,7 +312,7 @@ def test_bad_arguments(make: Callable[[], Any], kind: type[Exception], message: 
 
 
 def test_cuda_asked_for_and_not_there(scope: Scope) -> None:
-    from amp_transpiler.runtime.session import cuda_missing
+    from amp_transpiler.runtime.missing import cuda_missing
 
     if cuda_missing(0) is None:
         pytest.skip("there is a CUDA device")

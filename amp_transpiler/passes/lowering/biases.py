@@ -14,6 +14,7 @@ from collections.abc import Container, Sequence
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.common import multiple
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.lowered import static
@@ -26,7 +27,7 @@ def biased_products(
 
     On CPU an fp32 product that is fetched too is not computed a second time.
     """
-    types = (*HALF, "float32") if place in ("cuda", "cpu") else ()
+    types = (*HALF, "float32") if place_traits(place).runs else ()
     found = {}
     for op in order:
         if op.full_type != "Add" or len(op.inputs) != 2:
@@ -34,7 +35,7 @@ def biased_products(
         for product, bias in (op.inputs, op.inputs[::-1]):
             if product is not None and bias is not None and _is_biased(op, product, bias, types, keep_fp32):
                 assert product.producer is not None
-                if place != "cpu" or product.dtype in HALF or product not in fetches:
+                if not place_traits(place).host or product.dtype in HALF or product not in fetches:
                     found[op.key] = product.producer
                 break
     return found

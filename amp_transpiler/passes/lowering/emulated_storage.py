@@ -24,7 +24,7 @@ class EmulatedStorage:
 
     def __init__(self, e: Emitter, keep_fp32: Container[str]) -> None:
         self.e = e
-        self.cpu = e.place == "cpu"
+        self.cpu = e.at.emulates
         self.keep_fp32 = keep_fp32
         self.env: dict[int, Value] = {}
         #: Variables kept fp32, rounded for the readers that do not run in fp32.

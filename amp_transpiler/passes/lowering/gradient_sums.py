@@ -15,6 +15,7 @@ from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import place_traits
 
 _PRODUCTS = (own("MatMulGrad"), own("GemmGrad"))
 _SUM = own("GradSum")
@@ -34,7 +35,7 @@ def running_sums(
     order: Sequence[Operator], place: str, keep_fp32: Container[str], fetches: Container[Variable]
 ) -> RunningSums:
     """For operators in the order in which they are emitted."""
-    found = RunningSums()
+    found, at_place = RunningSums(), place_traits(place)
     at = {op.key: number for number, op in enumerate(order)}
     for op in order:
         shares = [v for v in op.inputs if v is not None]
@@ -43,7 +44,7 @@ def running_sums(
             continue
         if {v.dtype for v in shares} != {result.dtype} or not all(v.producer and v.producer.key in at for v in shares):
             continue
-        if place != "cuda" and (place != "cpu" or result.dtype not in HALF or result.name in keep_fp32):
+        if not at_place.device and (not at_place.emulates or result.dtype not in HALF or result.name in keep_fp32):
             continue
         shares.sort(key=lambda v: at[v.producer.key] if v.producer else 0)
         total, left = shares[0], list[Variable]()

@@ -33,7 +33,7 @@ def waiting(e: Emitter, emitted: Lowered, rows: Sequence[Row]) -> Sequence[Row]:
     On a GPU place parameters lie in flat buffers, whose updates wait for the last of the gradients anyway.
     """
     steps = dict.fromkeys(each.origin for each in rows if each.origin is not None and each.origin.domain == OWN)
-    slots = [(op, slots_of(op.type)) for op in steps] if e.place == "cpu" else []
+    slots = [(op, slots_of(op.type)) for op in steps] if e.at.host else []
     if not any(each is not None and each.gated and op.input(0) is None for op, each in slots):
         return rows
     own = {port.variable: port.tensor for port in emitted.states if len(port.segments) < 2}

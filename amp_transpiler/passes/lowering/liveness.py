@@ -21,6 +21,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import BYTES
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 from amp_transpiler.passes.lowering.workspace import workspace
@@ -109,7 +110,7 @@ def plan(lowered: Lowered, types: dict[str, Type] | None = None) -> Liveness:
 class _Planner:
     def __init__(self, lowered: Lowered, types: dict[str, Type]) -> None:
         model = lowered.model
-        self.graph, self.place, self.cpu = model.graph, lowered.place, lowered.place == "cpu"
+        self.graph, self.place, self.cpu = model.graph, lowered.place, place_traits(lowered.place).host
         self.bound = {port.tensor for port in lowered.updates}
         self.types = dict(types)
         self.outputs = {info.name for info in model.graph.output}
@@ -337,7 +338,7 @@ class _Buffers:
             return self.owner[node.inputs[0]]
         if type_ == "BatchNormalization" and slot in _OWN_STATISTICS:
             return self.owner[node.inputs[_OWN_STATISTICS[slot]]]
-        if slot == 0 and type_ in _OVER_FIRST[self.planner.place]:
+        if slot == 0 and type_ in _OVER_FIRST.get(self.planner.place, frozenset()):
             first = node.inputs[0]
             if self.uses[self.owner[first]] == 1 and self._like(first) == self._like(name):
                 return self.owner[first]

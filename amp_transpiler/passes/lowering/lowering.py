@@ -10,13 +10,13 @@ from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
-from amp_transpiler.lists import TARGET_OPSET
+from amp_transpiler.lists import TARGET_OPSET, place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.lowered import Lowered
-from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.lowering.wanted import Wanted
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 
@@ -32,13 +32,13 @@ class RuntimeOpset(Pass):
 
     name = "runtime-opset"
 
-    place: str = option("cpu", "cpu", "cuda")
+    place: str = option("cpu", *place_kinds())
 
     def applies(self, graph: Graph, context: Context) -> bool:
         version = graph.opset()
         # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
         stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in graph.variables)
-        later = version > TARGET_OPSET and self.place == "cuda"
+        later = version > TARGET_OPSET and place_traits(self.place).device
         return version != TARGET_OPSET and not stays and (later or any(lowering_rule_of(op) for op in graph.walk()))
 
     def run(self, graph: Graph, context: Context) -> bool:
@@ -55,7 +55,7 @@ class Emit(Pass):
     guarantees = (LOWERED,)
     reads = True
 
-    place: str = option("cpu", "cpu", "cuda")
+    place: str = option("cpu", *place_kinds())
 
     def run(self, graph: Graph, context: Context) -> bool:
         context[LOWERED] = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
@@ -77,7 +77,7 @@ def lower(
     others: Sequence[Variable] = (),
     declared: bool = False,
 ) -> Lowered:
-    """The model that ``place`` ("cpu" or "cuda") runs for these feed shapes; ``program`` stays as it is.
+    """The model that a place of kind "cpu", "cuda" or "webgpu" runs for these feed shapes; ``program`` stays as it is.
 
     Of variables whose rows are dealt out it has what a rank holds. What it gives: see :class:`~.wanted.Wanted`.
     GraphError where a rule needs a shape that is not fixed.
@@ -97,13 +97,11 @@ def lower_for(
     fetches: Sequence[Variable | str] = (),
 ) -> Lowered:
     """The model that ``place`` runs, the arguments checked; see ``Program.lower``."""
-    kind = getattr(place, "kind", None)
-    if kind not in ("cpu", "cuda"):
-        raise ArgumentError(f"lower takes a place, CPUPlace() or CUDAPlace(0), got {place!r}")
+    check_place(place, "lower")
     unknown = sorted(set(feed_shapes or {}) - {v.name for v in program.inputs})
     if unknown:
         known = ", ".join(v.name for v in program.inputs) or "none"
         raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{program.name}'; its feeds are {known}")
     return lower(
-        program, kind, feed_shapes, [program.var(v) if isinstance(v, str) else v for v in fetches], declared=True
+        program, place.kind, feed_shapes, [program.var(v) if isinstance(v, str) else v for v in fetches], declared=True
     )

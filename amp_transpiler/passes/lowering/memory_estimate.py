@@ -11,6 +11,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.lists import place_traits
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
@@ -177,7 +178,7 @@ class _Estimate:
         peak = max(totals)
         step = totals.index(peak)
         session = _NODE * len(self.live.order)
-        gaps = max(0, resident(self.live) - peak) if self.place.kind == "cpu" else 0
+        gaps = max(0, resident(self.live) - peak) if place_traits(self.place.kind).host else 0
         node, operator, buffers = self._at(step)
         return MemoryEstimate(
             program=self.program.name,

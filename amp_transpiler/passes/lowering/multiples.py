@@ -34,7 +34,7 @@ def emit_multiple(storage: EmulatedStorage, op: Operator) -> bool:
     if result is None or result.name in storage.keep_fp32:
         return False
     if op.full_type == "Mul" or op.full_type in _MOVES:
-        return (storage.e.place == "cuda" or (storage.cpu and result.dtype in HALF)) and _made(storage, op, result)
+        return (storage.e.at.fused or (storage.cpu and result.dtype in HALF)) and _made(storage, op, result)
     if op.full_type not in ("Add", "MatMul"):
         return False
     values = [storage.stands_for(v, storage.read(op, v)) for v in op.inputs if v is not None]
@@ -90,7 +90,7 @@ def _product(storage: EmulatedStorage, result: Variable, a: Value, b: Value) -> 
 
 def _sum(storage: EmulatedStorage, result: Variable, a: Value, b: Value) -> bool:
     e = storage.e
-    if e.place != "cuda" or a.shape != b.shape or a.shape is None:
+    if not e.at.fused or a.shape != b.shape or a.shape is None:
         return False
     plain, (base, factor) = (b, multiple(e, a)) if multiple(e, b)[0] is b else (a, multiple(e, b))
     row = (1, math.prod(a.shape))

@@ -1,8 +1,9 @@
-"""Places: where a program runs."""
+"""Places: where a program runs. What is true of each kind stands in ``lists/places.toml``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 
@@ -11,10 +12,8 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 class CPUPlace:
     """The processor. 16-bit programs run there with every rounding and overflow that a GPU would show."""
 
-    @property
-    def kind(self) -> str:
-        """The name of this place's lowering and device."""
-        return "cpu"
+    #: The name of this place's lowering.
+    kind: ClassVar[str] = "cpu"
 
     @property
     def device_id(self) -> int:
@@ -26,34 +25,48 @@ class CPUPlace:
 
 
 @dataclass(frozen=True)
-class CUDAPlace:
-    """One CUDA device. Lowering for it needs no GPU; only an Executor does."""
-
+class _Device:
     device_id: int = 0
+    kind: ClassVar[str]
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if not isinstance(self.device_id, int) or isinstance(self.device_id, bool):
-            raise ArgumentTypeError(f"CUDAPlace takes the number of a device, got {self.device_id!r}")
+            raise ArgumentTypeError(f"{name} takes the number of a device, got {self.device_id!r}")
         if self.device_id < 0:
-            raise ArgumentError(f"CUDAPlace takes the number of a device, got {self.device_id}")
-
-    @property
-    def kind(self) -> str:
-        """The name of this place's lowering and device."""
-        return "cuda"
+            raise ArgumentError(f"{name} takes the number of a device, got {self.device_id}")
 
     def __repr__(self) -> str:
-        return f"CUDAPlace({self.device_id})"
+        return f"{type(self).__name__}({self.device_id})"
 
 
-Place = CPUPlace | CUDAPlace
+@dataclass(frozen=True, repr=False)
+class CUDAPlace(_Device):
+    """One CUDA device. Lowering for it needs no GPU; only an Executor does."""
+
+    kind: ClassVar[str] = "cuda"
+
+
+@dataclass(frozen=True, repr=False)
+class WebGPUPlace(_Device):
+    """One GPU of any make (Vulkan, Metal, Direct3D 12), through onnxruntime's WebGPU provider.
+
+    The provider comes with the wheel onnxruntime-webgpu, or for stock onnxruntime with the plugin
+    onnxruntime-ep-webgpu. Lowering needs neither; only an Executor does.
+    """
+
+    kind: ClassVar[str] = "webgpu"
+
+
+Place = CPUPlace | CUDAPlace | WebGPUPlace
+_PLACES = (CPUPlace, CUDAPlace, WebGPUPlace)
 
 
 def check_place(place: object, caller: str) -> Place:
     """``place`` itself; ArgumentTypeError naming ``caller`` where it is no place."""
-    if isinstance(place, (CPUPlace, CUDAPlace)):
+    if isinstance(place, _PLACES):
         return place
     hint = ""
-    if isinstance(place, type) and issubclass(place, (CPUPlace, CUDAPlace)):
+    if isinstance(place, type) and issubclass(place, _PLACES):
         hint = f"; write {place.__name__}() for a place instead of the class"
-    raise ArgumentTypeError(f"{caller} takes a place, CPUPlace() or CUDAPlace(0), got {place!r}{hint}")
+    raise ArgumentTypeError(f"{caller} takes a place, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0), got {place!r}{hint}")

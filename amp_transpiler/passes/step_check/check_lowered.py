@@ -15,6 +15,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.passes.step_check.bad_step import BadStep
@@ -205,7 +206,7 @@ class _Gates:
         while variable is not None and variable.dtype not in HALF:
             op = variable.producer
             variable = op.input(0) if op is not None and not op.domain and op.type == "Cast" else None
-        if self.lowered.place != "cpu" or variable is None or variable.producer is None:
+        if not place_traits(self.lowered.place).emulates or variable is None or variable.producer is None:
             return
         rule = lookup(variable.producer)
         value = self.lowered.tensors.get(variable.name)
