@@ -180,9 +180,10 @@ def copy_to(value: Any, place: Place) -> Any:
 
 def on(value: Any, place: Place) -> bool:
     """Whether the value lies on this place (no device number is kept by onnxruntime's values on CPU)."""
-    if value.device_name() != _memory(place):
+    memory = _memory(place)
+    if value.device_name() != memory:
         return False
-    return value.device_name() == "cpu" or value.__dlpack_device__()[1] == place.device_id
+    return memory == "cpu" or value.__dlpack_device__()[1] == place.device_id
 
 
 def dtype_of(value: Any) -> str:
