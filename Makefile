@@ -27,18 +27,21 @@ test-gpu: $(VENV)/.test
 	if ! $(PY) -m tests.tools.gpu_device; then exit 0; fi; \
 	$(PY) -m pytest -q -m gpu
 
-# Runs the runners of demo/runners in other languages too. What there is of: packages of npm (without scripts: those of
-# onnxruntime-node fetch CUDA libraries), an environment with onnxruntime of their version, C++ headers.
+# Runs the runners of demo/runners in other languages too, and the page of demo/browser. What there is of: packages of npm
+# (without scripts: those of onnxruntime-node fetch CUDA libraries), an environment with onnxruntime of their version, C++
+# headers, Chromium.
 test-runners: $(VENV)/.test
 	@if command -v npm >/dev/null; then \
-	npm install --prefix demo/runners --ignore-scripts --no-package-lock --no-audit --no-fund --silent && \
+	for folder in demo/runners demo/browser; do \
+	npm install --prefix $$folder --ignore-scripts --no-package-lock --no-audit --no-fund --silent || exit 1; done && \
 	version="$$(node -p "require('./demo/runners/package.json').dependencies['onnxruntime-node']")" && \
 	$(PYTHON) -m venv $(VENV)/runners && \
 	$(VENV)/runners/bin/python -m pip install --quiet --disable-pip-version-check onnxruntime==$$version ml_dtypes safetensors; \
 	else echo "npm is not here: the runners in JavaScript are not tested"; fi
 	@AMP_RUNNERS_PYTHON="$$(ls $$PWD/$(VENV)/runners/bin/python 2>/dev/null)" \
 	AMP_RUNNERS_HEADERS="$$($(PY) -m tests.tools.ort_headers $(VENV)/ort_headers)" \
-	$(PY) -m pytest -q -n auto --dist load tests/export/test_runners.py
+	AMP_BROWSER="$$(command -v chromium || command -v chromium-browser || command -v google-chrome)" \
+	$(PY) -m pytest -q -n auto --dist loadgroup tests/export/test_runners.py tests/export/test_browser.py
 
 # TORCH_PYTHON: an interpreter of another environment that has torch, to compare with.
 bench: $(VENV)/.test

@@ -1,0 +1,123 @@
+// The worker that trains, so that the page stays awake. It is sent messages { do, … }; each answer has `is`.
+
+import { TrainingStep, files, url } from "../runners/amp_step.mjs";
+import { Source } from "./data.mjs";
+
+const ORT = "./node_modules/onnxruntime-web/dist/";
+const EVERY = 10; // steps from one evaluation to the next
+
+let step, task, source, held, home;
+let running = false;
+let bright = false; // the next batch is to overflow
+let turn = Promise.resolve(); // sessions run one after the other
+
+const tell = (is, what = {}, transfer = []) => postMessage({ is, ...what }, transfer);
+
+/** Run one thing after the other; what goes wrong is told. */
+function inTurn(work) {
+  turn = turn.then(work).catch((error) => {
+    running = false;
+    tell("error", { message: error.message, kind: error.name });
+  });
+  return turn;
+}
+
+const actions = {
+  async open({ name, provider }) {
+    await step?.close();
+    step = undefined;
+    home = new URL(`steps/${name}/`, location.href);
+    task = JSON.parse(new TextDecoder().decode(await url(home)("task.json")));
+    source = new Source(task);
+    const ort = await import(`${ORT}ort.${provider === "webgpu" ? "webgpu" : "wasm"}.min.mjs`);
+    if (!self.crossOriginIsolated) ort.env.wasm.numThreads = 1; // threads share memory, which such pages alone may do
+    const place = provider === "webgpu" && task.places.includes("webgpu") ? "webgpu" : "cpu";
+    const options = { executionProviders: [provider], logSeverityLevel: 3 };
+    const begin = performance.now();
+    step = await TrainingStep.open(url(new URL(`${place}/`, home)), { ort, options, onDevice: provider === "webgpu" });
+    held = source.held();
+    const threads = provider === "wasm" ? ort.env.wasm.numThreads || 1 : null;
+    tell("opened", { task, place, provider, threads, seconds: (performance.now() - begin) / 1e3, scale: await step.lossScale() });
+    await evaluate();
+  },
+
+  start() {
+    if (running) return;
+    running = true;
+    inTurn(next);
+  },
+
+  pause() {
+    running = false;
+    tell("paused", { step: step.step });
+  },
+
+  overflow() {
+    bright = true;
+  },
+
+  add({ image, label }) {
+    source.add(image, label);
+    if (source.use === "own") held = source.held();
+  },
+
+  async use({ which }) {
+    source.use = which;
+    held = source.held();
+    if (step && !running) await evaluate();
+  },
+
+  async infer({ image, id }) {
+    const fetched = await step.infer({ [task.image]: image });
+    tell("inferred", { id, scores: Array.from(fetched[task.scores], Number) });
+  },
+
+  async checkpoint() {
+    tell("files", { files: await step.checkpoint("demo/browser") });
+  },
+
+  async model() {
+    tell("files", { files: new Map([[`${task.name}_fp16.onnx`, (await step.model()).get("model.onnx")]]) });
+  },
+
+  async load({ files: given }) {
+    await step.load(files(given));
+    tell("loaded", { step: step.step, scale: await step.lossScale() });
+    await evaluate();
+  },
+};
+
+async function next() {
+  if (!running) return;
+  const feeds = source.batch(step.step);
+  if (bright) feeds[task.image] = feeds[task.image].map((value) => value * 3e4);
+  bright = false;
+  const begin = performance.now();
+  const fetched = await step.train(feeds);
+  const milliseconds = performance.now() - begin;
+  const { losses, loss_scale: scaling } = step.manifest;
+  const skipped = Boolean(scaling?.found_inf && fetched[scaling.found_inf][0]);
+  tell("step", { step: step.step, loss: fetched[losses[0]][0], scale: await step.lossScale(), skipped, milliseconds });
+  if (step.step % EVERY === 0) await evaluate();
+  setTimeout(() => inTurn(next)); // behind what the page has asked for in between
+}
+
+async function evaluate() {
+  const fetched = await step.evaluate(held);
+  const scores = fetched[task.scores];
+  const labels = held[task.label];
+  const classes = scores.length / labels.length;
+  let right = 0;
+  for (let i = 0; i < labels.length; i += 1) {
+    let best = 0;
+    for (let c = 1; c < classes; c += 1) if (scores[i * classes + c] > scores[i * classes + best]) best = c;
+    right += best === Number(labels[i]);
+  }
+  tell("accuracy", { step: step.step, accuracy: right / labels.length, loss: fetched[step.manifest.losses[0]][0] });
+}
+
+onmessage = ({ data }) => {
+  const action = actions[data.do];
+  if (data.do === "pause" || data.do === "start" || data.do === "overflow") action(data);
+  else inTurn(() => action(data));
+};
