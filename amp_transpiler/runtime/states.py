@@ -11,6 +11,7 @@ from typing import Any
 from amp_transpiler.errors import ScopeError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import HALF, numpy_dtype
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.lowered import Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
@@ -37,21 +38,24 @@ class States:
 
     def __init__(self, ports: Sequence[Port], place: Place, program: str, startup: str) -> None:
         self.place, self.program, self.startup = place, program, startup
+        traits = place_traits(place.kind)
+        #: Values lie on the host between runs, and binding copies one to the device: it is not seen to change there.
+        self.copied = traits.device and traits.memory == "cpu"
         states = [State(port) for port in ports]
         self.flat = [state for state in states if state.parts]
         self.all = [state for state in states if not state.parts]
 
     def bind(self, scope: Scope, binding: Any) -> None:
-        """Bind every state whose value is another than the one bound."""
+        """Bind every state whose value is another than the one bound, or all where binding copies."""
         values = scope.ort_values
         for state in self.flat:  # first: the variables in them have inputs of their own too
             whole = self.gather(scope, state).whole
-            if whole is not state.bound:
+            if self.copied or whole is not state.bound:
                 binding.bind_ortvalue_input(state.tensor, whole)
                 state.bound = whole
         for state in self.all:
             value = values.get(state.name)
-            if value is not state.bound:
+            if self.copied or value is not state.bound:
                 if value is not state.checked:
                     value = self.admit(scope, state)
                 binding.bind_ortvalue_input(state.tensor, value)
