@@ -6,7 +6,7 @@ PY := $(BIN)/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(sort $(shell find amp_transpiler ops lists -type f \( -name '*.py' -o -name '*.toml' -o -name '*.json' -o -path '*/report/page/*' -o -name py.typed \)))
 
-.PHONY: demo test test-gpu test-runners bench clean FORCE
+.PHONY: demo test test-gpu test-webgpu test-runners bench clean FORCE
 
 demo: $(VENV)/.demo
 	$(PY) demo/quickstart.py
@@ -18,7 +18,7 @@ test: $(VENV)/.test
 	@echo "mypy -p amp_transpiler, installed"
 	@here="$$PWD"; tmp="$$(mktemp -d)"; cd "$$tmp" && "$$here/$(PY)" -m mypy -p amp_transpiler --config-file "$$here/pyproject.toml"; \
 	status=$$?; cd "$$here"; rm -rf "$$tmp"; exit $$status
-	$(PY) -m pytest -q -m "not gpu" -n auto --dist loadfile
+	$(PY) -m pytest -q -m "not gpu and not webgpu" -n auto --dist loadfile
 
 # Runs the tests marked gpu; a machine that cannot run them says so and passes.
 test-gpu: $(VENV)/.test
@@ -26,6 +26,10 @@ test-gpu: $(VENV)/.test
 	$(PY) -m tests.tools.gpu_device >/dev/null 2>&1 || $(INSTALL) '.[test,cuda]'; \
 	if ! $(PY) -m tests.tools.gpu_device; then exit 0; fi; \
 	$(PY) -m pytest -q -m gpu
+
+# Runs tests/webgpu: on the machine's GPU, else in software. VULKAN=install: with apt-get, where no driver is.
+test-webgpu: $(VENV)/.test
+	@$(PY) -m tests.tools.webgpu_run $(VENV)/webgpu $(if $(filter install,$(VULKAN)),--install-vulkan)
 
 # Runs the runners of demo/runners in other languages too, and the page of demo/browser. What there is of: packages of npm
 # (without scripts: those of onnxruntime-node fetch CUDA libraries), an environment with onnxruntime of their version, C++

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope
+from tests.helpers.webgpu_sessions import built_in, devices
 
 
 def pytest_configure() -> None:
@@ -25,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="chains of train and convert from both exporters in "
         "every combination of modes (default: from one in each)",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked webgpu are skipped where onnxruntime has no such provider; a device is make test-webgpu's matter."""
+    marked = [item for item in items if item.get_closest_marker("webgpu")]
+    if marked and not (built_in() or devices()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="onnxruntime has no WebGPU here: make test-webgpu"))
 
 
 NO_EXPORTS = "no exported models: python -m tests.tools.export_models FOLDER, then pytest --exports FOLDER"

@@ -1,7 +1,8 @@
 """Shows onnxruntime a graphics card where only software Vulkan is.
 
 A plugin gets the devices that onnxruntime finds in ``/sys/class/drm``, and software Vulkan has none there. A process in a
-mount namespace of its own sees a card, and the plugin then runs on whatever Vulkan device there is.
+mount namespace of its own sees a card, and the plugin then runs on whatever Vulkan device there is:
+``python -m tests.helpers.pretended_card COMMAND ...`` runs a command there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 _SCRIPT = """
@@ -36,3 +38,10 @@ def with_card(command: list[str]) -> list[str] | None:
     if subprocess.run([*shown, "true"], capture_output=True).returncode:
         return None
     return [*shown, *command]
+
+
+if __name__ == "__main__":
+    command = with_card(sys.argv[1:])
+    if command is None:
+        sys.exit("This machine lets no card be pretended: unshare -m needs root, or user namespaces.")
+    os.execvp(command[0], command)

@@ -12,26 +12,52 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
+from onnx import helper
 
 PROVIDER = "WebGpuExecutionProvider"
 
 
 def built_in() -> bool:
-    """Whether onnxruntime has the provider without a plugin."""
-    return PROVIDER in onnxruntime.get_available_providers()
+    """Whether onnxruntime has the provider without a plugin. A plugin that is registered is among the providers too."""
+    return PROVIDER in onnxruntime.get_available_providers() and not _listed()
+
+
+def devices() -> list[Any]:
+    """The plugin's devices, which is registered if it has not been."""
+    if not _listed() and importlib.util.find_spec("onnxruntime_ep_webgpu") is not None:
+        _register()
+    return _listed()
+
+
+def _listed() -> list[Any]:
+    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
 
 
 @functools.cache
-def devices() -> list[Any]:
-    """The plugin's devices."""
-    if importlib.util.find_spec("onnxruntime_ep_webgpu") is None:
-        return []
+def _register() -> None:
     import onnxruntime_ep_webgpu
 
     onnxruntime.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
-    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
+
+
+def missing() -> str | None:
+    """Why nothing runs on WebGPU in 16 bit here, or None where it does."""
+    if not built_in() and not devices():
+        if importlib.util.find_spec("onnxruntime_ep_webgpu") is None:
+            return "onnxruntime has no WebGPU here: neither onnxruntime-webgpu nor the plugin onnxruntime-ep-webgpu"
+        return "the plugin onnxruntime-ep-webgpu lists no device: onnxruntime finds no graphics card"
+    half = onnx.TensorProto.FLOAT16
+    value = [helper.make_tensor_value_info(name, half, [4]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", value[:1], value[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    try:
+        (found,) = session(model, strict=True).run(None, {"x": np.arange(4, dtype=np.float16)})
+    except Exception as error:  # onnxruntime's errors have no common base
+        return f"no adapter with shader-f16: {str(error)[:300]}"
+    return None if found.tolist() == [0, 2, 4, 6] else f"0..3 doubled in float16 gives {found.tolist()}"
 
 
 def session(
