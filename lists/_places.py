@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -26,8 +26,10 @@ class PlaceTraits:
     recurrent: bool
     branches: bool
     wide_integers: bool
+    bodies: bool
     dtypes: tuple[str, ...]
     most_tensors: int
+    fails: Mapping[str, Mapping[str, Sequence[str]]]
 
     @property
     def runs(self) -> bool:
@@ -39,7 +41,10 @@ class PlaceTraits:
 def _table() -> Mapping[str, PlaceTraits]:
     found = tomllib.loads(read_text("places.toml"))
     return MappingProxyType(
-        {kind: PlaceTraits(**facts | {"dtypes": tuple(facts["dtypes"])}) for kind, facts in found.items()}
+        {
+            kind: PlaceTraits(**{"fails": {}} | facts | {"dtypes": tuple(facts["dtypes"])})
+            for kind, facts in found.items()
+        }
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,13 +142,18 @@ class Window:
 
 def window_of(op: Operator, kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:
     """The window of a convolution or pool (or its gradient) from the attributes and the spatial sizes it joins."""
+    return window_by(op.attrs, kernel, source, target)
+
+
+def window_by(attrs: Mapping[str, Any], kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:
+    """The same, of attributes by themselves."""
     rank = len(kernel)
-    strides = tuple(op.attrs.get("strides") or [1] * rank)
-    dilations = tuple(op.attrs.get("dilations") or [1] * rank)
+    strides = tuple(attrs.get("strides") or [1] * rank)
+    dilations = tuple(attrs.get("dilations") or [1] * rank)
     plain = Window(tuple(kernel), strides, dilations, (0,) * rank, tuple(source), tuple(target))
-    auto_pad = op.attrs.get("auto_pad", "NOTSET")
+    auto_pad = attrs.get("auto_pad", "NOTSET")
     if auto_pad == "NOTSET":
-        begin = tuple((op.attrs.get("pads") or [0] * rank)[:rank])
+        begin = tuple((attrs.get("pads") or [0] * rank)[:rank])
     elif auto_pad == "VALID":
         begin = (0,) * rank
     else:

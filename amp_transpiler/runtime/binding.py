@@ -28,6 +28,7 @@ from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.chain import Chain
 from amp_transpiler.runtime.collective.current import engine_on, own_rank, several
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
+from amp_transpiler.runtime.held import as_declared, as_held
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.session import plain_message
@@ -150,10 +151,10 @@ class _Bindings:
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         self.states.bind(scope, self.binding)
-        for port in self.feeds:
-            value = feeds[port.variable]
+        fed = [as_held(port, feeds[port.variable], self.place, self.program) for port in self.feeds]
+        for port, value in zip(self.feeds, fed, strict=True):
             if isinstance(value, np.ndarray):
-                value = device_tensors.alias(value, port.dtype)
+                value = device_tensors.alias(value, port.dtype)  # whose memory ``fed`` keeps
             self.binding.bind_ortvalue_input(port.tensor, value)
         self._bind_targets()
         results = [
@@ -283,7 +284,7 @@ class _Bindings:
                     made = made or self.binding.get_outputs()
                     value = made[self.order[port.tensor]]
                 result = device_tensors.to_array(value) if return_numpy else device_tensors.copy_to(value, self.place)
-            final.append(result)
+            final.append(as_declared(port, result, self.place, return_numpy))
         return final
 
 
@@ -304,7 +305,7 @@ class PlainStep:
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once; results are arrays and Python objects, also without ``return_numpy``."""
-        inputs = {p.tensor: feeds[p.variable] for p in self.feeds}
+        inputs = {p.tensor: as_held(p, feeds[p.variable], self.place, self.program) for p in self.feeds}
         inputs |= {s.tensor: device_tensors.to_array(self.states.gather(scope, s).whole) for s in self.states.flat}
         inputs |= {s.tensor: device_tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
         inputs |= scalar_values(self.scalars, self.place)
@@ -321,7 +322,8 @@ class PlainStep:
             for update, array in zip(self.updates, results[count:], strict=True):
                 value = device_tensors.from_array(array, self.place)
                 scope.hold(flat_over(update.port, value).held() if update.port.segments else {update.name: value})
-        return list(results[:count])
+        fetched = zip(self.fetches, results[:count], strict=True)
+        return [as_declared(port, result, self.place, True) for port, result in fetched]
 
 
 def scalar_values(names: Sequence[str], place: Place) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lowering_rule
@@ -120,7 +120,7 @@ def test_lower_is_public(place: amp.CPUPlace | amp.CUDAPlace, tmp_path: Path) ->
     onnx.checker.check_model(onnx.load(path), full_check=True)
     with pytest.raises(ArgumentError, match="'z' is no feed"):
         program.lower(place, feed_shapes={"z": (2, 4)})
-    with pytest.raises(ArgumentError, match="lower takes a place"):
+    with pytest.raises(ArgumentTypeError, match="lower takes a place"):
         program.lower("cpu")
 
 

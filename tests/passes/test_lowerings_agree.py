@@ -1,7 +1,7 @@
-"""Both lowerings mean the same: the CUDA one, with real 16-bit operators, run node by node on the CPU.
+"""All lowerings mean the same: those with real 16-bit operators, for CUDA and WebGPU, run node by node on the CPU.
 
 Run alone, an fp16 operator of onnxruntime's CPU provider computes in fp32 and rounds its result once, as a GPU does;
-so walking the CUDA model node by node shows, without a GPU, that it rounds where the CPU lowering rounds.
+so walking such a model node by node shows, without a GPU, that it rounds where the CPU lowering rounds.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from tests.helpers.ports import fed, taken
 from tests.helpers.programs import LAYERS, build
 from tests.helpers.sessions import session
 
+MODES = ("fp32", "amp", "pure-fp16")
+CASES = [(name, mode, "cuda") for name in LAYERS for mode in MODES]
+#: Few: training steps share its bodies.
+CASES += [("use_case", "pure-fp16", "webgpu"), ("transformer", "amp", "webgpu")]
 
-@pytest.mark.parametrize("mode", ["fp32", "amp", "pure-fp16"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_lowerings_agree(name: str, mode: str) -> None:
+
+@pytest.mark.parametrize(("name", "mode", "other"), CASES)
+def test_the_lowerings_agree(name: str, mode: str, other: str) -> None:
     net = build(name, mode, batch=2)
     executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
     executor.run(net.startup, scope=scope)
@@ -30,32 +34,32 @@ def test_the_lowerings_agree(name: str, mode: str) -> None:
     masks = [op.outputs[1] for op in net.main.operators if op.type == "Dropout"]
     fetches = [net.loss, *gradients, *(m for m in masks if m is not None)]
     results = []
-    for place in ("cpu", "cuda"):
+    for place in ("cpu", other):
         lowered = lower(net.main, place, shapes, fetches)
         values = fed(lowered.states, scope.find_var)
-        values |= {p.tensor: net.feeds[p.variable] for p in lowered.feeds}
+        values |= {p.tensor: net.feeds[p.variable].astype(p.dtype) for p in lowered.feeds}
         values |= {s: np.zeros((), np.float32) for s in lowered.scalars}
-        if place == "cuda":
+        if place == other:
             known = node_by_node(lowered.model, values)
         else:
             running = session(lowered.model)
             names = [o.name for o in running.get_outputs()]
             known = dict(zip(names, running.run(names, values), strict=True)) | values
         results.append(taken([*lowered.fetches, *lowered.updates], known))
-    cpu, cuda = results
-    assert cpu.keys() == cuda.keys()
+    cpu, device = results
+    assert cpu.keys() == device.keys()
     floor = max(float(np.abs(cpu[g.name].astype(np.float32)).max()) for g in gradients)
     #: A bias before a normalisation has a gradient of zero; Adam divides its rounding noise by its own size.
     noise = tuple(p.name for p in net.main.parameters if np.abs(cpu[f"{p.name}@GRAD"]).max() < 1e-4 * floor)
     for variable, value in cpu.items():
-        other = cuda[variable]
-        assert value.dtype == other.dtype and value.shape == other.shape, variable
+        found = device[variable]
+        assert value.dtype == found.dtype and value.shape == found.shape, variable
         if value.dtype.kind not in "fV":
-            assert np.array_equal(value, other), variable
+            assert np.array_equal(value, found), variable
             continue
         if variable.startswith(noise) and not variable.endswith("@GRAD"):
             continue
-        a, b = value.astype(np.float64), other.astype(np.float64)
+        a, b = value.astype(np.float64), found.astype(np.float64)
         # The gradient of a bias before a normalisation is the sum of numbers whose sum is 0: of their roundings.
         tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (4e-3, 1e-2)
         scale = np.linalg.norm(a) + least * floor * np.sqrt(a.size) * variable.endswith("@GRAD")

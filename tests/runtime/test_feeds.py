@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
+import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError, GraphError, ScopeError
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope, global_scope, scope_guard
+from tests.helpers.places import change_place
 from tests.helpers.running import FEED, ROW, W, X, linear, program_of, started
 
 # -- feeds ----------------------------------------------------------------------------------------------
@@ -167,3 +169,20 @@ def test_scope_guards_nest() -> None:
     assert global_scope() is process
     with pytest.raises(ArgumentTypeError), scope_guard({}):  # type: ignore[arg-type]
         pass
+
+
+def test_wide_integers_are_narrowed_for_a_place_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_place(monkeypatch, "cpu", wide_integers=False, bodies=True)
+    program = Program("main")
+    with amp.program_guard(program):
+        x = amp.data("x", [2], "int64")
+        y = x + x
+    exe = Executor(amp.CPUPlace())
+    doubled, same = exe.run(program, {"x": np.array([5, -7])}, [y, x])
+    assert doubled.tolist() == [10, -14] and same.tolist() == [5, -7]
+    assert doubled.dtype == same.dtype == np.int64
+    (value,) = exe.run(program, exe.stage({"x": np.array([5, -7])}), [y], return_numpy=False)
+    assert value.element_type() == onnx.TensorProto.INT64 and value.numpy().tolist() == [10, -14]
+    for beyond in (2**31, -(2**31) - 1):
+        with pytest.raises(FeedError, match=f"'x'.*{beyond}.*int32 holds -2147483648 to 2147483647"):
+            exe.run(program, {"x": np.array([5, beyond])}, [y])

@@ -25,6 +25,7 @@ class Port:
     """A graph input or output of the lowered model: a program variable and its tensor there.
 
     A flat one holds several variables: ``segments`` says where each lies, and ``variable`` is a name for all of them.
+    ``holds``: the variable's element type where the tensor has another, which has its values (64-bit integers in 32).
     """
 
     variable: str
@@ -32,6 +33,7 @@ class Port:
     dtype: str
     shape: tuple[int | str | None, ...] | None = None
     segments: tuple[Segment, ...] = ()
+    holds: str = ""
 
 
 @dataclass

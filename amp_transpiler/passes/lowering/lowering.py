@@ -15,6 +15,7 @@ from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandC
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.lowering.emission import emit
+from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.lowering.wanted import Wanted
@@ -38,7 +39,8 @@ class RuntimeOpset(Pass):
         version = graph.opset()
         # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
         stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in graph.variables)
-        later = version > TARGET_OPSET and place_traits(self.place).device
+        traits = place_traits(self.place)
+        later = traits.bodies or (version > TARGET_OPSET and traits.device)
         return version != TARGET_OPSET and not stays and (later or any(lowering_rule_of(op) for op in graph.walk()))
 
     def run(self, graph: Graph, context: Context) -> bool:
@@ -58,7 +60,8 @@ class Emit(Pass):
     place: str = option("cpu", *place_kinds())
 
     def run(self, graph: Graph, context: Context) -> bool:
-        context[LOWERED] = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
+        lowered = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
+        context[LOWERED] = fitted(lowered) if place_traits(self.place).bodies else lowered
         return False
 
 

@@ -1,0 +1,284 @@
+"""A lowered model made to fit a place that lacks kernels: bodies for operators, 32 bits for 64-bit integers.
+
+Which kernels a place has is data (``lists/kernels.json``); what stands for the others are the bodies of
+``ops/place_bodies.py``. What has neither stays as it is.
+
+Where a place computes with no 64-bit integers, tensors of them that are fed or computed hold 32 bits. Who feeds narrows
+them, and who fetches widens. What says sizes and axes alone is on the host, and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import onnx
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.node_protos import emitted_node
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.signature import Signature, signature
+from amp_transpiler.ir.types import NAMES, ONNX_TYPES
+from amp_transpiler.lists import kernel_types, place_traits
+from amp_transpiler.ops.place_bodies import body_of
+from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
+from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
+
+#: onnxruntime's names of element types that are other than ours.
+_SPELLED = {"float32": "float", "float64": "double"}
+_WIDE, _NARROW = "int64", "int32"
+_LEAST, _MOST = -(2**31), 2**31 - 1
+#: What reads a tensor's sizes alone; onnxruntime computes on the host what is made of these.
+_SIZES = frozenset({"Shape", "Size"})
+
+
+def fitted(lowered: Lowered) -> Lowered:
+    """The model in ``lowered``, and its ports, changed so that its place has kernels for what it computes."""
+    return _Fitting(lowered).run()
+
+
+class _Fitting:
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, self.graph = lowered, lowered.model.graph
+        self.at = place_traits(lowered.place)
+        self.opset = next(each.version for each in lowered.model.opset_import if not each.domain)
+        self.types: dict[str, Type] = types_in(inferred(lowered))
+        self.e = Emitter(lowered.place, self.opset)
+        self.e.reserve([*self.types, *(name for node in self.graph.node for name in node.output)])
+        self.e.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.e.given = lowered.given
+        #: Tensors of 64-bit integers that hold 32 bits.
+        self.narrow: set[str] = set()
+        #: Integers that the host computes from sizes.
+        self.sizes: set[str] = set()
+        self.casts: dict[tuple[str, str], str] = {}
+
+    def run(self) -> Lowered:
+        lowered, graph = self.lowered, self.graph
+        if not self.at.wide_integers:
+            self._narrow_feeds()
+        nodes: list[onnx.NodeProto] = []
+        origins: list[Operator | None] = []
+        for node, origin in zip_longest(list(graph.node), lowered.origins):
+            made = list(self._fit(node))
+            nodes += made
+            origins += [origin] * len(made)
+        nodes += self._outputs(nodes)
+        used = used_tensors(nodes) | {info.name for info in graph.output}
+        del graph.node[:], graph.initializer[:]
+        graph.node.extend(nodes)
+        graph.initializer.extend(tensor for name, tensor in self.e.initializers.items() if name in used)
+        lowered.origins = origins
+        for values in (lowered.tensors, lowered.given):
+            held = {key: value for key, value in values.items() if value.name in self.narrow}
+            values.update({key: replace(value, dtype=_NARROW) for key, value in held.items()})
+        return lowered
+
+    def _type(self, name: str) -> Type:
+        if name not in self.types and name in self.e.initializers:  # a body's constant
+            tensor = self.e.initializers[name]
+            self.types[name] = (NAMES[tensor.data_type], tuple(tensor.dims))
+        return self.types.get(name, ("", None))
+
+    def _dtype(self, name: str) -> str:
+        return self._type(name)[0]
+
+    def _value(self, name: str) -> Value | None:
+        return Value(name, *self._type(name)) if name else None
+
+    # -- one node -------------------------------------------------------------------------------------
+    def _fit(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        """The node, or what stands for it."""
+        if next(nested_graphs(node), None) is not None:
+            names = dict[str, str]()
+            for name in used_tensors([node]) & self.narrow:
+                names[name] = yield from self._cast(name, _WIDE)
+            rename_tensors([node], names)
+            yield node
+            return
+        slots = signature(node.op_type, self.opset, node.domain)
+        if slots is None:
+            yield node
+            return
+        kinds = self._kernel(node)
+        if not self.at.wide_integers:
+            yield from self._narrowed(node, slots, kinds)
+        if self._lacks(node, slots, kinds):
+            made = self._body(node)
+            if made is not None:
+                for each in made:
+                    self._settle(each)
+                    yield from self._fit(each)
+                return
+            yield from self._widened(node, slots)
+        yield node
+
+    def _kernel(self, node: onnx.NodeProto) -> Mapping[str, frozenset[str]] | None:
+        """The element types that the place's kernel takes, by type parameter; None where it has none."""
+        kinds = kernel_types(self.at.provider, node.op_type, self.opset, node.domain)
+        fails = self.at.fails.get(node.op_type, {})
+        return None if kinds is None else {each: kinds[each] - set(fails.get(each, ())) for each in kinds}
+
+    def _lacks(self, node: onnx.NodeProto, slots: Signature, kinds: Mapping[str, frozenset[str]] | None) -> bool:
+        """Whether the place has no kernel for the types of this node's tensors."""
+        for at, names in ((slots.input, node.input), (slots.output, node.output)):
+            for slot, name in enumerate(names):
+                kind, variable = self._dtype(name), at(slot)
+                if kind and (kind not in slots.admits[variable] or not _takes(kinds, variable, kind)):
+                    return True
+        return kinds is None
+
+    def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        """What stands for the node; None where nothing does."""
+        write = None if node.domain else body_of(node.op_type)
+        if write is None:
+            return None
+        e, results = self.e, [value for name in node.output if (value := self._value(name)) is not None]
+        e.nodes, e.prefix = [], node.output[0]
+        values = write(e, _attributes(node), [self._value(name) for name in node.input], results)
+        made, e.nodes = e.nodes, []
+        if values is None:
+            return None
+        own = {name for each in made for name in each.output}
+        for value, result in zip(values, results, strict=True):
+            if value.name in own:
+                rename_tensors(made, {value.name: result.name})
+            else:
+                made.append(emitted_node("Identity", [value.name], [result.name]))
+            if (result.dtype, value.dtype) == (_WIDE, _NARROW):
+                self._hold(result.name)
+        return made
+
+    def _settle(self, node: onnx.NodeProto) -> None:
+        """Note the element types of what a body's node makes."""
+        slots = signature(node.op_type, self.opset, node.domain)
+        for slot, name in enumerate(node.output if slots is not None else ()):
+            assert slots is not None
+            variable = slots.output(slot)
+            kinds = [self._dtype(read) for i, read in enumerate(node.input) if slots.input(i) == variable]
+            if node.op_type == "Cast":
+                kinds = [NAMES[node.attribute[0].i]]
+            elif len(slots.admits[variable]) == 1:
+                kinds = list(slots.admits[variable])
+            given = self.e.given.get(name)
+            if kinds and name not in self.types:
+                self.types[name] = (kinds[0], None if given is None else given.shape)
+
+    # -- integers -------------------------------------------------------------------------------------
+    def _hold(self, name: str) -> None:
+        """From here on a tensor holds 32 bits."""
+        self.narrow.add(name)
+        self.types[name] = (_NARROW, self._type(name)[1])
+
+    def _narrow_feeds(self) -> None:
+        """Feeds of 64-bit integers hold 32 bits, but for those that say sizes and axes alone."""
+        computed = set[str]()
+        for node in self.graph.node:
+            slots = signature(node.op_type, self.opset, node.domain)
+            computed.update(
+                name
+                for slot, name in enumerate(node.input)
+                if slots is None or _NARROW in slots.admits[slots.input(slot)] or body_of(node.op_type)
+            )
+        feeds = {port.tensor for port in self.lowered.feeds if port.dtype == _WIDE} & computed
+        for info in self.graph.input:
+            if info.name in feeds:
+                info.type.tensor_type.elem_type = ONNX_TYPES[_NARROW]
+                self._hold(info.name)
+        self.lowered.feeds = [_held(port, feeds) for port in self.lowered.feeds]
+
+    def _narrowed(
+        self, node: onnx.NodeProto, slots: Signature, kinds: Mapping[str, frozenset[str]] | None
+    ) -> Iterator[onnx.NodeProto]:
+        """Casts that a node wants before it, whose 64-bit integers are to hold 32 bits."""
+        given = {name for name in node.input if name and name not in self.e.initializers}
+        if node.op_type in _SIZES or (given and given <= self.sizes):
+            self.sizes.update(node.output)
+            return
+        for variable in dict.fromkeys((*slots.inputs, *slots.outputs)):
+            if not {_WIDE, _NARROW} <= slots.admits[variable]:
+                continue
+            read = [i for i, name in enumerate(node.input) if name and slots.input(i) == variable]
+            made = [name for i, name in enumerate(node.output) if name and slots.output(i) == variable]
+            names = [*(node.input[i] for i in read), *made]
+            if not any(self._dtype(name) == _WIDE or name in self.narrow for name in names):
+                continue
+            if not made and self.narrow.isdisjoint(names) and _takes(kinds, variable, _WIDE):
+                continue
+            for slot in read:
+                node.input[slot] = yield from self._cast(node.input[slot], _NARROW)
+            for name in made:
+                self._hold(name)
+            for attribute in node.attribute if made else ():
+                _narrow_attribute(attribute)
+
+    def _widened(self, node: onnx.NodeProto, slots: Signature) -> Iterator[onnx.NodeProto]:
+        """Casts that a node wants before it which takes 64 bits alone."""
+        for slot, name in enumerate(node.input):
+            if name in self.narrow and _NARROW not in slots.admits[slots.input(slot)]:
+                node.input[slot] = yield from self._cast(name, _WIDE)
+
+    def _cast(self, name: str, dtype: str) -> Generator[onnx.NodeProto, None, str]:
+        """The same integers in another width, and the node that makes them where one does."""
+        if self._dtype(name) == dtype:
+            return name
+        if (name, dtype) not in self.casts:
+            self.casts[name, dtype] = new = self.e.name("Cast")
+            self.types[new] = (dtype, self._type(name)[1])
+            if name in self.e.initializers:
+                self.e.initializers[new] = self._constant(name, new)
+            else:
+                yield emitted_node("Cast", [name], [new], attrs={"to": ONNX_TYPES[dtype]})
+        return self.casts[name, dtype]
+
+    def _constant(self, name: str, new: str) -> onnx.TensorProto:
+        """A constant in 32 bits. GraphError where it does not fit."""
+        array = onnx.numpy_helper.to_array(self.e.initializers[name])
+        if array.size and (int(array.min()) < _LEAST or int(array.max()) > _MOST):
+            raise GraphError(
+                f"constant '{name}' goes from {array.min()} to {array.max()}; {self.at.provider} computes with no "
+                f"64-bit integers, and 32 bits hold {_LEAST} to {_MOST}. Give it other content, or run on CPU"
+            )
+        return onnx.numpy_helper.from_array(array.astype(_NARROW), new)
+
+    def _outputs(self, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+        """Let what is fetched hold 32 bits; state keeps its type, by these nodes."""
+        casts: list[onnx.NodeProto] = []
+        for port in self.lowered.updates:
+            if port.tensor in self.narrow:
+                name = self.e.name(port.tensor)
+                rename_tensors(nodes, {port.tensor: name})
+                casts.append(emitted_node("Cast", [name], [port.tensor], attrs={"to": ONNX_TYPES[_WIDE]}))
+                self.narrow.discard(port.tensor)
+        for info in self.graph.output:
+            if info.name in self.narrow:
+                info.type.tensor_type.elem_type = ONNX_TYPES[_NARROW]
+        self.lowered.fetches = [_held(port, self.narrow) for port in self.lowered.fetches]
+        return casts
+
+
+def _held(port: Port, narrow: Container[str]) -> Port:
+    return replace(port, dtype=_NARROW, holds=port.dtype) if port.tensor in narrow else port
+
+
+def _takes(kinds: Mapping[str, frozenset[str]] | None, variable: str, dtype: str) -> bool:
+    """Whether a kernel takes an element type; of types that its registration does not speak of it takes any."""
+    return kinds is not None and (variable not in kinds or _SPELLED.get(dtype, dtype) in kinds[variable])
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    found = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
+
+
+def _narrow_attribute(attribute: onnx.AttributeProto) -> None:
+    """Of an attribute that says the element type of a result, 32 bits for 64."""
+    if attribute.name in ("to", "dtype") and attribute.i == ONNX_TYPES[_WIDE]:
+        attribute.i = ONNX_TYPES[_NARROW]
+    elif attribute.name == "value" and attribute.t.data_type == ONNX_TYPES[_WIDE]:
+        array = onnx.numpy_helper.to_array(attribute.t).astype(_NARROW)
+        attribute.t.CopyFrom(onnx.numpy_helper.from_array(array, attribute.t.name))
