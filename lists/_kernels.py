@@ -1,4 +1,4 @@
-"""For which element types onnxruntime has a kernel, and which operators have no lowering to 16 bit on CUDA.
+"""For which element types onnxruntime has a kernel, and which operators have no lowering to 16 bit on a place.
 
 The table is the registry of the onnxruntime-gpu wheel that ``kernels.json`` names, and of WebGPU: under
 ``WebGpuExecutionProvider`` what the plugin and the wheel that has the provider built in have in common, under
@@ -18,6 +18,7 @@ import onnx
 from onnx import TensorProto, TypeProto, defs, helper, shape_inference
 
 from amp_transpiler.errors import ListError
+from amp_transpiler.lists._places import place_traits
 from amp_transpiler.lists._schemas import read_text, schemas, split_name
 
 TARGET_OPSET = 21
@@ -29,10 +30,9 @@ From 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 TARGET_IR_VERSION = 10
 """The ONNX format version that the target opset needs."""
 
-#: What the reason of an operator without kernel begins with.
-NO_KERNEL = "no CUDA kernel for "
+#: The place whose kernels count where none is named.
+USUAL_PLACE = "cuda"
 
-_CUDA = "CUDAExecutionProvider"
 _DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 _FLOATS = frozenset(_DTYPES.values())
 _ELEM_TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "float": TensorProto.FLOAT}
@@ -185,8 +185,8 @@ def is_float_operator(schema: defs.OpSchema) -> bool:
     return any(_allowed(schema, slot.type_str) & {"float", "float16"} for slot in slots)
 
 
-def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET) -> str | None:
-    """Why an operator cannot run at a 16-bit element type on CUDA, or None if it can.
+def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> str | None:
+    """Why an operator cannot run at a 16-bit element type on a place, or None if it can.
 
     It can with a kernel at this opset, or with a function body in its onnx schema each part of which can. An operator
     newer than the opset is judged by its newest function body, for lowering decomposes it.
@@ -196,28 +196,36 @@ def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET) -> s
             cannot be judged, and gives None.
         dtype: ``float16`` or ``bfloat16``.
         opset: the opset that programs are lowered to.
+        place: a kind of place.
     """
     domain, name = split_name(op_type)
     if domain != "com.microsoft" and not defs.has(name, domain):
         return None
-    return _gap(name, domain, dtype, opset)
+    return _gap(name, domain, dtype, opset, place)
 
 
-def unsupported_operators(dtype: str, opset: int = TARGET_OPSET) -> frozenset[str]:
+def no_kernel(place: str) -> str:
+    """What the reason of an operator without kernel on a place begins with."""
+    return f"no {place_traits(place).title} kernel for "
+
+
+def unsupported_operators(dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> frozenset[str]:
     """The float operators of ai.onnx for which :func:`unsupported_reason` has a reason."""
     return frozenset(
         name
         for (domain, name), schema in schemas().items()
-        if not domain and is_float_operator(schema) and unsupported_reason(name, dtype, opset)
+        if not domain and is_float_operator(schema) and unsupported_reason(name, dtype, opset, place)
     )
 
 
 @cache
-def _gap(op_type: str, domain: str, dtype: str, opset: int) -> str | None:
+def _gap(op_type: str, domain: str, dtype: str, opset: int, place: str) -> str | None:
     """:func:`unsupported_reason` of a known operator."""
-    if (not domain and op_type in _NO_KERNEL_NEEDED) or has_kernel(_CUDA, op_type, dtype, opset, domain):
+    if not domain and op_type in _NO_KERNEL_NEEDED:
         return None
-    lacking = f"{NO_KERNEL}{op_type} at {dtype} in opset {opset}"
+    if has_kernel(place_traits(place).provider, op_type, dtype, opset, domain):
+        return None
+    lacking = f"{no_kernel(place)}{op_type} at {dtype} in opset {opset}"
     schema = _schema(op_type, opset, domain) or schemas().get((domain, op_type))
     if schema is None:
         return lacking
@@ -227,16 +235,16 @@ def _gap(op_type: str, domain: str, dtype: str, opset: int) -> str | None:
     if not nodes:
         return f"{lacking}, and no function body"
     for part, elements in nodes:
-        gap = _part_gap(part, elements, opset)
+        gap = _part_gap(part, elements, opset, place)
         if gap:
             return f"{lacking}, and its function body has no lowering: {gap}"
     return None
 
 
-def _part_gap(op_type: str, elements: frozenset[str], opset: int) -> str | None:
+def _part_gap(op_type: str, elements: frozenset[str], opset: int, place: str) -> str | None:
     names = {element: name for name, element in _DTYPES.items()}
     for element in sorted(elements & _FLOATS):
-        gap = _gap(op_type, "", names[element], opset)
+        gap = _gap(op_type, "", names[element], opset, place)
         if gap:
             return gap
     return None

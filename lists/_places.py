@@ -16,6 +16,7 @@ from amp_transpiler.lists._schemas import read_text
 class PlaceTraits:
     """What a lowering asks of a place; ``places.toml`` says what each field means."""
 
+    title: str
     provider: str
     memory: str
     device: bool
@@ -51,6 +52,11 @@ def _table() -> Mapping[str, PlaceTraits]:
 def place_kinds() -> tuple[str, ...]:
     """The kinds of places that programs run on."""
     return tuple(kind for kind, traits in _table().items() if traits.runs)
+
+
+def half_places() -> tuple[str, ...]:
+    """The kinds of places whose kernels compute in 16 bit."""
+    return tuple(kind for kind in place_kinds() if not _table()[kind].emulates)
 
 
 def place_traits(kind: str) -> PlaceTraits:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._data import default_lists, known_aliases, resolve
-from amp_transpiler.lists._kernels import unsupported_operators, unsupported_reason
+from amp_transpiler.lists._kernels import USUAL_PLACE, unsupported_operators, unsupported_reason
+from amp_transpiler.lists._places import half_places, place_traits
 from amp_transpiler.lists._presets import Preset, find_preset
 from amp_transpiler.option_checks import shown
 from amp_transpiler.spelling import TYPES, read_as
@@ -60,12 +61,14 @@ class AutoMixedPrecisionLists:
         dtype: ``float16`` (also ``fp16``, ``half``) or ``bfloat16`` (``bf16``), in any letter case.
         preset: a recipe of ``presets.toml`` that the custom lists change further: ``"bert"`` for transformer encoders
             in mixed precision (layer norm, softmax, GELU, embeddings, logits in fp32), ``"bert_pure"`` for pure 16 bit.
+        place: the kind of place whose kernels count ("cuda", "webgpu").
 
     Attributes:
         white_list, black_list, gray_list: sets of operators, copies of this instance's own; they know Paddle's names.
         black_varnames: set of variable names and patterns.
         black_patterns: patterns of the preset, which need not fit anything.
         dtype: ``float16`` or ``bfloat16``.
+        place: the kind of place whose kernels count.
 
     Raises:
         ListTypeError: something other than a list of strings was given (a single string, most often).
@@ -81,10 +84,17 @@ class AutoMixedPrecisionLists:
         dtype: str = "float16",
         *,
         preset: str | None = None,
+        place: str = USUAL_PLACE,
     ) -> None:
+        self.place = self._checked_place(place)
         self.dtype: str = read_as(TYPES, dtype)
         if self.dtype not in _HALF:
             raise ListError(f"{self._called('dtype')} is {shown(dtype)}; expected 'float16' or 'bfloat16'.")
+        if self.dtype not in place_traits(place).dtypes:
+            raise ListError(
+                f"{self._called('dtype')} is '{self.dtype}', which {place_traits(place).title} does not have; "
+                "take 'float16'."
+            )
         called_white, called_black = self._called("custom_white_list"), self._called("custom_black_list")
         white = _resolved(custom_white_list, called_white)
         black = _resolved(custom_black_list, called_black)
@@ -96,7 +106,7 @@ class AutoMixedPrecisionLists:
                 "Take each operator out of one of them."
             )
         for operator in white:
-            reason = unsupported_reason(operator, self.dtype)
+            reason = unsupported_reason(operator, self.dtype, place=place)
             if reason:
                 raise ListError(
                     f"{called_white} names '{white[operator]}', but {operator} cannot run in {self.dtype}: {reason}. "
@@ -111,6 +121,15 @@ class AutoMixedPrecisionLists:
         self.black_varnames: set[str] = set(_strings(custom_black_varnames, self._called("custom_black_varnames")))
         self.black_patterns: tuple[str, ...] = recipe.names
         self._custom_black, self._custom_white = frozenset(blackened), frozenset(white)
+
+    def _checked_place(self, place: object) -> str:
+        """A kind of place with 16-bit kernels."""
+        if not isinstance(place, str) or place not in half_places():
+            raise ListError(
+                f"{self._called('place')} is {shown(place)}; expected a place with kernels for 16 bit, "
+                f"{' or '.join(map(repr, half_places()))}."
+            )
+        return place
 
     def _called(self, argument: str) -> str:
         """An argument as messages name it."""
@@ -128,11 +147,12 @@ class AutoMixedPrecisionLists:
 
     @property
     def unsupported_list(self) -> frozenset[str]:
-        """Operators that run fp32 in every mode: without a lowering to ``dtype`` on CUDA, and the custom black ones.
+        """Operators that run fp32 in every mode: without a lowering to ``dtype`` on the place, and the custom
+        black ones.
 
         Computed when asked for, since lowerings are registered while the package is imported.
         """
-        return unsupported_operators(self.dtype) | self._custom_black
+        return unsupported_operators(self.dtype, place=self.place) | self._custom_black
 
     @property
     def custom_black_list(self) -> frozenset[str]:

@@ -88,6 +88,7 @@ def _options(arguments: argparse.Namespace, progress: Callable[[str], None]) -> 
     return ConversionOptions(
         mode=arguments.mode,
         dtype=arguments.dtype,
+        place=arguments.place,
         keep_io=False if arguments.no_keep_io else arguments.keep_io or True,
         white_list=arguments.white_list,
         black_list=arguments.black_list,

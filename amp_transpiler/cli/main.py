@@ -11,6 +11,7 @@ from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
 from amp_transpiler.conversion.conversion_options import MODES, TOLERANCE, ConversionOptions
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
+from amp_transpiler.lists import half_places
 from amp_transpiler.version import __version__
 
 _EXAMPLES = """examples:
@@ -19,6 +20,7 @@ _EXAMPLES = """examples:
   amp-transpile convert model.onnx auto.onnx --mode auto --calibration samples/ --tolerance 0.01 --report why.html
   amp-transpile convert model.onnx half.onnx --except 'decoder/*' 're:.*norm[0-9]+' --no-keep-io
   amp-transpile convert model.onnx bf16.onnx --dtype bfloat16 --check
+  amp-transpile convert model.onnx web.onnx --place webgpu
   amp-transpile train model.onnx tuned.onnx --data train.npz --test test.npz --epochs 3 --freeze 'encoder/*'
   amp-transpile export-step model.onnx step/ --shape image=32,3,224,224 --mode pure --optimizer adamw --lr 1e-4
   amp-transpile trained-model step/ trained.onnx --checkpoint trained/
@@ -118,6 +120,12 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "--no-numeric-guards",
         action="store_true",
         help="do not keep fp32 what is known to overflow or to lose its digits in 16 bit",
+    )
+    where.add_argument(
+        "--place",
+        metavar="{" + ",".join(half_places()) + "}",
+        default=ConversionOptions.place,
+        help="where the model will run: its kernels decide what stays fp32 (default: %(default)s)",
     )
     kept = parser.add_argument_group("inputs and outputs").add_mutually_exclusive_group()
     kept.add_argument(

@@ -9,8 +9,9 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.lists import USUAL_PLACE, AutoMixedPrecisionLists, half_places
 from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch
+from amp_transpiler.passes.lowering.place import Place, kind_of
 from amp_transpiler.passes.pipeline import Context, Pass, Value, option
 from amp_transpiler.spelling import MODES as SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
@@ -46,6 +47,7 @@ class ConversionOptions:
 
     mode: str = "pure"
     dtype: str = "float16"
+    place: Place | str = USUAL_PLACE
     keep_io: bool | Iterable[str] = True
     white_list: Iterable[str] | None = None
     black_list: Iterable[str] | None = None
@@ -70,6 +72,7 @@ class ConversionOptions:
         if not isinstance(dtype, str) or dtype not in HALF:
             raise ListError(f"{self.called('dtype')} is {shown(self.dtype)}; expected 'float16' or 'bfloat16'")
         self._put("dtype", dtype)
+        self._put("place", kind_of(self.place, self.called("place")))
         for name in _SWITCHES:
             switch(self.called(name), getattr(self, name))
         for name in _PATTERNS:
@@ -99,6 +102,11 @@ class ConversionOptions:
     def tell(self, line: str) -> None:
         """A stage begins."""
         (self.progress or _silent)(line)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the place."""
+        return str(self.place)
 
     @property
     def searches(self) -> bool:
@@ -146,7 +154,9 @@ class _Lists(AutoMixedPrecisionLists):
 
     def __init__(self, options: ConversionOptions) -> None:
         self._options = options
-        super().__init__(options.white_list, options.black_list, options.black_varnames, options.dtype)
+        super().__init__(
+            options.white_list, options.black_list, options.black_varnames, options.dtype, place=options.kind
+        )
 
     def _called(self, argument: str) -> str:
         return self._options.called(argument.removeprefix("custom_"))
@@ -163,6 +173,7 @@ class Options(Pass):
 
     mode: str = option("pure", *MODES)
     dtype: str = option("float16", *sorted(HALF, reverse=True))
+    place: str = option("cuda", *half_places())
     keep_io: bool = True
     white_list: tuple[str, ...] = ()
     black_list: tuple[str, ...] = ()

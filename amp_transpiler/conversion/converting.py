@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 
+from amp_transpiler.conversion.around_faults import AroundFaults
 from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
 from amp_transpiler.conversion.fold_constants import FoldConstants
@@ -24,6 +25,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.pipeline import Context, Pipeline, apply
 from amp_transpiler.program import Program
 
@@ -33,6 +35,7 @@ def convert(
     *,
     mode: str = ConversionOptions.mode,
     dtype: str = ConversionOptions.dtype,
+    place: Place | str = ConversionOptions.place,
     keep_io: bool | Iterable[str] = ConversionOptions.keep_io,
     white_list: Iterable[str] | None = ConversionOptions.white_list,
     black_list: Iterable[str] | None = ConversionOptions.black_list,
@@ -59,6 +62,8 @@ def convert(
             unsafe; without calibration, of the black list only what is proved safe runs in 16 bit. Operators that
             nothing binds run where the whole moves the fewest bytes ("least traffic", a minimum cut).
         dtype: "float16" ("fp16", "half") or "bfloat16" ("bf16").
+        place: where the model will run, a place or its kind ("cuda", "webgpu"). What has no kernel of the type
+            there stays fp32, and what its kernels compute wrongly is written in another way.
         keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit; or the names of
             those that keep theirs.
         white_list, black_list: operators to move to a list (ONNX types or Paddle's names).
@@ -97,6 +102,7 @@ def convert(
     options = ConversionOptions(
         mode=mode,
         dtype=dtype,
+        place=place,
         keep_io=keep_io,
         white_list=white_list,
         black_list=black_list,
@@ -128,6 +134,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 FoldConstants(),
                 RaiseOpset(),
                 WriteNorms(),
+                AroundFaults(),
                 RescaleFactors(),
             ),
             *decision,

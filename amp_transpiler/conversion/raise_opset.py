@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.lists import TARGET_OPSET, has_kernel
+from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
 
-_CUDA = "CUDAExecutionProvider"
 #: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 _LATER = 22
 #: The opset of LayerNormalization, and others that many files have.
 _LAYER_NORM = 17
 _EARLIER = (13, _LAYER_NORM)
+_HasKernel = Callable[..., bool]
 
 
-def raise_for(program: Graph, dtype: str) -> str:
+def raise_for(program: Graph, dtype: str, place: str = USUAL_PLACE) -> str:
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
-    That is the target opset, or 22 where even more can and no operator loses its CUDA kernel. A program that cannot be
-    expressed there stays as it is.
+    That is the target opset, or 22 where even more can and no operator loses its kernel on the place. A program that
+    cannot be expressed there stays as it is.
     """
-    own = program.opset()
-    targets = [target for target in _targets(program, dtype) if target > own]
+    own, has = program.opset(), partial(has_kernel, place_traits(place).provider)
+    targets = [target for target in _targets(program, dtype, has) if target > own]
     if not targets:
         return ""
-    best, count, trial, refused = own, _able(program, dtype), program, ""
+    best, count, trial, refused = own, _able(program, dtype, has), program, ""
     for target in targets:
         copy = clone(program)
         try:
             convert_opset(copy, target)
         except GraphError:
             continue
-        found = _able(copy, dtype)
+        found = _able(copy, dtype, has)
         if target >= _LAYER_NORM > own:
             found += len(fuse_layer_norms(copy))
-        lost = _lost(program, trial, copy) if target > TARGET_OPSET else []
+        lost = _lost(program, trial, copy, has) if target > TARGET_OPSET else []
         if found > count and not lost:
             best, count, trial = target, found, copy
         elif found > count:
             gain = f"opset {target}, at which {found} operators could run in {dtype}"
-            refused = f"{gain}, is not taken: CUDA has no kernel for {', '.join(lost)} there"
+            refused = f"{gain}, is not taken: {place_traits(place).title} has no kernel for {', '.join(lost)} there"
     if best == own:
         return refused
     convert_opset(program, best)
@@ -58,7 +60,7 @@ def raise_for(program: Graph, dtype: str) -> str:
     return f"{raised}; {refused}" if refused else raised
 
 
-def _targets(program: Graph, dtype: str) -> tuple[int, ...]:
+def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     """The opsets to try. For float16, which nearly all operators know from the start, the first one at which what lacks
     a kernel now has one, and at which layer norms are operators where some are written out."""
     own = program.opset()
@@ -68,10 +70,8 @@ def _targets(program: Graph, dtype: str) -> tuple[int, ...]:
     for op in program.walk():
         if op.type not in kinds and op.domain in ("", "ai.onnx") and has_float(op):
             kinds.add(op.type)
-    lacking = [kind for kind in kinds if not has_kernel(_CUDA, kind, dtype, own)]
-    gains = {
-        t: sum(has_kernel(_CUDA, kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own
-    }
+    lacking = [kind for kind in kinds if not has(kind, dtype, own)]
+    gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own}
     most = max(gains.values(), default=0)
     target = next((t for t, gain in gains.items() if gain == most), 0) if most else 0
     if own < _LAYER_NORM and "ReduceMean" in kinds and has_layer_norms(program):
@@ -79,11 +79,10 @@ def _targets(program: Graph, dtype: str) -> tuple[int, ...]:
     return (target,)
 
 
-def _able(program: Graph, dtype: str) -> int:
-    """Operators that could run in ``dtype`` at the program's opset on CUDA."""
+def _able(program: Graph, dtype: str, has: _HasKernel) -> int:
+    """Operators that could run in ``dtype`` at the program's opset on the place."""
     return sum(
-        not isinstance(narrowed(op, dtype), Obstacle)
-        and has_kernel(_CUDA, op.type, dtype, op.program.opset(op.domain), op.domain)
+        not isinstance(narrowed(op, dtype), Obstacle) and has(op.type, dtype, op.program.opset(op.domain), op.domain)
         for op in program.walk()
         if has_float(op)
         and operator_name(op) not in ("Cast", "CastLike", "Constant")
@@ -92,15 +91,11 @@ def _able(program: Graph, dtype: str) -> int:
     )
 
 
-def _lost(program: Graph, before: Graph, after: Graph) -> list[str]:
-    """Operators with a CUDA kernel at the opset of ``before`` that have none at that of ``after``."""
+def _lost(program: Graph, before: Graph, after: Graph, has: _HasKernel) -> list[str]:
+    """Operators with a kernel on the place at the opset of ``before`` that have none at that of ``after``."""
     old, new = before.opset(), after.opset()
     kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
-    return sorted(
-        kind
-        for kind in kinds
-        if has_kernel(_CUDA, kind, "float32", old) and not has_kernel(_CUDA, kind, "float32", new)
-    )
+    return sorted(kind for kind in kinds if has(kind, "float32", old) and not has(kind, "float32", new))
 
 
 @dataclass(frozen=True)
@@ -112,5 +107,5 @@ class RaiseOpset(Pass):
     invalidates = (Property.TARGET_OPSET,)
 
     def run(self, graph: Graph, context: Context) -> None:
-        note = raise_for(graph, context[OPTIONS].dtype)
+        note = raise_for(graph, context[OPTIONS].dtype, context[OPTIONS].kind)
         context.notes += [note] if note else []

@@ -15,6 +15,7 @@ from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import known_constraints
@@ -31,7 +32,7 @@ CONSTRAINTS: Value[Constraints | None] = Value("constraints")
 ASSIGNMENT: Value[Assignment] = Value("assignment")
 
 #: In the reasons of operators that cannot run in 16 bit whatever the mode.
-_GAPS = (Kind.NO_KERNEL, Kind.NOT_TAKEN, Kind.NO_CAST)
+_GAPS = (Kind.NO_KERNEL, Kind.NO_KERNEL_THERE, Kind.FAULT, Kind.NOT_TAKEN, Kind.NO_CAST)
 
 
 def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | None:
@@ -100,7 +101,10 @@ def remarks(program: Graph, options: ConversionOptions) -> list[str]:
     """What there is to say of an assignment: what cannot run in 16 bit, and how much is proved."""
     types = Counter(op.full_type for op in program.walk() if op.why is not None and op.why.kind in _GAPS)
     listed = ", ".join(f"{name} ({count})" for name, count in sorted(types.items()))
-    where = f"without a {options.dtype} kernel on CUDA, or {options.dtype} in their schema at opset {program.opset()}"
+    title = place_traits(options.kind).title
+    where = (
+        f"without a {options.dtype} kernel on {title}, or {options.dtype} in their schema at opset {program.opset()}"
+    )
     found = [f"{where}: {listed}"] if listed else []
     if options.mode == "auto" and options.calibration is None:
         proved, tensors = Ranges(program, options.input_ranges).proved(options.dtype)

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from amp_transpiler.ir.types import SHORT
-from amp_transpiler.lists import NO_KERNEL
+from amp_transpiler.lists import USUAL_PLACE, no_kernel
 
 #: How an operator runs whose types stay as the program declares them; others by the short name of their type.
 UNTOUCHED = "untouched"
@@ -65,7 +65,9 @@ class Kind(Enum):
     GRADIENT = "gradient of {subject}"
     RECOMPUTED = "recomputed for the gradients of {subject}"
     # -- kernels and schemas -----------------------------------------------------------------------
-    NO_KERNEL = NO_KERNEL + "{detail}"
+    NO_KERNEL = no_kernel(USUAL_PLACE) + "{detail}"
+    NO_KERNEL_THERE = "no {subject} kernel for {detail}"
+    FAULT = "the kernel of {subject} fails on its operands ({detail}): {detail}"
     NO_CAST = "Cast does not know {detail} at opset {detail}"
     NOT_TAKEN = "{detail} does not take {detail} at opset {detail}"
     BY_ATTRIBUTE = "an attribute sets its element type"

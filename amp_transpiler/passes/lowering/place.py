@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.lists import place_kinds
+from amp_transpiler.option_checks import shown
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ class WebGPUPlace(_Device):
 
 Place = CPUPlace | CUDAPlace | WebGPUPlace
 _PLACES = (CPUPlace, CUDAPlace, WebGPUPlace)
+
+
+def kind_of(place: object, caller: str) -> str:
+    """The kind of a place given as such, or by name. ArgumentError naming ``caller`` for anything else."""
+    kinds = place_kinds()
+    kind = place.kind if isinstance(place, _PLACES) else place.lower() if isinstance(place, str) else place
+    if kind not in kinds:
+        raise ArgumentError(f"{caller} is {shown(place)}; expected a place or its kind: {', '.join(kinds)}")
+    return str(kind)
 
 
 def check_place(place: object, caller: str) -> Place:

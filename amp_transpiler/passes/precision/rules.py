@@ -14,7 +14,15 @@ from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.patterns import is_pattern, matching
 from amp_transpiler.ir.reasons import UNTOUCHED, Kind, Reason, parse
 from amp_transpiler.ir.types import FLOATS, HALF, SHORT
-from amp_transpiler.lists import NO_KERNEL, TARGET_OPSET, AutoMixedPrecisionLists, unsupported_reason
+from amp_transpiler.lists import (
+    TARGET_OPSET,
+    USUAL_PLACE,
+    AutoMixedPrecisionLists,
+    no_kernel,
+    place_traits,
+    unsupported_reason,
+)
+from amp_transpiler.passes.view.kernel_faults import fault_at
 from amp_transpiler.passes.view.names import label, source, written_name
 from amp_transpiler.passes.view.typing import (
     Obstacle,
@@ -179,15 +187,32 @@ class Rules:
         """Why no lowering runs the operator in 16 bit; None where one does."""
         name = operator_name(op)
         if name not in self._gaps:
-            gap = unsupported_reason(name, self.dtype, self.kernel_opset)
-            self._gaps[name] = Reason(Kind.NO_KERNEL, detail=(gap.removeprefix(NO_KERNEL),)) if gap else None
+            gap = unsupported_reason(name, self.dtype, self.kernel_opset, self.lists.place)
+            self._gaps[name] = _lacks_kernel(gap, self.lists.place) if gap else None
         found = lookup(op)
-        return None if self.lowers and found is not None and found.lowering is not None else self._gaps[name]
+        if self.lowers and found is not None and found.lowering is not None:
+            return None
+        return self._gaps[name] or self._fault(op)
+
+    def _fault(self, op: Operator) -> Reason | None:
+        """Why the place's kernel is of no use to the operator in 16 bit; None where it is."""
+        fault = fault_at(self.lists.place, op, self.dtype)
+        if fault is None or fault.around != "fp32":
+            return None
+        return Reason(Kind.FAULT, place_traits(self.lists.place).title, (fault.where, fault.what))
 
     def data_inputs(self, op: Operator) -> list[Variable]:
         """Floating-point inputs that carry data: those that no rule keeps fp32."""
         kept, _ = kept_slots(op)
         return [v for slot, v in enumerate(op.inputs) if v is not None and is_float(v) and slot not in kept]
+
+
+def _lacks_kernel(gap: str, place: str) -> Reason:
+    """The reason of an operator without kernel."""
+    detail = (gap.removeprefix(no_kernel(place)),)
+    if place == USUAL_PLACE:
+        return Reason(Kind.NO_KERNEL, detail=detail)
+    return Reason(Kind.NO_KERNEL_THERE, place_traits(place).title, detail)
 
 
 def _precision(op: Operator) -> str:

@@ -1,0 +1,59 @@
+"""Which operator meets a kernel of a place that does not compute what it should (``lists/faults.toml``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import Fault, faults
+from amp_transpiler.passes.view.typing import operator_name
+
+Shapes = Sequence[tuple[int, ...] | None]
+#: A channel count that kernels read whole vectors of.
+VECTOR = 4
+
+
+def fault_of(
+    kind: str, full_type: str, attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes
+) -> Fault | None:
+    """The fault of the kernel that runs an operator with such inputs on a place of this kind; None for none."""
+    return next((f for f in faults(kind).get(full_type, ()) if _HOLDS[f.where](attrs, dtypes, shapes)), None)
+
+
+def fault_at(kind: str, op: Operator, dtype: str | None = None) -> Fault | None:
+    """The same of an operator of a program, as if its first input had type ``dtype``."""
+    name = operator_name(op)
+    if name not in faults(kind):
+        return None
+    dtypes = [None if v is None else v.dtype for v in op.inputs]
+    shapes = [None if v is None else _known(v) for v in op.inputs]
+    return fault_of(kind, name, op.attrs, [dtype or dtypes[0], *dtypes[1:]], shapes)
+
+
+def _known(variable: Variable) -> tuple[int, ...] | None:
+    """The shape, where it is fixed."""
+    sizes = [size for size in variable.shape or () if isinstance(size, int)]
+    return tuple(sizes) if variable.shape is not None and len(sizes) == len(variable.shape) else None
+
+
+def _by_threes(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes) -> bool:
+    """Of a Conv: more than three channels, a multiple of three and not of four, to a multiple of four channels."""
+    w = shapes[1]
+    if w is None or len(w) not in (3, 4) or int(attrs.get("group") or 1) != 1:
+        return False
+    outputs, channels, *kernel = w
+    steps, pads = attrs.get("strides") or [1], attrs.get("pads") or [0]
+    plain = set(kernel) == set(steps) == {1} and not any(pads)  # a matrix product, which another kernel computes
+    return not plain and channels > 3 and channels % 3 == 0 and channels % VECTOR != 0 and outputs % VECTOR == 0
+
+
+def _other_statistics(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes) -> bool:
+    return dtypes[0] in HALF and any(dtype != dtypes[0] for dtype in dtypes[1:])
+
+
+_HOLDS: Mapping[str, Callable[[Mapping[str, Any], Sequence[str | None], Shapes], bool]] = {
+    "channels by threes": _by_threes,
+    "16-bit image, fp32 statistics": _other_statistics,
+}

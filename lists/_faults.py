@@ -1,0 +1,31 @@
+"""Kernels of places that do not compute what they should: ``faults.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from amp_transpiler.lists._schemas import read_text
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kernel that fails on some operands; ``faults.toml`` says what each field means."""
+
+    operator: str
+    where: str
+    what: str
+    around: str
+    measured: str
+
+
+@cache
+def faults(kind: str) -> Mapping[str, tuple[Fault, ...]]:
+    """By full operator type: the faults of the kernels of a place of this kind."""
+    found: dict[str, tuple[Fault, ...]] = {}
+    for entry in tomllib.loads(read_text("faults.toml")).get(kind, ()):
+        found[entry["operator"]] = (*found.get(entry["operator"], ()), Fault(**entry))
+    return MappingProxyType(found)

@@ -1,0 +1,125 @@
+"""Conversions for a place: its kernels decide what stays fp32, and what they compute wrongly is written otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError, ListError
+from amp_transpiler.ir.reasons import Kind, parse
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
+RECURRENT = (
+    "m (float[4,1,8] x) => (float[4,1,1,8] y) <float[1,24,8] w, float[1,24,8] r>"
+    " { a = Relu(x) y, h = GRU<hidden_size=8>(a, w, r) }"
+)
+NORMED = (
+    "m (float[1,4,6,6] x) => (float[1,4,6,6] z) <float[4] s, float[4] b, float[4] mean, float[4] var>"
+    " { y = BatchNormalization(x, s, b, mean, var) z = Relu(y) }"
+)
+
+
+def conv(channels: int, outputs: int, kernel: int = 3, attrs: str = "", opset: int = 17, more: str = "") -> str:
+    k = ",".join([str(kernel)] * 2)
+    return HEAD.replace("17", str(opset)) + (
+        f"m (float[1,{channels},8,9] x) => (float[n,c,h,v] y) <float[{outputs},{channels},{k}] w>"
+        f" {{ c = Conv{attrs}(x, w) {more or 'y = Relu(c)'} }}"
+    )
+
+
+def filled(text: str) -> onnx.ModelProto:
+    """The model of a text, with weights of small numbers that nothing overflows with."""
+    model = onnx.parser.parse_model(text if text.startswith("<") else HEAD + text)
+    random = np.random.default_rng(0)
+    for weight in model.graph.value_info:
+        shape = [size.dim_value for size in weight.type.tensor_type.shape.dim]
+        array = 0.1 * random.random(shape, dtype=np.float32) + np.float32(0.5)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight.name))
+    del model.graph.value_info[:]
+    return model
+
+
+def run(model: onnx.ModelProto, **feeds: Any) -> np.ndarray:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, feeds)[0])
+
+
+def only(program: amp.Program, type_: str) -> Any:
+    return next(op for op in program.walk() if op.type == type_)
+
+
+def test_what_has_no_kernel_on_the_place_stays_fp32() -> None:
+    model = filled(RECURRENT)
+    assert only(amp.convert(model), "GRU").precision == "float16"  # CUDA has a kernel
+    program = amp.convert(model, place="webgpu")
+    why = only(program, "GRU").why
+    assert why.kind is Kind.NO_KERNEL_THERE and why.subject == "WebGPU"
+    assert str(why).startswith("fp32: no WebGPU kernel for GRU at float16 in opset 17")
+    assert parse(str(why)) == why
+    assert any("kernel on WebGPU" in note and "GRU (1)" in note for note in program.conversion.notes)
+
+
+@pytest.mark.parametrize("place", ["webgpu", amp.WebGPUPlace(0)])
+def test_a_norm_with_fp32_statistics(place: Any) -> None:
+    assert only(amp.convert(filled(NORMED)), "BatchNormalization").precision == "float16"
+    op = only(amp.convert(filled(NORMED), place=place), "BatchNormalization")
+    assert op.precision == "float32" and op.why.kind is Kind.FAULT
+    assert "does not compile" in str(op.why) and parse(str(op.why)) == op.why
+
+
+@pytest.mark.parametrize(("opset", "shared"), [(17, False), (9, False), (17, True)])
+def test_channels_that_a_kernel_reads_by_threes_are_padded(opset: int, shared: bool) -> None:
+    more = "d = Conv(x, w) y = Add(c, d)" if shared else ""
+    model = filled(conv(6, 8, opset=opset, more=more))
+    program = amp.convert(model, place="webgpu", keep_io=True)
+    convs = [op for op in program.walk() if op.type == "Conv"]
+    assert all(op.inputs[0].shape[1] == op.inputs[1].shape[1] == 8 for op in convs)
+    x = np.random.default_rng(1).random((1, 6, 8, 9), dtype=np.float32)
+    written = program.to_onnx()
+    onnx.checker.check_model(written, full_check=True)
+    wanted = run(model, x=x)
+    assert np.linalg.norm(run(written, x=x) - wanted) < 1e-3 * np.linalg.norm(wanted)
+    assert all(op.type != "Pad" for op in amp.convert(model).walk())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        conv(3, 8),
+        conv(12, 8),
+        conv(6, 10),
+        conv(5, 8),
+        conv(6, 8, kernel=1),
+        conv(6, 8, attrs="<group=1, strides=[1,1]>", kernel=1),
+        "m (float[1,18,8,9] x) => (float[n,c,h,v] y) <float[12,6,3,3] w> { y = Conv<group=3>(x, w) }",
+        "m (float[1,6,5,5,5] x) => (float[n,c,d,h,v] y) <float[8,6,3,3,3] w> { y = Conv(x, w) }",
+    ],
+)
+def test_other_convolutions_stay(text: str) -> None:
+    assert all(op.type != "Pad" for op in amp.convert(filled(text), place="webgpu").walk())
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_steps_make_a_convolution_of_points_one_of_those(kernel: int) -> None:
+    program = amp.convert(filled(conv(9, 4, kernel, attrs="<strides=[2,2]>")), place="webgpu")
+    assert only(program, "Pad").outputs[0].shape[1] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"place": "cpu"}, ListError, "'cuda' or 'webgpu'"),
+        ({"place": "tpu"}, ArgumentError, "cpu, cuda, webgpu"),
+        ({"place": 3}, ArgumentError, "place is 3"),
+        ({"place": "webgpu", "dtype": "bfloat16"}, ListError, "which WebGPU does not have; take 'float16'"),
+        ({"place": "webgpu", "white_list": ["GRU"]}, ListError, "no WebGPU kernel for GRU"),
+    ],
+)
+def test_what_cannot_be_asked_for(options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        amp.convert(filled(RECURRENT), **options)
