@@ -267,7 +267,7 @@ def shard_tables(tables: Sequence[Variable]) -> None:
                 f"shard_tables: {shown(getattr(table, 'name', table))} is no parameter that lookups of rows alone "
                 "read, as those are that amp.split_embedding_parameters(program) gives first"
             )
-        if table.program.has_gradients:
+        if any(v.grad_of is not None for v in table.program.variables):
             raise OrderError(
                 f"program '{table.program.name}' has gradients already; deal its tables out before minimize"
             )

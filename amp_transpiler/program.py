@@ -278,7 +278,7 @@ class Program(Graph):
         """
         if not patterns:
             raise ArgumentError(f"mark_sparse of program '{self.name}' takes at least one pattern, such as 'table_*'")
-        if self.has_gradients:
+        if any(v.grad_of is not None for v in self.variables):
             raise OrderError(f"program '{self.name}' has gradients already; mark its sparse tables before minimize")
         kind = f"parameter of program '{self.name}' whose rows are looked up"
         marked = matching_names(looked_up(self), patterns, "mark_sparse", names_of_parameter, kind)

@@ -1,9 +1,10 @@
 """Which operator runs in which precision, and for which element types onnxruntime has a kernel.
 
 It is data beside this module: ``default.toml`` (white, black and gray operators), ``aliases.toml`` (Paddle's operator
-names), ``kernels.json`` (onnxruntime's kernel registry), ``places.toml`` (what is true of a place) and ``faults.toml``
-(its kernels that fail); the slots that stay fp32 are declared beside the operators, in ``ops/``. An operator of ai.onnx
-is named by its type (``MatMul``), another one by domain and type (``com.microsoft::FusedMatMul``).
+names), ``kernels.json`` (onnxruntime's kernel registry), ``places.toml`` (what is true of a place), ``roundings.toml``
+(how its kernels round) and ``faults.toml`` (those that fail); the slots that stay fp32 are declared beside the
+operators, in ``ops/``. An operator of ai.onnx is named by its type (``MatMul``), another one by domain and type
+(``com.microsoft::FusedMatMul``).
 """
 
 from amp_transpiler.lists._data import OpLists, default_lists, keep_fp32, kept_fp32, resolve
@@ -19,6 +20,7 @@ from amp_transpiler.lists._kernels import (
     unsupported_reason,
 )
 from amp_transpiler.lists._places import PlaceTraits, half_places, place_kinds, place_traits
+from amp_transpiler.lists._roundings import Roundings, roundings
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Fault",
     "OpLists",
     "PlaceTraits",
+    "Roundings",
     "default_lists",
     "faults",
     "half_places",
@@ -40,6 +43,7 @@ __all__ = [
     "place_kinds",
     "place_traits",
     "resolve",
+    "roundings",
     "unsupported_operators",
     "unsupported_reason",
 ]

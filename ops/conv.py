@@ -16,7 +16,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lies_in_rows
 from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.gpu_kernels import product
-from amp_transpiler.ops.window import Window, window_of
+from amp_transpiler.ops.window import Window, window_by, window_of
 
 #: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
 _MOST_TAPS = 32
@@ -109,7 +109,7 @@ def _by_conv(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group: i
 def conv_transpose(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[Any]:
     """ConvTranspose is the input gradient of a Conv from Y to X with the same weights; so dX is that Conv of dY."""
     group = int(op.attrs.get("group", 1))
-    window = _transposed_window(op, x, w, dy)
+    window = transposed_window(op.attrs, x, w, dy)
     dx = None
     if e.wants(0):
         # Rows that only output_padding made reach no input; a whole stride of them would add an output to Conv.
@@ -118,16 +118,16 @@ def conv_transpose(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> S
     return [dx, dw, _bias_gradient(e, dy)]
 
 
-def _transposed_window(op: Operator, x: Value, w: Value, y: Value) -> Window:
+def transposed_window(attrs: Mapping[str, Any], x: Value, w: Value, y: Value) -> Window:
     """The window that slides over Y; padding is found from the sizes where the attributes leave it open."""
-    window = window_of(op, _spatial(w), _spatial(y), _spatial(x))
-    automatic = op.attrs.get("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER")
-    if not automatic and "output_shape" not in op.attrs:
+    window = window_by(attrs, _spatial(w), _spatial(y), _spatial(x))
+    automatic = attrs.get("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER")
+    if not automatic and "output_shape" not in attrs:
         return window
-    extra = op.attrs.get("output_padding") or [0] * window.rank
+    extra = attrs.get("output_padding") or [0] * window.rank
     full = ((n - 1) * s + p + k for n, s, p, k in zip(window.target, window.strides, extra, window.extent, strict=True))
     total = [max(size - n, 0) for size, n in zip(full, window.source, strict=True)]
-    upper = op.attrs.get("auto_pad", "NOTSET") == "SAME_UPPER"
+    upper = attrs.get("auto_pad", "NOTSET") == "SAME_UPPER"
     begin = tuple(p // 2 if upper else p - p // 2 for p in total)
     return Window(window.kernel, window.strides, window.dilations, begin, window.source, window.target)
 

@@ -18,7 +18,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.passes.lowering.place import Place, check_place
+from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.checkpoint.checkpoints import gathered_state
 from amp_transpiler.runtime.device_tensors import dtype_of
@@ -69,7 +69,8 @@ def _models(
     def model(of: Program, name: str, fetches: Sequence[str], updates: Any) -> PlainModel:
         needed = {v.name for v in of.inputs}
         sizes = {feed: shape for feed, shape in shapes[name].items() if feed in needed}
-        lowered = lower(of, place.kind, sizes, [of.var(fetch) for fetch in fetches], updates, declared=True)
+        targets = [of.var(fetch) for fetch in fetches]
+        lowered = lower(of, place.kind, sizes, targets, updates, declared=True, arithmetic=arithmetic_of(place))
         if has_exchanges(lowered.model):
             raise ArgumentError(
                 f"{CALL}: program '{of.name}' exchanges tensors between ranks, which takes several sessions "

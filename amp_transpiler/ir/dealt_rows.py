@@ -12,11 +12,6 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 
 
-def of_dealt_rows(gradient: Variable) -> bool:
-    """Whether a variable is the gradient of one whose rows are dealt out."""
-    return gradient.grad_of is not None and gradient.grad_of.dealt is not None
-
-
 def spare_row(rows: int, ranks: int) -> int:
     """The number of the spare row on each rank."""
     return -(-rows // ranks)

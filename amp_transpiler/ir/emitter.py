@@ -22,8 +22,8 @@ from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.operator_call import OperatorCall
+from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.ir.signature import signature
-from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import HALF, ONNX_TYPES, dtype_name, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET, place_traits
 
@@ -81,6 +81,8 @@ class Emitter:
         self.rows: Mapping[int, Sequence[Rows]] = {}
         #: Whether each of several ranks runs this for examples of its own; set by the lowering.
         self.ranked = False
+        #: Emits what the place's kernels do not compute as it stands (None: everything does); set by the lowering.
+        self.kernels: Callable[..., tuple[Value, ...] | None] | None = None
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
         #: What made the results of elementwise operators and views, by tensor.
@@ -164,12 +166,16 @@ class Emitter:
         traits = traits_of(type_, domain)
         if traits.elementwise and not traits.settings and len(inputs) > 1:
             inputs = tuple(self._levelled(inputs))
-        names = [self.name(type_) for _ in range(1 if outputs is None else outputs)]
-        self.nodes.append(emitted_node(type_, ["" if v is None else v.name for v in inputs], names, domain, attrs))
         kind = dtype or self._result(type_, domain, inputs)
-        kinds = [kind] * len(names) if isinstance(kind, str) else kind
+        kinds = [kind] * (1 if outputs is None else outputs) if isinstance(kind, str) else kind
         if shape is None:
-            shape = _shape(type_, traits, [v.shape for v in inputs if v is not None])
+            shape = result_shape(type_, traits, [v.shape for v in inputs if v is not None])
+        if self.kernels is not None:
+            made = self.kernels(self, f"{domain}::{type_}" if domain else type_, inputs, kinds, shape, attrs)
+            if made is not None:
+                return made[0] if outputs is None else made
+        names = [self.name(type_) for _ in kinds]
+        self.nodes.append(emitted_node(type_, ["" if v is None else v.name for v in inputs], names, domain, attrs))
         values = tuple(Value(n, k, None if shape is None else tuple(shape)) for n, k in zip(names, kinds, strict=True))
         if not domain and (traits.elementwise or traits.view):
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
@@ -383,18 +389,3 @@ class Emitter:
         if not axes:
             return self.reshape(value, shape)
         return self.reshape(self.op("ReduceSum", value, self.ints(*axes), keepdims=1), shape)
-
-
-def _shape(type_: str, traits: Traits, shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """The shape of a simple operator's result, None where it takes more than this to tell."""
-    known = [s for s in shapes if s is not None]
-    if not known or len(known) < len(shapes):
-        return None
-    if traits.elementwise or (traits.over and not traits.reduces):
-        if all(shape == known[0] for shape in known):
-            return tuple(map(int, known[0]))
-        return tuple(int(d) for d in np.broadcast_shapes(*known))
-    if type_ == "MatMul" and min(len(s) for s in known) >= 2:
-        a, b = known
-        return (*(int(d) for d in np.broadcast_shapes(a[:-2], b[:-2])), a[-2], b[-1])
-    return None

@@ -126,11 +126,6 @@ class Graph(HasStartup):
         """Trainable persistable variables."""
         return [v for v in self._variables.values() if v.is_parameter]
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass has been appended."""
-        return any(v.grad_of is not None for v in self._variables.values())
-
     def var(self, name: str) -> Variable:
         """The variable called ``name``; GraphError with near names where there is none."""
         found = self._variables.get(name)

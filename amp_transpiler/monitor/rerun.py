@@ -12,7 +12,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.passes.lowering.place import CPUPlace, Place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of
 from amp_transpiler.passes.view.training_step import TrainingStep
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
@@ -89,7 +89,8 @@ class Rerun:
         shapes = {name: shape_of(value) for name, value in fed.items() if program.var(name).dtype is not None}
         # Arithmetic in fp32 is that of the lowering for CPU, which runs on CUDA just as well.
         kind = "cpu" if keep_fp32 else self.place.kind
-        lowered = lower(program, kind, shapes, targets, updates=False, keep_fp32=keep_fp32)
+        arithmetic = arithmetic_of(self.place)
+        lowered = lower(program, kind, shapes, targets, updates=False, keep_fp32=keep_fp32, arithmetic=arithmetic)
         settings = self.settings
         if keep_fp32 and self.place.kind == "cuda":
             settings = Settings(settings.optimization_level, settings.threads, settings.tf32, allow_cpu_fallback=True)

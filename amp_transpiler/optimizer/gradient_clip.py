@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.dealt_rows import of_dealt_rows
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
@@ -28,7 +27,7 @@ class GradientClip:
             new = program.add_variable(program.unique(f"{grad.name}@CLIP"), master_type(grad.dtype), grad.shape)
             new.grad_of, new.rows = grad.grad_of, grad.rows
             clipped.append(new)
-        dealt = [int(of_dealt_rows(grad)) for grad in grads]
+        dealt = [int(grad.grad_of is not None and grad.grad_of.dealt is not None) for grad in grads]
         attrs = {**self._attrs, "dealt": dealt} if any(dealt) else self._attrs
         program.add_operator(self._type, grads, clipped, attrs=attrs, domain=OWN)
         return clipped

@@ -7,7 +7,6 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.dealt_rows import of_dealt_rows
 from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -61,7 +60,8 @@ def extend_check(check: Operator, grads: Sequence[Variable]) -> list[Variable]:
 
 def _whose(grads: Sequence[Variable]) -> dict[str, int]:
     """The attribute of a check of gradients of which each rank has others."""
-    return {"over_ranks": 1} if any(map(of_dealt_rows, grads)) else {}
+    dealt = any(grad.grad_of is not None and grad.grad_of.dealt is not None for grad in grads)
+    return {"over_ranks": 1} if dealt else {}
 
 
 def _unscaled(grad: Variable) -> Variable:

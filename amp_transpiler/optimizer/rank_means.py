@@ -7,7 +7,6 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.dealt_rows import of_dealt_rows
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
@@ -37,7 +36,7 @@ def all_reduced(grads: Sequence[Variable], precision: str | None, op: str = "mea
     own = in_one_order([grad for grad in dict.fromkeys(grads) if grad not in done])
     attrs = ({} if precision is None else {"precision": precision}) | ({} if op == "mean" else {"op": op})
     sent = {grad: _like(grad) for grad in own if grad.rows is None}
-    whole = next(filter(of_dealt_rows, sent), None)
+    whole = next((grad for grad in sent if grad.grad_of is not None and grad.grad_of.dealt is not None), None)
     if whole is not None:
         raise GradientError(
             f"the gradient '{whole.name}' is one of a whole table, whose rows are dealt out among the ranks; each "

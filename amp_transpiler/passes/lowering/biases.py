@@ -77,11 +77,15 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
     a, b, c = (storage.read(op, v) for op, v in zip((product, product, add), variables, strict=True) if v is not None)
     base, alpha = multiple(e, a)
     of_a, of_b = (_fixed(storage, v) for v in variables[:2])
-    if of_a is not None and of_b is not None and (not storage.cpu or (len(of_a) > 2 and alpha == 1)):
+    rounds = storage.cpu and e.kernels is not None
+    if of_a is not None and of_b is not None and (not storage.cpu or rounds or (len(of_a) > 2 and alpha == 1)):
         count = math.prod(of_a[:-1])
-        rows = e.reshape(Value(base.name, base.dtype, of_a), (count, of_a[-1]))
-        flat = e.op("Gemm", rows, b, c, alpha=None if alpha == 1 else alpha, shape=(count, of_b[1]))
-        total = e.reshape(flat, (*of_a[:-1], of_b[1]))
+        with e.emulation(rounds):
+            if rounds:
+                base, b, c = (Value(v.name, result.dtype or "", v.shape) for v in (base, b, c))
+            rows = e.reshape(Value(base.name, base.dtype, of_a), (count, of_a[-1]))
+            flat = e.op("Gemm", rows, b, c, alpha=None if alpha == 1 else alpha, shape=(count, of_b[1]))
+            total = e.reshape(flat, (*of_a[:-1], of_b[1]))
         storage.env[result.key] = storage.finished(result, total, False) if storage.cpu else total
         return True
     if not storage.cpu or result.dtype not in HALF:

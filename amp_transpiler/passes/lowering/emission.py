@@ -28,6 +28,7 @@ from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -38,7 +39,6 @@ from amp_transpiler.passes.lowering.late_readers import waiting
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
-    emulated_attribute,
     live,
     needed,
     nested_type,
@@ -81,7 +81,8 @@ class _Emission(EmulatedStorage):
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not ruled else feed_shapes
-        self.shapes = Shapes(program, feed_shapes) if ruled else None
+        self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
+        self.shapes = Shapes(program, feed_shapes) if ruled or self.e.kernels is not None else None
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
@@ -284,6 +285,8 @@ class _Emission(EmulatedStorage):
             if made is not None:
                 self.env[first.key] = self.finished(first, made, exact)
                 return
+        if not real and self.as_kernels(op, inputs, exact):
+            return
         names = ["" if v is None else v.name for v in inputs]
         node = onnx.NodeProto(op_type=op.type, domain=op.domain, name=op.name or self.e.name(op.type), input=names)
         raw: list[Value | None] = []
@@ -296,7 +299,7 @@ class _Emission(EmulatedStorage):
             shape = static(self.shapes[v][1]) if self.shapes is not None else static(v.shape)
             raw.append(Value(self.e.name(op.type) if rounded else v.name, kind, shape))
         node.output.extend("" if v is None else v.name for v in raw)
-        node.attribute.extend(self._attributes(op, real))
+        node.attribute.extend(self.attributes(op, real))
         for name, nested in op.attrs.graphs.items():
             node.attribute.append(self._nested(name, nested))
         if op.domain:
@@ -306,10 +309,6 @@ class _Emission(EmulatedStorage):
             if v is not None and value is not None:
                 self.e.given[value.name] = value
                 self.env[v.key] = self.emulated(value) if real else self.finished(v, value, exact)
-
-    def _attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
-        protos = op.attrs.protos()
-        return protos if not self.cpu or real else [emulated_attribute(proto) for proto in protos]
 
     # -- nested graphs ----------------------------------------------------------------------------------
     def _nested(self, name: str, nested: Graph | list[Graph]) -> onnx.AttributeProto:

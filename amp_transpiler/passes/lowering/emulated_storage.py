@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import cached_property
+
+import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
@@ -11,7 +13,7 @@ from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.passes.lowering.lowered import static
+from amp_transpiler.passes.lowering.lowered import emulated_attribute, static
 
 
 class EmulatedStorage:
@@ -64,6 +66,31 @@ class EmulatedStorage:
                 self.shapes.shape(variable)  # raises, naming the variable
             self.env[variable.key] = Value(value.name, value.dtype, shape)
         return self.read(op, variable)
+
+    def as_kernels(self, op: Operator, inputs: Sequence[Value | None], exact: bool) -> bool:
+        """Emit an operator as the place's kernels compute it; False where they do as it stands."""
+        kernels, first = self.e.kernels, op.outputs[0] if op.outputs else None
+        if kernels is None or first is None or op.attrs.graphs or first.name in self.keep_fp32:
+            return False
+        given = [
+            None if v is None or i is None else Value(i.name, (self.stands_for(v, i)).dtype, self._fixed(v))
+            for v, i in zip(op.inputs, inputs, strict=True)
+        ]
+        kinds = ["" if v is None else v.dtype or "" for v in op.outputs]
+        with self.e.emulation(self.cpu):
+            made = kernels(self.e, op.full_type, given, kinds, self._fixed(first), op.attrs)
+        for variable, value in zip(op.outputs, made or (), strict=False):
+            if variable is not None:
+                self.env[variable.key] = self.finished(variable, value, exact)
+        return made is not None
+
+    def attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
+        """The attributes of an operator as it is emitted."""
+        protos = op.attrs.protos()
+        return protos if not self.cpu or real else [emulated_attribute(proto) for proto in protos]
+
+    def _fixed(self, variable: Variable) -> tuple[int, ...] | None:
+        return static(variable.shape if self.shapes is None else self.shapes[variable][1])
 
     def stands_for(self, variable: Variable, value: Value) -> Value:
         """The fp32 tensor of a 16-bit variable as a value of its type."""

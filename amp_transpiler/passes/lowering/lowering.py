@@ -14,10 +14,11 @@ from amp_transpiler.lists import TARGET_OPSET, place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
-from amp_transpiler.passes.lowering.place import Place, check_place
+from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
 from amp_transpiler.passes.lowering.wanted import Wanted
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 
@@ -79,6 +80,7 @@ def lower(
     keep_fp32: Container[str] = frozenset(),
     others: Sequence[Variable] = (),
     declared: bool = False,
+    arithmetic: Arithmetic | None = None,
 ) -> Lowered:
     """The model that a place of kind "cpu", "cuda" or "webgpu" runs for these feed shapes; ``program`` stays as it is.
 
@@ -87,7 +89,9 @@ def lower(
     """
     feed_shapes = {**held_shapes(program), **(feed_shapes or {})}
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
-    wanted = Wanted(tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared)
+    wanted = Wanted(
+        tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared, arithmetic
+    )
     context = Context({FEED_SHAPES: feed_shapes, WANTED: wanted})
     apply_to_copy(lowering(place), program, context)
     return context[LOWERED]
@@ -105,6 +109,5 @@ def lower_for(
     if unknown:
         known = ", ".join(v.name for v in program.inputs) or "none"
         raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{program.name}'; its feeds are {known}")
-    return lower(
-        program, place.kind, feed_shapes, [program.var(v) if isinstance(v, str) else v for v in fetches], declared=True
-    )
+    targets = [program.var(v) if isinstance(v, str) else v for v in fetches]
+    return lower(program, place.kind, feed_shapes, targets, declared=True, arithmetic=arithmetic_of(place))

@@ -8,14 +8,24 @@ from typing import ClassVar
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists import place_kinds
 from amp_transpiler.option_checks import shown
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True)
 class CPUPlace:
-    """The processor. 16-bit programs run there with every rounding and overflow that a GPU would show."""
+    """The processor. 16-bit programs run there with every rounding and overflow that a GPU would show.
+
+    ``emulate``: the kind of a place ("webgpu") whose kernels round inside of sums too: sums are then added up in the
+    order and with the roundings of that place, which takes long. By default each result is rounded once.
+    """
 
     #: The name of this place's lowering.
     kind: ClassVar[str] = "cpu"
+    emulate: str = ""
+
+    def __post_init__(self) -> None:
+        if self.emulate not in ("", *place_kinds()):
+            raise ArgumentError(f"CPUPlace emulates one of {', '.join(place_kinds())}, got {self.emulate!r}")
 
     @property
     def device_id(self) -> int:
@@ -23,7 +33,7 @@ class CPUPlace:
         return 0
 
     def __repr__(self) -> str:
-        return "CPUPlace()"
+        return f"CPUPlace(emulate={self.emulate!r})" if self.emulate else "CPUPlace()"
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,11 @@ def kind_of(place: object, caller: str) -> str:
     if kind not in kinds:
         raise ArgumentError(f"{caller} is {shown(place)}; expected a place or its kind: {', '.join(kinds)}")
     return str(kind)
+
+
+def arithmetic_of(place: Place) -> Arithmetic:
+    """Whose 16-bit arithmetic programs have on a place."""
+    return Arithmetic((place.emulate if isinstance(place, CPUPlace) else "") or place.kind)
 
 
 def check_place(place: object, caller: str) -> Place:

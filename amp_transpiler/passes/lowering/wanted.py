@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Wanted:
     ``others``: new values that other ranks take, of state that is dealt out among them. What is exchanged on the way to
     these is exchanged here too, and rows of updates that nobody needs here are left to them.
     ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
+    ``arithmetic``: whose 16-bit arithmetic it has; None for that of the place that runs it.
     """
 
     fetches: tuple[str, ...] = ()
@@ -26,6 +28,7 @@ class Wanted:
     keep_fp32: Container[str] = frozenset()
     others: tuple[str, ...] = ()
     declared: bool = True
+    arithmetic: Arithmetic | None = None
 
     def written(self, graph: Graph) -> dict[Variable, Variable]:
         """The updates as variables of ``graph``."""

@@ -12,7 +12,7 @@ from amp_transpiler.ir.patterns import matching
 
 def mark_synchronized(program: Graph, patterns: Sequence[str]) -> int:
     """Ask for that of those whose name or scope fits; ``Program.synchronize_batch_norm`` says the rest."""
-    if program.has_gradients:
+    if any(v.grad_of is not None for v in program.variables):
         raise OrderError(f"program '{program.name}' has gradients already; synchronise before minimize")
     norms = [op for op in program.operators if op.type == "BatchNormalization" and not op.domain]
     if not norms:

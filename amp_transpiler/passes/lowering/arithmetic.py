@@ -1,0 +1,144 @@
+"""Whose 16-bit arithmetic a lowered model has: kernels of some places round sums after each addition.
+
+What that costs is counted in roundings of the result (mean squares). Where it is more than :data:`MOST`, the operator
+takes its operands widened, computes in fp32, and its result is stored in 16 bit. Splitting a sum instead, with partial
+results added up in fp32, moves more bytes than widening as soon as parts are short enough to help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import flops_of, traits_of
+from amp_transpiler.lists import roundings
+from amp_transpiler.ops.rounded_sums import reduced_shape, sum_rule
+
+#: As many roundings of its result may the error of a kernel be worth. A sum of products in turn has 1 for the products
+#: and 1/2 for each addition; with operands that were rounded too, 6 are 1.4 to 1.7 times the error of storing alone.
+MOST = 6.0
+_LANES = 64
+_Shapes = Sequence[tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The 16-bit arithmetic of the kernels of places of this kind.
+
+    ``widens``: operators of which these kernels would lose too much compute in fp32 between 16-bit tensors, as programs
+    are lowered for such a place; otherwise each runs as it stands, as it does in a model file.
+    """
+
+    kind: str
+    widens: bool = True
+
+    def treats(self, full_type: str, dtype: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> str:
+        """How a kernel rounds inside: the order of a sum that is rounded after each addition, "inside" where no sum is
+        told apart, "widened" where it is to compute in fp32, "" where it rounds once. Shapes are of inputs, results.
+        """
+        found = roundings(self.kind, dtype)
+        if found is None:
+            return ""
+        order = next((o for where, o in found.orders.get(full_type, ()) if _HOLDS[where](attrs, shapes)), "")
+        worth = found.inside.get(full_type, 0.0)
+        if order:
+            worth = _worth(order, full_type, attrs, shapes, made)
+        if self.widens and worth > MOST:
+            return "widened"
+        return order or ("inside" if worth else "")
+
+
+def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float:
+    """How many roundings of its result the error of a sum is worth; infinity where nobody knows of how many summands,
+    or where it is larger than the result and may leave the range of the type on the way."""
+    traits = traits_of(*full_type.split("::")[::-1])
+    if traits.reduces in ("mean", "norm", "log-sum"):
+        return math.inf
+    count = _summands(full_type, traits.product, attrs, shapes, made)
+    if count is None:
+        return math.inf
+    if order == "lanes":
+        return -(-count // _LANES) / 2 + math.log2(max(min(count, _LANES), 1))
+    return traits.product + (count / 2 if order == "in turn" else count / 8 + 1.5)
+
+
+def _summands(full_type: str, product: bool, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float | None:
+    flops, result, first = flops_of(*full_type.split("::")[::-1]), made[0], shapes[0]
+    if result is None or first is None:
+        return None
+    if product and flops is not None:
+        return None if None in shapes[:2] else flops(attrs, shapes, made) / (2 * max(math.prod(result), 1))
+    if attrs.get("kernel_shape"):
+        return float(math.prod(attrs["kernel_shape"]))
+    return math.prod(first) / max(math.prod(result), 1) if traits_of(full_type).reduces else None
+
+
+def _always(attrs: Mapping[str, Any], shapes: _Shapes) -> bool:
+    return True
+
+
+def _reads_fours(attrs: Mapping[str, Any], shapes: _Shapes) -> bool:
+    """Of a Gemm that reads B along its rows: four at once, where sizes allow."""
+    a, b = shapes[0], shapes[1]
+    if not attrs.get("transB") or a is None or b is None or b[1] % 4:
+        return False
+    return not attrs.get("transA") or a[1] % 4 == 0
+
+
+_HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes], bool]] = {
+    "": _always,
+    "b transposed, vectors of four": _reads_fours,
+}
+
+
+def kernels_of(arithmetic: Arithmetic) -> Kernels | None:
+    """What emits operators as kernels with this arithmetic compute them; None where all do as they stand."""
+    return None if roundings(arithmetic.kind, "float16") is None else Kernels(arithmetic)
+
+
+class Kernels:
+    """Emits operators as the kernels of a place compute them; see :class:`Arithmetic`."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self.arithmetic = arithmetic
+        #: Operator types whose kernels round inside, and which are emitted as if they did not: nothing emulates them.
+        self.unlike: set[str] = set()
+
+    def __call__(
+        self,
+        e: Emitter,
+        full_type: str,
+        inputs: Sequence[Value | None],
+        kinds: Sequence[str],
+        shape: tuple[int, ...] | None,
+        attrs: Mapping[str, Any],
+    ) -> tuple[Value, ...] | None:
+        """The results, of these element types, of an operator on 16-bit values; None where it is emitted as it stands.
+
+        ``shape``: that of the first result, where it is known.
+        """
+        first = next((v for v in inputs if v is not None), None)
+        if first is None:
+            return None
+        if shape is None and traits_of(*full_type.split("::")[::-1]).over == "axes":
+            shape = reduced_shape(e, attrs, inputs)
+        shapes = [None if v is None else v.shape for v in inputs]
+        how = self.arithmetic.treats(full_type, first.dtype, attrs, shapes, [shape])
+        if how == "widened" and not e.emulates:
+            domain, _, type_ = full_type.rpartition("::")
+            wide = [None if v is None else e.f32(v) for v in inputs]
+            types = ["float32" if kind == first.dtype else kind for kind in kinds]
+            made = e.op(type_, *wide, outputs=len(kinds), domain=domain, dtype=types, shape=shape, **attrs)
+            return tuple(e.cast(value, kind) for value, kind in zip(made, kinds, strict=True))
+        if not e.emulates or how in ("", "widened"):
+            return None
+        rule = sum_rule(full_type)
+        given = None not in (*(v.shape for v in inputs if v is not None), shape)
+        summed = rule(e, how, attrs, inputs, shape or ()) if rule is not None and given else None
+        if summed is None:
+            self.unlike.add(full_type)
+            return None
+        return (summed,)

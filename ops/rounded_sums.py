@@ -1,0 +1,297 @@
+"""Sums of which every partial result is rounded, as kernels of some places compute them: what emulates them on CPU.
+
+Orders of additions are those of ``lists/roundings.toml``. A rule here gets 16-bit values with fixed shapes, and emits
+under emulation, where each operator's result is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.conv import transposed_window
+from amp_transpiler.ops.window import Window, window_by
+
+#: What is added up at one position, of the slices of some values there.
+Term = Callable[..., Value]
+#: ``rule(e, order, attributes, inputs, shape of the result)``; None where it does not serve these operands.
+SumRule = Callable[[Emitter, str, Mapping[str, Any], Sequence[Value | None], tuple[int, ...]], Value | None]
+
+#: Positions up to which a sum is written out; longer ones are a Scan.
+_FEW = 4
+#: Lanes in which a kernel adds up beside each other.
+_LANES = 64
+_RULES: dict[str, SumRule] = {}
+
+
+def rounded_sum(*types: str) -> Callable[[SumRule], SumRule]:
+    """Register how the sums of operators are written out."""
+
+    def register(rule: SumRule) -> SumRule:
+        _RULES.update(dict.fromkeys(types, rule))
+        return rule
+
+    return register
+
+
+def sum_rule(full_type: str) -> SumRule | None:
+    """How the sum of an operator is written out; None where nobody has said it."""
+    return _RULES.get(full_type)
+
+
+# -- orders ---------------------------------------------------------------------------------------------
+def in_turn(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[int]) -> Value:
+    """The sum of ``term(slice of each value)``, of this shape, over the first axis, each added to those before it."""
+    if size_of(values[0])[0] <= _FEW:
+        return _written_out(e, values, term)
+    start = e.zeros(shape, values[0].dtype)
+    slices = [Value("", v.dtype, size_of(v)[1:]) for v in values]
+    body, _ = e.graph("sum", [start, *slices], lambda total, *at: [e.Add(total, term(*at), shape=shape)])
+    return e.op("Scan", start, *values, dtype=values[0].dtype, shape=shape, body=body, num_scan_inputs=len(values))
+
+
+def _written_out(e: Emitter, values: Sequence[Value], term: Term) -> Value:
+    count = size_of(values[0])[0]
+    at = [[e.Gather(v, e.const(k, "int64"), axis=0, shape=size_of(v)[1:]) for v in values] for k in range(count)]
+    total = term(*at[0])
+    for slices in at[1:]:
+        total = e.Add(total, term(*slices), shape=total.shape)
+    return total
+
+
+def in_fours(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[int]) -> Value:
+    """Sums of four, in turn, added in turn; there are four times as many as are added last."""
+    split = [e.reshape(v, (size_of(v)[0] // 4, 4, *size_of(v)[1:])) for v in values]
+    return in_turn(e, split, lambda *four: _written_out(e, four, term), shape)
+
+
+def in_lanes(e: Emitter, rows: Value) -> Value:
+    """[count, n] added up along the first axis: lanes in turn, then by halves. [n]."""
+    count, width = size_of(rows)
+    lanes = min(count, _LANES)
+    rounds = -(-count // lanes)
+    if rounds * lanes > count:
+        rows = padded(e, rows, [0, 0], [rounds * lanes - count, 0])
+    total = in_turn(e, [e.reshape(rows, (rounds, lanes, width))], lambda lane: lane, (lanes, width))
+    while lanes > 1:
+        kept = (lanes + 1) // 2
+        upper = _rows(e, total, kept, lanes)
+        if lanes % 2:
+            upper = padded(e, upper, [0, 0], [1, 0])
+        total, lanes = e.Add(_rows(e, total, 0, kept), upper, shape=(kept, width)), kept
+    return e.reshape(total, (width,))
+
+
+def _rows(e: Emitter, value: Value, start: int, end: int) -> Value:
+    return e.op("Slice", value, e.ints(start), e.ints(end), e.ints(0), shape=(end - start, size_of(value)[1]))
+
+
+_ORDERS = {"in turn": in_turn, "fours": in_fours}
+
+
+# -- products -------------------------------------------------------------------------------------------
+@rounded_sum("MatMul")
+def _matmul(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    a, b = inputs[0], inputs[1]
+    assert a is not None and b is not None
+    if min(len(size_of(a)), len(size_of(b))) < 2:
+        return None
+    (*batch_a, m, count), (*batch_b, _, n) = size_of(a), size_of(b)
+    left = e.reshape(_first(e, a, len(batch_a) + 1), (count, *batch_a, m, 1))
+    right = e.reshape(_first(e, b, len(batch_b)), (count, *batch_b, 1, n))
+    return _ORDERS[order](e, [left, right], lambda x, y: e.Mul(x, y, shape=shape), shape)
+
+
+def _first(e: Emitter, value: Value, axis: int) -> Value:
+    """The value with this axis first."""
+    return e.transpose(value, [axis, *(i for i in range(len(size_of(value))) if i != axis)])
+
+
+@rounded_sum("Gemm")
+def _gemm(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    a, b, c = (*inputs, None)[:3]
+    assert a is not None and b is not None
+    alpha, beta = float(attrs.get("alpha") or 1.0), float(1.0 if attrs.get("beta") is None else attrs["beta"])
+    left = a if attrs.get("transA") else e.transpose(a, [1, 0])
+    right = e.transpose(b, [1, 0]) if attrs.get("transB") else b
+    count = size_of(left)[0]
+    values = [e.reshape(left, (count, shape[0], 1)), e.reshape(right, (count, 1, shape[1]))]
+    total = _ORDERS[order](e, values, lambda x, y: e.Mul(x, y, shape=shape), shape)
+    if alpha != 1:
+        total = e.Mul(total, e.like(alpha, total))
+    if c is None:
+        return total
+    return e.Add(total, c if beta == 1 else e.Mul(c, e.like(beta, c)), shape=shape)
+
+
+@rounded_sum("Conv")
+def _conv(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    x, w, bias = (*inputs, None)[:3]
+    assert x is not None and w is not None
+    window = window_by(attrs, size_of(w)[2:], size_of(x)[2:], shape[2:])
+    group, (outputs, channels) = int(attrs.get("group") or 1), size_of(w)[:2]
+    taps = len(window.taps)
+    split = e.reshape(w, (group, outputs // group, channels, taps))
+    weights = e.reshape(e.transpose(split, [3, 2, 0, 1]), (taps * channels, 1, group, outputs // group, 1))
+    return _with_bias(e, _correlation(e, order, x, weights, window), bias, shape)
+
+
+@rounded_sum("ConvTranspose")
+def _conv_transpose(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    """The correlation of X, with zeros between strides, and the kernel turned around."""
+    x, w, bias = (*inputs, None)[:3]
+    assert x is not None and w is not None
+    slid = transposed_window(attrs, x, w, Value("", x.dtype, shape))
+    apart = _apart(e, x, slid.strides)
+    begin = tuple(n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True))
+    if min(begin) < 0:
+        return None
+    window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, begin, size_of(apart)[2:], shape[2:])
+    group, (channels, outputs) = int(attrs.get("group") or 1), size_of(w)[:2]
+    taps = len(window.taps)
+    split = e.reshape(w, (group, channels // group, outputs, taps))
+    turned = e.Gather(e.transpose(split, [3, 1, 0, 2]), e.ints(*range(taps - 1, -1, -1)), axis=0)
+    weights = e.reshape(turned, (taps * channels // group, 1, group, outputs, 1))
+    return _with_bias(e, _correlation(e, order, apart, weights, window), bias, shape)
+
+
+def _apart(e: Emitter, x: Value, strides: Sequence[int]) -> Value:
+    """X with zeros between its elements, so that neighbours are as far apart as strides say."""
+    for axis, stride in enumerate(strides, 2):
+        if stride > 1:
+            size = size_of(x)
+            columns = e.reshape(x, (*size[: axis + 1], 1, *size[axis + 1 :]))
+            zeros = [0] * len(size_of(columns))
+            wide = padded(e, columns, zeros, [*zeros[: axis + 1], stride - 1, *zeros[axis + 2 :]])
+            x = e.reshape(wide, (*size[:axis], size[axis] * stride, *size[axis + 1 :]))
+    return x
+
+
+def _correlation(e: Emitter, order: str, x: Value, weights: Value, window: Window) -> Value:
+    """[N, group, O, positions] of X and the weights of each position of the kernel and channel of a group."""
+    batch, (count, _, group, outputs, _) = size_of(x)[0], size_of(weights)
+    channels, positions = count // len(window.taps), math.prod(window.target)
+    around = window.pad(e, x, 2)
+    read = [e.reshape(window.read(e, around, t, 2), (1, batch, group, channels, positions)) for t in window.taps]
+    whole = read[0] if len(read) == 1 else e.Concat(*read, axis=0, shape=(len(read), *size_of(read[0])[1:]))
+    values = e.reshape(e.transpose(whole, [0, 3, 1, 2, 4]), (count, batch, group, 1, positions))
+    shape = (batch, group, outputs, positions)
+    return _ORDERS[order](e, [values, weights], lambda a, b: e.Mul(a, b, shape=shape), shape)
+
+
+def _with_bias(e: Emitter, total: Value, bias: Value | None, shape: tuple[int, ...]) -> Value:
+    total = e.reshape(total, shape)
+    if bias is None:
+        return total
+    return e.Add(total, e.reshape(bias, (shape[1], *[1] * (len(shape) - 2))), shape=shape)
+
+
+# -- sums of one operand ---------------------------------------------------------------------------------
+_BEFORE: Mapping[str, Callable[[Emitter, Value], Value]] = {
+    "ReduceL1": lambda e, x: e.Abs(x),
+    "ReduceL2": lambda e, x: e.Mul(x, x),
+    "ReduceLogSumExp": lambda e, x: e.Exp(x),
+    "ReduceSumSquare": lambda e, x: e.Mul(x, x),
+}
+_AFTER: Mapping[str, Callable[[Emitter, Value, int], Value]] = {
+    "ReduceL2": lambda e, x, count: e.Sqrt(x),
+    "ReduceLogSum": lambda e, x, count: e.Log(x),
+    "ReduceLogSumExp": lambda e, x, count: e.Log(x),
+    "ReduceMean": lambda e, x, count: e.Div(x, e.like(count, x)),
+}
+
+
+def reduced_axes(e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None]) -> list[int] | None:
+    """The axes over which a reduction goes; None where they are not known."""
+    x, given = (*inputs, None)[:2]
+    if x is None or x.shape is None or (given is not None and given.name not in e.initializers):
+        return None
+    named = [] if given is None else onnx.numpy_helper.to_array(e.initializers[given.name]).tolist()
+    whole = [] if attrs.get("noop_with_empty_axes") else [*range(len(x.shape))]
+    return sorted(axis % len(x.shape) for axis in named) or whole
+
+
+def reduced_shape(e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None]) -> tuple[int, ...] | None:
+    """The shape of what a reduction makes; None where it is not known."""
+    axes, x = reduced_axes(e, attrs, inputs), inputs[0]
+    if axes is None or x is None:
+        return None
+    sizes = [1 if axis in axes else size for axis, size in enumerate(size_of(x))]
+    return tuple(n for axis, n in enumerate(sizes) if attrs.get("keepdims", 1) or axis not in axes)
+
+
+def _reduced(type_: str) -> None:
+    @rounded_sum(type_)
+    def reduce(
+        e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+    ) -> Value | None:
+        x, axes = inputs[0], reduced_axes(e, attrs, inputs)
+        if x is None or axes is None:
+            return None
+        rank = len(size_of(x))
+        count = math.prod(size_of(x)[axis] for axis in axes)
+        kept = [axis for axis in range(rank) if axis not in axes]
+        x = _BEFORE[type_](e, x) if type_ in _BEFORE else x
+        total = in_lanes(e, e.reshape(e.transpose(x, [*axes, *kept]), (count, math.prod(shape)))) if axes else x
+        total = e.reshape(total, shape)
+        return _AFTER[type_](e, total, count) if type_ in _AFTER else total
+
+
+for _type in ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"):
+    _reduced(_type)
+
+
+@rounded_sum("GlobalAveragePool")
+def _global_average(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    x = inputs[0]
+    assert x is not None
+    batch, channels, *spatial = size_of(x)
+    rows = e.transpose(e.reshape(x, (batch, channels, math.prod(spatial))), [2, 0, 1])
+    total = _ORDERS[order](e, [rows], lambda row: row, (batch, channels))
+    return e.reshape(e.Div(total, e.like(math.prod(spatial), total)), shape)
+
+
+@rounded_sum("AveragePool")
+def _average(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    x = inputs[0]
+    assert x is not None
+    window = window_by(attrs, attrs["kernel_shape"], size_of(x)[2:], shape[2:])
+    around, counts = window.pad(e, x, 2), np.zeros(window.target)
+    reach = [n + b + a for n, b, a in zip(window.source, window.begin, window.end, strict=True)]
+    inside = np.ones(reach) if attrs.get("count_include_pad") else _inside(window, reach)
+    for tap in window.taps:
+        starts = [t * d for t, d in zip(tap, window.dilations, strict=True)]
+        counts += inside[
+            tuple(
+                slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(starts, window.target, window.strides, strict=True)
+            )
+        ]
+    read = [e.reshape(window.read(e, around, tap, 2), (1, *shape)) for tap in window.taps]
+    whole = read[0] if len(read) == 1 else e.Concat(*read, axis=0, shape=(len(read), *shape))
+    total = _ORDERS[order](e, [whole], lambda row: row, shape)
+    return e.Div(total, e.const(counts, total.dtype), shape=shape)
+
+
+def _inside(window: Window, reach: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Ones where a padded tensor has elements of its own."""
+    found = np.zeros(reach)
+    found[tuple(slice(b, b + n) for b, n in zip(window.begin, window.source, strict=True))] = 1
+    return found

@@ -1,0 +1,94 @@
+"""Sums of 16-bit numbers that are rounded after each addition: operators, operands, and the same in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from tests.helpers.rounded_sums import fours, in_turn, lanes, products
+
+Array = np.ndarray[Any, Any]
+_RANDOM = np.random.default_rng(0)
+
+
+def half(*shape: int) -> Array:
+    """Random numbers."""
+    return _RANDOM.standard_normal(shape).astype(np.float16)
+
+
+def fed(feeds: dict[str, Array]) -> dict[str, Array]:
+    """Those that are no constants."""
+    return {name: each for name, each in feeds.items() if each.dtype != np.int64}
+
+
+def one_operator(operator: str, feeds: dict[str, Array], **attrs: Any) -> onnx.ModelProto:
+    """A model of one operator in float16; integers are constants."""
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, v.shape) for name, v in fed(feeds).items()]
+    constants = [onnx.numpy_helper.from_array(v, name) for name, v in feeds.items() if name not in fed(feeds)]
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)
+    graph = helper.make_graph([helper.make_node(operator, list(feeds), ["y"], **attrs)], "g", inputs, [made], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def _correlation(x: Array, w: Array, group: int = 1) -> Array:
+    """[N, O, H, W] of windows without padding: channels of a position of the kernel first."""
+    (outputs, channels, height, width), (n, _, rows, columns) = w.shape, x.shape
+    total = np.zeros((n, outputs, rows - height + 1, columns - width + 1), np.float16)
+    for i in range(height):
+        for j in range(width):
+            read = x[:, :, i : i + total.shape[2], j : j + total.shape[3]]
+            for c in range(channels):
+                mine = np.repeat(read[:, c::channels], outputs // group, 1)
+                total = total + mine * w[None, :, c, i, j, None, None]
+    return total
+
+
+def _stretched(x: Array, w: Array) -> Array:
+    """Of a ConvTranspose with stride 2: X with zeros between, and the kernel turned around."""
+    n, c, rows, columns = x.shape
+    wide = np.zeros((n, c, 2 * rows + 3, 2 * columns + 3), np.float16)
+    wide[:, :, 2 : 2 * rows + 2 : 2, 2 : 2 * columns + 2 : 2] = x
+    return _correlation(wide, np.ascontiguousarray(w[:, :, ::-1, ::-1].transpose(1, 0, 2, 3)))
+
+
+def _windows(x: Array, size: int) -> Array:
+    count = x.shape[-1] - size + 1
+    parts = [x[..., i : i + count, j : j + count] for i in range(size) for j in range(size)]
+    return np.stack(parts, -1)
+
+
+_A, _B, _C = half(8, 64), half(64, 16), half(16)
+_X = half(2, 8, 9, 9)
+#: Operator, feeds, attributes, and the sum in numpy.
+CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] = [
+    ("MatMul", {"a": half(2, 1, 5, 33), "b": half(3, 33, 7)}, {}, lambda a, b: in_turn(products(a, b))),
+    ("Gemm", {"a": _A, "b": _B, "c": _C}, {}, lambda a, b, c: in_turn(products(a, b)) + c),
+    ("Gemm", {"a": _A, "b": half(16, 64)}, {"transB": 1}, lambda a, b: fours(products(a, b.T))),
+    ("Gemm", {"a": half(8, 63), "b": half(16, 63)}, {"transB": 1}, lambda a, b: in_turn(products(a, b.T))),
+    (
+        "Gemm",
+        {"a": half(64, 7), "b": half(16, 64)},
+        {"transA": 1, "transB": 1},
+        lambda a, b: in_turn(products(a.T, b.T)),
+    ),
+    ("Gemm", {"a": _A, "b": _B}, {"alpha": 0.3}, lambda a, b: in_turn(products(a, b)) * np.float16(0.3)),
+    ("Conv", {"x": _X, "w": half(6, 8, 3, 3)}, {}, _correlation),
+    ("Conv", {"x": _X, "w": half(6, 4, 3, 3)}, {"group": 2}, lambda x, w: _correlation(x, w, 2)),
+    ("Conv", {"x": _X, "w": half(8, 1, 3, 3)}, {"group": 8}, lambda x, w: _correlation(x, w, 8)),
+    ("ConvTranspose", {"x": half(2, 8, 4, 4), "w": half(8, 6, 3, 3)}, {"strides": [2, 2]}, _stretched),
+    ("ReduceSum", {"x": half(40, 300), "axes": np.array([1])}, {"keepdims": 0}, lanes),
+    ("ReduceSum", {"x": half(300, 40), "axes": np.array([0])}, {"keepdims": 0}, lambda x: lanes(x.T)),
+    ("ReduceMean", {"x": half(40, 60), "axes": np.array([1])}, {"keepdims": 0}, lambda x: lanes(x) / np.float16(60)),
+    ("ReduceL2", {"x": half(40, 90), "axes": np.array([1])}, {"keepdims": 0}, lambda x: np.sqrt(lanes(x * x))),
+    (
+        "GlobalAveragePool",
+        {"x": _X},
+        {},
+        lambda x: (in_turn(x.reshape(2, 8, 81)) / np.float16(81)).reshape(2, 8, 1, 1),
+    ),
+    ("AveragePool", {"x": _X}, {"kernel_shape": [3, 3]}, lambda x: in_turn(_windows(x, 3)) / np.float16(9)),
+]

@@ -1,0 +1,93 @@
+"""Sums that kernels of a place round after each addition: emulated on CPU, and widened where the place runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
+from amp_transpiler.passes.lowering.lowered import Lowered
+from amp_transpiler.passes.lowering.lowering import lower
+from tests.corpora.rounded_sums import CASES, fed, half, one_operator
+from tests.helpers.rounded_sums import in_turn, products
+from tests.helpers.sessions import run
+
+Array = np.ndarray[Any, Any]
+PLAIN = Arithmetic("webgpu", widens=False)
+
+
+def _program(operator: str, feeds: dict[str, Array], **attrs: Any) -> amp.Program:
+    return amp.Program.from_onnx(one_operator(operator, feeds, **attrs))
+
+
+def _run(lowered: Lowered, feeds: dict[str, Array]) -> Array:
+    return run(lowered.model, fed(feeds) | {name: np.zeros((), np.float32) for name in lowered.scalars})[0]
+
+
+@pytest.mark.parametrize(
+    ("operator", "feeds", "attrs", "expected"), CASES, ids=[f"{n}-{c[0]}" for n, c in enumerate(CASES)]
+)
+def test_sums_are_rounded_as_in_numpy(
+    operator: str, feeds: dict[str, Array], attrs: dict[str, Any], expected: Callable[..., Array]
+) -> None:
+    program = _program(operator, feeds, **attrs)
+    want = expected(*fed(feeds).values())
+    got = _run(lower(program, "cpu", arithmetic=PLAIN), feeds)
+    np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(_run(lower(program, "cpu"), feeds), want), (
+        "an fp32 sum is the same: the case shows nothing"
+    )
+
+
+def test_a_sum_sticks_and_overflows() -> None:
+    feeds = {"a": np.ones((1, 4096), np.float16), "b": np.ones((4096, 4), np.float16)}
+    lowered = lower(_program("MatMul", feeds), "cpu", arithmetic=PLAIN)
+    assert _run(lowered, feeds).tolist() == [[2048.0] * 4]
+    feeds["a"][0, :3] = 60000, 60000, -60000
+    assert np.isinf(_run(lowered, feeds)).all()
+
+
+@pytest.mark.parametrize(("count", "widens"), [(8, False), (64, True)])
+def test_long_sums_are_widened(count: int, widens: bool) -> None:
+    feeds = {"a": half(4, count), "b": half(count, 4)}
+    program = _program("MatMul", feeds)
+    types = [node.op_type for node in lower(program, "webgpu").model.graph.node]
+    assert types == (["Cast", "Cast", "MatMul", "Cast"] if widens else ["MatMul"])
+    assert [node.op_type for node in lower(program, "webgpu", arithmetic=PLAIN).model.graph.node] == ["MatMul"]
+    assert [node.op_type for node in lower(program, "cuda").model.graph.node] == ["MatMul"]
+    emulated = _run(program.lower(amp.CPUPlace(emulate="webgpu")), feeds)
+    rounded_once = _run(lower(program, "cpu"), feeds)
+    assert np.array_equal(emulated, rounded_once) is widens
+    if not widens:
+        np.testing.assert_array_equal(emulated, in_turn(products(feeds["a"], feeds["b"])))
+
+
+def test_what_may_overflow_on_the_way_is_widened() -> None:
+    feeds = {"x": half(4, 5), "axes": np.array([1])}
+    types = [node.op_type for node in lower(_program("ReduceMean", feeds), "webgpu").model.graph.node]
+    assert types == ["Cast", "ReduceMean", "Cast"]
+
+
+@pytest.mark.parametrize(("operator", "widened"), [("Exp", True), ("Sigmoid", False), ("Relu", False)])
+def test_functions_are_widened_by_their_error(operator: str, widened: bool) -> None:
+    types = [node.op_type for node in lower(_program(operator, {"x": half(4)}), "webgpu").model.graph.node]
+    assert types == (["Cast", operator, "Cast"] if widened else [operator])
+
+
+def test_an_executor_trains_with_the_arithmetic_of_a_place() -> None:
+    with pytest.raises(ArgumentError, match="emulates one of cpu, cuda, webgpu"):
+        amp.CPUPlace(emulate="metal")
+    assert repr(amp.CPUPlace(emulate="webgpu")) == "CPUPlace(emulate='webgpu')"
+    feeds = {"a": half(4, 8), "b": half(8, 4)}
+    program = _program("MatMul", feeds)
+    results = [
+        amp.Executor(amp.CPUPlace(emulate=kind)).run(program, feed=feeds, fetch_list=["y"])[0]
+        for kind in ("", "webgpu")
+    ]
+    np.testing.assert_array_equal(results[1], in_turn(products(feeds["a"], feeds["b"])))
+    assert not np.array_equal(*results)
