@@ -45,8 +45,7 @@ class Program(Graph):
 
     def __init__(self, name: str | None = None, startup: Program | None = None) -> None:
         super().__init__(name, startup)
-        #: What ``amp.convert`` did to make this program, as a ``conversion.report.record.Conversion``; None for any
-        #: other.
+        #: What ``amp.convert`` did to make it, as a ``conversion.report.record.Conversion``; None for any other.
         self.conversion: Any = None
 
     if not TYPE_CHECKING:  # it answers with what to use instead; to a type checker an unknown name is an error
@@ -66,10 +65,8 @@ class Program(Graph):
         A ModelProto is not changed; its weights are shared, not copied. External data is mapped from disk (from the
         model's folder, or ``external_data_dir``). Float initializers that are weights are trainable parameters, running
         statistics are state, and the others (masks, bounds, single numbers) constants; all carry their content in
-        ``data``. Element types and shapes come from the
-        file and from ONNX's inference; :meth:`untyped` names what stays without. ModelFileError (or
-        ModelFileNotFoundError) for what is no usable model file, GraphError for a malformed graph, both naming the
-        file and the node.
+        ``data``. Element types and shapes come from the file and from ONNX's inference; :meth:`untyped` names the rest.
+        ModelFileError (or ModelFileNotFoundError) for no usable model file, GraphError for a malformed graph.
         """
         return onnx_in.load(model_or_path, cls, name=name, external_data_dir=external_data_dir)
 
@@ -176,6 +173,7 @@ class Program(Graph):
         infer_shapes: Mapping[str, Sequence[int]] | None = None,
         test_program: Program | None = None,
         scope: Any = None,
+        portable: bool = False,
         overwrite: bool = False,
     ) -> Path:
         """Write the training step as a folder that any onnxruntime trains with, without Python; returns the folder.
@@ -196,6 +194,7 @@ class Program(Graph):
             fetch_list: what ``train.onnx`` gives beside the losses, ``found_inf`` and scheduled learning rates.
             test_program: what evaluates and infers, with the same names of state; by default ``clone(for_test=True)``.
             scope: holds the state (default: the global one), as after the startup program and ``amp_init``.
+            portable: on CPU, the same bits under every build of onnxruntime (x86, wasm), not those of the executor.
 
         Raises:
             OrderError: the program has no training step. ScopeError: the scope lacks state, or holds another type.
@@ -214,6 +213,7 @@ class Program(Graph):
             infer_shapes=infer_shapes,
             test_program=test_program,
             scope=scope,
+            portable=portable,
             overwrite=overwrite,
         )
 

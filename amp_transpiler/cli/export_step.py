@@ -10,7 +10,7 @@ from amp_transpiler.export.model_step import export_model_step
 from amp_transpiler.program import Program
 
 #: Arguments that are none of the fields of FitOptions.
-_OTHERS = ("command", "input", "folder", "place", "shape", "steps", "calibration", "overwrite", "quiet")
+_OTHERS = ("command", "input", "folder", "place", "shape", "steps", "calibration", "portable", "overwrite", "quiet")
 #: Fields of FitOptions that say how often something is run, and what becomes of it.
 _OF_TRAINING = ("metric", "save", "epochs", "batch_size")
 
@@ -26,6 +26,7 @@ def run(options: argparse.Namespace) -> int:
         shapes(program, options.shape or []),
         updates=options.steps,
         calibration=options.calibration or [],
+        portable=options.portable,
         overwrite=options.overwrite,
         say=_silent if options.quiet else print,
         flags=True,
@@ -60,6 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="FILE",
         help="samples of the inputs, npz files or folders: what leaves the range of float16 on them stays fp32",
+    )
+    parser.add_argument(
+        "--portable", action="store_true", help="on CPU, the same bits under every build of onnxruntime, such as wasm"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the exported step that is in FOLDER")
     parser.add_argument("--quiet", action="store_true", help="no report")

@@ -27,7 +27,10 @@ STEP, BYTES, SHA256, RUNNER = "${step}", "${bytes}", "${sha256}", "${runner}"
 def manifest_of(
     programs: StepPrograms, place: Place, models: Mapping[str, PlainModel], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The manifest but for its ``files`` and what is served. ``meta`` is what a checkpoint says of the state."""
+    """The manifest but for its ``files``, what is served and whether it is portable.
+
+    ``meta`` is what a checkpoint says of the state.
+    """
     step = programs.step
     window = step.accumulation
     opsets = {entry.domain: entry.version for entry in models["train"].model.opset_import}

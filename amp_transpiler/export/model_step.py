@@ -29,6 +29,7 @@ def export_model_step(
     *,
     updates: int = 1,
     calibration: Sequence[str] = (),
+    portable: bool = False,
     overwrite: bool = False,
     say: Callable[[str], None],
     **options: Any,
@@ -60,6 +61,7 @@ def export_model_step(
         outputs=[programs.prediction.name],
         test_program=programs.evaluation,
         scope=scope,
+        portable=portable,
         overwrite=overwrite,
     )
 

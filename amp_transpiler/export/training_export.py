@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.export.folder import checked_folder, write_folder
 from amp_transpiler.export.manifest import manifest_of
 from amp_transpiler.export.plain_ports import PlainModel, check_held, counted, plain
+from amp_transpiler.export.portable import portable as same_everywhere
 from amp_transpiler.export.serving import serving_model
 from amp_transpiler.export.step_programs import CALL, StepPrograms, step_programs
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.lists._places import place_traits
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.lowering import lower
@@ -24,6 +26,7 @@ from amp_transpiler.runtime.checkpoint.checkpoints import gathered_state
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import check_scope
 from amp_transpiler.runtime.states import fits
+from amp_transpiler.warn import warn_user
 
 FeedShapes = Mapping[str, Sequence[int]]
 
@@ -40,6 +43,7 @@ def export_training(
     infer_shapes: FeedShapes | None = None,
     test_program: Program | None = None,
     scope: Any = None,
+    portable: bool = False,
     overwrite: bool = False,
 ) -> Path:
     """See ``Program.export_training``."""
@@ -47,13 +51,21 @@ def export_training(
     target = checked_folder(folder, CALL, overwrite)
     programs = step_programs(program, fetch_list, outputs, test_program)
     scope = check_scope(scope)
+    _check_portable(portable, place)
+    left: set[str] = set()
     shapes = {"train": feed_shapes, "eval": eval_shapes or feed_shapes, "infer": infer_shapes or feed_shapes}
     with collector_paused():
-        models = _models(programs, place, {name: _checked(name, given, programs) for name, given in shapes.items()})
+        fixed = {name: _checked(name, given, programs) for name, given in shapes.items()}
+        models = _models(programs, place, fixed, left if portable else None)
+    if left:
+        warn_user(
+            f"{CALL}: portable=True: {', '.join(sorted(left))} of program '{program.name}' have kernels in fp32 alone, "
+            "which differ between builds in the last bit: now and then a result is another 16-bit number there"
+        )
     with scope.reading():  # steps of other threads wait until it is written
         values, meta = gathered_state(program, scope)
         _check_states(programs, models, values)
-        manifest = manifest_of(programs, place, models, meta)
+        manifest = manifest_of(programs, place, models, meta) | {"portable": portable}
         said = {**meta, "number": 1, "step": None, "data_position": None, "extra": None}
         served = serving_model(programs, scope)
         write_folder(target, {name: model.model for name, model in models.items()}, values, said, manifest, served)
@@ -61,9 +73,12 @@ def export_training(
 
 
 def _models(
-    programs: StepPrograms, place: Place, shapes: Mapping[str, dict[str, tuple[int, ...]]]
+    programs: StepPrograms, place: Place, shapes: Mapping[str, dict[str, tuple[int, ...]]], left: set[str] | None
 ) -> dict[str, PlainModel]:
-    """The lowered models by name: what trains, what a run inside of a window does, what evaluates and infers."""
+    """The lowered models by name: what trains, what a run inside of a window does, what evaluates and infers.
+
+    With ``left`` they are portable, but for the operators that it gets.
+    """
     program, test = programs.program, programs.test
 
     def model(of: Program, name: str, fetches: Sequence[str], updates: Any) -> PlainModel:
@@ -82,7 +97,7 @@ def _models(
                     f"{CALL}: feed '{port.variable}' of program '{of.name}' has no fixed shape; "
                     f"give it: feed_shapes={{'{port.variable}': (…)}}"
                 )
-        return plain(lowered, of.name)
+        return plain(lowered if left is None else same_everywhere(lowered, left), of.name)
 
     models = {"train": model(program, "train", programs.fetches, True)}
     window = program.accumulation
@@ -94,6 +109,15 @@ def _models(
     models["eval"] = model(test, "eval", [*programs.losses, *programs.outputs], False)
     models["infer"] = model(test, "infer", programs.outputs, False)
     return models
+
+
+def _check_portable(portable: Any, place: Place) -> None:
+    if not isinstance(portable, bool):
+        raise ArgumentTypeError(f"{CALL}: portable is {portable!r}; expected True or False")
+    if portable and not place_traits(place.kind).emulates:
+        raise ArgumentError(
+            f"{CALL}: portable=True is for steps that processors run; those for {place!r} have kernels of its own"
+        )
 
 
 def _checked(name: str, given: Any, programs: StepPrograms) -> dict[str, tuple[int, ...]]:

@@ -56,8 +56,11 @@ def test_what_is_written_trains(batch: int | None, tmp_path: Path, capsys: pytes
 
 def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> None:
     model, step = written(tmp_path, None), tmp_path / "step"
-    assert main(["export-step", str(model), str(step), "--shape", "x=4,6", "--freeze", "body*", "--quiet"]) == 0
-    train = json.loads((step / "manifest.json").read_text(encoding="utf-8"))["models"]["train"]
+    command = ["export-step", str(model), str(step), "--shape", "x=4,6", "--freeze", "body*", "--quiet", "--portable"]
+    assert main(command) == 0
+    said = json.loads((step / "manifest.json").read_text(encoding="utf-8"))
+    train = said["models"]["train"]
+    assert said["portable"]
     frozen = [name for name in train["states"] if name.startswith("body")]
     assert frozen and not set(frozen) & set(train["updates"])
 

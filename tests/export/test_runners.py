@@ -61,6 +61,21 @@ def test_losses_and_state_are_those_of_the_executor(
     assert np.allclose(found, step.losses, rtol=0, atol=1e-5)
 
 
+def test_portable_steps_have_the_same_bits_in_wasm(tmp_path: Path) -> None:
+    """With batches of 64, where steps that are not portable leave each other in step 15."""
+    if not node():
+        pytest.skip(MISSING)
+    step = Digits.made(tmp_path, 30, 64, portable=True)
+    ends = []
+    for name in ("bare Python", "Node", "wasm"):
+        found = losses(trained(COMMANDS[name], step.folder, step.data, 30, tmp_path / name), step.loss)
+        ends.append((found.tobytes(), load_file(tmp_path / name / "state.safetensors")))
+    assert ends[0][0] == ends[1][0] == ends[2][0]
+    for name, array in ends[0][1].items():
+        assert all(array.tobytes() == other[name].tobytes() for _, other in ends[1:]), name
+    assert np.allclose(found[:20], step.losses[:20], rtol=0.05), "the same training but for roundings"
+
+
 @RUNNER
 def test_windows_schedules_and_averages_go_through(runner: str, command: list[str], tmp_path: Path) -> None:
     net = build(mode="pure-bf16", scaling="static", schedule=True, window=3, average=True)

@@ -116,7 +116,7 @@ class Digits:
     bad: list[int]
 
     @classmethod
-    def made(cls, folder: Path, steps: int, batch: int) -> Digits:
+    def made(cls, folder: Path, steps: int, batch: int, portable: bool = False) -> Digits:
         """Export into ``folder``, and train with the executor."""
         import mnist
 
@@ -138,7 +138,7 @@ class Digits:
             exe.run(startup, scope=scope)
             optimizer.amp_init(amp.CPUPlace(), scope)
         shapes = {name: array.shape for name, array in feeds[0].items()}
-        main.export_training(folder / "step", amp.CPUPlace(), shapes, scope=start)
+        main.export_training(folder / "step", amp.CPUPlace(), shapes, scope=start, portable=portable)
         fetched = [exe.run(main, feed, [loss, found_inf], scope=end) for feed in feeds]
         values = np.array([value.item() for value, _ in fetched], np.float32)
         bad = [number for number, (_, found) in enumerate(fetched) if found.item()]

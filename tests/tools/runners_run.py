@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One exported step under every runner: MNIST's network of two convolutions, pure fp16, with a planted overflow.
 
-    python -m tests.tools.runners_run FOLDER [--steps 100] [--batch 64] [--python PYTHON]
+    python -m tests.tools.runners_run FOLDER [--steps 100] [--batch 64] [--python PYTHON] [--portable]
 
 Each runner trains with the folder, and once more in three parts: executor, runner, executor. PYTHON is an interpreter with
 safetensors and an onnxruntime, of the version of npm's packages for a comparison by bits. Prints how far losses are from
@@ -48,9 +48,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--portable", action="store_true", help="the step that has the same bits in wasm")
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
-    step = Digits.made(options.folder, options.steps, options.batch)
+    step = Digits.made(options.folder, options.steps, options.batch, options.portable)
     print(f"executor: losses {step.losses[0]:.4f} to {step.losses[-1]:.4f}, bad steps {step.bad}")
     commands = {
         "bare Python": [options.python, str(RUNNERS / "bare.py")],

@@ -1,0 +1,167 @@
+"""A lowered model that gives the same bits under every build of onnxruntime: on x86 with AVX, in wasm, …
+
+Products of 16-bit numbers are exact in fp32, and every build adds them in the same order; what an update computes
+element by element is what IEEE 754 says. What differs are kernels that each instruction set has of its own: those of
+functions such as exp, of sums along contiguous elements, by as many at once as a register holds, and of products of
+other numbers, added with one rounding or two. Their last bits decide now and then which 16-bit number a result is
+rounded to, and the training that goes on from there is another one. Computed in double and rounded to fp32, they differ
+once in some hundred million results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from amp_transpiler.export.sixteen_bits import SixteenBits
+from amp_transpiler.ir.control import CONTROL
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.lists._kernels import has_kernel
+from amp_transpiler.passes.lowering.lowered import Lowered
+from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
+
+_CPU = "CPUExecutionProvider"
+#: What is the same everywhere, beside what moves elements or chooses among them.
+_IEEE = frozenset({"Add", "Cast", "Ceil", "Div", "Floor", "GatedAdd", "Mul", "Round", "Sign", "Sqrt", "Sub", "Sum"})
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+#: Sums that may be begun along the first axis, where each kernel adds one row to another.
+_BY_ROWS = frozenset({"ReduceSum", "ReduceMean"})
+#: What onnxruntime has a kernel of double for that computes nothing.
+_UNFINISHED = frozenset({"LSTM", "GRU", "RNN"})
+
+
+def portable(lowered: Lowered, left: set[str]) -> Lowered:
+    """The same computation, with double where kernels of builds differ. For the CPU lowering.
+
+    ``left`` gets the types of the operators that have no kernel of double, and stay as they are.
+    """
+    model = onnx.ModelProto()
+    model.CopyFrom(lowered.model)
+    opset = next(entry.version for entry in model.opset_import if not entry.domain)
+    known = inferred(lowered)
+    types = types_in(known)
+    _Graph(model.graph, types, known, opset, SixteenBits(model.graph, types), left).rewrite()
+    return replace(lowered, model=model)
+
+
+class _Graph:
+    """A graph that is rewritten, nested ones too. ``known`` is the same graph with inferred types."""
+
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        types: dict[str, Type],
+        known: onnx.GraphProto,
+        opset: int,
+        bits: SixteenBits,
+        left: set[str],
+    ) -> None:
+        self.graph, self.types, self.known, self.opset, self.bits = graph, types, known, opset, bits
+        self.left = left
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.nodes: list[onnx.NodeProto] = []
+
+    def rewrite(self) -> None:
+        for node, seen in zip(self.graph.node, self.known.node, strict=True):
+            for attribute, other in zip(node.attribute, seen.attribute, strict=True):
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    types = {**self.types, **types_in(other.g)}
+                    bits = SixteenBits(attribute.g, types, self.bits, node)
+                    _Graph(attribute.g, types, other.g, self.opset, bits, self.left).rewrite()
+            self._add(node)
+        del self.graph.node[:]
+        self.graph.node.extend(self.nodes)
+
+    def _add(self, node: onnx.NodeProto) -> None:
+        if self._same(node):
+            self.nodes.append(node)
+        elif node.op_type in _BY_ROWS and self._begins_with_rows(node):
+            self._by_rows(node)
+        elif node.op_type == "GlobalAveragePool" and (shape := self.types[node.input[0]][1]) is not None:
+            axes_of = self._constant(f"{node.output[0]}/axes", range(2, len(shape)))
+            self._widen(helper.make_node("ReduceMean", [node.input[0], axes_of], node.output, node.name))
+        elif node.op_type not in _UNFINISHED and has_kernel(_CPU, node.op_type, "float64", self.opset, node.domain):
+            self._widen(node)
+        else:
+            self.left.add(node.op_type)
+            self.nodes.append(node)
+
+    def _same(self, node: onnx.NodeProto) -> bool:
+        """Whether every build gives the same bits."""
+        if node.op_type in CONTROL or not any(self._is_float(name) for name in node.output):
+            return True
+        if node.op_type in _PRODUCTS:
+            return self._is_plain_product(node)
+        traits = traits_of(node.op_type, node.domain)
+        return node.op_type in _IEEE or traits.exact or traits.moves != ()
+
+    def _is_plain_product(self, node: onnx.NodeProto) -> bool:
+        """Whether it multiplies 16-bit numbers, and no build has a kernel of its own for its shapes."""
+        shapes = [self.types.get(name, ("", None))[1] for name in (*node.input[:2], node.output[0])]
+        held = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        scales = [held.get("alpha", 1.0), held.get("beta", 1.0) if len(node.input) > 2 else 1.0]
+        if node.op_type in ("MatMul", "Gemm"):
+            vectors = any(shape is None or len(shape) < 2 or 1 in shape[-2:] for shape in shapes[2:])
+        else:
+            weight = shapes[1]  # wasm has a kernel of its own for those of a channel each
+            alone = weight is None or (weight[1:] == (1, 3, 3) and held.get("group", 1) == weight[0])
+            vectors = node.op_type == "Conv" and alone
+        powers = all(math.frexp(scale)[0] == 0.5 for scale in scales)
+        return not vectors and powers and all(self.bits.holds(name) for name in node.input[:2])
+
+    def _is_float(self, name: str) -> bool:
+        return self.types.get(name, ("", None))[0] == "float32"
+
+    # -- sums --------------------------------------------------------------------------------------------
+    def _begins_with_rows(self, node: onnx.NodeProto) -> bool:
+        """Whether it is a sum along the first axis and others."""
+        shape = self.types[node.input[0]][1]
+        if shape is None or len(shape) < 2 or shape[0] < 2:
+            return False
+        given = node.input[1] if len(node.input) > 1 else ""
+        if given and given not in self.constants:
+            return False
+        axes = onnx.numpy_helper.to_array(self.constants[given]).tolist() if given else []
+        axes = sorted(axis % len(shape) for axis in axes) or list(range(len(shape)))
+        rest = math.prod(shape[axis] for axis in axes[1:])
+        return bool(axes[0] == 0 and rest > 1)
+
+    def _by_rows(self, node: onnx.NodeProto) -> None:
+        """Sum along the first axis in fp32, row by row, and what is left, which is small, in double."""
+        name = node.output[0]
+        rows = f"{name}/rows"
+        self.types[rows] = ("float32", None)
+        first = self._constant(f"{name}/first", [0])
+        self.nodes.append(helper.make_node(node.op_type, [node.input[0], first], [rows], rows, keepdims=1))
+        last = onnx.NodeProto()
+        last.CopyFrom(node)
+        last.input[0] = rows
+        self._widen(last)
+
+    # -- double ------------------------------------------------------------------------------------------
+    def _widen(self, node: onnx.NodeProto) -> None:
+        """Add the node with each fp32 operand and result, where its schema lets it, as double."""
+        schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
+        double = {each.type_param_str for each in schema.type_constraints if "tensor(double)" in each.allowed_type_strs}
+        made = onnx.NodeProto()
+        made.CopyFrom(node)
+        name = node.output[0]
+        for slot, operand in enumerate(node.input):
+            if self._is_float(operand) and schema.inputs[slot].type_str in double:
+                made.input[slot] = wide = f"{name}/wide_{slot}"
+                self.nodes.append(helper.make_node("Cast", [operand], [wide], wide, to=TensorProto.DOUBLE))
+        self.nodes.append(made)
+        for slot, result in enumerate(node.output):
+            if result and schema.outputs[slot].type_str in double:
+                made.output[slot] = wide = f"{result}/wide"
+                self.nodes.append(helper.make_node("Cast", [wide], [result], wide, to=TensorProto.FLOAT))
+
+    def _constant(self, name: str, values: Iterable[int]) -> str:
+        array = np.array(list(values), np.int64)
+        self.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        return name

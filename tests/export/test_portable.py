@@ -1,0 +1,164 @@
+"""Portable steps: double where builds of onnxruntime have kernels of their own, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.export.portable import portable
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.lowered import Lowered
+from tests.helpers.checkpoints import STEPS, build
+from tests.helpers.runners import bare, batches, losses
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+#: Before, what comes of each operator ("Softmax*": in double), and what is left as it is.
+CASES: dict[str, tuple[str, list[str], set[str]]] = {
+    "functions and norms": (
+        "agraph (float[4, 8] x, float[8] w, float[8] b) => (float[4, 8] y) "
+        "{ a = Softmax(x) c = Sqrt(a) d = LayerNormalization(c, w, b) e = Add(d, x) y = Tanh(e) }",
+        ["Softmax*", "Sqrt", "LayerNormalization*", "Add", "Tanh*"],
+        set(),
+    ),
+    "a sum along the first axis is one of rows": (
+        "agraph (float[4, 8] x) => (float[8] y) <int64[1] axis = {0}> { y = ReduceSum <keepdims = 0> (x, axis) }",
+        ["ReduceSum*"],
+        set(),
+    ),
+    "a sum along the first axis and others begins with rows": (
+        "agraph (float[4, 3, 8] x) => (float[3] y) <int64[2] axes = {0, 2}> { y = ReduceSum <keepdims = 0> (x, axes) }",
+        ["ReduceSum", "ReduceSum*"],
+        set(),
+    ),
+    "the mean of all": (
+        "agraph (float[4, 8] x) => (float y) { y = ReduceMean <keepdims = 0> (x) }",
+        ["ReduceMean", "ReduceMean*"],
+        set(),
+    ),
+    "products of 16-bit numbers": (
+        "agraph (float16[4, 8] x, float[8, 4] w) => (float[4, 4] y) { a = Cast <to = 1> (x) b = Cast <to = 10> (w) "
+        "c = Cast <to = 1> (b) d = Relu(a) y = MatMul(d, c) }",
+        ["Cast", "Cast", "Cast", "Relu", "MatMul"],
+        set(),
+    ),
+    "products of others": (
+        "agraph (float16[4, 8] x, float[8, 4] w) => (float[4, 4] y) { a = Cast <to = 1> (x) y = MatMul(a, w) }",
+        ["Cast", "MatMul*"],
+        set(),
+    ),
+    "products of 16-bit numbers that are scaled": (
+        "agraph (float16[4, 8] x, float16[8, 4] w) => (float[4, 4] y, float[4, 4] z) { a = Cast <to = 1> (x) "
+        "b = Cast <to = 1> (w) y = Gemm <alpha = 0.3> (a, b) z = Gemm <alpha = 0.25> (a, b) }",
+        ["Cast", "Cast", "Gemm*", "Gemm"],
+        set(),
+    ),
+    "products with a vector": (
+        "agraph (float16[4, 8] x, float16[8, 1] w) => (float[4, 1] y) "
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) y = MatMul(a, b) }",
+        ["Cast", "Cast", "MatMul*"],
+        set(),
+    ),
+    "what has no kernel of double stays": (
+        "agraph (float16[1, 2, 8, 8] x, float16[2, 1, 3, 3] w) => (float[1, 2, 6, 6] y) "
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) c = Conv <group = 2> (a, b) y = Erf(c) }",
+        ["Cast", "Cast", "Conv", "Erf"],
+        {"Conv", "Erf"},
+    ),
+    "in a branch": (
+        "agraph (float[8] x, bool c) => (float[8] y) { y = If (c) <then_branch = t () => (float[8] a) { a = Exp(x) }, "
+        "else_branch = e () => (float[8] b) { b = Neg(x) }> }",
+        ["If", "Exp*", "Neg"],
+        set(),
+    ),
+    "a scan that hands on 16-bit numbers": (
+        "agraph (float16[2, 4] s, float[3, 2, 4] r, float16[4, 4] w) => (float[2, 4] y) { a = Cast <to = 1> (s) "
+        "b = Cast <to = 1> (w) y = Scan <num_scan_inputs = 1, body = t (float[2, 4] h, float[2, 4] i) => "
+        "(float[2, 4] o) { m = MatMul(h, b) n = Add(m, i) k = Cast <to = 10> (n) o = Cast <to = 1> (k) }> (a, r) }",
+        ["Cast", "Cast", "Scan", "MatMul", "Add", "Cast", "Cast"],
+        set(),
+    ),
+    "a scan that hands on others": (
+        "agraph (float16[2, 4] s, float[3, 2, 4] r, float16[4, 4] w) => (float[2, 4] y) { a = Cast <to = 1> (s) "
+        "b = Cast <to = 1> (w) y = Scan <num_scan_inputs = 1, body = t (float[2, 4] h, float[2, 4] i) => "
+        "(float[2, 4] o) { m = MatMul(h, b) o = Add(m, i) }> (a, r) }",
+        ["Cast", "Cast", "Scan", "MatMul*", "Add"],
+        set(),
+    ),
+}
+
+
+def listed(graph: onnx.GraphProto) -> list[str]:
+    """The operators, those in double marked and without the casts around them."""
+    wide = {node.output[0] for node in graph.node if node.op_type == "Cast" and node.attribute[0].i == 11}
+    found = []
+    for node in graph.node:
+        if node.op_type == "Cast" and (node.output[0] in wide or node.input[0].endswith("/wide")):
+            continue
+        found.append(node.op_type + "*" * (not wide.isdisjoint(node.input)))
+        for attribute in node.attribute:
+            found += listed(attribute.g)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_double_where_kernels_differ(case: str) -> None:
+    text, expected, stays = CASES[case]
+    model = onnx.parser.parse_model(HEAD + text)
+    left: set[str] = set()
+    made = portable(Lowered(model, "cpu"), left).model
+    onnx.checker.check_model(made, full_check=True)
+    assert listed(made.graph) == expected and left == stays
+    ort.InferenceSession(made.SerializeToString())
+
+
+def test_results_are_those_of_float64_rounded_once() -> None:
+    """Which a kernel of fp32 does not give everywhere."""
+    text = (
+        "agraph (float[64, 96] x) => (float[64, 96] a, float[64, 96] b, float[64, 96] c, float d) "
+        "{ a = Exp(x) b = Tanh(x) c = Softmax(x) d = ReduceSumSquare <keepdims = 0> (x) }"
+    )
+    model = onnx.parser.parse_model(HEAD + text)
+    x = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
+    wide = x.astype(np.float64)
+    powers = np.exp(wide - wide.max(1, keepdims=True))
+    expected = [np.exp(wide), np.tanh(wide), powers / powers.sum(1, keepdims=True), (wide * wide).sum()]
+    made = portable(Lowered(model, "cpu"), set()).model
+    found, before = (ort.InferenceSession(m.SerializeToString()).run(None, {"x": x}) for m in (made, model))
+    rounded = [array.astype(np.float32).tobytes() for array in expected]
+    assert [array.tobytes() for array in found] == rounded != [array.tobytes() for array in before]
+
+
+def test_a_portable_step_is_the_same_training_but_for_roundings(tmp_path: Path) -> None:
+    net = build(average=True, window=2)
+    scope = net.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder = net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=scope, portable=True)
+    assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["portable"] is True
+    data = batches(tmp_path / "data.safetensors", [net.feed(s) for s in range(STEPS)])
+    found = losses(bare(folder, data, STEPS, tmp_path / "end"), net.loss.name)
+    expected = np.frombuffer(b"".join(net.train(scope, 0, STEPS)), np.float32)
+    assert np.allclose(found, expected, rtol=4e-3, equal_nan=True)
+    ended = amp.Scope()
+    assert amp.load_checkpoint(tmp_path / "end", net.main, ended).exact
+
+
+def test_what_cannot_be_portable_is_said(tmp_path: Path) -> None:
+    main, startup, scope = amp.Program("gelu"), amp.Program("startup"), amp.Scope()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        loss = F.mean(F.gelu(amp.nn.fc(amp.data("x", [4, 8], "float32"), 4)))
+        amp.optimizer.SGD(0.1).minimize(loss, startup)
+    amp.Executor().run(startup, scope=scope)
+    with pytest.warns(UserWarning, match="Gelu.*'gelu'"):
+        main.export_training(tmp_path / "step", amp.CPUPlace(), outputs=[loss], scope=scope, portable=True)
+    with pytest.raises(ValueError, match="for steps that processors run"):
+        main.export_training(tmp_path / "gpu", amp.CUDAPlace(0), outputs=[loss], scope=scope, portable=True)
+    with pytest.raises(TypeError, match="portable is 1"):
+        main.export_training(tmp_path / "gpu", amp.CPUPlace(), outputs=[loss], scope=scope, portable=1)
