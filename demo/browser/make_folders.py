@@ -28,7 +28,7 @@ from amp_transpiler.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 DIGITS = [str(digit) for digit in range(10)]
-PICTURES = ["stripes", "checks", "dots", "rings"]
+PICTURES = ["desert", "forest", "sea", "night"]
 PLACES = {"cpu": amp.CPUPlace()}
 
 
@@ -90,9 +90,9 @@ def digits(batch: int) -> Task:
 
 
 # -- the head of an image model ------------------------------------------------------------------------------
-def pictures(path: Path, title: str, batch: int | None) -> Task:
+def pictures(path: Path, title: str, options: argparse.Namespace) -> Task:
     """A new head on what the last dense layer of an image model reads; all else is frozen."""
-    program = amp.Program.from_onnx(with_free_batch(path), name="pictures")
+    program = amp.Program.from_onnx(with_free_batch(path, options.size), name="pictures")
     amp.prepare_training(program, batch_norm="frozen")
     image = program.inputs[0]
     _, channels, height, width = image.shape or ()
@@ -105,11 +105,12 @@ def pictures(path: Path, title: str, batch: int | None) -> Task:
         read = features(program.outputs[0])
         if read is None:
             raise SystemExit(f"error: {path} does not end in a dense layer (Gemm or MatMul) whose input can be taken")
-        scores = amp.nn.fc(read, len(PICTURES), name="new_head")
+        normal = amp.nn.batch_norm(read, name="new_head_norm")  # features of any size train alike
+        scores = amp.nn.fc(normal, len(PICTURES), name="new_head")
         label = amp.data("label", [None, 1], "int64")
         loss = F.cross_entropy(scores, label)
         test = program.clone(for_test=True)
-        optimizer = scaled(amp.optimizer.Adam(0.01, multi_precision=True), guard=False)
+        optimizer = scaled(amp.optimizer.Adam(0.003, multi_precision=True), guard=False)
         head = [v for v in program.all_parameters() if v.name.startswith("new_head")]
         optimizer.minimize(loss, parameter_list=head)
     said = {
@@ -120,9 +121,9 @@ def pictures(path: Path, title: str, batch: int | None) -> Task:
         "classes": PICTURES,
         "channels": 3,
         "mean": [0.485, 0.456, 0.406],
-        "std": [0.229, 0.224, 0.225],
+        "std": [round(std / options.contrast, 4) for std in (0.229, 0.224, 0.225)],
     }
-    batch = batch or (8 if int(height) > 128 else 16)
+    batch = options.batch or (8 if int(height) > 128 else 16)
     return Task(program, program.startup, test, optimizer, image.name, label.name, scores.name, batch, 40, said)
 
 
@@ -134,13 +135,16 @@ def features(scores: amp.Variable) -> amp.Variable | None:
     return layer.inputs[0] if layer is not None else None
 
 
-def with_free_batch(path: Path) -> onnx.ModelProto:
-    """The model, whose batch is no longer that of the exporter's example."""
+def with_free_batch(path: Path, size: int | None = None) -> onnx.ModelProto:
+    """The model, whose batch is no longer that of the exporter's example; height and width are ``size``, if given."""
     model = onnx.load(path)
     graph = model.graph
     fixed = {value.type.tensor_type.shape.dim[0].dim_value for value in graph.input}
     for value in (*graph.input, *graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    if size is not None:
+        for dim in graph.input[0].type.tensor_type.shape.dim[2:]:
+            dim.dim_value = size
     del graph.value_info[:]
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
@@ -240,6 +244,10 @@ def main() -> int:
         "--model", type=Path, help="an exported image model whose head is trained (default: a small CNN)"
     )
     parser.add_argument("--batch", type=int, help="pictures of a step (default: 8, 16 where they are small)")
+    parser.add_argument("--size", type=int, help="height and width of pictures (default: the model's)")
+    parser.add_argument(
+        "--contrast", type=float, default=1.0, help="of pictures; one that was never trained tells them apart at 2"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "steps", help="where to (replaced)")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +259,7 @@ def main() -> int:
             export_stand_in(model)
         else:
             title = model.stem
-        tasks: list[Callable[[], Task]] = [lambda: digits(32), lambda: pictures(model, title, options.batch)]
+        tasks: list[Callable[[], Task]] = [lambda: digits(32), lambda: pictures(model, title, options)]
         said = []
         for build in tasks:
             task = build()
