@@ -33,6 +33,7 @@ export class Source {
   constructor(task) {
     this.task = task;
     this.own = [];
+    this.kept = []; // of the added ones, for evaluations
     this.use = "generated";
     this.values = task.channels * task.size * task.size;
     this.context = hiddenCanvas(task.size).getContext("2d", { willReadFrequently: true });
@@ -40,21 +41,21 @@ export class Source {
 
   /** An image that somebody drew or took, as `pixels` gives it. */
   add(image, label) {
-    this.own.push({ image, label });
+    ((this.own.length + this.kept.length) % 4 === 3 ? this.kept : this.own).push({ image, label });
   }
 
   /** The feeds of step `step`. */
   batch(step) {
-    return this.#feeds(this.task.batch, random(step + 1), step * this.task.batch);
+    return this.#feeds(this.task.batch, random(step + 1), step * this.task.batch, this.own);
   }
 
-  /** Images of the same kind that no step trains with; added ones, where only such are trained with. */
+  /** Images that no step trains with; as long as hardly any were added, those. */
   held() {
-    return this.#feeds(this.task.evaluated, random(7), 0x40000000);
+    return this.#feeds(this.task.evaluated, random(7), 0x40000000, this.kept.length ? this.kept : this.own);
   }
 
-  #feeds(count, draw, first) {
-    const { task, own, use } = this;
+  #feeds(count, draw, first, own) {
+    const { task, use } = this;
     const images = new Float32Array(count * this.values);
     const labels = new BigInt64Array(count);
     for (let i = 0; i < count; i += 1) {

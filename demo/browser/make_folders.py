@@ -29,7 +29,7 @@ from amp_transpiler.nn import functional as F
 HERE = Path(__file__).resolve().parent
 DIGITS = [str(digit) for digit in range(10)]
 PICTURES = ["desert", "forest", "sea", "night"]
-PLACES = {"cpu": amp.CPUPlace()}
+PLACES = {"cpu": amp.CPUPlace(), "webgpu": amp.WebGPUPlace()}
 
 
 @dataclass

@@ -1,45 +1,65 @@
 // What somebody draws or takes: a pad, a webcam, files. The image goes to the model, and to the training if it is added.
 
+import { hiddenCanvas, pixels } from "./data.mjs";
+
+const SIDE = 280; // of the pad, in its own pixels
+const FRAMES = 12; // of a video that are taken
+
 export class Pad {
-  constructor($, ask, { hiddenCanvas, pixels }) {
-    Object.assign(this, { $, ask, hiddenCanvas, pixels, task: null, empty: true, asked: 0, own: [] });
+  /** `$` gives elements by id, `ask` asks the worker, `complain` shows what is wrong. */
+  constructor($, ask, complain) {
+    Object.assign(this, { $, ask, complain, task: null, empty: true, asked: 0, counts: [], camera: null });
     this.context = $("pad").getContext("2d", { willReadFrequently: true });
     this.#pen();
     $("clear").onclick = () => this.clear();
     $("add").onclick = () => this.add();
+    $("webcam").onclick = () => (this.camera ? this.close() : this.film());
+    $("images").onchange = ({ target }) => this.take(target);
   }
 
   /** Show what this task takes. */
   open(task) {
     const { $ } = this;
+    this.close();
     this.task = task;
-    this.own = task.classes.map(() => 0);
-    this.small = this.hiddenCanvas(task.size).getContext("2d", { willReadFrequently: true });
-    const lines = task.classes.map((name) => {
+    this.counts = task.classes.map(() => 0);
+    this.small = hiddenCanvas(task.size).getContext("2d", { willReadFrequently: true });
+    $("scores").replaceChildren(...task.classes.map(() => {
       const line = document.createElement("li");
       const bar = document.createElement("i");
       bar.append(document.createElement("b"));
-      line.append(Object.assign(document.createElement("span"), { textContent: name }), bar, document.createElement("output"));
+      line.append(document.createElement("span"), bar, document.createElement("output"));
       return line;
-    });
-    $("scores").replaceChildren(...lines);
-    $("label").replaceChildren(...task.classes.map((name, i) => new Option(name, i)));
-    $("added").textContent = "";
+    }));
+    $("label").replaceChildren(...task.classes.map((_, i) => new Option("", i)));
+    this.name();
+    for (const id of ["webcam", "choose"]) $(id).hidden = task.kind !== "pictures";
+    $("webcam").disabled = !navigator.mediaDevices?.getUserMedia;
     this.clear();
+  }
+
+  /** The names of classes, which may change. */
+  name() {
+    this.task.classes.forEach((name, i) => {
+      this.$("scores").children[i].firstChild.textContent = this.$("label").options[i].text = name;
+    });
+    const told = this.task.classes.map((name, i) => this.counts[i] && `${this.counts[i]} of ${name}`).filter(Boolean);
+    this.$("added").textContent = told.length ? `Yours: ${told.join(", ")}. One in four is held back.` : "";
   }
 
   clear() {
     this.empty = true;
     this.context.fillStyle = "#000";
-    this.context.fillRect(0, 0, 280, 280);
-    this.$("add").disabled = true;
+    this.context.fillRect(0, 0, SIDE, SIDE);
+    this.$("add").disabled = !this.camera;
     for (const line of this.$("scores").children) this.#line(line, 0, false);
   }
 
+  // -- drawing -------------------------------------------------------------------------------------------
   /** Draw with mouse, pen or finger. */
   #pen() {
     const canvas = this.$("pad");
-    const at = (event) => [(event.offsetX * 280) / canvas.clientWidth, (event.offsetY * 280) / canvas.clientHeight];
+    const at = (event) => [(event.offsetX * SIDE) / canvas.clientWidth, (event.offsetY * SIDE) / canvas.clientHeight];
     let last = null;
     canvas.onpointerdown = (event) => {
       canvas.setPointerCapture(event.pointerId);
@@ -64,31 +84,115 @@ export class Pad {
     context.moveTo(x, y);
     context.lineTo(u, v);
     context.stroke();
-    this.empty = false;
-    this.$("add").disabled = false;
+    this.#shown();
   }
 
+  #shown() {
+    this.empty = false;
+    this.$("add").disabled = !this.task;
+  }
+
+  // -- taking pictures -----------------------------------------------------------------------------------
+  /** Show the webcam in the place of the pad, and what the model makes of it. */
+  async film() {
+    const video = this.$("camera");
+    try {
+      this.camera = await navigator.mediaDevices.getUserMedia({ video: { width: 640, height: 480 } });
+    } catch (error) {
+      this.complain(`the webcam is not to be had: ${error.message}`);
+      return;
+    }
+    video.srcObject = this.camera;
+    await video.play();
+    this.#filming(true);
+    this.watch = setInterval(() => {
+      this.#picture(video, video.videoWidth, video.videoHeight);
+      this.infer();
+    }, 500);
+  }
+
+  close() {
+    clearInterval(this.watch);
+    for (const track of this.camera?.getTracks() ?? []) track.stop();
+    this.camera = null;
+    this.#filming(false);
+  }
+
+  #filming(yes) {
+    this.$("camera").hidden = !yes;
+    this.$("pad").hidden = yes;
+    this.$("clear").disabled = yes;
+    this.$("webcam").textContent = yes ? "Webcam off" : "Webcam";
+  }
+
+  /** Add images, and frames of videos, from files. */
+  async take(input) {
+    const chosen = [...input.files];
+    input.value = "";
+    this.close();
+    for (const file of chosen) {
+      try {
+        await (file.type.startsWith("video/") ? this.#frames(file) : this.#image(file));
+      } catch {
+        this.complain(`${file.name} is no image and no video that this browser reads`);
+      }
+    }
+    this.infer();
+  }
+
+  async #image(file) {
+    const image = await createImageBitmap(file);
+    this.#picture(image, image.width, image.height);
+    this.#add();
+  }
+
+  async #frames(file) {
+    const video = Object.assign(document.createElement("video"), { muted: true, src: URL.createObjectURL(file) });
+    const event = (name) => new Promise((done, failed) => {
+      video.addEventListener(name, done, { once: true });
+      video.addEventListener("error", failed, { once: true });
+    });
+    await event("loadeddata");
+    for (let i = 0; i < FRAMES; i += 1) {
+      video.currentTime = ((i + 0.5) / FRAMES) * (Number.isFinite(video.duration) ? video.duration : 1);
+      await event("seeked");
+      this.#picture(video, video.videoWidth, video.videoHeight);
+      this.#add();
+    }
+    URL.revokeObjectURL(video.src);
+  }
+
+  /** The middle of an image or a frame, on the pad. */
+  #picture(image, width, height) {
+    const side = Math.min(width, height);
+    this.context.drawImage(image, (width - side) / 2, (height - side) / 2, side, side, 0, 0, SIDE, SIDE);
+    this.#shown();
+  }
+
+  // -- what becomes of it --------------------------------------------------------------------------------
   /** The image as the model takes it: a drawing is moved and sized as the generated digits are. */
   image() {
     const { small, task } = this;
+    const drawn = task.kind === "digits";
+    small.resetTransform();
     small.fillStyle = "#000";
     small.fillRect(0, 0, task.size, task.size);
-    const [left, top, width, height] = task.kind === "digits" ? this.#box() : [0, 0, 280, 280];
-    const share = (task.kind === "digits" ? 0.72 : 1) * (task.size / Math.max(width, height));
+    const [left, top, width, height] = drawn ? this.#box() : [0, 0, SIDE, SIDE];
+    const share = ((drawn ? 0.72 : 1) * task.size) / Math.max(width, height);
     const [w, h] = [width * share, height * share];
     small.imageSmoothingQuality = "high";
     small.drawImage(this.context.canvas, left, top, width, height, (task.size - w) / 2, (task.size - h) / 2, w, h);
     const values = new Float32Array(task.channels * task.size * task.size);
-    this.pixels(small, task, values, 0);
+    pixels(small, task, values, 0);
     return values;
   }
 
   #box() {
-    const { data } = this.context.getImageData(0, 0, 280, 280);
-    let [left, top, right, bottom] = [280, 280, 0, 0];
-    for (let i = 0; i < 280 * 280; i += 1) {
+    const { data } = this.context.getImageData(0, 0, SIDE, SIDE);
+    let [left, top, right, bottom] = [SIDE, SIDE, 0, 0];
+    for (let i = 0; i < SIDE * SIDE; i += 1) {
       if (data[4 * i] > 60) {
-        const [x, y] = [i % 280, Math.floor(i / 280)];
+        const [x, y] = [i % SIDE, Math.floor(i / SIDE)];
         [left, top, right, bottom] = [Math.min(left, x), Math.min(top, y), Math.max(right, x), Math.max(bottom, y)];
       }
     }
@@ -116,12 +220,15 @@ export class Pad {
 
   add() {
     if (this.empty) return;
+    this.#add();
+    if (!this.camera && this.task.kind === "digits") this.clear();
+  }
+
+  #add() {
     const label = Number(this.$("label").value);
-    this.own[label] += 1;
+    this.counts[label] += 1;
     this.ask("add", { image: this.image(), label });
     for (const input of document.querySelectorAll("input[name=use]")) input.disabled = false;
-    const told = this.task.classes.filter((_, i) => this.own[i]).map((name) => `${this.own[this.task.classes.indexOf(name)]} of ${name}`);
-    this.$("added").textContent = `Yours: ${told.join(", ")}`;
-    this.clear();
+    this.name();
   }
 }

@@ -1,7 +1,7 @@
 // The page: what is chosen, drawn and shown. Training is the worker's (trainer.mjs).
 
 import { Chart } from "./chart.mjs";
-import { drawSample, hiddenCanvas, pixels } from "./data.mjs";
+import { drawSample, hiddenCanvas } from "./data.mjs";
 import { Pad } from "./pad.mjs";
 
 const $ = (id) => document.getElementById(id);
@@ -144,9 +144,24 @@ function showSamples() {
     }
     strip.setAttribute("role", "img");
     strip.setAttribute("aria-label", `generated images of ${name}`);
-    const title = Object.assign(document.createElement("span"), { textContent: name });
-    $("samples").append(title, strip);
+    $("samples").append(task.kind === "pictures" ? named(label) : text("span", name), strip);
   });
+}
+
+function text(kind, content) {
+  return Object.assign(document.createElement(kind), { textContent: content });
+}
+
+/** The name of a class, to change: whoever brings pictures has classes of another kind. */
+function named(label) {
+  const input = Object.assign(document.createElement("input"), { value: task.classes[label], size: 8 });
+  input.setAttribute("aria-label", `name of class ${label + 1}`);
+  input.onchange = () => {
+    task.classes[label] = input.value.trim() || `class ${label + 1}`;
+    input.value = task.classes[label];
+    pad.name();
+  };
+  return input;
 }
 
 // -- what is chosen -------------------------------------------------------------------------------------
@@ -210,8 +225,20 @@ async function findWebgpu() {
   input.parentElement.querySelector("span").textContent = input.disabled ? `WebGPU: ${webgpu}` : "WebGPU";
 }
 
+/** Let the service worker (sw.js) have the page; it takes one more load to be isolated by it. */
+async function settle() {
+  if (!navigator.serviceWorker || crossOriginIsolated) return;
+  await navigator.serviceWorker.register("sw.js");
+  await navigator.serviceWorker.ready;
+  if (sessionStorage.getItem("settled")) return;
+  sessionStorage.setItem("settled", "yes");
+  location.reload();
+  await new Promise(() => {});
+}
+
 async function main() {
-  pad = new Pad($, ask, { hiddenCanvas, pixels });
+  await settle().catch(() => {}); // works without
+  pad = new Pad($, ask, complain);
   try {
     const tasks = await (await fetch("steps/tasks.json")).json();
     const asked = new URLSearchParams(location.search);
@@ -219,7 +246,7 @@ async function main() {
       const input = Object.assign(document.createElement("input"), { type: "radio", name: "task", value: name });
       input.checked = asked.has("task") ? asked.get("task") === name : i === 0;
       const label = document.createElement("label");
-      label.append(input, Object.assign(document.createElement("span"), { textContent: title }));
+      label.append(input, text("span", title));
       $("tasks").append(label);
     });
     await findWebgpu();

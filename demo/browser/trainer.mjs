@@ -58,7 +58,7 @@ const actions = {
 
   add({ image, label }) {
     source.add(image, label);
-    if (source.use === "own") held = source.held();
+    if (source.use !== "generated") held = source.held();
   },
 
   async use({ which }) {

@@ -20,12 +20,25 @@ from safetensors.numpy import load_file, save_file
 import amp_transpiler as amp
 from amp_transpiler.runtime.checkpoint.writing import file_hash
 from tests.helpers.checkpoints import STEPS, build, state
-from tests.helpers.runners import OVERFLOW, PYTHON, RUNNERS, Digits, batches, call, cpp, losses, moved, node, trained
+from tests.helpers.runners import (
+    OVERFLOW,
+    PYTHON,
+    RUNNERS,
+    Digits,
+    batches,
+    browser,
+    call,
+    cpp,
+    losses,
+    moved,
+    node,
+    trained,
+)
 
 BARE = [PYTHON or sys.executable, str(RUNNERS / "bare.py")]
-COMMANDS = {"bare Python": BARE, "Node": node(), "wasm": node("--web"), "C++": ["compiled"]}
+COMMANDS = {"bare Python": BARE, "Node": node(), "wasm": node("--web"), "browser": browser(), "C++": ["compiled"]}
 RUNNER = pytest.mark.parametrize("runner", COMMANDS)
-MISSING = "no node with packages in demo/runners/node_modules, or no compiler and headers for C++: make test-runners"
+MISSING = "no node with packages of npm, no Chromium, or no compiler and headers for C++: make test-runners"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +68,7 @@ def test_losses_and_state_are_those_of_the_executor(
 ) -> None:
     """In a run in three parts: executor, runner, executor. The overflow is in the runner's part."""
     found, scope = moved(step, command, tmp_path)
-    if runner != "wasm":
+    if runner not in ("wasm", "browser"):
         assert found.tobytes() == step.losses.tobytes()
         assert state(step.main, scope) == state(step.main, step.end)
     assert np.allclose(found, step.losses, rtol=0, atol=1e-5)

@@ -20,6 +20,7 @@ import onnxruntime
 from safetensors.numpy import save_file
 
 import amp_transpiler as amp
+from tests.helpers.browser import there as has_browser
 from tests.helpers.where import ROOT
 
 RUNNERS = ROOT / "demo" / "runners"
@@ -56,6 +57,11 @@ def node(*options: str) -> list[str]:
     """How the JavaScript runner is called; empty where there is no node, or no packages (make test-runners)."""
     there = shutil.which("node") is not None and (RUNNERS / "node_modules").is_dir()
     return ["node", str(RUNNERS / "train.mjs"), *options] if there else []
+
+
+def browser(*options: str) -> list[str]:
+    """How that module is called in headless Chromium; empty where there is none (make test-runners)."""
+    return ["node", str(ROOT / "tests" / "helpers" / "browser_train.mjs"), *options] if has_browser() else []
 
 
 def cpp(folder: Path) -> list[str]:
