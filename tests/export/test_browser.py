@@ -5,9 +5,15 @@ Needs node, the packages of ``demo/browser/package.json`` and Chromium: ``make t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
+import shutil
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -15,6 +21,7 @@ from unittest import mock
 import numpy as np
 import onnxruntime
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from tests.helpers.browser import MISSING, PAGE, in_browser, served, there
@@ -53,6 +60,14 @@ export default async ({{ open }}) => {{
   const shown = async (name) => (await page.textContent(`#n-${{name}}`)).trim();
   await page.click("#start");
   await page.waitForFunction(() => Number.parseFloat(document.getElementById("n-accuracy").textContent) >= 95);
+  await page.locator("#pad").scrollIntoViewIfNeeded();
+  const pad = await page.locator("#pad").boundingBox();
+  await page.mouse.move(pad.x + 95, pad.y + 30);
+  await page.mouse.down();
+  await page.mouse.move(pad.x + 95, pad.y + 160, {{ steps: 8 }});
+  await page.mouse.up();
+  await page.waitForSelector("#scores .best");
+  const drawn = await page.textContent("#scores .best span");
   await page.click("#overflow");
   await page.waitForFunction((before) => Number(document.getElementById("n-skipped").textContent) > before, Number(await shown("skipped")));
   await page.click("#start");
@@ -75,17 +90,18 @@ export default async ({{ open }}) => {{
   const held = Number(await shown("step"));
   await page.click("#start");
   await page.waitForFunction((from) => Number(document.getElementById("n-step").textContent) > from + 3, held);
-  return {{ step, held, saved, scale: await shown("scale"), loss: await shown("loss"), about: await page.textContent("#about") }};
+  return {{ step, held, saved, drawn, scale: await shown("scale"), loss: await shown("loss"), about: await page.textContent("#about") }};
 }};
 """
 
 
-@pytest.mark.parametrize("task", ["digits"])
+@pytest.mark.parametrize("task", ["digits", "pictures"])
 def test_the_page_trains_pauses_goes_on_and_gives_away_what_it_trained(
     task: str, address: str, steps: Path, tmp_path: Path
 ) -> None:
     found = in_browser(tmp_path, TRAIN.format(address=address, task=task, folder=tmp_path.as_posix()))
     assert found["held"] == found["step"] > 10 and "wasm" in found["about"]
+    assert task == "pictures" or found["drawn"] == "1"
     said = json.loads((steps / task / "task.json").read_text(encoding="utf-8"))
     model, state, meta = (tmp_path / name for name in (f"{task}_fp16.onnx", "state.safetensors", "meta.json"))
     assert state.exists() and json.loads(meta.read_text(encoding="utf-8"))["step"] == found["step"]
@@ -111,3 +127,108 @@ def inferred(folder: Path, state: Path, said: dict, image: np.ndarray) -> list[n
     session = onnxruntime.InferenceSession(folder / "infer.onnx", providers=["CPUExecutionProvider"])
     found: list[np.ndarray] = session.run([infer["fetches"][0]["output"]], feeds)
     return found
+
+
+#: Own pictures: from files and from a webcam; then from a checkpoint, without the server.
+TAKE = """
+export default async ({{ open }}) => {{
+  const page = await open();
+  await page.goto("{address}?task=pictures");
+  await page.waitForSelector("#start:enabled");
+  const classes = page.locator("#samples input");
+  for (const [i, name] of ["red", "green"].entries()) {{
+    await classes.nth(i).fill(name);
+    await classes.nth(i).blur();
+    await page.selectOption("#label", String(i));
+    await page.setInputFiles("#images", {files}.filter((file) => file.includes(name)));
+    await page.waitForFunction((said) => document.getElementById("added").textContent.includes(said), `4 of ${{name}}`);
+  }}
+  await page.click("#webcam");
+  await page.waitForSelector("#camera:visible");
+  await page.waitForSelector("#add:enabled");
+  await page.click("#add");
+  await page.click("input[value=own] + span");
+  await page.click("#start");
+  await page.waitForFunction(() => Number.parseFloat(document.getElementById("n-accuracy").textContent) === 100 && Number(document.getElementById("n-step").textContent) >= 40);
+  await page.waitForSelector("#scores .best");
+  const best = await page.textContent("#scores .best span");
+  await page.setInputFiles("#images", {{ name: "notes.png", mimeType: "image/png", buffer: Buffer.from("no image") }});
+  await page.waitForSelector("#error:visible");
+  return {{ best, added: await page.textContent("#added"), error: await page.textContent("#error") }};
+}};
+"""
+
+
+def test_pictures_come_from_files_and_a_webcam(address: str, tmp_path: Path) -> None:
+    """The webcam is a film of green frames, as Chromium plays one for tests."""
+    files = []
+    rng = np.random.default_rng(0)
+    for name, color in (("red", (200, 40, 40)), ("green", (40, 170, 60))):
+        for i in range(4):
+            files.append(str(tmp_path / f"{name}_{i}.png"))
+            Image.fromarray(np.clip(rng.normal(color, 12, (48, 64, 3)), 0, 255).astype(np.uint8)).save(files[-1])
+    film(tmp_path / "green.y4m", 120, 70, 80)
+    fake = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    flags = [*fake, f"--use-file-for-fake-video-capture={tmp_path / 'green.y4m'}"]
+    found = in_browser(tmp_path, TAKE.format(address=address, files=json.dumps(files)), flags)
+    assert found["best"] == "green" and "5 of green" in found["added"]
+    assert "notes.png" in found["error"]
+
+
+def film(path: Path, *levels: int) -> None:
+    """Ten frames of one color (Y, Cb, Cr)."""
+    frame = b"FRAME\n" + b"".join(bytes([level]) * size for level, size in zip(levels, (4096, 1024, 1024), strict=True))
+    path.write_bytes(b"YUV4MPEG2 W64 H64 F10:1 Ip A1:1 C420jpeg\n" + 10 * frame)
+
+
+#: Loads the page, takes its server away, and trains after a reload.
+ALONE = """
+export default async ({{ open }}) => {{
+  const page = await open();
+  await page.goto("{address}");
+  await page.waitForSelector("#start:enabled");
+  await page.reload();
+  await page.waitForSelector("#start:enabled");
+  process.kill({server});
+  while (await fetch("{address}").then(() => true, () => false)) await new Promise((done) => setTimeout(done, 50));
+  await page.reload();
+  await page.waitForSelector("#start:enabled");
+  await page.click("#start");
+  await page.waitForFunction(() => Number(document.getElementById("n-step").textContent) >= 5);
+  return page.evaluate(() => crossOriginIsolated);
+}};
+"""
+
+
+def test_the_page_needs_its_server_once(steps: Path, tmp_path: Path) -> None:
+    """Copied as the README says, behind the server that Python has; afterwards without."""
+    site = tmp_path / "site"
+    shutil.copytree(PAGE, site / "browser", ignore=shutil.ignore_patterns("node_modules", "steps"))
+    (site / "browser" / "node_modules").symlink_to(PAGE / "node_modules")
+    (site / "browser" / "steps").symlink_to(steps)
+    (site / "runners").mkdir()
+    shutil.copy(PAGE.parent / "runners" / "amp_step.mjs", site / "runners")
+    port = free_port()
+    words = [sys.executable, "-m", "http.server", "-d", str(site), "-b", "localhost", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            address = f"http://localhost:{port}/browser/"
+            wait_for(address)
+            assert in_browser(tmp_path, ALONE.format(address=address, server=server.pid)) is True
+        finally:
+            server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def wait_for(address: str) -> None:
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(address).close()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing answers at {address}")

@@ -17,6 +17,7 @@ async function open(options = {}) {
     wrong.push(`asks for ${route.request().url()}`);
     return route.abort();
   });
+  context.on("request", (request) => request.method() === "GET" || wrong.push(`sends ${request.method()} ${request.url()}`));
   const page = await context.newPage();
   page.setDefaultTimeout(60_000);
   page.on("pageerror", (error) => wrong.push(error.message));
