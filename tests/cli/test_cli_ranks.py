@@ -50,6 +50,9 @@ def test_the_first_rank_that_can_says_what_is_wrong(error: Exception, speaker: i
 
 @pytest.mark.skipif(mpiexec() is None, reason="mpi4py or an mpiexec is missing: pip install mpi4py mpich")
 def test_a_training_that_loses_ranks_ends_as_one_that_does_not(tmp_path: Path) -> None:
-    """kill -9 at two moments; ``python -m tests.tools.rank_kills`` does it fifty times, and stops ranks too."""
-    striker = all_of_them(tmp_path, 2, 2, 0, 3, 30, threads=True)
+    """kill -9 at two moments, and then an end under mpiexec, with the bytes of ranks that are threads.
+
+    ``python -m tests.tools.rank_kills`` kills fifty times, and stops ranks too.
+    """
+    striker = all_of_them(tmp_path, 2, 2, 0, 3, 12, threads=True)
     assert striker.struck["kills"] == 2

@@ -43,7 +43,6 @@ class Training:
     home: Path
     ranks: int
     epochs: int
-    threads: bool = False
 
     def __post_init__(self) -> None:
         model(self.home / "net.onnx")
@@ -73,9 +72,9 @@ class Training:
                 start_new_session=True,
             )
 
-    def finish(self, out: Path) -> Files:
+    def finish(self, out: Path, threads: bool = False) -> Files:
         """Run it to its end, by ranks that are threads of this process where ``threads``; the files that it leaves."""
-        if self.threads:
+        if threads:
             out.mkdir(exist_ok=True)
             options = {"batch_size": 16, "epochs": self.epochs, "optimizer": "adam", "checkpoint": out / "saved"}
             files = self.home / "net.onnx", out / "m.onnx"
@@ -187,9 +186,9 @@ class Striker:
 def all_of_them(
     home: Path, ranks: int, kills: int, stops: int, seed: int, epochs: int, threads: bool = False
 ) -> Striker:
-    """So many of each, in as many trainings as it takes; ``threads``: those that nothing happens to need no mpiexec."""
-    training, striker = Training(home, ranks, epochs, threads), Striker(random.Random(seed))
-    wanted = training.finish(home / "unbroken")
+    """So many of each, in as many trainings as it takes; ``threads``: the one that nothing happens to has no mpiexec."""
+    training, striker = Training(home, ranks, epochs), Striker(random.Random(seed))
+    wanted = training.finish(home / "unbroken", threads)
     out, trainings = home / "out", 0
     for stop, count in ((False, kills), (True, stops)):
         what = "stops" if stop else "kills"
