@@ -43,6 +43,37 @@ def test_films_have_bags_of_genres_and_every_rating_is_in_one_part(tmp_path: Pat
     assert data.baselines["means of user and film"] > 0 and data.train.feed(np.arange(3))["user"].dtype == np.int64
 
 
+def people(folder: Path) -> None:
+    """Those over 40 earn more; the test part knows an occupation that the other does not, and ends its lines in dots."""
+    rng = np.random.default_rng(0)
+    for name, count, end in (("adult.data", 120, ""), ("adult.test", 40, ".")):
+        lines = ["|1x3 Cross validator"] if end else []
+        for i, age in enumerate(rng.integers(20, 60, count)):
+            job = "Diver" if end and i == 0 else "Sales" if i % 3 else "?"
+            numbers = [str(v) for v in rng.integers(0, 100, 5)]
+            row = [str(age), "Private", numbers[0], "HS-grad", numbers[1], "Single", job, "Wife", "White", "Female"]
+            lines.append(", ".join([*row, *numbers[2:], "Peru", ">50K" if age > 40 else "<=50K"]) + end)
+        (folder / name).write_text("\n".join([*lines, ""]))
+
+
+def test_people_have_a_number_in_one_table_for_each_column(tmp_path: Path) -> None:
+    people(tmp_path)
+    data = tabular.load(str(tmp_path), 0, 0)
+    assert (len(data.train), len(data.test)) == (120, 40)
+    ids, dense = data.train.features["ids"], data.train.features["dense"]
+    assert ids.shape == (120, 14) and dense.shape == (120, 6)
+    assert np.all(ids[:, :-1].max(0) < ids[:, 1:].min(0)) and ids.max() < data.sizes["ids"]
+    job = data.test.features["ids"][:, 6]
+    assert job[0] < ids[:, 6].min() and set(job[1:]) == set(ids[:, 6])
+    assert np.allclose(dense.mean(0), 0, atol=1e-5) and np.allclose(dense.std(0), 1, atol=1e-5)
+    old = dense[:, 0] > dense[data.train.label[:, 0] == 0, 0].max()
+    assert np.array_equal(old, data.train.label[:, 0] == 1) and 0 < data.test.label.mean() < 1
+    assert data.baselines["logistic regression"] > 0.9
+    (tmp_path / "adult.test").unlink()
+    with pytest.raises(SystemExit, match=r"there is no .*adult\.test\[\.xz\].*--data criteo needs no file"):
+        tabular.load(str(tmp_path), 0, 0)
+
+
 def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, list[float]]:
     monkeypatch.setattr(sys, "argv", ["recommender.py", *options])
     assert recommender.main() == 0
