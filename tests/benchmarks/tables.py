@@ -4,18 +4,21 @@ A bag of 20 ids for each of 512 examples, a table of width 16 with lazy Adam, tw
 table has 10,000 rows, and 10,000,000; beside it torch's ``EmbeddingBag(sparse=True)`` with ``SparseAdam`` and ``Adam``, in
 an environment of its own. Times are process time, medians of the steps; programs run in turn. ``--sweep`` has other
 optimizers, widths and batches instead, in fp32; ``--apart`` tables in host memory beside the place, and tables dealt out
-among 2 and 4 ranks under mpiexec, of 256 examples each.
+among 2 and 4 ranks under mpiexec, of 256 examples each; ``--memory`` what state and step take, beside what
+``memory_estimate`` says, and fails where they differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,8 +57,8 @@ OPTIMIZERS: dict[str, dict[str, bool]] = {
 }
 
 
-def ours(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: int = BATCH) -> list[float]:
-    """The times of the steps, seconds."""
+def prepared(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: int = BATCH) -> tuple[Any, ...]:
+    """The program, its loss, an executor, and a scope in which the state is."""
     import amp_transpiler as amp
     from amp_transpiler.nn import functional as F
 
@@ -75,14 +78,65 @@ def ours(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: in
     exe.run(startup, scope=scope)
     if mode != "fp32":
         optimizer.amp_init(amp.CPUPlace(), scope=scope)
-    times, offsets = [], np.arange(0, batch * IDS, IDS)
+    return main, loss, exe, scope
+
+
+def feed_of(step: int, rows: int, batch: int) -> dict[str, np.ndarray]:
+    """What a step is fed: any ids, as many in each bag."""
+    rng = np.random.default_rng(step)
+    ids, offsets = rng.integers(0, rows, batch * IDS), np.arange(0, batch * IDS, IDS)
+    return {"x": ids, "offsets": offsets, "y": rng.random((batch, 1), np.float32)}
+
+
+def ours(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: int = BATCH) -> list[float]:
+    """The times of the steps, seconds."""
+    main, loss, exe, scope = prepared(rows, mode, name, width, batch)
+    times = []
     for step in range(STEPS):
-        rng = np.random.default_rng(step)
-        feed = {"x": rng.integers(0, rows, batch * IDS), "offsets": offsets, "y": rng.random((batch, 1), np.float32)}
+        feed = feed_of(step, rows, batch)
         begin = time.process_time()
         exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
         times.append(time.process_time() - begin)
     return times
+
+
+def memory(rows: int, mode: str) -> list[float]:
+    """Of this process, in MiB: state as forecast and as held, a step beside them as forecast and as measured."""
+    from amp_transpiler.runtime.session import release_memory
+    from tests.tools.memory_run import status, warm_up
+
+    main, loss, exe, scope = prepared(rows, mode)
+    feed = feed_of(0, rows, BATCH)
+    estimate = main.memory_estimate({name: array.shape for name, array in feed.items()}, fetch_list=[loss])
+    state = estimate.parameters + estimate.master_weights + estimate.moments + estimate.other_state
+    held = sum(value.tensor_size_in_bytes() for value in scope.ort_values.values())
+    for value in scope.ort_values.values():  # a page of zeros takes memory once it is written
+        copy = value.numpy().copy()
+        ctypes.memmove(value.data_ptr(), copy.ctypes.data, copy.nbytes)
+        del copy
+    warm_up(exe)
+    release_memory()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # what was the most until now does not count
+    before = status("VmRSS")
+    for step in range(STEPS):
+        exe.run(main, feed=feed_of(step, rows, BATCH), fetch_list=[loss], scope=scope)
+    step_takes = estimate.peak - state - estimate.feeds
+    return [state / 2**20, held / 2**20, step_takes / 2**20, status("VmHWM") - before]
+
+
+def print_memory() -> None:
+    """The table of ``--memory``. AssertionError where state is not what was forecast, or a step's memory far from it."""
+    print("| | state: forecast, held, MiB | a step beside it: forecast, measured |\n|---|---|---|")
+    here = [sys.executable, "-m", "tests.benchmarks.tables", "--memory-of"]
+    for mode in ("fp32", "mixed", "pure"):
+        for rows in ROWS:
+            command = [*here, json.dumps([rows, mode])]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            state, held, step, measured = json.loads(done.stdout.splitlines()[-1])
+            print(f"| {mode}, {rows:,} rows | {state:,.1f}, {held:,.1f} | {step:.1f}, {measured:.1f} |", flush=True)
+            assert abs(held - state) < 0.01, "state is not what was forecast"
+            assert abs(measured - step) < max(4, 0.25 * step), "a step's memory is not what was forecast"
 
 
 def apart(rows: int, host: bool) -> dict[str, list[float]]:
@@ -136,6 +190,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="other optimizers, widths and batches")
     parser.add_argument("--apart", action="store_true", help="tables in host memory, and dealt out among ranks")
     parser.add_argument("--apart-of", type=int, metavar="ROWS", help="a rank of that, or one program by itself")
+    parser.add_argument("--memory", action="store_true", help="memory of state and step, beside the forecast")
+    parser.add_argument("--memory-of", metavar="ARGUMENTS", help="that of one program, in JSON its arguments")
     parser.add_argument("--one", metavar="ARGUMENTS", help="print the times of one program, in JSON its arguments")
     chosen = parser.parse_args()
     if chosen.one:
@@ -148,6 +204,12 @@ def main() -> None:
         found_here = apart(chosen.apart_of, amp.distributed.world_size() == 1)
         if amp.distributed.rank() == 0:
             print(json.dumps(found_here), flush=True)
+        return
+    if chosen.memory_of:
+        print(json.dumps(memory(*json.loads(chosen.memory_of))))
+        return
+    if chosen.memory:
+        print_memory()
         return
     if chosen.apart:
         print_apart(1_000_000)
