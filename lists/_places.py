@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import Any
+
+import onnxruntime
 
 from amp_transpiler.errors import ListError
 from amp_transpiler.lists._schemas import read_text
@@ -18,8 +21,13 @@ class PlaceTraits:
 
     title: str
     provider: str
+    plugin: str
     memory: str
     device: bool
+    numbered: bool
+    one_thread: bool
+    in_place: bool
+    optional: tuple[str, ...]
     host: bool
     emulates: bool
     fused: bool
@@ -41,12 +49,21 @@ class PlaceTraits:
 @cache
 def _table() -> Mapping[str, PlaceTraits]:
     found = tomllib.loads(read_text("places.toml"))
-    return MappingProxyType(
-        {
-            kind: PlaceTraits(**{"fails": {}} | facts | {"dtypes": tuple(facts["dtypes"])})
-            for kind, facts in found.items()
-        }
-    )
+    return MappingProxyType({kind: _traits(facts) for kind, facts in found.items()})
+
+
+def _traits(facts: Mapping[str, Any]) -> PlaceTraits:
+    return PlaceTraits(**{"fails": {}} | {name: _fact(name, fact) for name, fact in facts.items()})
+
+
+def _fact(name: str, fact: Any) -> Any:
+    if name == "gated_add":
+        return bool(fact) and _version(fact) <= _version(onnxruntime.__version__)
+    return tuple(fact) if isinstance(fact, list) else fact
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
 
 
 def place_kinds() -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from amp_transpiler.runtime.chain import Chain
 from amp_transpiler.runtime.collective.current import engine_on, own_rank, several
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.held import as_declared, as_held
-from amp_transpiler.runtime.locks import DEVICES
+from amp_transpiler.runtime.providers import alone, in_turn, on_device
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.session import plain_message
 from amp_transpiler.runtime.shards import Sent
@@ -83,7 +83,9 @@ class Step:
     def _prove(self, graph: onnx.GraphProto | None) -> None:
         states = {port.variable: port.tensor for port in self.states}
         read = [update for update in self.updates if update.name in states]
-        if graph is None:
+        if not place_traits(self.place.kind).in_place:
+            found = [f"a kernel on {self.place!r} cannot write the buffer that it reads"] * len(read)
+        elif graph is None:
             found = ["the graph that the session runs could not be read"] * len(read)
         else:
             pairs = [(states[update.name], update.tensor) for update in read]
@@ -107,14 +109,15 @@ class Step:
         The caller sees to it that nobody writes to the scope meanwhile and, for a program with updates, that nobody
         reads it.
         """
-        try:
-            bindings = self.idle.pop()
-        except IndexError:
-            bindings = _Bindings(self)
-        try:
-            return bindings.run(scope, feeds, return_numpy)
-        finally:
-            self.idle.append(bindings)
+        with alone(self.place):  # binding copies as well
+            try:
+                bindings = self.idle.pop()
+            except IndexError:
+                bindings = _Bindings(self)
+            try:
+                return bindings.run(scope, feeds, return_numpy)
+            finally:
+                self.idle.append(bindings)
 
 
 class _Target:
@@ -171,8 +174,8 @@ class _Bindings:
 
     def _execute_within(self, options: Any) -> None:
         try:
-            if self.memory != "cpu":
-                with DEVICES.reading():
+            if on_device(self.place):
+                with in_turn(self.place):
                     self.binding.synchronize_inputs()
                     self.session.run_with_iobinding(self.binding, options)
                     self.binding.synchronize_outputs()
@@ -312,7 +315,8 @@ class PlainStep:
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
         with watched(f"program '{self.program}'") as options:
             try:
-                results = self.session.run(names, inputs, options)
+                with in_turn(self.place):
+                    results = self.session.run(names, inputs, options)
             except Exception as error:
                 raise ExecutionError(
                     f"onnxruntime failed while it ran program '{self.program}': {failure(error)}"
@@ -359,4 +363,8 @@ def failure(error: Exception) -> str:
         text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below {what}"
     if "cuDNN is unavailable" in text:
         text = f"{text.rstrip('.')}. Install it: onnxruntime-gpu[cuda,cudnn]"
+    if "Too many storage buffers" in text:
+        text = f"{text.rstrip('.')}. Probably a tensor is larger than this GPU binds at once; feed smaller batches"
+    if re.search(r"device (was|is) lost", text, re.IGNORECASE):
+        text = f"{text.rstrip('.')}. What lay on the GPU is gone with it: start anew, from the last checkpoint"
     return text

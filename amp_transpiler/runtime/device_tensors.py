@@ -18,8 +18,8 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentTypeError, PrecisionError
 from amp_transpiler.ir.types import BYTES, NAMES, ONNX_TYPES, element_type, numpy_dtype
-from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
+from amp_transpiler.runtime.providers import allocate, copy, lies_on, on_device, takes_arrays
 
 #: Several elements in one byte: numpy has one a byte, onnxruntime packs them.
 _PACKED = frozenset({"int4", "uint4", "float4e2m1", "int2", "uint2"})
@@ -35,10 +35,6 @@ if _madvise is not None:
 #: DLPack's code of an element type, and its bits.
 _DLPACK = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16)}
 _DLPACK |= {"int32": (0, 32), "int64": (0, 64), "uint32": (1, 32), "uint64": (1, 64)}
-
-
-def _memory(place: Place) -> str:
-    return place_traits(place.kind).memory
 
 
 class _Managed(ctypes.Structure):
@@ -81,10 +77,8 @@ def in_large_pages(address: int, size: int) -> None:
 def empty(shape: Sequence[int], dtype: str, place: Place = _CPU) -> Any:
     """A value of this shape and element type on ``place``, content undefined. ArgumentTypeError for strings."""
     try:
-        value = ort.OrtValue.ortvalue_from_shape_and_type(
-            list(shape), ONNX_TYPES[dtype], _memory(place), place.device_id
-        )
-        if _memory(place) == "cpu":
+        value = allocate(shape, ONNX_TYPES[dtype], place)
+        if not on_device(place):
             in_large_pages(value.data_ptr(), value.tensor_size_in_bytes())
         return value
     except RuntimeError as error:
@@ -102,7 +96,7 @@ def from_array(array: Any, place: Place = _CPU, dtype: str | None = None) -> Any
     if kind in _PACKED:
         return _from_packed(array, kind, place)
     value = empty(array.shape, kind, place)
-    value.update_inplace(_plain(array))
+    write(value, array)
     return value
 
 
@@ -111,8 +105,12 @@ def write(value: Any, content: Any) -> None:
     if isinstance(content, np.ndarray):
         dtype = dtype_of(value)
         packed = dtype in _PACKED
-        content = _from_packed(content, dtype, _CPU) if packed else _plain(np.asarray(content, order="C"))
-    value.update_inplace(content)
+        content = np.asarray(content, order="C")
+        if takes_arrays(value) and not packed:
+            value.update_inplace(_plain(content))
+            return
+        content = alias(content, dtype)
+    copy(content, value)
 
 
 def alias(array: np.ndarray, dtype: str) -> Any:
@@ -174,16 +172,13 @@ def to_array(value: Any) -> np.ndarray:
 def copy_to(value: Any, place: Place) -> Any:
     """A copy of a value on ``place``."""
     target = empty(value.shape(), dtype_of(value), place)
-    target.update_inplace(value)
+    copy(value, target)
     return target
 
 
 def on(value: Any, place: Place) -> bool:
-    """Whether the value lies on this place (no device number is kept by onnxruntime's values on CPU)."""
-    memory = _memory(place)
-    if value.device_name() != memory:
-        return False
-    return memory == "cpu" or value.__dlpack_device__()[1] == place.device_id
+    """Whether the value lies on this place."""
+    return lies_on(value, place)
 
 
 def dtype_of(value: Any) -> str:
@@ -219,4 +214,4 @@ def _from_packed(array: np.ndarray, dtype: str, place: Place) -> Any:
     packed = onnx.numpy_helper.from_array(array.astype(numpy_dtype(dtype))).raw_data
     value = empty(array.shape, dtype)
     ctypes.memmove(value.data_ptr(), packed, len(packed))
-    return value if _memory(place) == "cpu" else copy_to(value, place)
+    return copy_to(value, place) if on_device(place) else value

@@ -80,7 +80,7 @@ class Executor:
     this package, and of other programs a second one serves most shapes after the first: those are lowered alone.
     ``optimization_level`` is onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on it may
     rearrange fp32 arithmetic between two roundings. ``threads`` within one operator (default: onnxruntime's
-    choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits. On CUDA an operator without a
+    choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits. On a GPU an operator without a
     kernel is an error, unless ``allow_cpu_fallback``; with it, and no usable device at all, programs run on
     ``CPUPlace()`` with a warning.
 

@@ -12,7 +12,11 @@ import onnxruntime as ort
 from amp_transpiler.errors import PlaceError
 from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place, WebGPUPlace
+from amp_transpiler.runtime.providers import built_in, plugin
 from amp_transpiler.runtime.session import plain_message, probe
+
+#: How a machine without a GPU runs WebGPU programs, for tests.
+_SOFTWARE = ", or for tests a software one (Mesa's Vulkan >= 24, and ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1)"
 
 
 def require(place: Place) -> None:
@@ -35,13 +39,31 @@ def what_is_missing(place: Place) -> str | None:
 @functools.cache
 def webgpu_missing(device_id: int) -> str | None:
     """What keeps onnxruntime from using this device through WebGPU, in words; None where it can."""
-    if place_traits("webgpu").provider not in ort.get_available_providers():
-        return f"the installed onnxruntime {ort.__version__} was built without WebGPU; install onnxruntime-webgpu"
+    if not built_in("webgpu"):
+        found = plugin("webgpu")
+        if isinstance(found.fault, ImportError):
+            return (
+                f"the installed onnxruntime {ort.__version__} was built without WebGPU, and its plugin is not there; "
+                "install amp-transpiler[webgpu]"
+            )
+        if found.fault is not None:
+            return f"onnxruntime {ort.__version__} does not load its WebGPU plugin: {plain_message(found.fault)}"
+        if not found.devices:
+            return f"onnxruntime's WebGPU plugin finds no GPU; install its driver{_SOFTWARE}"
+    if device_id:
+        return "onnxruntime's WebGPU provider picks the GPU itself, one for a process; write WebGPUPlace(0)"
     try:
         probe(WebGPUPlace(device_id))
     except Exception as error:
-        return f"onnxruntime cannot use device {device_id}: {plain_message(error)}"
+        text = plain_message(error)
+        if "WebGPU adapter" in text:
+            return f"no driver offers WebGPU a GPU ({_after(text, 'WebGPU adapter: ')}); install its driver{_SOFTWARE}"
+        return f"onnxruntime cannot use device {device_id}: {text}"
     return None
+
+
+def _after(text: str, mark: str) -> str:
+    return text.rpartition(mark)[2].rstrip(".")
 
 
 @functools.cache

@@ -24,21 +24,23 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as Load
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
 from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.types import NAMES, numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
-from amp_transpiler.passes.lowering.place import CPUPlace, Place, WebGPUPlace
+from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.passes.lowering.size_check import Inferred
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.collective.current import engine_on
 from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
+from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning
 
-_CUDA, _WEBGPU, _CPU = (place_traits(kind).provider for kind in ("cuda", "webgpu", "cpu"))
+_CPU = place_traits("cpu").provider
 _KINDS = {name.lower(): number for name, number in onnx.TensorProto.DataType.items()}
 _SILENT = 4  # onnxruntime's log level "fatal": what it would log as an error is raised here
 _LEVELS = {
@@ -111,6 +113,7 @@ def create_session(
                 f"program '{name}' is trained by several ranks, and hands what is no tensor across an exchange between "
                 "them; leave sequences and optional values out of the training program"
             )
+    _refuse_types(model.graph, place, name)
     data = _serialized(model, name)
     if place.kind == "cpu" and b"ScatterND" in data and _races(model.graph):
         settings = replace(settings, threads=1)
@@ -222,14 +225,20 @@ def _session(
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if device and not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    # The Python class would otherwise answer a CUDA error (no such device, no memory) with a session on the CPU.
-    return ort.InferenceSession(
-        data,
-        options,
-        providers=_providers(place, settings, fallback),
-        enable_fallback=0,
-        disabled_optimizers=[*unbounded_optimizers(), *UNWANTED, *useless],
-    )
+    providers = None
+    if device and not built_in(place.kind):
+        options.add_provider_for_devices([plugin(place.kind).devices[place.device_id]], {})
+    else:
+        providers = _providers(place, settings, fallback)
+    with alone(place):
+        # The Python class would otherwise answer a CUDA error (no such device, no memory) with a session on the CPU.
+        return ort.InferenceSession(
+            data,
+            options,
+            providers=providers,
+            enable_fallback=0,
+            disabled_optimizers=[*unbounded_optimizers(), *UNWANTED, *useless],
+        )
 
 
 @functools.cache
@@ -270,10 +279,9 @@ def release_memory() -> None:
 
 
 def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
-    if isinstance(place, CPUPlace):
-        return [_CPU]
-    if isinstance(place, WebGPUPlace):
-        return [_WEBGPU, _CPU] if fallback else [_WEBGPU]
+    provider = place_traits(place.kind).provider
+    if not isinstance(place, CUDAPlace):
+        return [provider, _CPU] if fallback and provider != _CPU else [provider]
     options = {
         "device_id": place.device_id,
         "use_tf32": int(settings.tf32),
@@ -281,7 +289,7 @@ def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
     }
     if settings.stream:
         options["user_compute_stream"] = settings.stream
-    cuda = (_CUDA, {name: str(value) for name, value in options.items()})
+    cuda = (provider, {name: str(value) for name, value in options.items()})
     return [cuda, _CPU] if fallback else [cuda]
 
 
@@ -317,7 +325,7 @@ def _warn_of_fallback(data: bytes, place: Place, settings: Settings, name: str) 
     if found:
         warnings.warn(
             f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "
-            "CPU, where stock onnxruntime does not round 16-bit results as CUDA does",
+            "CPU, where stock onnxruntime does not round 16-bit results as a GPU does",
             AmpWarning,
             stacklevel=5,
         )
@@ -330,15 +338,43 @@ def plain_message(error: Exception) -> str:
     return " ".join(text.split())[:1500]
 
 
-def probe(place: Place) -> list[str]:
+def probe(place: Place, dtype: str = "float32") -> list[str]:
     """Run a little there, and the providers of its session; onnxruntime's error where that fails."""
-    session = _session(_probe(), place, Settings(), fallback=True)
-    session.run(None, {"x": np.zeros(2, np.float32)})  # a device too old for this build takes a session, and no run
+    session = _session(_probe(dtype), place, Settings(), fallback=True)
+    with in_turn(place):  # a device too old for this build takes a session, and no run
+        session.run(None, {"x": np.zeros(2, numpy_dtype(dtype))})
     return list(session.get_providers())
 
 
-def _probe() -> bytes:
+def _probe(dtype: str = "float32") -> bytes:
+    kind = dtype.replace("float32", "float")
     model: bytes = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> probe (float[2] x) => (float[2] y) { y = Add(x, x) }'
+        f'<ir_version: 8, opset_import: ["" : 17]> probe ({kind}[2] x) => ({kind}[2] y) {{ y = Add(x, x) }}'
     ).SerializeToString()
     return model
+
+
+@functools.cache
+def _lacks(place: Place) -> frozenset[str]:
+    """The float types that other devices of this kind of place have, and this one has not."""
+    found = set()
+    for dtype in place_traits(place.kind).optional:
+        try:
+            probe(place, dtype)
+        except Exception:  # onnxruntime's errors have no common base class
+            found.add(dtype)
+    return frozenset(found)
+
+
+def _refuse_types(graph: onnx.GraphProto, place: Place, name: str) -> None:
+    """PlaceError for a program with a float type that the device has no arithmetic for."""
+    if not place_traits(place.kind).optional:
+        return
+    kinds = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    kinds |= {tensor.data_type for tensor in graph.initializer}
+    kinds |= {a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
+    for dtype in sorted(_lacks(place) & {NAMES[kind] for kind in kinds if kind in NAMES}):
+        raise PlaceError(
+            f"program '{name}' computes in {dtype}, for which the GPU of {place!r}, or its driver, has no arithmetic",
+            "Leave the program in fp32 there, or run it on CPUPlace(), with every rounding of 16 bit",
+        )

@@ -17,7 +17,7 @@ from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.feeds import LITERALS
-from amp_transpiler.runtime.locks import DEVICES
+from amp_transpiler.runtime.providers import in_turn
 
 #: Element types that onnxruntime holds in no memory of a device.
 _ON_HOST = frozenset({"string", "complex64", "complex128"})
@@ -27,7 +27,7 @@ def staged(feed: Mapping[Any, Any], place: Place) -> dict[Any, Any]:
     """The feed with a copy on ``place`` of each tensor; see ``Executor.stage``."""
     if not isinstance(feed, Mapping):
         raise ArgumentTypeError(f"feed is a dictionary of input name -> array, got {type(feed).__name__}")
-    with DEVICES.reading():
+    with in_turn(place):
         return {name: _staged(value, place) for name, value in feed.items()}
 
 

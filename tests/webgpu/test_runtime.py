@@ -1,0 +1,254 @@
+"""Values, states and sessions on WebGPU: what lies on the device stays there."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.runtime import device_tensors, providers
+from amp_transpiler.runtime.providers import lies_on
+from amp_transpiler.warn import AmpWarning
+
+pytestmark = pytest.mark.webgpu
+
+PLACE = amp.WebGPUPlace(0)
+CLASSES, BATCH, WIDTH = 10, 8, 16
+
+
+@pytest.fixture(autouse=True)
+def fallback() -> Iterator[None]:
+    """What has no kernel yet runs on the CPU here, with a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpWarning)
+        yield
+
+
+@pytest.fixture
+def exe() -> amp.Executor:
+    return amp.Executor(PLACE, allow_cpu_fallback=True)
+
+
+class _Net:
+    """A small classifier with Adam, its test program and its data."""
+
+    def __init__(self, mode: str = "pure") -> None:
+        self.main, self.startup = amp.Program(), amp.Program()
+        with amp.program_guard(self.main, self.startup), amp.unique_name.guard():
+            x, y = amp.data("x", [BATCH, WIDTH], "float32"), amp.data("y", [BATCH, 1], "int64")
+            hidden = amp.nn.fc(x, 12, act="relu")
+            self.loss = amp.nn.functional.cross_entropy(amp.nn.fc(hidden, CLASSES), y)
+            self.test = self.main.clone(for_test=True)
+            self.optimizer: Any = amp.optimizer.Adam(0.02, multi_precision=mode == "pure")
+            if mode != "fp32":
+                self.optimizer = amp.decorate(
+                    self.optimizer, init_loss_scaling=128.0, use_pure_fp16=mode == "pure", use_fp16_guard=False
+                )
+            self.optimizer.minimize(self.loss, self.startup)
+        self.pure = mode == "pure"
+        rng = np.random.default_rng(3)
+        self.feed = {
+            "x": rng.standard_normal((BATCH, WIDTH)).astype(np.float32),
+            "y": rng.integers(0, CLASSES, (BATCH, 1)),
+        }
+
+    def start(self, exe: amp.Executor, scope: amp.Scope) -> None:
+        exe.run(self.startup, scope=scope)
+        if self.pure:
+            self.optimizer.amp_init(exe.place, scope, test_program=self.test, use_fp16_test=True)
+
+    def step(self, exe: amp.Executor, scope: amp.Scope) -> float:
+        return float(exe.run(self.main, self.feed, [self.loss], scope=scope)[0])
+
+
+def _on_device(scope: amp.Scope) -> dict[str, bool]:
+    return {name: lies_on(scope.ort_value(name), PLACE) for name in scope.var_names()}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_steps_leave_the_state_on_the_device(
+    mode: str, exe: amp.Executor, scope: amp.Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = _Net(mode)
+    net.start(exe, scope)
+    losses = [net.step(exe, scope), net.step(exe, scope)]
+    copied: list[Any] = []
+    monkeypatch.setattr(device_tensors, "copy", lambda source, target: copied.append(source))
+    monkeypatch.setattr(device_tensors, "allocate", lambda *given: pytest.fail(f"memory for {given}"))
+    losses += [net.step(exe, scope) for _ in range(8)]
+    monkeypatch.undo()
+    assert not copied
+    assert all(_on_device(scope).values()), _on_device(scope)
+    host, on_host = amp.Executor(amp.CPUPlace()), amp.Scope()
+    net.start(host, on_host)
+    expected = [net.step(host, on_host) for _ in losses]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4 if mode == "fp32" else 2e-2)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_updates_take_turns_of_two_buffers(exe: amp.Executor, scope: amp.Scope) -> None:
+    net = _Net("fp32")
+    net.start(exe, scope)
+    net.step(exe, scope)
+    assert not exe.memory_report(net.main).in_place
+    name = net.main.parameters[0].name
+    values = []
+    for _ in range(4):
+        net.step(exe, scope)
+        values.append(scope.ort_value(name))
+    assert values[0] is values[2] and values[1] is values[3] and values[0] is not values[1]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "int64", "int32", "uint32", "bool", "float64", "uint8", "bfloat16"]
+)
+@pytest.mark.parametrize("shape", [(3,), (), (0,), (2, 5)])
+def test_any_value_goes_up_and_comes_back(dtype: str, shape: tuple[int, ...]) -> None:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    array = (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2).astype(kind)
+    value = device_tensors.from_array(array, PLACE)
+    assert device_tensors.on(value, PLACE) and not device_tensors.on(value, amp.CPUPlace())
+    assert device_tensors.to_array(value).tobytes() == array.tobytes()
+    twin = device_tensors.copy_to(value, PLACE)
+    device_tensors.write(value, np.zeros_like(array))
+    assert device_tensors.to_array(twin).tobytes() == array.tobytes()
+    assert not device_tensors.to_array(value).any()
+    back = device_tensors.copy_to(twin, amp.CPUPlace())
+    assert back.device_name() == "cpu" and device_tensors.to_array(back).tobytes() == array.tobytes()
+
+
+def test_what_a_scope_is_given_the_next_step_reads(exe: amp.Executor, scope: amp.Scope) -> None:
+    net = _Net("fp32")
+    net.start(exe, scope)
+    first = net.step(exe, scope)
+    name = net.main.parameters[0].name
+    scope.set_var(name, np.zeros_like(scope.find_var(name)))
+    net.step(exe, scope)
+    assert _on_device(scope)[name]
+    assert abs(scope.find_var(name)).max() < 0.05 and net.step(exe, scope) != first
+
+
+def test_a_checkpoint_goes_on_where_the_device_stopped(exe: amp.Executor, scope: amp.Scope, tmp_path: Path) -> None:
+    net = _Net("pure")
+    net.start(exe, scope)
+    for _ in range(3):
+        net.step(exe, scope)
+    amp.save_checkpoint(tmp_path / "kept", net.main, scope)
+    expected = [net.step(exe, scope) for _ in range(3)]
+    fresh = amp.Scope()
+    amp.load_checkpoint(tmp_path / "kept", net.main, fresh)
+    assert [net.step(exe, fresh) for _ in range(3)] == expected
+
+
+def test_programs_share_what_lies_on_the_device(exe: amp.Executor, scope: amp.Scope) -> None:
+    net = _Net("pure")
+    net.start(exe, scope)
+    before = float(exe.run(net.test, net.feed, [net.loss.name], scope=scope)[0])
+    assert before == pytest.approx(net.step(exe, scope), rel=2e-2)
+    for _ in range(10):
+        net.step(exe, scope)
+    (value,) = exe.run(net.test, net.feed, [net.loss.name], scope=scope, return_numpy=False)
+    assert lies_on(value, PLACE) and float(device_tensors.to_array(value)) < before
+    assert all(_on_device(scope).values())
+
+
+def test_fetched_values_belong_to_the_caller(exe: amp.Executor, scope: amp.Scope) -> None:
+    net = _Net("fp32")
+    net.start(exe, scope)
+    name = net.main.parameters[0].name
+    kept = [exe.run(net.main, net.feed, [net.loss, name], scope=scope, return_numpy=False) for _ in range(3)]
+    arrays = [[device_tensors.to_array(value) for value in values] for values in kept]
+    net.step(exe, scope)
+    exe.close()
+    for values, found in zip(kept, arrays, strict=True):
+        assert all(device_tensors.to_array(v).tobytes() == a.tobytes() for v, a in zip(values, found, strict=True))
+    assert arrays[0][0] != arrays[1][0]
+
+
+def test_feeds_are_staged_on_the_device(exe: amp.Executor, scope: amp.Scope) -> None:
+    net = _Net("fp32")
+    net.start(exe, scope)
+    staged = exe.stage({"x": net.feed["x"]})
+    assert lies_on(staged["x"], PLACE)
+    with exe.prefetch([net.feed] * 12, ahead=2) as feeds:
+        losses = [float(exe.run(net.main, feed, [net.loss], scope=scope)[0]) for feed in feeds]
+    fresh = amp.Scope()
+    net.start(exe, fresh)
+    assert losses == [net.step(exe, fresh) for _ in losses]
+
+
+def test_threads_wait_for_each_other(exe: amp.Executor) -> None:
+    net, failed = _Net("fp32"), list[BaseException]()
+    results: list[list[float]] = [[], [], []]
+
+    def train(number: int) -> None:
+        try:
+            scope, own = amp.Scope(), amp.Executor(PLACE, allow_cpu_fallback=True)
+            net.start(own, scope)
+            for _ in range(15):
+                results[number].append(net.step(own, scope))
+                scope.find_var(net.main.parameters[0].name)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert results[0] == results[1] == results[2]
+
+
+def test_averages_and_windows_of_accumulation(exe: amp.Executor, scope: amp.Scope) -> None:
+    main, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [4, 3], "float32")
+        loss = amp.nn.functional.mean(amp.nn.fc(x, 1))
+        amp.decorate(amp.optimizer.SGD(0.5), accumulate_steps=2).minimize(loss, startup)
+        average = amp.optimizer.ExponentialMovingAverage(0.5)
+        average.update()
+    feed = {"x": np.ones((4, 3), np.float32)}
+    exe.run(startup, scope=scope)
+    losses = [float(exe.run(main, feed, [loss], scope=scope)[0]) for _ in range(6)]
+    assert losses[0] == losses[1] > losses[2] == losses[3] > losses[4]
+    host = {main.accumulation.counter.name} if main.accumulation is not None else set()
+    assert all(there for name, there in _on_device(scope).items() if name not in host)
+    name = main.parameters[0].name
+    now = scope.find_var(name)
+    with average.applied(scope):
+        assert not np.array_equal(scope.find_var(name), now)
+    assert np.array_equal(scope.find_var(name), now)
+
+
+def test_another_number_than_0_is_refused() -> None:
+    with pytest.raises(
+        amp.errors.PlaceError, match=r"WebGPUPlace\(1\) cannot be used: .*picks the GPU itself.*WebGPUPlace\(0\)"
+    ):
+        amp.Executor(amp.WebGPUPlace(1))
+
+
+def test_a_program_in_fp16_is_refused_where_the_gpu_has_none(
+    monkeypatch: pytest.MonkeyPatch, exe: amp.Executor, scope: amp.Scope
+) -> None:
+    from amp_transpiler.runtime import session
+
+    monkeypatch.setattr(session, "_lacks", lambda place: frozenset({"float16"}))
+    net = _Net("pure")
+    net.start(exe, scope)
+    with pytest.raises(amp.errors.PlaceError, match=r"computes in float16.*fp32.*CPUPlace\(\)"):
+        net.step(exe, scope)
+    plain, fresh = _Net("fp32"), amp.Scope()
+    plain.start(exe, fresh)
+    plain.step(exe, fresh)
+
+
+def test_the_provider_is_found_once() -> None:
+    assert providers.built_in("webgpu") != bool(providers.plugin("webgpu").devices)
