@@ -52,7 +52,7 @@ def test_a_sum_sticks_and_overflows() -> None:
     assert np.isinf(_run(lowered, feeds)).all()
 
 
-@pytest.mark.parametrize(("count", "widens"), [(8, False), (64, True)])
+@pytest.mark.parametrize(("count", "widens"), [(6, False), (7, True)])
 def test_long_sums_are_widened(count: int, widens: bool) -> None:
     feeds = {"a": half(4, count), "b": half(count, 4)}
     program = _program("MatMul", feeds)
@@ -83,7 +83,7 @@ def test_an_executor_trains_with_the_arithmetic_of_a_place() -> None:
     with pytest.raises(ArgumentError, match="emulates one of cpu, cuda, webgpu"):
         amp.CPUPlace(emulate="metal")
     assert repr(amp.CPUPlace(emulate="webgpu")) == "CPUPlace(emulate='webgpu')"
-    feeds = {"a": half(4, 8), "b": half(8, 4)}
+    feeds = {"a": half(4, 6), "b": half(6, 4)}
     program = _program("MatMul", feeds)
     results = [
         amp.Executor(amp.CPUPlace(emulate=kind)).run(program, feed=feeds, fetch_list=["y"])[0]
