@@ -152,6 +152,21 @@ def _log_softmax(
     return [e.cast(e.Sub(apart, e.Log(e.ReduceSum(e.Exp(apart), axes, keepdims=1))), x.dtype)]
 
 
+@body("ReduceLogSumExp")
+def _log_sum_exp(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value]:
+    """max + log(sum(exp(x - max))), in fp32; where the largest is infinite, it is the result by itself."""
+    x, *axes = _given(inputs)
+    wide, keep = e.f32(x), {"noop_with_empty_axes": attrs.get("noop_with_empty_axes", 0)}
+    largest = e.ReduceMax(wide, *axes, keepdims=1, **keep)
+    most = e.Where(e.Less(e.Abs(largest), e.like(math.inf, largest)), largest, e.like(0, largest))
+    found = e.Add(e.Log(e.ReduceSum(e.Exp(e.Sub(wide, most)), *axes, keepdims=1, **keep)), most)
+    if not attrs.get("keepdims", 1):
+        found = e.Squeeze(found, *axes)
+    return [e.cast(found, x.dtype)]
+
+
 @body("Neg")
 def _neg(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]

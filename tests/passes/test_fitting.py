@@ -90,6 +90,15 @@ def test_a_constant_beyond_32_bits_is_refused() -> None:
         lower(main, "webgpu", {}, [y])
 
 
+@pytest.mark.parametrize(("dtype", "other"), [("bfloat16", "float16"), ("float64", "float32")])
+def test_float_types_that_the_place_lacks_are_refused(dtype: str, other: str) -> None:
+    main = amp.Program("main")
+    with amp.program_guard(main):
+        loss = F.mean(amp.nn.fc(F.cast(amp.data("x", [2, 3], "float32"), dtype), 4))
+    with pytest.raises(GraphError, match=rf"'.+' computes with {dtype} .*WebGPU tensors are float16 or.* with {other}"):
+        lower(main, "webgpu", {}, [loss])
+
+
 # -- bodies ---------------------------------------------------------------------------------------------
 F32 = np.array([[0.0, -0.0, 1.5], [-2.0, np.inf, -np.inf], [np.nan, 3e38, -1e-40]], np.float32)
 F16 = np.array([[0.0, -0.0, 1.5], [-2.0, np.inf, -np.inf], [np.nan, 6e4, -1e-7]], np.float16)
@@ -111,6 +120,9 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("IsInf", [F32], {"detect_negative": 0}),
     ("LogSoftmax", [PLAIN], {"axis": 2}),
     ("LogSoftmax", [PLAIN.astype(np.float16)], {}),
+    ("ReduceLogSumExp", [-20 * PLAIN, np.array([2, -1])], {"keepdims": 0}),
+    ("ReduceLogSumExp", [np.array([[-np.inf, -np.inf], [np.inf, 1], [1e3, np.nan]], np.float32), np.array([1])], {}),
+    ("ReduceLogSumExp", [PLAIN.astype(np.float16)], {"keepdims": 0}),
     ("Neg", [WHOLE], {}),
     ("Abs", [WHOLE], {}),
     ("Sign", [F32], {}),
@@ -138,7 +150,7 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
 
 
 #: Inputs that say sizes, axes and places: constants.
-SAID = {"Reshape": 1, "Squeeze": 1, "Split": 1, "Slice": 1, "Tile": 1, "OneHot": 1}
+SAID = {"Reshape": 1, "Squeeze": 1, "Split": 1, "Slice": 1, "Tile": 1, "OneHot": 1, "ReduceLogSumExp": 1}
 
 
 @pytest.mark.parametrize(("type_", "inputs", "attrs"), CASES, ids=[f"{n}-{c[0]}" for n, c in enumerate(CASES)])
@@ -169,6 +181,6 @@ def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.nd
     running = session(lowered.model, "DISABLE_ALL")
     found = dict(zip(made, running.run(made, {n: a.astype(held[n]) for n, a in feed.items()}), strict=True))
     for name, want in zip(made, wanted, strict=True):
-        exact = type_ not in ("LogSoftmax", "Mean")
+        exact = type_ not in ("LogSoftmax", "Mean", "ReduceLogSumExp")
         assert np.allclose(found[name], want, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6, equal_nan=True)
         assert found[name].dtype == want.dtype or want.dtype == np.int64

@@ -22,7 +22,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.signature import Signature, signature
-from amp_transpiler.ir.types import NAMES, ONNX_TYPES
+from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
 from amp_transpiler.lists import kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
@@ -64,6 +64,7 @@ class _Fitting:
         nodes: list[onnx.NodeProto] = []
         origins: list[Operator | None] = []
         for node, origin in zip_longest(list(graph.node), lowered.origins):
+            self._check(node, origin)
             made = list(self._fit(node))
             nodes += made
             origins += [origin] * len(made)
@@ -77,6 +78,18 @@ class _Fitting:
             held = {key: value for key, value in values.items() if value.name in self.narrow}
             values.update({key: replace(value, dtype=_NARROW) for key, value in held.items()})
         return lowered
+
+    def _check(self, node: onnx.NodeProto, origin: Operator | None) -> None:
+        """GraphError where a tensor has a float type that the place's tensors cannot have."""
+        for name in (*node.input, *node.output):
+            kind = self._dtype(name)
+            if kind in FLOATS and kind not in self.at.dtypes:
+                label, other = node.name if origin is None else origin.label, "float16" if kind in HALF else "float32"
+                raise GraphError(
+                    f"operator '{label}' computes with {kind} ('{name}'), and on {self.at.title} tensors are "
+                    f"{' or '.join(self.at.dtypes)}. Build or rewrite the program with {other} there, or run it on "
+                    "another place"
+                )
 
     def _type(self, name: str) -> Type:
         if name not in self.types and name in self.e.initializers:  # a body's constant
@@ -240,7 +253,7 @@ class _Fitting:
         array = onnx.numpy_helper.to_array(self.e.initializers[name])
         if array.size and (int(array.min()) < _LEAST or int(array.max()) > _MOST):
             raise GraphError(
-                f"constant '{name}' goes from {array.min()} to {array.max()}; {self.at.provider} computes with no "
+                f"constant '{name}' goes from {array.min()} to {array.max()}; {self.at.title} computes with no "
                 f"64-bit integers, and 32 bits hold {_LEAST} to {_MOST}. Give it other content, or run on CPU"
             )
         return onnx.numpy_helper.from_array(array.astype(_NARROW), new)
