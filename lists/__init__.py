@@ -16,6 +16,7 @@ from amp_transpiler.lists._kernels import (
     has_kernel,
     kernel_types,
     no_kernel,
+    parts_of,
     unsupported_operators,
     unsupported_reason,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "kept_fp32",
     "kernel_types",
     "no_kernel",
+    "parts_of",
     "place_kinds",
     "place_traits",
     "resolve",

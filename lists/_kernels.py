@@ -209,6 +209,15 @@ def no_kernel(place: str) -> str:
     return f"no {place_traits(place).title} kernel for "
 
 
+def parts_of(op_type: str, dtype: str, opset: int, place: str) -> tuple[str, ...]:
+    """The operator types that onnxruntime computes an operator of ai.onnx by on a place without a kernel for it; none
+    where there is one, or nothing to compute it by."""
+    if has_kernel(place_traits(place).provider, op_type, dtype, opset):
+        return ()
+    schema = _schema(op_type, opset, "")
+    return () if schema is None else tuple(dict.fromkeys(part for part, _ in _function_nodes(schema, dtype)))
+
+
 def unsupported_operators(dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> frozenset[str]:
     """The float operators of ai.onnx for which :func:`unsupported_reason` has a reason."""
     return frozenset(

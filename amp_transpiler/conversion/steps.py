@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.io_types import io_to_narrow
+from amp_transpiler.conversion.store_weights import store_weights
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
@@ -18,6 +19,7 @@ from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.inner_roundings import keep_rounded
 from amp_transpiler.passes.numerics.known import known_constraints
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
@@ -41,6 +43,7 @@ def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | 
     if not options.numeric_guards:
         return Constraints() if options.mode == "auto" else None
     constraints = known_constraints(program, options.dtype, ranges, options.tell)
+    keep_rounded(program, options.kind, options.dtype, constraints)
     if options.mode == "auto" and not options.searches:
         _keep_unproved(program, ranges, constraints, options)
     return constraints
@@ -62,7 +65,9 @@ def assigned(program: Graph, constraints: Constraints | None, options: Conversio
     """Decide every operator and insert the casts."""
     options.tell("minimum cut and casts")
     outside, narrow = _outside(program, options), io_to_narrow(program, options)
-    return assign(program, options.lists, options.mode, constraints, outside=outside, narrow_io=narrow)
+    made = assign(program, options.lists, options.mode, constraints, outside=outside, narrow_io=narrow)
+    store_weights(program, constraints, options.dtype)
+    return made
 
 
 def _outside(program: Graph, options: ConversionOptions) -> Callable[[Operator], Reason | None] | None:

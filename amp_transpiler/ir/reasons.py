@@ -67,6 +67,8 @@ class Kind(Enum):
     # -- kernels and schemas -----------------------------------------------------------------------
     NO_KERNEL = no_kernel(USUAL_PLACE) + "{detail}"
     NO_KERNEL_THERE = "no {subject} kernel for {detail}"
+    ROUNDED_SUM = "{subject} adds it up in {detail}, an error worth {detail} roundings of the result"
+    ROUNDED_INSIDE = "{subject} computes it in {detail}, an error worth {detail} roundings of the result"
     FAULT = "the kernel of {subject} fails on its operands ({detail}): {detail}"
     NO_CAST = "Cast does not know {detail} at opset {detail}"
     NOT_TAKEN = "{detail} does not take {detail} at opset {detail}"

@@ -67,7 +67,7 @@ def test_what_has_no_kernel_on_the_place_stays_fp32() -> None:
 @pytest.mark.parametrize("place", ["webgpu", amp.WebGPUPlace(0)])
 def test_a_norm_with_fp32_statistics(place: Any) -> None:
     assert only(amp.convert(filled(NORMED)), "BatchNormalization").precision == "float16"
-    op = only(amp.convert(filled(NORMED), place=place), "BatchNormalization")
+    op = only(amp.convert(filled(NORMED), place=place, numeric_guards=False), "BatchNormalization")
     assert op.precision == "float32" and op.why.kind is Kind.FAULT
     assert "does not compile" in str(op.why) and parse(str(op.why)) == op.why
 
@@ -123,3 +123,65 @@ def test_steps_make_a_convolution_of_points_one_of_those(kernel: int) -> None:
 def test_what_cannot_be_asked_for(options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         amp.convert(filled(RECURRENT), **options)
+
+
+# -- sums ------------------------------------------------------------------------------------------------
+def product(count: int, width: int = 64) -> onnx.ModelProto:
+    return filled(
+        f"m (float[4,{count}] x) => (float[n,o] y) <float[{count},{width}] w> {{ a = MatMul(x, w) y = Relu(a) }}"
+    )
+
+
+def test_a_long_sum_is_fp32_and_its_weights_are_16_bit() -> None:
+    program = amp.convert(product(256), place="webgpu")
+    op = only(program, "MatMul")
+    assert op.precision == "float32" and op.why.kind is Kind.ROUNDED_SUM and parse(str(op.why)) == op.why
+    assert (
+        str(op.why) == "fp32: WebGPU adds it up in float16, an error worth 11 roundings of the result"
+    )  # of sqrt(129)
+    written = program.to_onnx()
+    assert [tensor.data_type for tensor in written.graph.initializer] == [onnx.TensorProto.FLOAT16]
+    x = np.random.default_rng(1).random((4, 256), dtype=np.float32)
+    wanted = run(product(256), x=x)
+    error = np.linalg.norm(run(written, x=x) - wanted) / np.linalg.norm(wanted)
+    assert 1e-6 < error < 3e-4  # the weights are rounded, and nothing else
+    assert only(amp.convert(product(256)), "MatMul").precision == "float16"
+    again = amp.convert(written, place="webgpu")
+    assert [op.type for op in again.walk()] == [op.type for op in program.walk()]
+
+
+def test_a_short_sum_stays_16_bit() -> None:
+    assert only(amp.convert(product(6), place="webgpu"), "MatMul").precision == "float16"
+
+
+def test_modes_that_ask_for_it_literally() -> None:
+    program = amp.convert(product(256), place="webgpu", numeric_guards=False)
+    assert only(program, "MatMul").precision == "float16"
+    program = amp.convert(product(256), place="webgpu", white_list=["MatMul"])
+    assert only(program, "MatMul").precision == "float16"
+
+
+def test_a_function_that_is_computed_in_16_bit() -> None:
+    model = filled("m (float[64,64] x) => (float[64,64] y) { a = Softmax(x) b = Neg(x) c = Neg(b) y = Add(a, c) }")
+    why = only(amp.convert(model, place="webgpu"), "Softmax").why
+    assert why.kind is Kind.ROUNDED_INSIDE and why.runs == "fp32"
+
+
+def test_a_weight_that_16_bit_operators_read_too_is_held_once() -> None:
+    text = (
+        "m (float[4,256] x, int64[9] ids) => (float[n,o] y, float[m,o] z) <float[256,64] w>"
+        " { a = MatMul(x, w) y = Relu(a) b = Gather(w, ids) z = Neg(b) }"
+    )
+    program = amp.convert(filled(text), place="webgpu", keep_io=["x", "ids", "y"])
+    assert only(program, "Gather").precision == "float16" and only(program, "MatMul").precision == "float32"
+    (weight,) = program.to_onnx().graph.initializer
+    assert weight.data_type == onnx.TensorProto.FLOAT16
+
+
+def test_a_weight_that_16_bit_does_not_hold_stays() -> None:
+    model = product(256)
+    array = onnx.numpy_helper.to_array(model.graph.initializer[0]).copy()
+    array[0, 0] = 1e6
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(array, "w"))
+    (weight,) = amp.convert(model, place="webgpu").to_onnx().graph.initializer
+    assert weight.data_type == onnx.TensorProto.FLOAT

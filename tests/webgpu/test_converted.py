@@ -53,6 +53,12 @@ def test_a_convolution_that_is_wrong_as_it_stands(channels: int) -> None:
     assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 5e-3
 
 
+def test_a_long_sum_loses_what_storage_does() -> None:
+    model = filled("m (float[1,2048] x) => (float[n,o] y) <float[2048,64] w> { a = MatMul(x, w) y = Neg(a) }")
+    assert off(model, amp.convert(model).to_onnx()) > 1e-3
+    assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 4e-4
+
+
 def test_a_norm_whose_shader_does_not_compile() -> None:
     model = filled(NORMED)
     with pytest.raises(Exception, match="BatchNormalization"):

@@ -40,16 +40,23 @@ class Arithmetic:
         """How a kernel rounds inside: the order of a sum that is rounded after each addition, "inside" where no sum is
         told apart, "widened" where it is to compute in fp32, "" where it rounds once. Shapes are of inputs, results.
         """
-        found = roundings(self.kind, dtype)
-        if found is None:
-            return ""
-        order = next((o for where, o in found.orders.get(full_type, ()) if _HOLDS[where](attrs, shapes)), "")
-        worth = found.inside.get(full_type, 0.0)
-        if order:
-            worth = _worth(order, full_type, attrs, shapes, made)
+        order, worth = self.rounds(full_type, dtype, attrs, shapes, made)
         if self.widens and worth > MOST:
             return "widened"
         return order or ("inside" if worth else "")
+
+    def rounds(
+        self, full_type: str, dtype: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes
+    ) -> tuple[str, float]:
+        """The order in which the kernel of an operator adds up, rounding after each addition, "" for none; and how many
+        roundings of its result its error is worth (mean squares): 0 where it rounds once."""
+        found = roundings(self.kind, dtype)
+        if found is None:
+            return "", 0.0
+        order = next((o for where, o in found.orders.get(full_type, ()) if _HOLDS[where](attrs, shapes)), "")
+        if order:
+            return order, _worth(order, full_type, attrs, shapes, made)
+        return "", found.inside.get(full_type, 0.0)
 
 
 def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float:

@@ -1,0 +1,63 @@
+"""Weights of operators that compute in fp32 because of their sums are stored in 16 bit all the same."""
+
+from __future__ import annotations
+
+import math
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.types import SHORT
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.inner_roundings import ROUNDED
+from amp_transpiler.passes.precision.casts import add_cast
+from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.typing import programs
+
+#: Elements of a weight from which on its bytes matter.
+_LARGE = 1024
+
+
+def store_weights(program: Graph, constraints: Constraints | None, dtype: str) -> None:
+    """Store in ``dtype`` what only operators read that are fp32 for their sums, with a cast to fp32 before them."""
+    kept = constraints.tensors if constraints is not None else {}
+    for variable in [v for each in programs(program) for v in each.variables if v not in kept and _only_summed(v)]:
+        _store(variable, dtype)
+
+
+def _only_summed(variable: Variable) -> bool:
+    """Whether it is a large constant that only operators read whose sums keep them fp32."""
+    if variable.dtype != "float32" or variable.producer is not None or not variable.readers:
+        return False
+    if not constants.is_constant(variable) or variable in variable.program.outputs:
+        return False
+    if math.prod(size if isinstance(size, int) else 1 for size in variable.shape or ()) < _LARGE:
+        return False
+    return all(_sums(op) for op, _ in variable.readers)
+
+
+def _sums(op: Operator) -> bool:
+    """Whether an operator is fp32 for its sums, or hands a weight on to such alone."""
+    if op.why is not None and op.why.kind in ROUNDED:
+        return True
+    found, made = lookup(op), op.output(0)
+    if found is None or not found.exact or op.precision != "float32" or made is None or made in op.program.outputs:
+        return False
+    return bool(made.readers) and all(_sums(reader) for reader, _ in made.readers)
+
+
+def _store(variable: Variable, dtype: str) -> None:
+    program, name = variable.program, f"{variable.name}.cast_{SHORT[dtype]}"
+    copy = program.find(name)
+    if copy is not None and copy.dtype == dtype and copy.shape == variable.shape and constants.is_constant(copy):
+        narrow = copy  # 16-bit operators read it too
+    else:
+        narrow, array = variable, constants.converted(variable, dtype, "")
+    wide = program.add_variable(program.unique(f"{variable.name}.cast_{SHORT['float32']}"), "float32", variable.shape)
+    program.replace_uses(variable, wide)
+    if narrow is variable:
+        constants.replace(variable, array)
+        variable.dtype = dtype
+    else:
+        program.remove_variable(variable)
+    add_cast(narrow, wide)
