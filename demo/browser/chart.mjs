@@ -1,5 +1,7 @@
 // A line over steps on a canvas, in the colours of the page.
 
+let steps = 10; // of all charts, so that they lie below each other
+
 /** Draws points (step, value) as they come. `scale`: "linear", "log2" or "share" (0 to 1). */
 export class Chart {
   constructor(canvas, { name, scale = "linear", smooth = 0, stepped = false, goal = null, format = String }) {
@@ -10,16 +12,19 @@ export class Chart {
   }
 
   clear() {
+    steps = 10;
     this.points = [];
     this.marks = [];
-    this.mean = null;
+    this.mean = 0;
     this.wanted = false;
     this.draw();
   }
 
   add(step, value) {
+    steps = Math.max(steps, step);
     if (Number.isFinite(value)) {
-      this.mean = this.mean === null ? value : this.mean + (value - this.mean) * (this.smooth ? 1 / this.smooth : 1);
+      const weight = 1 / Math.min(this.points.length + 1, this.smooth || 1);
+      this.mean = (1 - weight) * this.mean + weight * value;
       this.points.push([step, value, this.mean]);
     }
     this.later();
@@ -46,7 +51,8 @@ export class Chart {
     if (!values.length) return this.scale === "log2" ? [1, 2] : [0, 1];
     if (this.scale === "log2") return [Math.min(...values) / 2, Math.max(...values) * 2];
     const sorted = values.toSorted((a, b) => a - b);
-    return [0, sorted[Math.floor(0.99 * (sorted.length - 1))] * 1.1 || 1]; // a bad step's loss does not flatten the rest
+    const high = sorted[Math.round(0.97 * (sorted.length - 1))]; // a bad step's loss does not flatten the rest
+    return [0, high * 1.15 || 1];
   }
 
   draw() {
@@ -64,7 +70,6 @@ export class Chart {
     context.font = `11px ${style.fontFamily}`;
     const [low, high] = this.range();
     const [left, top, right, bottom] = [44, 8, width - 8, height - 18];
-    const steps = Math.max(10, this.points.at(-1)?.[0] ?? 0, this.marks.at(-1) ?? 0);
     const x = (step) => left + ((right - left) * step) / steps;
     const bend = this.scale === "log2" ? Math.log2 : Number;
     const y = (value) => bottom - ((bottom - top) * (bend(Math.min(Math.max(value, low), high)) - bend(low))) / (bend(high) - bend(low));

@@ -49,10 +49,19 @@ export class Pad {
 
   clear() {
     this.empty = true;
-    this.context.fillStyle = "#000";
-    this.context.fillRect(0, 0, SIDE, SIDE);
+    this.#wipe();
+    this.context.fillStyle = "#888";
+    this.context.font = "20px system-ui, sans-serif";
+    this.context.textAlign = "center";
+    const hint = this.task.kind === "digits" ? "draw a digit here" : "webcam, files, or draw";
+    this.context.fillText(hint, SIDE / 2, SIDE / 2); // goes with the first stroke
     this.$("add").disabled = !this.camera;
     for (const line of this.$("scores").children) this.#line(line, 0, false);
+  }
+
+  #wipe() {
+    this.context.fillStyle = "#000";
+    this.context.fillRect(0, 0, SIDE, SIDE);
   }
 
   // -- drawing -------------------------------------------------------------------------------------------
@@ -62,6 +71,7 @@ export class Pad {
     const at = (event) => [(event.offsetX * SIDE) / canvas.clientWidth, (event.offsetY * SIDE) / canvas.clientHeight];
     let last = null;
     canvas.onpointerdown = (event) => {
+      if (!this.task) return;
       canvas.setPointerCapture(event.pointerId);
       last = at(event);
       this.#stroke(last, last);
@@ -77,6 +87,7 @@ export class Pad {
 
   #stroke([x, y], [u, v]) {
     const { context } = this;
+    if (this.empty) this.#wipe();
     context.strokeStyle = "#fff";
     context.lineWidth = 24;
     context.lineCap = "round";
