@@ -35,7 +35,7 @@ def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     """The options that every demo takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_modes(parser, MODES)
-    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
+    parser.add_argument("--place", choices=["cpu", "cuda", "webgpu"], default="cpu", help="device to train on")
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the training data")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -56,7 +56,7 @@ def add_precision_options(parser: argparse.ArgumentParser, modes: tuple[str, ...
     """The options of the larger demos on how to compute."""
     add_modes(parser, modes)
     parser.add_argument("--loss-scale", default="dynamic", help="dynamic, or a number for a static scale")
-    parser.add_argument("--place", choices=["cpu", "cuda"], default="cpu", help="device to train on")
+    parser.add_argument("--place", choices=["cpu", "cuda", "webgpu"], default="cpu", help="device to train on")
     parser.add_argument("--threads", type=int, help="threads of one operator (default: all cores)")
 
 
@@ -79,10 +79,10 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
     return {"incr_every_n_steps": 200} if options.dtype == "float16" else {}
 
 
-def place_of(name: str) -> amp.CPUPlace | amp.CUDAPlace:
-    """CPUPlace(), or the CUDA device of this rank."""
-    if name == "cpu":
-        return amp.CPUPlace()
+def place_of(name: str) -> amp.CPUPlace | amp.CUDAPlace | amp.WebGPUPlace:
+    """CPUPlace(), WebGPUPlace(0), or the CUDA device of this rank."""
+    if name != "cuda":
+        return amp.CPUPlace() if name == "cpu" else amp.WebGPUPlace(0)
     several = amp.distributed.world_size() > 1
     return amp.distributed.get_engine().place if several else amp.CUDAPlace(0)  # type: ignore[attr-defined]
 

@@ -11,11 +11,8 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists.devices import devices
 from amp_transpiler.passes.lowering.cost_comparison import compare_costs
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
-from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.passes.lowering.place import PLACES
 from amp_transpiler.program import Program
-
-#: Places by their names in options.
-PLACES: dict[str, Place] = {"cpu": CPUPlace(), "cuda": CUDAPlace(0)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +43,9 @@ def show(program: Program, options: argparse.Namespace) -> None:
     place = PLACES[options.place]
     estimate = program.cost_estimate(place, sizes)
     print(estimate)
-    if options.place == "cpu":
+    if not estimate.has_forecast:
+        if options.place != "cpu":
+            print("no forecast: those are of CUDA devices")
         return
     if any(v.dtype in HALF for each in program.blocks for v in each.variables):
         print(_forecasts(estimate, options.device))

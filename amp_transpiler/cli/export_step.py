@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from amp_transpiler.cli.cost import PLACES, shapes
+from amp_transpiler.cli.cost import shapes
 from amp_transpiler.cli.training_options import add_training_options, training_options
 from amp_transpiler.export.model_step import export_model_step
+from amp_transpiler.passes.lowering.place import PLACES
 from amp_transpiler.program import Program
 
 #: Arguments that are none of the fields of FitOptions.

@@ -19,9 +19,9 @@ from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
-from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
+from amp_transpiler.passes.lowering.place import PLACES, Place
 from amp_transpiler.runtime.collective.current import current
-from amp_transpiler.runtime.missing import cuda_missing
+from amp_transpiler.runtime.missing import what_is_missing
 
 #: Bytes of a model from which on what is trained of it may get a data file beside it.
 _LARGE = 1 << 30
@@ -30,14 +30,15 @@ _LARGE = 1 << 30
 def chosen_place(place: Place | str, options: FitOptions) -> Place:
     """The place, which is there. ArgumentError: a name that is none; PlaceError: no such device."""
     if isinstance(place, str):
-        if place not in ("cpu", "cuda"):
-            raise ArgumentError(f"{options.called('place')} is {place!r}; expected 'cpu' or 'cuda'")
-        own = getattr(current(), "place", None)  # of several ranks each has a device
-        place = CPUPlace() if place == "cpu" else own if isinstance(own, CUDAPlace) else CUDAPlace(0)
-    missing = cuda_missing(place.device_id) if isinstance(place, CUDAPlace) else None
+        if place not in PLACES:
+            kinds = ", ".join(map(repr, PLACES))
+            raise ArgumentError(f"{options.called('place')} is {place!r}; expected one of {kinds}")
+        own: Place | None = getattr(current(), "place", None)  # of several ranks each has a device
+        place = own if own is not None and own.kind == place else PLACES[place]
+    missing = what_is_missing(place)
     if missing is not None:
-        cuda, cpu = options.said("place", "cuda"), options.said("place", "cpu")
-        raise PlaceError(f"{cuda}: {missing}. Train on the processor instead: {cpu}")
+        device, cpu = options.said("place", place.kind), options.said("place", "cpu")
+        raise PlaceError(f"{device}: {missing}. Train on the processor instead: {cpu}")
     return place
 
 

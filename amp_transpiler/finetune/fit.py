@@ -66,7 +66,7 @@ def fit(
             to end bit for bit where one in a single run ends. Options given here win over those of the checkpoint, as
             far as it stays the same training; the others are the checkpoint's.
         log: a folder for ``steps.csv``, ``epochs.csv`` and TensorBoard.
-        place: "cpu", "cuda" or a place.
+        place: "cpu", "cuda", "webgpu" or a place.
         cache_dir: a folder in which optimised models are kept, so that a training of the same model starts sooner; see
             ``Executor``.
         say: called with each line that there is to say; logged where None.

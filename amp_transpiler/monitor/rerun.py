@@ -11,6 +11,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of
 from amp_transpiler.passes.view.training_step import TrainingStep
@@ -87,18 +88,19 @@ class Rerun:
         fed = feeds.check(self.feed)
         feeds.check_shapes(fed)
         shapes = {name: shape_of(value) for name, value in fed.items() if program.var(name).dtype is not None}
-        # Arithmetic in fp32 is that of the lowering for CPU, which runs on CUDA just as well.
-        kind = "cpu" if keep_fp32 else self.place.kind
+        # Arithmetic in fp32 is that of the lowering for CPU, which runs as well on a device with 64-bit integers.
+        kind, place = ("cpu" if keep_fp32 else self.place.kind), self.place
         arithmetic = arithmetic_of(self.place)
         lowered = lower(program, kind, shapes, targets, updates=False, keep_fp32=keep_fp32, arithmetic=arithmetic)
-        settings = self.settings
-        if keep_fp32 and self.place.kind == "cuda":
+        settings, traits = self.settings, place_traits(place.kind)
+        if keep_fp32 and traits.device:
             settings = Settings(settings.optimization_level, settings.threads, settings.tf32, allow_cpu_fallback=True)
-        session, _ = create_session(lowered.model, self.place, settings, program.name)
+            place = place if traits.wide_integers else CPUPlace()
+        session, _ = create_session(lowered.model, place, settings, program.name)
         startup = program.startup.name if program.startup is not None else ""
         if needs_plain(lowered):
-            return feeds, PlainStep(session, lowered, self.place, program.name, startup)
-        return feeds, Step(session, None, lowered, self.place, program.name, startup)
+            return feeds, PlainStep(session, lowered, place, program.name, startup)
+        return feeds, Step(session, None, lowered, place, program.name, startup)
 
     def is_bad(self, parts: TrainingStep, keep_fp32: Collection[str] = frozenset()) -> bool:
         """Whether the step is bad: a found_inf that is true, or a number among what is tested that is not finite."""

@@ -105,6 +105,9 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     sizes = 4 * (3 * 32 * 64 + 64 * 64 + 32 * 64)
     assert f"2 kernels move {sizes / 1024:.1f} KiB: fp32" in out and f"{'MatMul':<32} {1:>8}" in out
     assert "pure: will not pay on T4, because launches bind it" in out and "A100" in out and "H100" not in out
+    assert main(["info", path, "--cost", "--shape", "x=32,64", "--place", "webgpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "on WebGPUPlace(0)" in printed and printed.endswith("no forecast: those are of CUDA devices\n")
     assert main(["info", path, "--cost", "--shape", "x=32,64", "--place", "cpu"]) == 0
     assert "T4" not in capsys.readouterr().out
     amp.convert(path).to_onnx(tmp_path / "half.onnx")

@@ -15,7 +15,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.finetune.data import Samples
-from amp_transpiler.runtime.missing import cuda_missing
+from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.runtime.missing import what_is_missing
 from tests.helpers.fitting import features, linear
 
 
@@ -206,16 +207,18 @@ def test_what_is_refused_is_refused_before_anything_is_told(
     assert out == "" and err.startswith("amp-transpile: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("place", [amp.CUDAPlace(0), amp.WebGPUPlace(0)], ids=repr)
 def test_without_a_gpu_the_command_line_names_its_own_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if cuda_missing(0) is None:
+    if what_is_missing(place) is None:
         pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     onnx.save(linear(), "model.onnx")
     np.savez("data.npz", **features(40))
-    assert main(["train", "model.onnx", "out.onnx", "--data", "data.npz", "--place", "cuda"]) == 1
+    assert main(["train", "model.onnx", "out.onnx", "--data", "data.npz", "--place", place.kind]) == 1
     err = capsys.readouterr().err
+    assert err.startswith(f"amp-transpile: --place {place.kind}: ")
     assert (
         err.endswith("Train on the processor instead: --place cpu\n")
         and "Executor" not in err

@@ -103,7 +103,7 @@ def test_ranks_with_a_device_each_learn_the_same(tmp_path: Path, monkeypatch: py
     for (file, result, _), (_, other, _) in zip(found, expected, strict=True):
         assert file == found[0][0]
         np.testing.assert_allclose(history(result), history(other), rtol=5e-3, atol=5e-3)
-    monkeypatch.setattr(checks, "cuda_missing", lambda _: None)
+    monkeypatch.setattr(checks, "what_is_missing", lambda _: None)
     chosen = FitOptions()
     places = on_devices(2, lambda engine, _: checks.chosen_place("cuda", chosen), place=amp.CUDAPlace(1))
     assert places == [amp.CUDAPlace(1)] * 2 and checks.chosen_place("cuda", chosen) == amp.CUDAPlace(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from amp_transpiler.ir import opdef
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.passes.lowering import rounds
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import buckets, chain, device_tensors, executor
 from amp_transpiler.runtime.collective.nccl import NcclEngine
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine
@@ -338,9 +340,9 @@ def test_steps_on_the_processor_are_reported_as_those_of_the_rank() -> None:
 
 
 def test_other_places_are_refused_with_the_way_out() -> None:
-    def on_memory() -> str:
+    def on_memory(place: Place) -> str:
         with pytest.raises(PlaceError) as error:
-            distributed.get_engine().on(amp.CUDAPlace(0))
+            distributed.get_engine().on(place)
         return str(error.value)
 
     def on_device(engine: NcclEngine, fake: Fake) -> str:
@@ -348,7 +350,14 @@ def test_other_places_are_refused_with_the_way_out() -> None:
             engine.on(amp.CUDAPlace(1))
         return str(error.value)
 
-    assert all("CUDAPlace(0) need amp.distributed.init('nccl')" in said for said in distributed.simulate(2, on_memory))
+    for place, way in (
+        (amp.CUDAPlace(0), "CUDAPlace(0) need amp.distributed.init('nccl')"),
+        (
+            amp.WebGPUPlace(0),
+            "cannot train on WebGPUPlace(0): no engine carries what lies there. Train them on CPUPlace()",
+        ),
+    ):
+        assert all(way in said for said in distributed.simulate(2, partial(on_memory, place)))
     for rank, said in enumerate(on_devices(2, on_device)):
         assert said.startswith(f"rank {rank} of the nccl engine is on FakeDevice()") and "get_engine().place" in said
 

@@ -85,14 +85,15 @@ class CostEstimate:
         ``Executor(tf32=True)`` computes. The result has ``seconds``, and of these ``memory``, ``arithmetic`` and
         ``launch``, by what binds each kernel; ``bound``, the largest of the three; the seconds of ``casts``; how many
         kernels are shorter than a launch (``launched``); and whether the peak ``fits`` into the device's memory.
-        ArgumentError too for an estimate on a place that is no GPU.
+        ArgumentError too for an estimate on a place other than CUDA (``has_forecast``).
         """
-        if not self._on_gpu:
+        if not self.has_forecast:
             raise ArgumentError(f"forecast: the estimate is one for {self.place}; forecasts are of CUDA devices")
         return self._forecast(find_device(device), captured, tf32)
 
     @property
-    def _on_gpu(self) -> bool:
+    def has_forecast(self) -> bool:
+        """Whether :meth:`forecast` knows devices of the estimate's place."""
         return self.place.startswith("CUDAPlace")
 
     def _forecast(self, device: Device, captured: bool, tf32: bool = False) -> Forecast:
@@ -104,7 +105,7 @@ class CostEstimate:
         record["feed_shapes"] = {name: list(shape) for name, shape in self.feed_shapes.items()}
         record["operators"], record["unknown"] = list(record["operators"]), list(self.unknown)
         record["work"] = [list(each) for each in self.work]
-        known = devices().values() if self._on_gpu else ()
+        known = devices().values() if self.has_forecast else ()
         ways = [(device, captured) for device in known for captured in (False, True)]
         record["forecasts"] = [asdict(self._forecast(*way)) for way in ways]
         return record

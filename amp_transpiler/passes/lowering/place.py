@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
@@ -73,6 +75,8 @@ class WebGPUPlace(_Device):
 
 Place = CPUPlace | CUDAPlace | WebGPUPlace
 _PLACES = (CPUPlace, CUDAPlace, WebGPUPlace)
+#: The place of each kind, the first where there may be several: what a name in an option stands for.
+PLACES: Mapping[str, Place] = MappingProxyType({place.kind: place() for place in _PLACES})
 
 
 def kind_of(place: object, caller: str) -> str:

@@ -255,6 +255,11 @@ class OrderedEngine(Engine):
     def on(self, place: Place) -> Engine:
         if place.kind == "cpu":
             return self
+        if place.kind != "cuda":
+            raise PlaceError(
+                f"several ranks cannot train on {place!r}: no engine carries what lies there",
+                "Train them on CPUPlace(), or one alone on it",
+            )
         raise PlaceError(
             f"the {self.name} engine carries what lies in memory; several ranks on {place!r} need "
             "amp.distributed.init('nccl')"
