@@ -42,7 +42,7 @@ test-runners: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV)/runners && \
 	$(VENV)/runners/bin/python -m pip install --quiet --disable-pip-version-check onnxruntime==$$version ml_dtypes safetensors; \
 	else echo "npm is not here: the runners in JavaScript are not tested"; fi
-	@AMP_RUNNERS_PYTHON="$$(ls $$PWD/$(VENV)/runners/bin/python 2>/dev/null)" \
+	@AMP_RUNNERS=1 AMP_RUNNERS_PYTHON="$$(ls $$PWD/$(VENV)/runners/bin/python 2>/dev/null)" \
 	AMP_RUNNERS_HEADERS="$$($(PY) -m tests.tools.ort_headers $(VENV)/ort_headers)" \
 	AMP_BROWSER="$$(command -v chromium || command -v chromium-browser || command -v google-chrome)" \
 	$(PY) -m pytest -q -n auto --dist loadgroup tests/export/test_runners.py tests/export/test_browser.py

@@ -14,6 +14,7 @@ from amp_transpiler.export.plain_ports import CARRIED, PlainModel
 from amp_transpiler.export.step_programs import StepPrograms
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.lowered import Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.view.training_step import TrainingStep
@@ -39,6 +40,7 @@ def manifest_of(
         "version": VERSION,
         "program": dict(meta["program"]),
         "place": place.kind,
+        "provider": place_traits(place.kind).provider,
         "opsets": opsets,
         "versions": dict(meta["versions"]),
         "models": {name: _model(name, model) for name, model in models.items()},

@@ -16,7 +16,7 @@ from amp_transpiler.export.serving import serving_model
 from amp_transpiler.export.step_programs import CALL, StepPrograms, step_programs
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.lists._places import place_traits
+from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.lowering import lower

@@ -70,6 +70,7 @@ sealed class Step
         said = Parsed(Path.Combine(folder, "manifest.json"));
         var found = $"{said.GetProperty("format")} version {said.GetProperty("version")}";
         Expect(found, "amp_transpiler.training_step version 1", $"what '{folder}' holds");
+        Expect(Text(said, "place"), "cpu", $"the place of '{folder}'");
         foreach (var file in said.GetProperty("files").EnumerateObject()) Checked(Path.Combine(folder, file.Name), file.Value);
         foreach (var model in said.GetProperty("models").EnumerateObject())
             sessions[model.Name] = new InferenceSession(Path.Combine(folder, Text(model.Value, "file")));

@@ -43,6 +43,7 @@ public final class Train {
   Train(Path folder, Path checkpoint) throws Exception {
     said = map(parsed(folder.resolve("manifest.json")));
     expect(said.get("format") + " version " + said.get("version"), "amp_transpiler.training_step version 1", "what '" + folder + "' holds");
+    expect(said.get("place"), "cpu", "the place of '" + folder + "'");
     for (var file : map(said.get("files")).entrySet()) checked(folder.resolve(file.getKey()), map(file.getValue()));
     for (var model : map(said.get("models")).entrySet()) {
       String path = folder.resolve((String) map(model.getValue()).get("file")).toString();

@@ -125,8 +125,9 @@ function narrowed(data) {
 /** An exported step with its state. `step` counts the runs of the training so far. */
 export class TrainingStep {
   /**
-   * Open the step that `read` gives the files of. `ort`: the onnxruntime module. `options`: of its sessions, such as
-   * { executionProviders: ["webgpu"] }. `onDevice`: keep the state on the device between steps (WebGPU in browsers).
+   * Open the step that `read` gives the files of. `ort`: the onnxruntime module. `options`: of its sessions; without
+   * executionProviders they are those of the place that the step was lowered for. `onDevice`: keep the state on the
+   * device between steps (WebGPU in browsers).
    * `checkpoint`: where to read the state from instead.
    */
   static async open(read, { ort, options = {}, onDevice = false, checkpoint = read }) {
@@ -137,6 +138,7 @@ export class TrainingStep {
     }
     const step = new TrainingStep();
     const content = new Map();
+    if (manifest.place !== "cpu") options = { executionProviders: [manifest.place], ...options };
     Object.assign(step, { manifest, ort, state: new Map(), sessions: {}, step: 0, served: new Map() });
     for (const [name, said] of Object.entries(manifest.files)) content.set(name, await checked(read, name, said));
     for (const [name, model] of Object.entries(manifest.models)) {

@@ -34,23 +34,23 @@ def run(name, feeds):
     return {one["name"]: made[one["output"]] for one in model["fetches"]}
 
 
+sys.excepthook = lambda kind, error, trace: print(f"error: {kind.__name__}: {error}", file=sys.stderr)
 folder, batches, steps, to, start = map(Path, (sys.argv[1:] + sys.argv[1:2])[:5])
 said, meta = (json.loads(path.read_text(encoding="utf-8")) for path in (folder / "manifest.json", start / "meta.json"))
 expect((said["format"], said["version"]), ("amp_transpiler.training_step", 1), f"what '{folder}' holds")
 expect(meta["program"], said["program"], f"the program of checkpoint '{start}'")
-tensors = start / meta["file"]["name"]
+tensors, at = start / meta["file"]["name"], said["provider"]
 for path, one in [*((folder / name, one) for name, one in said["files"].items()), (tensors, meta["file"])]:
-    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
-    expect(found, one["sha256"], f"the SHA-256 of '{path}'")
-sessions = {name: onnxruntime.InferenceSession(folder / model["file"]) for name, model in said["models"].items()}
+    expect(hashlib.sha256(path.read_bytes()).hexdigest(), one["sha256"], f"the SHA-256 of '{path}'")
+sessions = {n: onnxruntime.InferenceSession(folder / m["file"], providers=[at]) for n, m in said["models"].items()}
+expect({session.get_providers()[0] for session in sessions.values()}, {at}, f"what runs a step for {said['place']}")
 file, kinds = safe_open(tensors, "numpy"), said["states"]
 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
 data, window, first = load_file(batches), said["window"], meta["step"] or 0
 for step in range(first, end := first + int(str(steps))):
-    count = state[window["counter"]] + 1 if window["counter"] else 1
     feeds = {name: array[step % len(array)] for name, array in data.items()}
-    found = run("train" if count == window["steps"] else "accumulate", feeds)
+    found = run("train" if state.get(window["counter"], 0) + 1 == window["steps"] else "accumulate", feeds)
     print(f"step {step + 1}", *(f"{name} {value.item():.9g}" for name, value in found.items()), flush=True)
 content = save({one["name"]: state[one["name"]].astype(one["dtype"]) for one in kinds}, said["checkpoint"]["metadata"])
 known = {"step": end, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}

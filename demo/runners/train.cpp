@@ -244,9 +244,13 @@ struct Step {
     const string found = said["format"].text + " version " + said["version"].text;
     if (found != "amp_transpiler.training_step version 1")
       fail("'" + folder.string() + "' holds " + found + "; this reads amp_transpiler.training_step version 1");
+    const string& place = said["place"].text;
+    Ort::SessionOptions options;
+    if (place == "webgpu") options.AppendExecutionProvider("WebGPU");
+    else if (place != "cpu") fail("'" + folder.string() + "' holds a step for " + place + "; this has cpu and webgpu");
     for (const auto& [name, file] : said["files"].members) checked(folder / name, file);
     for (const auto& [name, model] : said["models"].members)
-      sessions.emplace(name, Ort::Session(env, (folder / model["file"].text).c_str(), Ort::SessionOptions{}));
+      sessions.emplace(name, Ort::Session(env, (folder / model["file"].text).c_str(), options));
     load(checkpoint);
   }
 

@@ -1,6 +1,6 @@
 // node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME] [--model TO]: trains with an exported step, as
-// bare.py does. --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, …; --model: a new
-// folder for the trained ONNX model.
+// bare.py does. --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, … instead of
+// the one that the step was lowered for; --model: a new folder for the trained ONNX model.
 
 import { readFile } from "node:fs/promises";
 import process from "node:process";
@@ -16,7 +16,7 @@ const [home, batches, steps, to, from] = positionals;
 try {
   const ort = await import(values.web ? "onnxruntime-web" : "onnxruntime-node");
   if (values.web) ort.env.wasm.numThreads = 1;
-  const options = { executionProviders: [values.provider ?? (values.web ? "wasm" : "cpu")], logSeverityLevel: 3 };
+  const options = { logSeverityLevel: 3, ...(values.provider && { executionProviders: [values.provider] }) };
   const step = await TrainingStep.open(folder(home), { ort, options, checkpoint: folder(from ?? home) });
   const data = readSafetensors(new Uint8Array(await readFile(batches)));
   for (let left = Number(steps); left > 0; left -= 1) {

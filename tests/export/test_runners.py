@@ -7,6 +7,7 @@ Those in JavaScript need node and the packages of ``demo/runners/package.json``,
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def command(runner: str, request: pytest.FixtureRequest) -> list[str]:
     found = request.getfixturevalue("compiled") if runner == "C++" else COMMANDS[runner]
     return found or pytest.skip(MISSING)
+
+
+@pytest.mark.skipif("AMP_RUNNERS" not in os.environ, reason="make test-runners")
+def test_make_left_out_what_the_machine_cannot_run(compiled: list[str]) -> None:
+    """What is skipped here is skipped because npm, Chromium, a compiler or headers are missing, and nothing else."""
+    npm, headers = shutil.which("npm"), os.environ.get("AMP_RUNNERS_HEADERS")
+    browser_there = npm and os.environ.get("AMP_BROWSER")
+    expected = {"bare Python": True, "Node": npm, "wasm": npm, "browser": browser_there}
+    expected["C++"] = shutil.which("g++") and headers
+    found = COMMANDS | {"C++": compiled}
+    assert [runner for runner in COMMANDS if expected[runner] and not found[runner]] == []
+    assert bool(PYTHON) == bool(npm), "an environment with the onnxruntime of npm's version"
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +185,28 @@ def missing_state(home: Path) -> None:
     edit(home / "checkpoint" / "meta.json", lambda said: said["file"].update(sha256=digest))
 
 
+def missing_file(home: Path) -> None:
+    (home / "step" / "train.onnx").unlink()
+
+
+def missing_folder(home: Path) -> None:
+    shutil.rmtree(home / "step")
+
+
+def damaged_manifest(home: Path) -> None:
+    path = home / "step" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def missing_checkpoint(home: Path) -> None:
+    shutil.rmtree(home / "checkpoint")
+
+
+def cut_state(home: Path) -> None:
+    path = home / "checkpoint" / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
 def other_program(home: Path) -> None:
     edit(home / "checkpoint" / "meta.json", lambda said: said["program"].update(fingerprint="0" * 64))
 
@@ -195,6 +230,11 @@ FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     changed_file: ("train.onnx", "SHA-256"),
     other_version: ("amp_transpiler.training_step", "2", "1"),
     missing_state: ("fc_0.w_0", "missing", "float16"),
+    missing_file: ("train.onnx",),
+    missing_folder: ("manifest.json",),
+    damaged_manifest: ("json",),
+    missing_checkpoint: ("meta.json",),
+    cut_state: ("state.safetensors", "SHA-256"),
     other_program: ("checkpoint", "program"),
     missing_feed: ("feed 'label'", "missing"),
     wrong_feed: ("feed 'x'", "float32"),
@@ -213,8 +253,22 @@ def test_what_does_not_fit_is_one_clear_error(
     done = call(command, home / "step", home / "data.safetensors", 1, home / "end", home / "checkpoint")
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
-    assert all(part in lines[0] for part in FAULTS[fault]), lines[0]
+    assert all(part.lower() in lines[0].lower() for part in FAULTS[fault]), lines[0]
     assert not (home / "end").exists()
+
+
+@pytest.mark.parametrize("runner", ["bare Python", "Node", "C++"])
+def test_a_step_for_a_place_that_is_not_here_is_refused(
+    runner: str, command: list[str], small: Path, tmp_path: Path
+) -> None:
+    """It is not run on another: what is lowered for a device with 16-bit arithmetic would not round on CPU."""
+    shutil.copytree(small, tmp_path / "home")
+    change = {"place": "cuda", "provider": "CUDAExecutionProvider"}
+    edit(tmp_path / "home" / "step" / "manifest.json", lambda said: said.update(change))
+    done = call(command, tmp_path / "home" / "step", small / "data.safetensors", 1, tmp_path / "end")
+    told = done.stderr.strip().splitlines()[-1]  # onnxruntime tells of its libraries before
+    assert done.returncode == 1 and told.startswith("error: ") and "cuda" in told.lower(), done.stderr
+    assert not (tmp_path / "end").exists()
 
 
 def test_the_module_evaluates_infers_and_keeps_checkpoints_in_memory(tmp_path: Path) -> None:

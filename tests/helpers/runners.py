@@ -46,6 +46,7 @@ def bare(folder: Path, data: Path, steps: int, to: Path, start: Path | None = No
     arguments = ["bare.py", folder, data, steps, to, *([] if start is None else [start])]
     with (
         mock.patch.object(sys, "argv", list(map(str, arguments))),
+        mock.patch.object(sys, "excepthook"),
         mock.patch.dict(os.environ, ONE_THREAD),
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):

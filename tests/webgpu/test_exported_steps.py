@@ -1,0 +1,45 @@
+"""An exported step for WebGPU trains on the device under bare onnxruntime, and its state goes on elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.checkpoints import BAD, HALF, STEPS, build
+from tests.helpers.runners import bare, batches, losses
+from tests.helpers.webgpu_sessions import built_in
+
+pytestmark = [
+    pytest.mark.webgpu,
+    pytest.mark.skipif(not built_in(), reason="bare.py registers no plugin"),
+]
+
+
+def test_a_step_trains_on_the_device_and_its_state_goes_on_on_cpu(tmp_path: Path) -> None:
+    """Beside the CPU lowering, within what fp16 says; steps that overflow are the same."""
+    net = build()
+    scope = net.start()
+    folder = net.main.export_training(tmp_path / "step", amp.WebGPUPlace(0), scope=scope)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert (manifest["place"], manifest["provider"]) == ("webgpu", "WebGpuExecutionProvider")
+    kinds = {feed["name"]: feed["dtype"] for feed in manifest["models"]["train"]["feeds"]}
+    assert kinds == {"x": "float32", "label": "int32"}, "a device without 64-bit integers is fed 32 bits"
+    feeds = [{name: array.astype(kinds[name]) for name, array in net.feed(s).items()} for s in range(HALF)]
+    found = bare(folder, batches(tmp_path / "data.safetensors", feeds), HALF, tmp_path / "half")
+    told = manifest["loss_scale"]["found_inf"]
+    assert [number for number, step in enumerate(found) if step[told]] == [number for number in BAD if number < HALF]
+
+    moved = amp.Scope()
+    loaded = amp.load_checkpoint(tmp_path / "half", net.main, moved)
+    assert loaded.exact and loaded.step == HALF
+    first = np.frombuffer(b"".join(net.train(scope, 0, STEPS)), np.float32)
+    rest = np.frombuffer(b"".join(net.train(moved, HALF, STEPS)), np.float32)
+    together = np.concatenate([losses(found, net.loss.name), rest])
+    good = [
+        step for step in range(STEPS) if step not in BAD
+    ]  # a device may give a number for NaN in a step that is bad
+    assert np.allclose(together[good], first[good], rtol=2e-3)
