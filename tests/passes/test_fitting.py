@@ -90,6 +90,18 @@ def test_a_constant_beyond_32_bits_is_refused() -> None:
         lower(main, "webgpu", {}, [y])
 
 
+def test_indices_of_a_kernel_are_compared_in_32_bits() -> None:
+    main = amp.Program("main")
+    with amp.program_guard(main):
+        x, label = amp.data("x", [4, 7], "float32"), amp.data("label", [4], "int64")
+        right = F.equal(F.argmax(x, axis=1), label)
+    lowered = lower(main, "webgpu", {}, [right])
+    assert without_kernel(lowered) == []
+    rows = np.random.default_rng(0).standard_normal((4, 7)).astype(np.float32)
+    (found,) = session(lowered.model).run(None, {"x": rows, "label": np.array([0, 3, 6, 1], np.int32)})
+    assert found.tolist() == (rows.argmax(1) == [0, 3, 6, 1]).tolist()
+
+
 @pytest.mark.parametrize(("dtype", "other"), [("bfloat16", "float16"), ("float64", "float32")])
 def test_float_types_that_the_place_lacks_are_refused(dtype: str, other: str) -> None:
     main = amp.Program("main")
@@ -139,6 +151,11 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Slice", [TRUTH, np.array([1]), np.array([3]), np.array([1])], {}),
     ("Slice", [WHOLE, np.array([2, -2]), np.array([-9, 2**31]), np.array([0, 1]), np.array([-1, 1])], {}),
     ("Tile", [WHOLE, np.array([2, 3])], {}),
+    ("CumSum", [WHOLE, np.array(1)], {}),
+    ("CumSum", [np.arange(7, dtype=np.int32).reshape(7, 1), np.array(-2)], {"exclusive": 1}),
+    ("CumSum", [np.arange(10, dtype=np.int32), np.array(0)], {"exclusive": 1, "reverse": 1}),
+    ("TopK", [np.array([5, 2**24 + 1, -(2**30), 5, 2**24, 0, -1, 5, 4096]), np.array([9])], {"largest": 0}),
+    ("TopK", [np.array([5, 2**31 - 1, -(2**30), 5, 2**24, 0, -1, 5, 4096]), np.array([4])], {}),
     ("OneHot", [np.array([[0, -1], [2, 7]]), np.array(3), np.array([1, 9], np.float32)], {"axis": 1}),
     ("GatherND", [PLAIN, np.array([[[0, 1], [0, -2]]])], {}),
     ("ScatterND", [F32.T, np.array([[2], [0]]), F32[:2]], {}),
@@ -150,13 +167,23 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
 
 
 #: Inputs that say sizes, axes and places: constants.
-SAID = {"Reshape": 1, "Squeeze": 1, "Split": 1, "Slice": 1, "Tile": 1, "OneHot": 1, "ReduceLogSumExp": 1}
+SAID = {
+    "Reshape": 1,
+    "Squeeze": 1,
+    "Split": 1,
+    "Slice": 1,
+    "Tile": 1,
+    "OneHot": 1,
+    "CumSum": 1,
+    "TopK": 1,
+    "ReduceLogSumExp": 1,
+}
 
 
 @pytest.mark.parametrize(("type_", "inputs", "attrs"), CASES, ids=[f"{n}-{c[0]}" for n, c in enumerate(CASES)])
 def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.ndarray], attrs: dict[str, Any]) -> None:
     names = [f"x{i}" for i in range(len(inputs))]
-    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2}.get(type_, 1))]
+    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2}.get(type_, 1))]
     fed = SAID.get(type_, len(inputs))
     infos = [
         onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
@@ -34,6 +35,8 @@ _WIDE, _NARROW = "int64", "int32"
 _LEAST, _MOST = -(2**31), 2**31 - 1
 #: What reads a tensor's sizes alone; onnxruntime computes on the host what is made of these.
 _SIZES = frozenset({"Shape", "Size"})
+#: What makes indices into an axis, with its number where none is given.
+_INDEXES = {"ArgMax": 0, "ArgMin": 0, "TopK": -1}
 
 
 def fitted(lowered: Lowered) -> Lowered:
@@ -55,6 +58,8 @@ class _Fitting:
         self.narrow: set[str] = set()
         #: Integers that the host computes from sizes.
         self.sizes: set[str] = set()
+        #: Of 64-bit indices that a kernel makes: the number that they are below.
+        self.below: dict[str, int] = {}
         self.casts: dict[tuple[str, str], str] = {}
 
     def run(self) -> Lowered:
@@ -212,6 +217,10 @@ class _Fitting:
         if node.op_type in _SIZES or (given and given <= self.sizes):
             self.sizes.update(node.output)
             return
+        shape = self._type(node.input[0])[1] if node.op_type in _INDEXES else None
+        if shape:
+            axis = next((each.i for each in node.attribute if each.name == "axis"), _INDEXES[node.op_type])
+            self.below[node.output[-1]] = shape[axis]
         for variable in dict.fromkeys((*slots.inputs, *slots.outputs)):
             if not {_WIDE, _NARROW} <= slots.admits[variable]:
                 continue
@@ -244,6 +253,9 @@ class _Fitting:
             self.types[new] = (dtype, self._type(name)[1])
             if name in self.e.initializers:
                 self.e.initializers[new] = self._constant(name, new)
+            elif name in self.below:  # a place that casts no 64-bit integers takes them as indices
+                every = self.e.const(np.arange(self.below[name], dtype=_NARROW))
+                yield emitted_node("Gather", [every.name, name], [new])
             else:
                 yield emitted_node("Cast", [name], [new], attrs={"to": ONNX_TYPES[dtype]})
         return self.casts[name, dtype]

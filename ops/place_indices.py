@@ -1,0 +1,243 @@
+"""Bodies for places that lack kernels (see :mod:`.place_bodies`): what moves elements, makes indices or takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.place_bodies import Body, body, given, integers_in
+from amp_transpiler.ops.window import Window, window_by
+
+_INDICES = np.int32
+#: What integers are divided by into two numbers that fp32 holds.
+_LIMB = 4096
+
+
+# -- movement --------------------------------------------------------------------------------------------
+def _by_way_of(type_: str, way: str) -> Body:
+    """Truth values as numbers of another type, which hold them exactly."""
+
+    def moved(
+        e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+    ) -> Sequence[Value] | None:
+        if results[0].dtype != "bool":
+            return None
+        condition = 1 if type_ == "Where" else 0
+        numbers = [
+            e.cast(v, way) if v is not None and v.dtype == "bool" and i >= condition else v
+            for i, v in enumerate(inputs)
+        ]
+        made = e.op(type_, *numbers, outputs=len(results), dtype=way, **attrs)
+        return [e.cast(value, "bool") for value in made]
+
+    return moved
+
+
+for _type in ("Concat", "Identity", "Pad", "Reshape", "Split", "Squeeze", "Transpose", "Where"):
+    body(_type)(_by_way_of(_type, "int32"))
+body("GatherElements")(_by_way_of("GatherElements", "float32"))
+
+
+@body("Slice")
+def _slice(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Of integers: those at known places are gathered."""
+    x, *where = inputs
+    assert x is not None
+    if x.dtype == "bool":
+        return _by_way_of("Slice", "float32")(e, attrs, inputs, results)
+    starts, ends, axes, steps = (integers_in(e, v) for v in (*where, None, None, None, None)[:4])
+    if x.shape is None or starts is None or ends is None:
+        return None
+    axes = list(range(len(starts))) if axes is None else axes
+    for at, (start, end, axis) in enumerate(zip(starts, ends, axes, strict=True)):
+        size = size_of(x)[axis]
+        kept = np.arange(size, dtype=_INDICES)[start : None if end < -size else end : 1 if steps is None else steps[at]]
+        if kept.size < size or (steps is not None and steps[at] < 0):
+            x = _gathered(e, x, axis, kept)
+    return [x]
+
+
+def _shifted(e: Emitter, x: Value, axis: int, step: int) -> Value:
+    """X with so many zeros before it along an axis, and as many elements less at the end."""
+    before = [step if i == axis else 0 for i in range(len(size_of(x)))]
+    kept = _gathered(e, x, axis, np.arange(size_of(x)[axis] - step, dtype=_INDICES))
+    return padded(e, kept, before, [0] * len(before))
+
+
+def _gathered(e: Emitter, x: Value, axis: int, places: np.ndarray[Any, Any]) -> Value:
+    """X at these places of an axis."""
+    axis %= len(size_of(x))
+    shape = (*size_of(x)[:axis], len(places), *size_of(x)[axis + 1 :])
+    return e.Gather(x, e.const(places), axis=axis, shape=shape)
+
+
+@body("Tile")
+def _tile(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Of integers and truth values: they are gathered, over and over."""
+    x, repeats = inputs[0], integers_in(e, inputs[1])
+    if x is None or x.shape is None or repeats is None:
+        return None
+    for axis, times in enumerate(repeats):
+        if times != 1:
+            x = _gathered(e, x, axis, np.tile(np.arange(size_of(x)[axis], dtype=_INDICES), times))
+    return [x]
+
+
+@body("CumSum")
+def _cumulative(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Of integers: each sum takes what stands so far before it that it has not, twice as far in each round."""
+    x, at = inputs[0], integers_in(e, inputs[1])
+    if x is None or x.shape is None or at is None or x.dtype not in ("int32", "uint32"):
+        return None
+    axis = at[0] % len(x.shape)
+    size = x.shape[axis]
+    turned = np.arange(size, dtype=_INDICES)[::-1]
+    if attrs.get("reverse", 0):
+        x = _gathered(e, x, axis, turned)
+    if attrs.get("exclusive", 0) and size:
+        x = _shifted(e, x, axis, 1)
+    for power in range(max(size - 1, 0).bit_length()):
+        x = e.Add(x, _shifted(e, x, axis, 2**power), shape=x.shape)
+    return [_gathered(e, x, axis, turned) if attrs.get("reverse", 0) else x]
+
+
+# -- indices ---------------------------------------------------------------------------------------------
+@body("OneHot")
+def _one_hot(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Each index, beside the numbers of all classes. Negative ones count from the end."""
+    indices, depth, values = given(inputs)
+    count = integers_in(e, depth)
+    if count is None or indices.shape is None or indices.dtype not in ("int32", "float32"):
+        return None
+    rank = len(indices.shape) + 1
+    axis = int(attrs.get("axis", -1)) % rank
+    column = e.reshape(indices, (*indices.shape[:axis], 1, *indices.shape[axis:]))
+    classes = np.arange(count[0]).reshape([-1 if i == axis else 1 for i in range(rank)])
+    held = e.Equal(column, e.const(classes, indices.dtype))
+    below = e.Equal(column, e.const(classes - count[0], indices.dtype))
+    off, on = (e.Gather(values, e.const(np.array(i, _INDICES)), axis=0) for i in (0, 1))
+    return [e.Where(e.Or(held, below), on, off)]
+
+
+@body("TopK")
+def _top_k(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Of integers, which fp32 does not hold: by what is left after a division, and then, of equal ones the first
+    staying the first, by the quotient."""
+    x, count = inputs[0], integers_in(e, inputs[1])
+    if x is None or count is None or x.shape is None or len(x.shape) != 1 or x.dtype != "int32":
+        return None
+    quotient = e.Div(x, e.const(_LIMB, "int32"))
+    rest = e.Sub(x, e.Mul(quotient, e.const(_LIMB, "int32")))
+    whole = e.ints(x.shape[0])
+    by_rest = e.op("TopK", e.cast(rest, "float32"), whole, outputs=2, **attrs)[1]
+    place = e.Gather(e.const(np.arange(x.shape[0], dtype=_INDICES)), Value(by_rest.name, "int64"), axis=0)
+    key = e.cast(e.Gather(quotient, place, axis=0), "float32")
+    by_both = e.op("TopK", key, e.ints(*count), outputs=2, **attrs)[1]
+    place = e.Gather(place, Value(by_both.name, "int64"), axis=0, shape=(count[0],))
+    return [e.Gather(x, place, axis=0), place]
+
+
+@body("GatherND")
+def _gather_nd(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Rows of the tensor in which the axes that indices go into are one."""
+    x, indices = given(inputs)
+    if attrs.get("batch_dims", 0) or x.shape is None or indices.shape is None or indices.dtype != "int32":
+        return None
+    rows, width, place = _as_rows(e, x, indices)
+    found = e.Gather(e.reshape(x, (rows, width)), place, axis=0)
+    return [e.reshape(found, (*indices.shape[:-1], *x.shape[indices.shape[-1] :]))]
+
+
+@body("ScatterND")
+def _scatter_nd(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """The same the other way round: each element of a row has the row's index."""
+    x, indices, updates = given(inputs)
+    if x.shape is None or indices.shape is None or indices.dtype != "int32":
+        return None
+    rows, width, place = _as_rows(e, x, indices)
+    count = math.prod(indices.shape[:-1])
+    at = e.reshape(place, (count, 1))
+    if width != 1:
+        at = e.Expand(at, e.ints(count, width), shape=(count, width))
+    changes = e.reshape(updates, (count, width))
+    made = e.ScatterElements(e.reshape(x, (rows, width)), at, changes, axis=0, **attrs)
+    return [e.reshape(made, x.shape)]
+
+
+def _as_rows(e: Emitter, x: Value, indices: Value) -> tuple[int, int, Value]:
+    """The rows of a tensor, their width, and which row each of the tuples of indices names."""
+    assert x.shape is not None and indices.shape is not None
+    depth = indices.shape[-1]
+    sizes, count = x.shape[:depth], math.prod(indices.shape[:-1])
+    rows, width = math.prod(sizes), math.prod(x.shape[depth:])
+    if depth == 1:
+        return rows, width, e.reshape(indices, (count,))
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(depth)]
+    tuples = e.reshape(indices, (count, depth))
+    positive = e.Where(e.Less(tuples, e.const(0, "int32")), e.Add(tuples, e.const(sizes, "int32")), tuples)
+    place = e.ReduceSum(e.Mul(positive, e.const(strides, "int32")), e.ints(1), keepdims=0, shape=(count,))
+    return rows, width, place
+
+
+@body("MaxPool")
+def _max_pool(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """The second result, where each window's first maximum lies in the flattened input, is found by comparing: from the
+    last position of the kernel to the first, each that holds the maximum has its index written over the others."""
+    (x,) = given(inputs)
+    dilated = set(attrs.get("dilations", [1])) != {1} and attrs.get("auto_pad", "NOTSET").startswith("SAME")
+    if x.shape is None or attrs.get("storage_order", 0) or dilated:  # onnxruntime pads less than ONNX then
+        return None
+    y = e.op("MaxPool", x, shape=results[0].shape, **attrs)
+    if len(results) == 1 or y.shape is None:
+        return None
+    window = window_by(attrs, attrs["kernel_shape"], x.shape[2:], y.shape[2:])
+    around = _surrounded(e, window, x)
+    found: Value | None = None
+    for tap in reversed(window.taps):
+        place = e.const(_places(window, tap), "int32")
+        held = e.Equal(window.read(e, around, tap, 2), y)
+        found = e.Where(held, place, e.const(0, "int32") if found is None else found)
+    assert found is not None
+    first = np.arange(math.prod(x.shape[:2])).reshape(*x.shape[:2], *[1] * window.rank) * math.prod(window.source)
+    return [y, e.Add(found, e.const(first, "int32"), shape=y.shape)]
+
+
+def _surrounded(e: Emitter, window: Window, x: Value) -> Value:
+    """X as far as windows read, with less than any number around it."""
+    assert x.shape is not None
+    if not any(window.pads):
+        return x
+    before, after = [0, 0, *window.begin], [0, 0, *window.end]
+    shape = [n + b + a for n, b, a in zip(x.shape, before, after, strict=True)]
+    return e.op("Pad", x, e.ints(*before, *after), e.like(-math.inf, x), shape=shape)
+
+
+def _places(window: Window, tap: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The flat position inside a channel that each window reads at a position of the kernel."""
+    flat = np.zeros([1] * window.rank, np.int64)
+    for axis in range(window.rank):
+        at = np.arange(window.target[axis]) * window.strides[axis] + tap[axis] * window.dilations[axis]
+        at = np.clip(at - window.begin[axis], 0, window.source[axis] - 1) * math.prod(window.source[axis + 1 :])
+        flat = flat + at.reshape([-1 if i == axis else 1 for i in range(window.rank)])
+    return flat[None, None]
