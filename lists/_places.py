@@ -38,6 +38,7 @@ class PlaceTraits:
     bodies: bool
     dtypes: tuple[str, ...]
     most_tensors: int
+    most_pieces: int
     fails: Mapping[str, Mapping[str, Sequence[str]]]
 
     @property

@@ -38,9 +38,34 @@ def _by_way_of(type_: str, way: str) -> Body:
     return moved
 
 
-for _type in ("Concat", "Identity", "Pad", "Reshape", "Split", "Squeeze", "Transpose", "Where"):
+for _type in ("Concat", "Identity", "Pad", "Reshape", "Squeeze", "Transpose", "Where"):
     body(_type)(_by_way_of(_type, "int32"))
 body("GatherElements")(_by_way_of("GatherElements", "float32"))
+
+
+@body("Split")
+def _split(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Into more pieces than one kernel makes: into runs of them, and these again."""
+    x = inputs[0]
+    assert x is not None
+    if results[0].dtype == "bool":
+        return _by_way_of("Split", "int32")(e, attrs, inputs, results)
+    if any(piece.shape is None for piece in results):
+        return None
+    axis = int(attrs.get("axis", 0))
+    return _pieces(e, x, axis, [size_of(piece)[axis] for piece in results])
+
+
+def _pieces(e: Emitter, x: Value, axis: int, lengths: Sequence[int]) -> list[Value]:
+    most = e.at.most_pieces or len(lengths)
+    if len(lengths) <= most:
+        return list(e.op("Split", x, e.ints(*lengths), outputs=len(lengths), dtype=x.dtype, axis=axis))
+    size = -(-len(lengths) // most)
+    runs = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+    parts = _pieces(e, x, axis, [sum(run) for run in runs])
+    return [piece for part, run in zip(parts, runs, strict=True) for piece in _pieces(e, part, axis, run)]
 
 
 @body("Slice")

@@ -179,7 +179,7 @@ def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
     """The pieces of a row, by a Split, or by a tree of them where one would make more than its kernel takes."""
     if len(lengths) == 1:
         return [value]
-    groups = _groups(lengths, e.at.most_tensors or len(lengths))
+    groups = _groups(lengths, e.at.most_pieces or len(lengths))
     made = [sum(group) for group in groups] if len(groups) > 1 else lengths
     pieces: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=1)
     if len(groups) == 1:

@@ -14,6 +14,7 @@ from amp_transpiler.ir.flat import Rows
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import rows
 from amp_transpiler.passes.lowering import flat_layout
+from tests.helpers.places import change_place
 
 
 def deep(layers: int) -> tuple[amp.Program, amp.Program, list[amp.Variable]]:
@@ -36,13 +37,13 @@ def test_no_kernel_on_cuda_takes_more_than_it_can() -> None:
     nodes = main.lower(amp.CUDAPlace(0), fetches=fetched).model.graph.node
     for kind in ("Concat", "Split"):
         sizes = [max(len(node.input), len(node.output)) for node in nodes if node.op_type == kind]
-        assert rows.MOST["cuda"] == 32 and 20 < max(sizes) <= 32
+        assert 20 < max(sizes) <= 32
 
 
 @pytest.mark.parametrize(("most", "much", "alone"), [(3, 5000, 0), (18, 5000, 4), (32, 5000, 4), (32, 5001, 0)])
 def test_what_is_large_is_moved_once(most: int, much: int, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 tensors, and what lies between them, four large ones are in no Concat that another one reads."""
-    monkeypatch.setitem(rows.MOST, "cuda", most)
+    change_place(monkeypatch, "cuda", most_tensors=most, most_pieces=most)
     monkeypatch.setattr(rows, "_MUCH", much)
     shapes = tuple((5000 if number % 25 == 7 else 3 + number,) for number in range(100))
     e, together = Emitter("cuda"), Rows(tuple(range(100)), shapes)
@@ -82,7 +83,7 @@ def test_trees_are_the_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(flat_layout.WORTH, "cpu", flat_layout.Worth(fewest=2))
     found = []
     for most in (1000, 32, 3):
-        monkeypatch.setitem(rows.MOST, "cpu", most)
+        change_place(monkeypatch, "cpu", most_tensors=most, most_pieces=most)
         main, startup, fetched = deep(14)
         scope, exe = amp.Scope(), amp.Executor(threads=1, optimization_level="basic")
         exe.run(startup, scope=scope)

@@ -142,13 +142,14 @@ class _Fitting:
         return None if kinds is None else {each: kinds[each] - set(fails.get(each, ())) for each in kinds}
 
     def _lacks(self, node: onnx.NodeProto, slots: Signature, kinds: Mapping[str, frozenset[str]] | None) -> bool:
-        """Whether the place has no kernel for the types of this node's tensors."""
+        """Whether the place has no kernel for the types of this node's tensors, or for as many pieces."""
         for at, names in ((slots.input, node.input), (slots.output, node.output)):
             for slot, name in enumerate(names):
                 kind, variable = self._dtype(name), at(slot)
                 if kind and (kind not in slots.admits[variable] or not _takes(kinds, variable, kind)):
                     return True
-        return kinds is None
+        many = node.op_type == "Split" and len(node.output) > (self.at.most_pieces or len(node.output))
+        return kinds is None or many
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""
