@@ -25,13 +25,13 @@ def fed(feeds: dict[str, Array]) -> dict[str, Array]:
     return {name: each for name, each in feeds.items() if each.dtype != np.int64}
 
 
-def one_operator(operator: str, feeds: dict[str, Array], **attrs: Any) -> onnx.ModelProto:
+def one_operator(operator: str, feeds: dict[str, Array], opset: int = 18, **attrs: Any) -> onnx.ModelProto:
     """A model of one operator in float16; integers are constants."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, v.shape) for name, v in fed(feeds).items()]
     constants = [onnx.numpy_helper.from_array(v, name) for name, v in feeds.items() if name not in fed(feeds)]
     made = helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)
     graph = helper.make_graph([helper.make_node(operator, list(feeds), ["y"], **attrs)], "g", inputs, [made], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
 
 def _correlation(x: Array, w: Array, group: int = 1) -> Array:
@@ -83,6 +83,7 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
     ("ReduceSum", {"x": half(40, 300), "axes": np.array([1])}, {"keepdims": 0}, lanes),
     ("ReduceSum", {"x": half(300, 40), "axes": np.array([0])}, {"keepdims": 0}, lambda x: lanes(x.T)),
     ("ReduceMean", {"x": half(40, 60), "axes": np.array([1])}, {"keepdims": 0}, lambda x: lanes(x) / np.float16(60)),
+    ("ReduceMean", {"x": half(40, 5, 6)}, {"opset": 13, "axes": [-1]}, lambda x: lanes(x)[..., None] / np.float16(6)),
     ("ReduceL2", {"x": half(40, 90), "axes": np.array([1])}, {"keepdims": 0}, lambda x: np.sqrt(lanes(x * x))),
     (
         "GlobalAveragePool",
