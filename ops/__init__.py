@@ -19,6 +19,8 @@ from amp_transpiler.ops import (
     pool,
     reduce,
     resize,
+    rounded_functions,
+    rounded_sums,
     scalar_functions,
     unit_norm,
 )
@@ -69,6 +71,8 @@ __all__ = [
     "recurrent_forward",
     "reduce",
     "resize",
+    "rounded_functions",
+    "rounded_sums",
     "scaling",
     "schedule",
     "sparse",

@@ -25,11 +25,13 @@ def fed(feeds: dict[str, Array]) -> dict[str, Array]:
     return {name: each for name, each in feeds.items() if each.dtype != np.int64}
 
 
-def one_operator(operator: str, feeds: dict[str, Array], opset: int = 18, **attrs: Any) -> onnx.ModelProto:
-    """A model of one operator in float16; integers are constants."""
+def one_operator(
+    operator: str, feeds: dict[str, Array], opset: int = 18, shape: Any = None, **attrs: Any
+) -> onnx.ModelProto:
+    """A model of one operator in float16; integers are constants. ``shape``: that of its result, where onnx cannot say."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, v.shape) for name, v in fed(feeds).items()]
     constants = [onnx.numpy_helper.from_array(v, name) for name, v in feeds.items() if name not in fed(feeds)]
-    made = helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT16, shape)
     graph = helper.make_graph([helper.make_node(operator, list(feeds), ["y"], **attrs)], "g", inputs, [made], constants)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
@@ -61,6 +63,42 @@ def _windows(x: Array, size: int) -> Array:
     return np.stack(parts, -1)
 
 
+def _stored(function: Callable[[Array], Array], x: Array) -> Array:
+    return function(x.astype(np.float64)).astype(np.float16)
+
+
+def _power(x: Array) -> Array:
+    return _stored(np.exp2, x * np.float16(np.log2(np.e)))
+
+
+def _tanh(x: Array) -> Array:
+    power = _power(np.float16(-2) * np.abs(x))
+    return np.sign(x) * ((1 - power) / (1 + power))
+
+
+def _softmax(x: Array, vector: int) -> Array:
+    """Along the last axis: of vectors of four each component has a sum of its own, in 64 lanes."""
+    power = _power(x - x.max(-1, keepdims=True))
+    rows = np.moveaxis(power.reshape(*x.shape[:-1], -1, vector), -1, -2)
+    lanes_filled = np.zeros((*rows.shape[:-1], -(-rows.shape[-1] // 64) * 64), np.float16)
+    lanes_filled[..., : rows.shape[-1]] = rows
+    return power / in_turn(lanes(lanes_filled))[..., None]
+
+
+def _layer_norm(x: Array, scale: Array, bias: Array) -> Array:
+    """Statistics in fp32, each rounded; the rest in 16 bit."""
+    wide = x.astype(np.float32)
+    mean = wide.mean(-1, keepdims=True)
+    inverse = 1 / np.sqrt((wide * wide).mean(-1, keepdims=True) - mean * mean + np.float32(1e-5))
+    return (x - mean.astype(np.float16)) * inverse.astype(np.float16) * scale + bias
+
+
+def _simplified_layer_norm(x: Array, scale: Array) -> Array:
+    wide = x.astype(np.float32)
+    inverse = 1 / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.float32(1e-5))
+    return x * inverse.astype(np.float16) * scale
+
+
 _A, _B, _C = half(8, 64), half(64, 16), half(16)
 _X = half(2, 8, 9, 9)
 #: Operator, feeds, attributes, and the sum in numpy.
@@ -90,6 +128,20 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         {"x": _X},
         {},
         lambda x: (in_turn(x.reshape(2, 8, 81)) / np.float16(81)).reshape(2, 8, 1, 1),
+    ),
+    ("Exp", {"x": half(300)}, {}, _power),
+    ("Log", {"x": np.abs(half(300)) + np.float16(0.01)}, {}, lambda x: _stored(np.log2, x) * np.float16(np.log(2))),
+    ("Sigmoid", {"x": half(300)}, {}, lambda x: 1 / (1 + _power(-x))),
+    ("Tanh", {"x": half(300)}, {}, _tanh),
+    ("Softmax", {"x": half(40, 63)}, {"axis": -1}, lambda x: _softmax(x, 1)),
+    ("Softmax", {"x": half(40, 1000)}, {"axis": -1}, lambda x: _softmax(x, 4)),
+    ("Softmax", {"x": half(4, 60, 5)}, {"axis": 1}, lambda x: np.moveaxis(_softmax(np.moveaxis(x, 1, -1), 4), -1, 1)),
+    ("LayerNormalization", {"x": half(40, 64), "s": half(64), "b": half(64)}, {"axis": -1}, _layer_norm),
+    (
+        "SimplifiedLayerNormalization",
+        {"x": half(40, 64), "s": half(64)},
+        {"axis": -1, "shape": (40, 64)},
+        _simplified_layer_norm,
     ),
     ("AveragePool", {"x": _X}, {"kernel_shape": [3, 3]}, lambda x: in_turn(_windows(x, 3)) / np.float16(9)),
 ]

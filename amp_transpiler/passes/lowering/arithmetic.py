@@ -14,6 +14,7 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import flops_of, traits_of
+from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.lists import roundings
 from amp_transpiler.ops.rounded_sums import reduced_shape, sum_rule
 
@@ -131,9 +132,11 @@ class Kernels:
         first = next((v for v in inputs if v is not None), None)
         if first is None:
             return None
-        if shape is None and traits_of(*full_type.split("::")[::-1]).over == "axes":
-            shape = reduced_shape(e, attrs, inputs)
         shapes = [None if v is None else v.shape for v in inputs]
+        if shape is None:
+            traits = traits_of(*full_type.split("::")[::-1])
+            reduced = reduced_shape(e, attrs, inputs) if traits.over == "axes" else None
+            shape = reduced or result_shape(full_type, traits, [v.shape for v in inputs if v is not None])
         how = self.arithmetic.treats(full_type, first.dtype, attrs, shapes, [shape])
         if how == "widened" and not e.emulates:
             domain, _, type_ = full_type.rpartition("::")
@@ -144,7 +147,7 @@ class Kernels:
         if not e.emulates or how in ("", "widened"):
             return None
         rule = sum_rule(full_type)
-        given = None not in (*(v.shape for v in inputs if v is not None), shape)
+        given = len(kinds) == 1 and None not in (*(v.shape for v in inputs if v is not None), shape)
         summed = rule(e, how, attrs, inputs, shape or ()) if rule is not None and given else None
         if summed is None:
             self.unlike.add(full_type)

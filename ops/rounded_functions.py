@@ -1,0 +1,120 @@
+"""Functions that kernels of some places compute in 16 bit, with their roundings: what emulates them on CPU.
+
+Found by comparing bits with WebGPU's kernels (``tests/webgpu/test_roundings.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.rounded_sums import in_lanes, in_turn, rounded_sum
+
+#: Lanes that share a softmax.
+_LANES = 64
+
+
+def _first(inputs: Sequence[Value | None]) -> Value:
+    assert inputs[0] is not None
+    return inputs[0]
+
+
+def _power(e: Emitter, x: Value) -> Value:
+    """exp(x) as the power of 2 of a rounded product."""
+    exponent = e.cast(e.Mul(x, e.like(math.log2(math.e), x), shape=x.shape), "float32")
+    return e.cast(e.Exp(e.Mul(exponent, e.const(math.log(2), "float32"), shape=x.shape), shape=x.shape), x.dtype)
+
+
+@rounded_sum("Exp")
+def _exp(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    return _power(e, _first(inputs))
+
+
+@rounded_sum("Log")
+def _log(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    x = _first(inputs)
+    wide = e.Mul(e.Log(e.cast(x, "float32"), shape=shape), e.const(math.log2(math.e), "float32"), shape=shape)
+    power = e.cast(wide, x.dtype)
+    return e.Mul(power, e.like(math.log(2), power), shape=shape)
+
+
+@rounded_sum("Sigmoid")
+def _sigmoid(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    x = _first(inputs)
+    return e.Div(e.like(1, x), e.Add(e.like(1, x), _power(e, e.Neg(x, shape=shape)), shape=shape), shape=shape)
+
+
+@rounded_sum("Tanh")
+def _tanh(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    x = _first(inputs)
+    power, one = _power(e, e.Mul(e.Abs(x, shape=shape), e.like(-2, x), shape=shape)), e.like(1, x)
+    size = e.Div(e.Sub(one, power, shape=shape), e.Add(one, power, shape=shape), shape=shape)
+    return e.Mul(e.Sign(x, shape=shape), size, shape=shape)
+
+
+@rounded_sum("Softmax")
+def _softmax(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    """Of rows of whole vectors of four each component has a sum of its own."""
+    x, rank = _first(inputs), len(shape)
+    axis = int(attrs.get("axis", -1)) % rank
+    if e.opset < 13 and axis != rank - 1:
+        return None
+    count, vector = shape[axis], 1 if shape[axis] % 4 else 4
+    largest = e.ReduceMax(x, e.ints(axis), keepdims=1, shape=[1 if i == axis else n for i, n in enumerate(shape)])
+    power = _power(e, e.Sub(x, largest, shape=shape))
+    others = [i for i in range(rank) if i != axis]
+    rows, lanes = math.prod(shape[i] for i in others), -(-count // (vector * _LANES)) * _LANES
+    across = e.reshape(e.transpose(power, [axis, *others]), (count // vector, vector * rows))
+    sums = in_lanes(e, padded(e, across, [0, 0], [lanes - count // vector, 0]))
+    total = in_turn(e, [e.reshape(sums, (vector, rows))], lambda part: part, (rows,))
+    return e.Div(power, e.reshape(total, size_of(largest)), shape=shape)
+
+
+def _normed(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...], centred: bool
+) -> Value | None:
+    """Statistics in fp32, each rounded; the rest in 16 bit."""
+    x, scale, bias = (*inputs, None)[:3]
+    if x is None or scale is None or {v.dtype for v in inputs if v is not None} != {x.dtype}:
+        return None
+    axes = range(int(attrs.get("axis", -1)) % len(shape), len(shape))
+    over, wide = e.ints(*axes), e.cast(x, "float32")
+    kept = [1 if i in axes else n for i, n in enumerate(shape)]
+    squares = e.ReduceMean(e.Mul(wide, wide, shape=shape), over, keepdims=1, shape=kept)
+    if centred:
+        mean = e.ReduceMean(wide, over, keepdims=1, shape=kept)
+        squares = e.Sub(squares, e.Mul(mean, mean, shape=kept), shape=kept)
+        x = e.Sub(x, e.cast(mean, x.dtype), shape=shape)
+    epsilon = e.const(np.float32(attrs.get("epsilon", 1e-5)))
+    inverse = e.Div(e.const(1, "float32"), e.Sqrt(e.Add(squares, epsilon, shape=kept), shape=kept), shape=kept)
+    scaled = e.Mul(e.Mul(x, e.cast(inverse, x.dtype), shape=shape), scale, shape=shape)
+    return scaled if bias is None else e.Add(scaled, bias, shape=shape)
+
+
+@rounded_sum("LayerNormalization")
+def _layer_norm(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    return _normed(e, attrs, inputs, shape, centred=True)
+
+
+@rounded_sum("SimplifiedLayerNormalization")
+def _simplified_layer_norm(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    return _normed(e, attrs, inputs, shape, centred=False)
