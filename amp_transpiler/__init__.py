@@ -17,7 +17,9 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
     )
 
 from amp_transpiler import distributed, nn, ops, optimizer, regularizer
+from amp_transpiler.conversion.check_model import ModelCheck, check_model
 from amp_transpiler.conversion.converting import convert
+from amp_transpiler.conversion.leaving import Leaving
 from amp_transpiler.export.trained_model import write_trained_model
 from amp_transpiler.export.training_export import export_training as _export_training
 from amp_transpiler.finetune import FitOptions, FitResult, fit
@@ -106,10 +108,12 @@ __all__ = [
     "FitResult",
     "GradientUnderflow",
     "JsonlWriter",
+    "Leaving",
     "LossScale",
     "LossScaleOptimizer",
     "LossScaler",
     "MemoryEstimate",
+    "ModelCheck",
     "Operator",
     "ParamAttr",
     "Pipeline",
@@ -125,6 +129,7 @@ __all__ = [
     "cast_model_to_fp16",
     "cast_parameters_to_fp16",
     "check_finite_and_unscale",
+    "check_model",
     "check_step",
     "compare_costs",
     "convert",

@@ -10,14 +10,9 @@ from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.types import FLOATS, HALF
-from amp_transpiler.lists import has_kernel, kernel_types, unsupported_reason
-from amp_transpiler.passes.view.typing import operator_name
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.view.kernel_faults import leaves
 from amp_transpiler.program import Program
-
-_CUDA = "CUDAExecutionProvider"
-#: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
-_NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,25 +59,10 @@ def _float(op: Operator) -> str:
 def _placement(program: Program) -> str:
     leaving: Counter[str] = Counter()
     for op in program.walk():
-        reason = leaves_cuda(op)
+        reason = leaves(op, "cuda")
         if reason:
             leaving[f"{printable(op.full_type)} ({reason})"] += 1
     if not leaving:
         return "CUDA: a kernel for every operator"
     listed = ", ".join(f"{count} {what}" for what, count in sorted(leaving.items()))
     return f"CUDA: {sum(leaving.values())} operators would leave it: {listed}"
-
-
-def leaves_cuda(op: Operator) -> str:
-    """Why onnxruntime's CUDA provider would not run the operator at its opset; "" where it would."""
-    opset, dtype = op.program.opset(op.domain), _float(op)
-    if op.type in _NOT_RUN:
-        return ""
-    if dtype in HALF:
-        return unsupported_reason(operator_name(op), dtype, opset) or ""
-    if kernel_types(_CUDA, op.type, opset, op.domain) is None:
-        runs = unsupported_reason(operator_name(op), "float16", opset) is None
-        return "" if runs else "no kernel"
-    if dtype and not has_kernel(_CUDA, op.type, dtype, opset, op.domain):
-        return f"no kernel for {dtype} at opset {opset}"
-    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler.cli import convert, cost, diff, explain, export_step, info, plan_ranks, shipped, train
+from amp_transpiler.cli import check_model, convert, cost, diff, explain, export_step, info, plan_ranks, shipped, train
 from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
@@ -24,6 +24,7 @@ _EXAMPLES = """examples:
   amp-transpile train model.onnx tuned.onnx --data train.npz --test test.npz --epochs 3 --freeze 'encoder/*'
   amp-transpile export-step model.onnx step/ --shape image=32,3,224,224 --mode pure --optimizer adamw --lr 1e-4
   amp-transpile trained-model step/ trained.onnx --checkpoint trained/
+  amp-transpile check model_fp16.onnx --place webgpu --data samples.npz
   amp-transpile explain model_fp16.onnx Softmax_3
   amp-transpile explain --passes
   amp-transpile diff model.onnx model_fp16.onnx
@@ -52,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+    )
+    check_model.add_options(
+        commands.add_parser("check", help="where a 16-bit model, made by any converter, first goes wrong on a place")
     )
     train.add_options(commands.add_parser("train", help="train or fine-tune a model on arrays"))
     export_step.add_options(
@@ -180,6 +184,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 _COMMANDS = {
     "convert": convert.run,
+    "check": check_model.run,
     "train": train.run,
     "export-step": export_step.run,
     "trained-model": shipped.run,

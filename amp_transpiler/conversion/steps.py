@@ -19,7 +19,7 @@ from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.inner_roundings import keep_rounded
+from amp_transpiler.passes.numerics.inner_roundings import ROUNDED, keep_rounded
 from amp_transpiler.passes.numerics.known import known_constraints
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
@@ -111,6 +111,12 @@ def remarks(program: Graph, options: ConversionOptions) -> list[str]:
         f"without a {options.dtype} kernel on {title}, or {options.dtype} in their schema at opset {program.opset()}"
     )
     found = [f"{where}: {listed}"] if listed else []
+    summed = sum(op.why is not None and op.why.kind in ROUNDED for op in program.walk())
+    if summed:
+        found.append(
+            f"{title} adds up and computes in {options.dtype} at a loss: {summed} operators are float32 for it, "
+            f"with weights stored in {options.dtype}"
+        )
     if options.mode == "auto" and options.calibration is None:
         proved, tensors = Ranges(program, options.input_ranges).proved(options.dtype)
         found.append(

@@ -1,4 +1,4 @@
-"""Weights of operators that compute in fp32 because of their sums are stored in 16 bit all the same."""
+"""Weights of operators that a place's kernels make compute in fp32 are stored in 16 bit all the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.inner_roundings import ROUNDED
@@ -14,36 +15,38 @@ from amp_transpiler.passes.precision.casts import add_cast
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.typing import programs
 
+#: Why operators are fp32 on a place that would read their weights in 16 bit otherwise.
+_WIDE = ROUNDED | {Kind.NO_KERNEL_THERE}
 #: Elements of a weight from which on its bytes matter.
 _LARGE = 1024
 
 
 def store_weights(program: Graph, constraints: Constraints | None, dtype: str) -> None:
-    """Store in ``dtype`` what only operators read that are fp32 for their sums, with a cast to fp32 before them."""
+    """Store in ``dtype`` what only operators read that a place's kernels keep fp32, with casts before them."""
     kept = constraints.tensors if constraints is not None else {}
-    for variable in [v for each in programs(program) for v in each.variables if v not in kept and _only_summed(v)]:
+    for variable in [v for each in programs(program) for v in each.variables if v not in kept and _only_wide(v)]:
         _store(variable, dtype)
 
 
-def _only_summed(variable: Variable) -> bool:
-    """Whether it is a large constant that only operators read whose sums keep them fp32."""
+def _only_wide(variable: Variable) -> bool:
+    """Whether it is a large constant that only operators read which the place's kernels keep fp32."""
     if variable.dtype != "float32" or variable.producer is not None or not variable.readers:
         return False
     if not constants.is_constant(variable) or variable in variable.program.outputs:
         return False
     if math.prod(size if isinstance(size, int) else 1 for size in variable.shape or ()) < _LARGE:
         return False
-    return all(_sums(op) for op, _ in variable.readers)
+    return all(_is_wide(op) for op, _ in variable.readers)
 
 
-def _sums(op: Operator) -> bool:
-    """Whether an operator is fp32 for its sums, or hands a weight on to such alone."""
-    if op.why is not None and op.why.kind in ROUNDED:
+def _is_wide(op: Operator) -> bool:
+    """Whether the place's kernels keep an operator fp32, or it hands a weight on to such alone."""
+    if op.why is not None and op.why.kind in _WIDE:
         return True
     found, made = lookup(op), op.output(0)
     if found is None or not found.exact or op.precision != "float32" or made is None or made in op.program.outputs:
         return False
-    return bool(made.readers) and all(_sums(reader) for reader, _ in made.readers)
+    return bool(made.readers) and all(_is_wide(reader) for reader, _ in made.readers)
 
 
 def _store(variable: Variable, dtype: str) -> None:

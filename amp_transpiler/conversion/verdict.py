@@ -81,7 +81,7 @@ def judge(
         return Verdict(found.outputs, CALIBRATION, options.allowed)
     try:
         with within(check_budget(reference, options.time_budget, options.memory_budget)):
-            found = measure(reference, converted, [_sample(reference)], options.dtype, tensors=False)
+            found = measure(reference, converted, [synthetic_sample(reference)], options.dtype, tensors=False)
     except ModelFileError:
         raise
     except AmpError as error:
@@ -96,7 +96,7 @@ def beyond(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _sample(program: Program) -> dict[str, np.ndarray]:
+def synthetic_sample(program: Program) -> dict[str, np.ndarray]:
     """One input of each: normal numbers, zeros and ones, unknown dimensions 1. FeedError where they are too large."""
     rng = np.random.default_rng(0)
     feeds = {}

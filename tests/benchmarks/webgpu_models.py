@@ -4,7 +4,7 @@
 
 FOLDER holds what ``python -m tests.tools.export_models`` wrote; the trained models come from AMP_TEST_DATA. Errors are
 relative L2 errors of the worst output. "storage": of the plain fp16 conversion, rounded wherever 16 bit is stored and
-nowhere else, on CPU. "fp32", "plain", "for WebGPU": of the model itself, of that conversion and of ``place="webgpu"`` on the
+nowhere else, on CPU; "replayed": with the sums of WebGPU as well (``amp.check_model``). "fp32", "plain", "for WebGPU": of the model itself, of that conversion and of ``place="webgpu"`` on the
 device; "ratio": the last in storage roundings. Each model has a process of its own.
 """
 
@@ -31,7 +31,7 @@ from tests.helpers.converting import faithful, off
 from tests.helpers.webgpu_sessions import PROVIDER, built_in, devices, missing
 
 TRAINED = Path(os.environ.get("AMP_TEST_DATA", "")) / "onnx_models"
-COLUMNS = ("model", "fp16", "on CPU", "storage", "fp32", "plain", "for WebGPU", "ratio", "bytes")
+COLUMNS = ("model", "fp16", "on CPU", "storage", "replayed", "fp32", "plain", "for WebGPU", "ratio", "bytes")
 
 
 def models(exports: Path | None) -> Iterator[tuple[str, Path]]:
@@ -89,6 +89,9 @@ def measured(name: str, path: Path) -> dict[str, Any]:
     wanted, _ = run(raw, feeds, device=False)
     plain = amp.convert(model)
     found: dict[str, Any] = {"model": name, "storage": worst(faithful(plain, feeds), wanted)}
+    found["replayed"] = _or_message(
+        lambda: max(amp.check_model(plain.to_onnx(), "webgpu", data=feeds).outputs.values())
+    )
     found["fp32"] = _or_message(lambda: worst(run(raw, feeds, device=True)[0], wanted))
     found["plain"] = _or_message(lambda: worst(run(plain.to_onnx().SerializeToString(), feeds, device=True)[0], wanted))
     program = amp.convert(model, place="webgpu")

@@ -14,8 +14,8 @@ import onnx.backend.test
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.cli.info import leaves_cuda
 from amp_transpiler.lists import has_kernel
+from amp_transpiler.passes.view.kernel_faults import leaves
 from tests.helpers.converting import faithful, graphs, off, well_formed
 from tests.helpers.onnx_goldens import FUNCTIONS, text
 from tests.helpers.sessions import session
@@ -119,7 +119,7 @@ def test_what_is_16_bit_has_a_cuda_kernel_and_nothing_leaves_cuda(name: str, dty
         if op.precision == dtype and op.type not in ("Constant", "If"):
             body = op.type == "Clip" and dtype == "bfloat16"  # a function in its schema, which onnxruntime inlines
             assert body or has_kernel("CUDAExecutionProvider", op.type, dtype, after.opset()), op.label
-    leaving = [{op.type for op in program.walk() if leaves_cuda(op)} for program in (before, after)]
+    leaving = [{op.type for op in program.walk() if leaves(op, "cuda")} for program in (before, after)]
     assert leaving[1] <= leaving[0]
 
 

@@ -146,6 +146,7 @@ def test_a_long_sum_is_fp32_and_its_weights_are_16_bit() -> None:
     error = np.linalg.norm(run(written, x=x) - wanted) / np.linalg.norm(wanted)
     assert 1e-6 < error < 3e-4  # the weights are rounded, and nothing else
     assert only(amp.convert(product(256)), "MatMul").precision == "float16"
+    assert any("1 operators are float32 for it" in note for note in program.conversion.notes)
     again = amp.convert(written, place="webgpu")
     assert [op.type for op in again.walk()] == [op.type for op in program.walk()]
 

@@ -15,6 +15,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.lowered import Lowered, needed, static
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace
@@ -166,14 +167,22 @@ def _bytes(variables: Iterable[Variable]) -> int:
 
 class Runner:
     """A program for one list of fetches, on CPU. One session serves feeds of every shape, unless the rules of
-    operators depend on shapes; then one serves until the shapes change."""
+    operators depend on shapes; then one serves until the shapes change. ``arithmetic``: how kernels round inside."""
 
-    def __init__(self, program: Program, fetches: Sequence[str], embedded: int | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        fetches: Sequence[str],
+        embedded: int | None = None,
+        arithmetic: Arithmetic | None = None,
+    ) -> None:
         self.program, self.scope, self.weights = _bound_weights(program, embedded)
         self.fetches = [self.program.var(name) for name in fetches]
         self.feeds = Feeds(self.program, self.fetches)
         self.declared = {v.name: numpy_dtype(v.dtype) for v in self.program.inputs if v.dtype in FLOATS}
-        self.shaped = bool(program.info.functions) or any(map(lowering_rule_of, self.program.walk()))
+        self.arithmetic = arithmetic
+        ruled = bool(program.info.functions) or any(map(lowering_rule_of, self.program.walk()))
+        self.shaped = ruled or arithmetic is not None
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.step: Step | PlainStep | None = None
 
@@ -203,7 +212,7 @@ class Runner:
 
     def lowered(self, shapes: dict[str, tuple[int, ...]]) -> Lowered:
         """The model for feeds of these shapes."""
-        return lower(self.program, "cpu", shapes, self.fetches, updates=False)
+        return lower(self.program, "cpu", shapes, self.fetches, updates=False, arithmetic=self.arithmetic)
 
 
 def _bound_weights(program: Program, embedded: int | None = None) -> tuple[Program, Scope, list[np.ndarray]]:

@@ -66,7 +66,7 @@ def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes
     traits = traits_of(*full_type.split("::")[::-1])
     if traits.reduces in ("mean", "norm", "log-sum"):
         return math.inf
-    count = _summands(full_type, traits.product, attrs, shapes, made)
+    count = summands(full_type, attrs, shapes, made)
     if count is None:
         return math.inf
     if order == "lanes":
@@ -74,15 +74,17 @@ def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes
     return traits.product + (count / 2 if order == "in turn" else count / 8 + 1.5)
 
 
-def _summands(full_type: str, product: bool, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float | None:
+def summands(full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float | None:
+    """How many summands a sum or a sum of products has; None where that is not known."""
+    traits = traits_of(*full_type.split("::")[::-1])
     flops, result, first = flops_of(*full_type.split("::")[::-1]), made[0], shapes[0]
     if result is None or first is None:
         return None
-    if product and flops is not None:
+    if traits.product and flops is not None:
         return None if None in shapes[:2] else flops(attrs, shapes, made) / (2 * max(math.prod(result), 1))
     if attrs.get("kernel_shape"):
         return float(math.prod(attrs["kernel_shape"]))
-    return math.prod(first) / max(math.prod(result), 1) if traits_of(full_type).reduces else None
+    return math.prod(first) / max(math.prod(result), 1) if traits.reduces else None
 
 
 def _always(attrs: Mapping[str, Any], shapes: _Shapes) -> bool:

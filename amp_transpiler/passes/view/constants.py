@@ -71,7 +71,7 @@ def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastT
     if math.prod(tensor_type(data)[1]) >= _LARGE:
         limit = LIMITS[dtype].largest
         for piece in chunks(data):
-            if not (-limit <= piece.min() and piece.max() <= limit):  # NaN as well
+            if not (-limit <= float(piece.min()) and float(piece.max()) <= limit):  # NaN as well
                 _check_range(variable, piece, _cast(piece, dtype), dtype, reader)
         return CastTensor(data, dtype)
     array = as_array(data)

@@ -1,4 +1,7 @@
-"""Which operator meets a kernel of a place that does not compute what it should (``lists/faults.toml``)."""
+"""Which operator has no kernel on a place, and which meets one that does not compute what it should.
+
+The tables are ``lists/kernels.json`` and ``lists/faults.toml``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import Fault, faults
+from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
 from amp_transpiler.passes.view.typing import operator_name
 
 Shapes = Sequence[tuple[int, ...] | None]
+#: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
+_NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 #: A channel count that kernels read whole vectors of.
 VECTOR = 4
 
@@ -30,6 +35,24 @@ def fault_at(kind: str, op: Operator, dtype: str | None = None) -> Fault | None:
     dtypes = [None if v is None else v.dtype for v in op.inputs]
     shapes = [None if v is None else _known(v) for v in op.inputs]
     return fault_of(kind, name, op.attrs, [dtype or dtypes[0], *dtypes[1:]], shapes)
+
+
+def leaves(op: Operator, kind: str) -> str:
+    """Why onnxruntime would not run the operator on a place of this kind at its opset; "" where it would."""
+    at, opset = place_traits(kind), op.program.opset(op.domain)
+    dtype = next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and v.dtype in FLOATS), "")
+    if op.type in _NOT_RUN:
+        return ""
+    if dtype == "float16" and at.emulates:
+        dtype = "float32"  # onnxruntime puts casts around it there
+    if dtype in HALF:
+        return unsupported_reason(operator_name(op), dtype, opset, kind) or ""
+    if kernel_types(at.provider, op.type, opset, op.domain) is None:
+        runs = unsupported_reason(operator_name(op), "float16", opset, kind) is None
+        return "" if runs else "no kernel"
+    if dtype and not has_kernel(at.provider, op.type, dtype, opset, op.domain):
+        return f"no kernel for {dtype} at opset {opset}"
+    return ""
 
 
 def _known(variable: Variable) -> tuple[int, ...] | None:

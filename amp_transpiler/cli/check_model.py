@@ -1,0 +1,49 @@
+"""``amp-transpile check``: where a 16-bit model first goes wrong on a place."""
+
+from __future__ import annotations
+
+import argparse
+
+from amp_transpiler.cli.terminal import number, printable
+from amp_transpiler.conversion.check_model import check_model
+from amp_transpiler.lists import USUAL_PLACE, place_kinds
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What ``check`` takes."""
+    parser.add_argument("model", metavar="MODEL.onnx", help="a model with 16-bit operators, made by any converter")
+    parser.add_argument(
+        "--place",
+        metavar="{" + ",".join(place_kinds()) + "}",
+        default=USUAL_PLACE,
+        help="whose kernels and roundings count (default: %(default)s); no device is needed",
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="samples of the inputs: npz files, or folders of npz or npy files (default: one sample of normal numbers)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=number,
+        metavar="ERROR",
+        help="largest relative L2 error allowed at an output (default: 0.01, bfloat16 0.05)",
+    )
+    parser.add_argument(
+        "--time-budget", type=number, metavar="SECONDS", help="for one run of the model (default: no end)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was found; 3 where an output is off, or a kernel fails."""
+    found = check_model(
+        options.model,
+        options.place,
+        data=options.data,
+        tolerance=options.tolerance,
+        time_budget=options.time_budget,
+    )
+    print("\n".join(printable(line) for line in str(found).splitlines()))
+    return 0 if found.ok else 3

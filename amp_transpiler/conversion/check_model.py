@@ -1,0 +1,207 @@
+"""``amp.check_model``: what a 16-bit model that somebody made computes on a place, and where it first goes wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+
+from amp_transpiler.conversion.calibration.samples import load_calibration
+from amp_transpiler.conversion.conversion_options import TOLERANCE
+from amp_transpiler.conversion.leaving import Leaving, leaving_of
+from amp_transpiler.conversion.replay import OperatorError, replay
+from amp_transpiler.conversion.verdict import CALIBRATION, SYNTHETIC, beyond, synthetic_sample
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.onnx_in import load
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.lists import place_traits, roundings
+from amp_transpiler.option_checks import number
+from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
+from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
+from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.passes.lowering.place import Place, kind_of
+from amp_transpiler.passes.numerics.inner_roundings import inner_roundings
+from amp_transpiler.passes.pipeline import Pipeline
+from amp_transpiler.passes.precision.widen import widen
+from amp_transpiler.passes.view.kernel_faults import fault_at, leaves
+from amp_transpiler.passes.view.names import label
+from amp_transpiler.passes.view.typing import programs
+from amp_transpiler.program import Program
+from amp_transpiler.runtime.budget import Budget, within
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """What a 16-bit model computes on a place, beside its own arithmetic in fp32 with the same weights.
+
+    Attributes:
+        place: the kind of place.
+        dtype: the 16-bit type.
+        sample: what it was run on.
+        tolerance: relative L2 error that is allowed at an output.
+        outputs: that of each output.
+        leaving: the operator at which it first leaves, None where no output is beyond the tolerance.
+        operators: every operator that an output depends on, in program order, with its error.
+        without_kernel: operators that the place has no kernel for, and why, with their number: they run on CPU.
+        faults: operators whose kernel there does not compute what it should, with what it does.
+        not_emulated: types of operators whose kernels there compute in 16 bit inside, in a way that the replay does not
+            follow: their own error is that of one rounding here.
+    """
+
+    place: str
+    dtype: str
+    sample: str
+    tolerance: float
+    outputs: Mapping[str, float]
+    leaving: Leaving | None
+    operators: tuple[OperatorError, ...] = field(repr=False)
+    without_kernel: Mapping[str, int]
+    faults: Mapping[str, str]
+    not_emulated: tuple[str, ...] = ()
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The outputs beyond the tolerance."""
+        return tuple(name for name, error in self.outputs.items() if not beyond(error) <= self.tolerance)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every output keeps to the tolerance, and every kernel computes what it should."""
+        return not self.missed and not self.faults
+
+    def __str__(self) -> str:
+        title = place_traits(self.place).title
+        lines = [f"{len(self.operators)} operators, replayed as {title} computes {self.dtype}, on {self.sample}"]
+        lines += [
+            f"output '{name}': relative error {error:.2g}{f', above {self.tolerance:g}' if name in self.missed else ''}"
+            for name, error in self.outputs.items()
+        ]
+        if self.leaving is not None:
+            lines.append(str(self.leaving))
+        for what, names in _grouped(self.faults).items():
+            rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            lines.append(f"the kernel of {title} fails at {', '.join(map(repr, names[:2]))}{rest}: {what}")
+        lines += [f"{count} x {what}: on CPU" for what, count in self.without_kernel.items()]
+        if self.not_emulated:
+            lines.append(f"computed in {self.dtype} there, and rounded once here: {', '.join(self.not_emulated)}")
+        return "\n".join(lines)
+
+
+def check_model(
+    model_or_path: onnx.ModelProto | str | os.PathLike[str],
+    place: Place | str = "cuda",
+    *,
+    data: Any = None,
+    tolerance: float | None = None,
+    time_budget: float | None = None,
+) -> ModelCheck:
+    """Replay a 16-bit model with the arithmetic of a place, beside fp32 arithmetic on the same weights and inputs.
+
+    The model may come from any converter or exporter. It runs on CPU and needs no device: every 16-bit value is rounded
+    where it is stored, and sums are added up as the kernels of the place do: in fp32, or (WebGPU) with a rounding after
+    each addition. For "cpu" that is what :class:`.CPUPlace` computes; onnxruntime by itself leaves
+    roundings out.
+
+    Args:
+        model_or_path: a ModelProto, or the path of one, with float16 or bfloat16 operators.
+        place: the place, or its kind ("cuda", "webgpu", "cpu").
+        data: feeds, or files of them, as :func:`convert` takes them for calibration; without any, one sample of normal
+            numbers (integers: zeros and ones).
+        tolerance: relative L2 error that is allowed at an output; 0.01 for float16, 0.05 for bfloat16.
+        time_budget: seconds that one run may take. By default there is no end: emulated sums take some nanoseconds for
+            each product.
+
+    Returns:
+        A :class:`ModelCheck`. Its ``leaving`` names the operator that leaves first on the way to an output that is off:
+        by overflow, underflow, or sums that lose their digits.
+
+    Raises:
+        ArgumentError: an unknown place, a model without 16-bit tensors, data that does not fit. ModelFileError: not a
+        model. ExecutionError: onnxruntime fails, or a run exceeds its budget.
+    """
+    kind = kind_of(place, "place")
+    if tolerance is not None:
+        number("tolerance", tolerance)
+    program = load(model_or_path, Program, weights=False)
+    become_constants(program)
+    Pipeline((TryInlineFunctions(),)).run(program)
+    found = Counter(v.dtype for each in programs(program) for v in each.variables if v.dtype in HALF)
+    if not found:
+        raise ArgumentError(
+            f"check_model: program '{program.name}' has no tensor in float16 or bfloat16, so that nothing is there to "
+            "replay; give a converted model"
+        )
+    dtype = str(found.most_common(1)[0][0])
+    arithmetic = Arithmetic(kind, widens=False) if roundings(kind, dtype) is not None else None
+    if arithmetic is not None:
+        convert_opset(program)  # that of what sums are written out with
+    twin = program.clone()
+    widen(twin)
+    batches = load_calibration(data, program) if data is not None else [synthetic_sample(program)]
+    with within(Budget(time_budget if time_budget is not None else math.inf, None)):
+        operators = replay(program, twin, batches, dtype, arithmetic)
+    allowed = TOLERANCE[dtype] if tolerance is None else float(tolerance)
+    outputs = {v.name: _error(v, operators) for v in program.outputs if v.producer is not None}
+    missed = [v for v in program.outputs if v.name in outputs and not beyond(outputs[v.name]) <= allowed]
+    way = set(needed(program, missed))
+    steps = [step for step in operators if step.op in way]
+    return ModelCheck(
+        kind,
+        dtype,
+        SYNTHETIC if data is None else CALIBRATION,
+        allowed,
+        outputs,
+        leaving_of(steps, kind, dtype, allowed, arithmetic) if missed else None,
+        tuple(operators),
+        _without_kernel(program, kind),
+        _faults(program, kind),
+        _not_emulated(program, arithmetic, dtype),
+    )
+
+
+def _grouped(faults: Mapping[str, str]) -> dict[str, list[str]]:
+    """Operators by what their kernel does."""
+    found: dict[str, list[str]] = {}
+    for name, what in faults.items():
+        found.setdefault(what, []).append(name)
+    return found
+
+
+def _error(variable: Variable, operators: list[OperatorError]) -> float:
+    step = next(step for step in operators if step.op is variable.producer)
+    return step.error if step.tensor == variable.name else step.errors.get(variable.name, step.before)
+
+
+def _without_kernel(program: Graph, kind: str) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for op in program.walk():
+        why = leaves(op, kind)
+        if why:
+            found[f"{op.full_type} ({why})"] += 1
+    return dict(found)
+
+
+def _faults(program: Graph, kind: str) -> dict[str, str]:
+    found = {label(op): fault_at(kind, op) for op in program.walk()}
+    return {name: f"{fault.where}: {fault.what}" for name, fault in found.items() if fault is not None}
+
+
+def _not_emulated(program: Graph, arithmetic: Arithmetic | None, dtype: str) -> tuple[str, ...]:
+    """Types of operators in 16 bit that compute so inside, and whose sums nothing follows."""
+    if arithmetic is None:
+        return ()
+
+    def rounds(op: Operator) -> bool:
+        order, worth = inner_roundings(op, arithmetic, dtype)
+        return worth > 0 and not order and any(v is not None and v.dtype == dtype for v in op.outputs)
+
+    return tuple(sorted({op.full_type for op in program.walk() if rounds(op)}))

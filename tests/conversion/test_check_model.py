@@ -1,0 +1,109 @@
+"""``amp.check_model``: models that others made, replayed as a place computes them; what leaves first is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.cli.main import main
+from amp_transpiler.errors import ArgumentError
+from tests.corpora.leaving import CASES
+
+KINDS = ("cuda", "cpu", "webgpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_operator_that_leaves_and_why(name: str, kind: str) -> None:
+    case = CASES[name]
+    found = amp.check_model(case.model(), kind, data=case.sample())
+    leaving = found.leaving
+    assert (f"{leaving.type} {leaving.cause.value}" if leaving is not None else "") == case.on(kind), str(found)
+    assert found.ok == (leaving is None) and bool(found.missed) == (leaving is not None)
+    assert leaving is None or leaving.sudden
+
+
+def test_what_is_said() -> None:
+    case = CASES["between"]
+    found = amp.check_model(case.model(), amp.WebGPUPlace(0), data=case.sample())
+    leaving = found.leaving
+    assert leaving is not None and leaving.summands == 8192 and leaving.tensor == "g" and leaving.before == 0
+    assert leaving.largest < 1000 and leaving.error == np.inf
+    assert "8192 summands up in float16: a partial result leaves it" in str(found)
+    assert "--place webgpu" in leaving.cure and found.outputs["y"] == np.inf
+    assert [step.op.type for step in found.operators] == ["Split", "Neg", "Concat", "Gemm", "Neg"]
+    small = amp.check_model(CASES["small"].model(), data=CASES["small"].sample())
+    assert small.leaving is not None and "sinks to zero" in small.leaving.says
+
+
+def test_errors_that_grow_bit_by_bit_name_what_adds_most() -> None:
+    text = (
+        "m (float16[1,64] x) => (float16[1,64] y) <float16[64,64] w> { a = MatMul(x, w) b = Tanh(a) y = MatMul(b, w) }"
+    )
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>\n' + text)
+    array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float16)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
+    del model.graph.value_info[:]
+    found = amp.check_model(model, "webgpu", tolerance=1e-5)
+    assert found.leaving is not None and found.leaving.type == "MatMul"
+
+
+def test_a_conversion_for_the_place_has_nothing_to_say_against() -> None:
+    case = CASES["sums"]
+    model = case.model()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+        )
+    feeds = {name: array.astype(np.float32) for name, array in case.sample().items()}
+    assert amp.check_model(amp.convert(model, place="webgpu").to_onnx(), "webgpu", data=feeds).ok
+    assert not amp.check_model(amp.convert(model).to_onnx(), "webgpu", data=feeds).ok
+
+
+def test_operators_without_a_kernel_and_kernels_that_fail() -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> m (float16[4,1,8] x, float16[1,24,8] w, float16[1,24,8] r) =>'
+        " (float16[4,1,1,8] y) { a = Relu(x) y, h = GRU<hidden_size=8>(a, w, r) }"
+    )
+    model = onnx.parser.parse_model(text)
+    found = amp.check_model(model, "webgpu")
+    assert found.ok and list(found.without_kernel.values()) == [1]
+    assert "GRU (no WebGPU kernel for GRU at float16" in str(found)
+    assert not amp.check_model(model, "cuda").without_kernel and not amp.check_model(model, "cpu").without_kernel
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> m (float16[1,6,8,9] x, float16[8,6,3,3] w) =>'
+        " (float16[1,8,6,7] y) { y = Conv(x, w) }"
+    )
+    found = amp.check_model(onnx.parser.parse_model(text), "webgpu", tolerance=1)
+    assert not found.ok and not found.missed and "reads three channels" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"place": "tpu"}, "cpu, cuda, webgpu"), ({"tolerance": -1}, "tolerance"), ({}, "nothing is there to replay")],
+)
+def test_what_cannot_be_checked(change: dict[str, Any], text: str) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> m (float[4] x) => (float[4] y) { y = Relu(x) }'
+    )
+    with pytest.raises(ArgumentError, match=text):
+        amp.check_model(model, **change)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES["mean"]
+    path, data = tmp_path / "model.onnx", tmp_path / "data.npz"
+    onnx.save(case.model(), path)
+    np.savez(data, **case.sample())
+    assert main(["check", str(path), "--data", str(data)]) == 0
+    assert "4 operators" not in capsys.readouterr().out
+    assert main(["check", str(path), "--place", "webgpu", "--data", str(data)]) == 3
+    out = capsys.readouterr().out
+    assert "leaves at 'ReduceMean -> m' (ReduceMean): overflow of a partial sum" in out and "256 summands" in out
