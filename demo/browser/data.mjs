@@ -30,8 +30,10 @@ export function pixels(context, task, into, at) {
 
 /** Batches of a task: generated images, or those that were added, or both. */
 export class Source {
-  constructor(task) {
+  /** `dtype`: of the labels, which is that of the feed. */
+  constructor(task, dtype = "int64") {
     this.task = task;
+    this.dtype = dtype;
     this.own = [];
     this.kept = []; // of the added ones, for evaluations
     this.use = "generated";
@@ -57,19 +59,19 @@ export class Source {
   #feeds(count, draw, first, own) {
     const { task, use } = this;
     const images = new Float32Array(count * this.values);
-    const labels = new BigInt64Array(count);
+    const labels = new Int32Array(count);
     for (let i = 0; i < count; i += 1) {
       const [chance, which, label] = [draw(), draw(), draw()];
       if (own.length && (use === "own" || (use === "both" && chance < 0.5))) {
         const sample = own[Math.floor(which * own.length)];
         images.set(sample.image, i * this.values);
-        labels[i] = BigInt(sample.label);
+        labels[i] = sample.label;
       } else {
-        labels[i] = BigInt(Math.floor(label * task.classes.length));
-        drawSample(this.context, task, Number(labels[i]), first + i);
+        labels[i] = Math.floor(label * task.classes.length);
+        drawSample(this.context, task, labels[i], first + i);
         pixels(this.context, task, images, i * this.values);
       }
     }
-    return { [task.image]: images, [task.label]: labels };
+    return { [task.image]: images, [task.label]: this.dtype === "int64" ? BigInt64Array.from(labels, BigInt) : labels };
   }
 }
