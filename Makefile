@@ -45,7 +45,8 @@ test-runners: $(VENV)/.test
 	@AMP_RUNNERS=1 AMP_RUNNERS_PYTHON="$$(ls $$PWD/$(VENV)/runners/bin/python 2>/dev/null)" \
 	AMP_RUNNERS_HEADERS="$$($(PY) -m tests.tools.ort_headers $(VENV)/ort_headers)" \
 	AMP_BROWSER="$$(command -v chromium || command -v chromium-browser || command -v google-chrome)" \
-	$(PY) -m pytest -q -n auto --dist loadgroup tests/export/test_runners.py tests/export/test_browser.py
+	$(PY) -m pytest -q -n auto --dist loadgroup tests/export/test_runners.py \
+	tests/export/test_browser.py tests/export/test_browser_webgpu.py
 
 # TORCH_PYTHON: an interpreter of another environment that has torch, to compare with.
 bench: $(VENV)/.test

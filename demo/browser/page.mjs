@@ -250,7 +250,8 @@ async function main() {
       $("tasks").append(label);
     });
     await findWebgpu();
-    if (asked.get("provider") === "webgpu" && webgpu) document.querySelector("input[value=webgpu]:enabled")?.click();
+    const wanted = document.querySelector(`input[name=provider][value="${CSS.escape(asked.get("provider") ?? "")}"]:enabled`);
+    if (wanted) wanted.checked = true;
     open();
   } catch (error) {
     status("Stopped");

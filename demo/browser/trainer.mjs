@@ -50,7 +50,7 @@ const actions = {
 
   pause() {
     running = false;
-    tell("paused", { step: step.step });
+    if (step) tell("paused", { step: step.step });
   },
 
   overflow() {
@@ -69,6 +69,7 @@ const actions = {
   },
 
   async infer({ image, id }) {
+    if (!step) return;
     const fetched = await step.infer({ [task.image]: image });
     tell("inferred", { id, scores: Array.from(fetched[task.scores], Number) });
   },

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import runpy
 import shutil
 import socket
 import subprocess
@@ -16,7 +15,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import onnxruntime
@@ -24,17 +22,10 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from tests.helpers.browser import MISSING, PAGE, in_browser, served, there
+from tests.helpers.browser import MISSING, PAGE, WEBGPU, in_browser, served, there
+from tests.helpers.page_folders import make_folders
 
 pytestmark = [pytest.mark.skipif(not there(), reason=MISSING), pytest.mark.xdist_group("browser")]
-
-
-def make_folders(out: Path, *options: str) -> None:
-    """What the page trains, exported by the program beside it."""
-    words = ["make_folders.py", "--out", str(out), *options]
-    with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PAGE / "make_folders.py"), run_name="__main__")
-    assert ended.value.code == 0
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +170,33 @@ def film(path: Path, *levels: int) -> None:
     """Ten frames of one color (Y, Cb, Cr)."""
     frame = b"FRAME\n" + b"".join(bytes([level]) * size for level, size in zip(levels, (4096, 1024, 1024), strict=True))
     path.write_bytes(b"YUV4MPEG2 W64 H64 F10:1 Ip A1:1 C420jpeg\n" + 10 * frame)
+
+
+#: Chooses a task whose folder was changed, then the other one, where WebGPU has no 16-bit arithmetic.
+WRONG = """
+export default async ({{ open }}) => {{
+  const page = await open();
+  await page.goto("{address}?task=pictures&provider=webgpu");
+  await page.waitForSelector("#error:visible");
+  const error = await page.textContent("#error");
+  await page.click("input[value=digits] + span");
+  await page.waitForSelector("#start:enabled");
+  await page.click("#start");
+  await page.waitForFunction(() => Number(document.getElementById("n-step").textContent) >= 3);
+  const gone = await page.locator("#error").isHidden();
+  return {{ error, gone, webgpu: await page.textContent("#providers"), about: await page.textContent("#about") }};
+}};
+"""
+
+
+def test_what_is_wrong_is_said_and_what_is_right_goes_on(steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps, tmp_path / "steps")
+    train = tmp_path / "steps" / "pictures" / "cpu" / "train.onnx"
+    train.write_bytes(train.read_bytes()[:-1] + b"x")
+    with served({"/browser/steps/": tmp_path / "steps"}) as base:
+        found = in_browser(tmp_path, WRONG.format(address=f"{base}/browser/"), WEBGPU)
+    assert "train.onnx was changed" in found["error"] and found["gone"]
+    assert "shader-f16" in found["webgpu"] and "Runs in wasm" in found["about"]
 
 
 #: Loads the page, takes its server away, and trains after a reload.

@@ -7,6 +7,7 @@ import functools
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +17,12 @@ from typing import Any
 from tests.helpers.where import ROOT
 
 PAGE = ROOT / "demo" / "browser"
-#: A Chromium; ``make test-runners`` names the one that is there.
-CHROMIUM = os.environ.get("AMP_BROWSER", "")
 MISSING = "no Chromium, or no packages in demo/browser/node_modules: make test-runners"
 
 
 def there() -> bool:
-    """Whether there is a browser with what drives it."""
-    return bool(CHROMIUM) and (PAGE / "node_modules" / "playwright-core").is_dir()
+    """Whether there is a browser, which ``make test-runners`` names, with what drives it."""
+    return bool(os.environ.get("AMP_BROWSER")) and (PAGE / "node_modules" / "playwright-core").is_dir()
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
@@ -58,7 +57,43 @@ def in_browser(folder: Path, script: str, flags: Sequence[str] = ()) -> Any:
     """What a script gives (tests/helpers/browser.mjs runs it); AssertionError with what went wrong in it."""
     path = folder / "script.mjs"
     path.write_text(script, encoding="utf-8")
-    words = ["node", str(ROOT / "tests" / "helpers" / "browser.mjs"), str(PAGE), CHROMIUM, str(path), *flags]
+    chromium = os.environ.get("AMP_BROWSER", "")
+    words = ["node", str(ROOT / "tests" / "helpers" / "browser.mjs"), str(PAGE), chromium, str(path), *flags]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+# -- WebGPU without a graphics card ------------------------------------------------------------------------
+#: What headless Chromium is told, to have WebGPU compute on the processor.
+WEBGPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--disable-gpu-sandbox")
+_HOMES = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"), Path("/opt/google/chrome"))
+
+
+def software_webgpu(folder: Path) -> dict[str, str] | str:
+    """The environment of a Chromium, made in ``folder``, whose WebGPU has 16-bit arithmetic; or why there is none."""
+    home = next((home for home in _HOMES if (home / "libvk_swiftshader.so").exists()), None)
+    driver = next(iter(Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json")), None)
+    if home is None or driver is None or shutil.which("gcc") is None:
+        return "needs Chromium's folder, Mesa's software Vulkan (mesa-vulkan-drivers >= 24) and gcc"
+    (folder / "run").mkdir(mode=0o700)
+    binary = next(home / name for name in ("chromium", "chrome", "chromium-browser") if (home / name).exists())
+    for each in home.iterdir():
+        if each.name not in (binary.name, "libvk_swiftshader.so", "vk_swiftshader_icd.json"):
+            (folder / each.name).symlink_to(each)
+    try:
+        os.link(
+            binary, folder / binary.name
+        )  # it looks for its libraries beside itself, which no link of the other kind is
+    except OSError:
+        shutil.copy(binary, folder)
+    source = ROOT / "tests" / "helpers" / "software_webgpu.c"
+    made = ["-shared", "-fPIC", "-O1", "-o", str(folder / "libvk_swiftshader.so"), str(source), "-ldl"]
+    subprocess.run(["gcc", "-Wall", "-Wextra", "-Werror", *made], check=True)
+    said = {"library_path": str(home / "libvk_swiftshader.so"), "api_version": "1.0.5"}  # what draws the page
+    (folder / "vk_swiftshader_icd.json").write_text(json.dumps({"file_format_version": "1.0.0", "ICD": said}))
+    return {
+        "AMP_BROWSER": str(folder / binary.name),
+        "XDG_RUNTIME_DIR": str(folder / "run"),
+        "VK_ICD_FILENAMES": str(driver),
+    }
