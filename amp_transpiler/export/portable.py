@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -85,6 +86,8 @@ class _Graph:
         elif node.op_type == "GlobalAveragePool" and (shape := self.types[node.input[0]][1]) is not None:
             axes_of = self._constant(f"{node.output[0]}/axes", range(2, len(shape)))
             self._widen(helper.make_node("ReduceMean", [node.input[0], axes_of], node.output, node.name))
+        elif node.op_type == "Conv" and self._weight(node) and self._holds_sixteen_bits(node):
+            self._double_filters(node)
         elif node.op_type not in _UNFINISHED and has_kernel(_CPU, node.op_type, "float64", self.opset, node.domain):
             self._widen(node)
         else:
@@ -102,17 +105,50 @@ class _Graph:
 
     def _is_plain_product(self, node: onnx.NodeProto) -> bool:
         """Whether it multiplies 16-bit numbers, and no build has a kernel of its own for its shapes."""
-        shapes = [self.types.get(name, ("", None))[1] for name in (*node.input[:2], node.output[0])]
-        held = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        held = _attributes(node)
         scales = [held.get("alpha", 1.0), held.get("beta", 1.0) if len(node.input) > 2 else 1.0]
         if node.op_type in ("MatMul", "Gemm"):
-            vectors = any(shape is None or len(shape) < 2 or 1 in shape[-2:] for shape in shapes[2:])
+            shape = self.types[node.output[0]][1]
+            own = shape is None or len(shape) < 2 or 1 in shape[-2:]
         else:
-            weight = shapes[1]  # wasm has a kernel of its own for those of a channel each
-            alone = weight is None or (weight[1:] == (1, 3, 3) and held.get("group", 1) == weight[0])
-            vectors = node.op_type == "Conv" and alone
+            own = self._has_single_filters(node)
         powers = all(math.frexp(scale)[0] == 0.5 for scale in scales)
-        return not vectors and powers and all(self.bits.holds(name) for name in node.input[:2])
+        return not own and powers and self._holds_sixteen_bits(node)
+
+    def _holds_sixteen_bits(self, node: onnx.NodeProto) -> bool:
+        return all(self.bits.holds(name) for name in node.input[:2])
+
+    # -- convolutions ------------------------------------------------------------------------------------
+    def _has_single_filters(self, node: onnx.NodeProto) -> bool:
+        """Whether it is a convolution with one filter for a group, as a depthwise one, whose sums go other ways."""
+        weight = self._weight(node)
+        return node.op_type == "Conv" and (weight is None or weight[0] == _attributes(node).get("group", 1))
+
+    def _weight(self, node: onnx.NodeProto) -> tuple[int, ...] | None:
+        return self.types.get(node.input[1], ("", None))[1]
+
+    def _double_filters(self, node: onnx.NodeProto) -> None:
+        """Add the convolution with each filter twice, and take every second result."""
+        made, result = onnx.NodeProto(), node.output[0]
+        made.CopyFrom(node)
+        for slot in range(1, len(node.input)):
+            shape = self.types[node.input[slot]][1] or ()
+            name = f"{result}/filters_{slot}"
+            sizes = self._constant(f"{name}/sizes", [shape[0], 1, *shape[1:]])
+            twice = self._constant(f"{name}/twice", [2 * shape[0], *shape[1:]])
+            self._emit("Reshape", [node.input[slot], sizes], f"{name}/one")
+            self._emit("Concat", [f"{name}/one", f"{name}/one"], f"{name}/two", axis=1)
+            self._emit("Reshape", [f"{name}/two", twice], name)
+            made.input[slot] = name
+        made.output[0] = f"{result}/both"
+        self.nodes.append(made)
+        bounds = {"first": 0, "last": np.iinfo(np.int64).max, "axis": 1, "step": 2}
+        self._emit(
+            "Slice", [made.output[0], *(self._constant(f"{result}/{k}", [v]) for k, v in bounds.items())], result
+        )
+
+    def _emit(self, op_type: str, inputs: list[str], output: str, **attributes: Any) -> None:
+        self.nodes.append(helper.make_node(op_type, inputs, [output], output, **attributes))
 
     def _is_float(self, name: str) -> bool:
         return self.types.get(name, ("", None))[0] == "float32"
@@ -165,3 +201,7 @@ class _Graph:
         array = np.array(list(values), np.int64)
         self.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
         return name
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}

@@ -65,10 +65,22 @@ CASES: dict[str, tuple[str, list[str], set[str]]] = {
         ["Cast", "Cast", "MatMul*"],
         set(),
     ),
-    "what has no kernel of double stays": (
+    "convolutions of 16-bit numbers": (
+        "agraph (float16[1, 2, 8, 8] x, float16[4, 1, 3, 3] w) => (float[1, 4, 6, 6] y) "
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) y = Conv <group = 2> (a, b) }",
+        ["Cast", "Cast", "Conv"],
+        set(),
+    ),
+    "depthwise convolutions have their filters twice": (
         "agraph (float16[1, 2, 8, 8] x, float16[2, 1, 3, 3] w) => (float[1, 2, 6, 6] y) "
-        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) c = Conv <group = 2> (a, b) y = Erf(c) }",
-        ["Cast", "Cast", "Conv", "Erf"],
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) y = Conv <group = 2> (a, b) }",
+        ["Cast", "Cast", "Reshape", "Concat", "Reshape", "Conv", "Slice"],
+        set(),
+    ),
+    "what has no kernel of double stays": (
+        "agraph (float16[1, 2, 8, 8] x, float[4, 2, 3, 3] w) => (float[1, 4, 6, 6] y) "
+        "{ a = Cast <to = 1> (x) c = Conv(a, w) y = Erf(c) }",
+        ["Cast", "Conv", "Erf"],
         {"Conv", "Erf"},
     ),
     "in a branch": (
@@ -133,6 +145,24 @@ def test_results_are_those_of_float64_rounded_once() -> None:
     found, before = (ort.InferenceSession(m.SerializeToString()).run(None, {"x": x}) for m in (made, model))
     rounded = [array.astype(np.float32).tobytes() for array in expected]
     assert [array.tobytes() for array in found] == rounded != [array.tobytes() for array in before]
+
+
+def test_depthwise_convolutions_are_what_they_were() -> None:
+    """Sums of products of small whole numbers are exact, in whatever order."""
+    text = (
+        "agraph (float16[2, 6, 9, 8] x, float16[6, 1, 3, 2] w, float16[6] c) => (float[2, 6, 5, 7] y) "
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) d = Cast <to = 1> (c) "
+        "y = Conv <group = 6, strides = [2, 1], pads = [1, 0, 1, 0]> (a, b, d) }"
+    )
+    model = onnx.parser.parse_model(HEAD + text)
+    rng = np.random.default_rng(0)
+    feeds = {
+        name: rng.integers(-8, 9, shape).astype(np.float16)
+        for name, shape in {"x": (2, 6, 9, 8), "w": (6, 1, 3, 2), "c": (6,)}.items()
+    }
+    made = portable(Lowered(model, "cpu"), set()).model
+    found, before = (ort.InferenceSession(m.SerializeToString()).run(None, feeds)[0] for m in (made, model))
+    assert np.array_equal(found, before) and found.any()
 
 
 def test_a_portable_step_is_the_same_training_but_for_roundings(tmp_path: Path) -> None:
