@@ -364,7 +364,7 @@ def failure(error: Exception) -> str:
     if "cuDNN is unavailable" in text:
         text = f"{text.rstrip('.')}. Install it: onnxruntime-gpu[cuda,cudnn]"
     if "Too many storage buffers" in text:
-        text = f"{text.rstrip('.')}. Probably a tensor is larger than this GPU binds at once; feed smaller batches"
+        text = f"{text.rstrip('.')}. A tensor of many MiB takes several; if one is, feed smaller batches"
     if re.search(r"device (was|is) lost", text, re.IGNORECASE):
         text = f"{text.rstrip('.')}. What lay on the GPU is gone with it: start anew, from the last checkpoint"
     return text

@@ -26,6 +26,7 @@ from amp_transpiler.errors import (
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.lists import place_traits
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -318,7 +319,7 @@ class Executor:
         lowered = lower(
             program, self.place.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(self.place)
         )
-        in_place = bool(lowered.updates) and not plan.initialises
+        in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
         settings = replace(self.settings, cuda_graph=self.settings.cuda_graph and not plan.initialises)
         if settings.cuda_graph:
             check_capturable(lowered, program.name)
