@@ -50,12 +50,12 @@ def _split(
     """Into more pieces than one kernel makes: into runs of them, and these again."""
     x = inputs[0]
     assert x is not None
-    if results[0].dtype == "bool":
-        return _by_way_of("Split", "int32")(e, attrs, inputs, results)
+    truths = results[0].dtype == "bool"
     if any(piece.shape is None for piece in results):
-        return None
+        return _by_way_of("Split", "int32")(e, attrs, inputs, results) if truths else None
     axis = int(attrs.get("axis", 0))
-    return _pieces(e, x, axis, [size_of(piece)[axis] for piece in results])
+    pieces = _pieces(e, e.cast(x, "int32") if truths else x, axis, [size_of(piece)[axis] for piece in results])
+    return [e.cast(piece, "bool") for piece in pieces] if truths else pieces
 
 
 def _pieces(e: Emitter, x: Value, axis: int, lengths: Sequence[int]) -> list[Value]:

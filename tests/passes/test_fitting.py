@@ -214,15 +214,16 @@ def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.nd
 
 
 @pytest.mark.parametrize(("pieces", "axis"), [(7, 0), (8, 1), (49, -1), (50, 0), (130, 1)])
-def test_a_split_into_many_pieces_is_a_tree_of_splits(pieces: int, axis: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_a_split_into_many_pieces_is_a_tree_of_splits(pieces: int, axis: int, dtype: str) -> None:
     sizes = [1 + i % 3 for i in range(pieces)]
     shape = [2, 2]
     shape[axis] = sum(sizes)
     program = amp.Program()
     with amp.program_guard(program, amp.Program()):
-        x = amp.data("x", shape, "float32")
+        x = amp.data("x", shape, dtype)
         parts = [tuple(size if i == axis % 2 else 2 for i in range(2)) for size in sizes]
-        made = [program.add_variable(f"y{i}", "float32", part) for i, part in enumerate(parts)]
+        made = [program.add_variable(f"y{i}", dtype, part) for i, part in enumerate(parts)]
         program.add_operator(
             "Split", [x, program.add_constant("sizes", np.array(sizes, np.int64))], made, attrs={"axis": axis}
         )
@@ -230,7 +231,8 @@ def test_a_split_into_many_pieces_is_a_tree_of_splits(pieces: int, axis: int) ->
     splits = [node for node in lowered.model.graph.node if node.op_type == "Split"]
     most = place_traits("webgpu").most_pieces
     assert max(len(node.output) for node in splits) <= most and (len(splits) == 1) == (pieces <= most)
-    values = np.arange(2 * sum(sizes), dtype=np.float32).reshape(shape)
+    numbers = np.arange(2 * sum(sizes), dtype=np.float32).reshape(shape)
+    values = numbers if dtype == "float32" else numbers % 3 == 0
     found = session(lowered.model).run([fetch.tensor for fetch in lowered.fetches], {lowered.feeds[0].tensor: values})
     expected = np.split(values, np.cumsum(sizes)[:-1], axis)
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
