@@ -40,6 +40,7 @@ class PlaceTraits:
     most_tensors: int
     most_pieces: int
     fails: Mapping[str, Mapping[str, Sequence[str]]]
+    ranks: Mapping[str, int]
 
     @property
     def runs(self) -> bool:
@@ -54,7 +55,7 @@ def _table() -> Mapping[str, PlaceTraits]:
 
 
 def _traits(facts: Mapping[str, Any]) -> PlaceTraits:
-    return PlaceTraits(**{"fails": {}} | {name: _fact(name, fact) for name, fact in facts.items()})
+    return PlaceTraits(**{"fails": {}, "ranks": {}} | {name: _fact(name, fact) for name, fact in facts.items()})
 
 
 def _fact(name: str, fact: Any) -> Any:

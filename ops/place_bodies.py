@@ -21,6 +21,9 @@ from amp_transpiler.ir.types import FLOATS
 #: ``body(e, attributes, inputs, results) -> results``
 Body = Callable[[Emitter, Mapping[str, Any], Sequence[Value | None], Sequence[Value]], Sequence[Value] | None]
 
+#: ``function(e, attributes, x) -> y``
+_Function = Callable[[Emitter, Mapping[str, Any], Value], Value]
+
 _BODIES: dict[str, Body] = {}
 
 
@@ -181,6 +184,14 @@ def _abs(
     return [e.Where(e.Less(x, zero), e.Sub(zero, x), x)]
 
 
+@body("PRelu")
+def _p_relu(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value]:
+    x, slope = given(inputs)
+    return [e.Where(e.Less(x, e.like(0, x)), e.Mul(x, slope), x)]
+
+
 @body("Sign")
 def _sign(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
@@ -190,6 +201,64 @@ def _sign(
     zero = e.like(0, x)
     below = x if x.dtype.startswith("uint") else e.Where(e.Less(x, zero), e.like(-1, x), x)
     return [e.Where(e.Greater(x, zero), e.like(1, x), below)]
+
+
+# -- functions of one number, in fp32 -------------------------------------------------------------------------
+def _function(*types: str) -> Callable[[_Function], _Function]:
+    def register(function: _Function) -> _Function:
+        def write(
+            e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+        ) -> Sequence[Value]:
+            x = given(inputs)[0]
+            return [e.cast(function(e, attrs, e.f32(x)), x.dtype)]
+
+        body(*types)(write)
+        return function
+
+    return register
+
+
+@_function("HardSwish")
+def _hard_swish(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    return e.Mul(x, e.HardSigmoid(x, alpha=1 / 6, beta=0.5))
+
+
+@_function("Celu")
+def _celu(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    alpha = e.like(attrs.get("alpha", 1.0), x)
+    low = e.Mul(alpha, e.Sub(e.Exp(e.Div(x, alpha)), e.like(1, x)))
+    return e.Where(e.Greater(x, e.like(0, x)), x, low)
+
+
+@_function("Selu")
+def _selu(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    gamma = attrs.get("gamma", 1.0507009873554805)
+    return e.Mul(e.like(gamma, x), e.Elu(x, alpha=float(attrs.get("alpha", 1.6732632423543772))))
+
+
+@_function("Mish")
+def _mish(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    return e.Mul(x, e.Tanh(e.Softplus(x)))
+
+
+@_function("Softsign")
+def _softsign(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    return e.Div(x, e.Add(e.Abs(x), e.like(1, x)))
+
+
+@_function("Shrink")
+def _shrink(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    reach, bias = float(attrs.get("lambd", 0.5)), e.like(attrs.get("bias", 0.0), x)
+    low = e.Where(e.Less(x, e.like(-reach, x)), e.Add(x, bias), e.like(0, x))
+    return e.Where(e.Greater(x, e.like(reach, x)), e.Sub(x, bias), low)
+
+
+@_function("Round")
+def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    """To the even one of two that are as near: fp32 numbers from 2^23 on have no fractions, and adding rounds so."""
+    whole = e.like(1.5 * 2**23, x)
+    near = e.Sub(e.Add(x, whole), whole)
+    return e.Where(e.Less(e.Abs(x), e.like(2**22, x)), near, x)
 
 
 # -- truth -----------------------------------------------------------------------------------------------

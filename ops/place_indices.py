@@ -10,7 +10,10 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.conv import transposed_window
 from amp_transpiler.ops.place_bodies import Body, body, given, integers_in
+from amp_transpiler.ops.pool import window_counts
+from amp_transpiler.ops.rounded_sums import spread
 from amp_transpiler.ops.window import Window, window_by
 
 _INDICES = np.int32
@@ -221,6 +224,74 @@ def _as_rows(e: Emitter, x: Value, indices: Value) -> tuple[int, int, Value]:
     positive = e.Where(e.Less(tuples, e.const(0, "int32")), e.Add(tuples, e.const(sizes, "int32")), tuples)
     place = e.ReduceSum(e.Mul(positive, e.const(strides, "int32")), e.ints(1), keepdims=0, shape=(count,))
     return rows, width, place
+
+
+@body("Trilu")
+def _triangle(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    x, k = (*inputs, None)[:2]
+    number = [0] if k is None else integers_in(e, k)
+    if x is None or x.shape is None or number is None or x.dtype == "bool":
+        return None
+    every = np.ones(x.shape[-2:], bool)
+    kept = np.triu(every, number[0]) if attrs.get("upper", 1) else np.tril(every, number[0])
+    return [e.Where(e.const(kept), x, e.like(0, x), shape=x.shape)]
+
+
+@body("AveragePool")
+def _average_pool(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """A convolution with ones, over what each window averages."""
+    (x,) = given(inputs)
+    if x.shape is None or results[0].shape is None or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+        return None
+    window = window_by(attrs, attrs["kernel_shape"], x.shape[2:], results[0].shape[2:])
+    images = window.pad(e, e.reshape(x, (math.prod(x.shape[:2]), 1, *window.source)), 2)
+    ones = e.const(np.ones((1, 1, *window.kernel)), x.dtype)
+    total = e.Conv(images, ones, strides=list(window.strides), dilations=list(window.dilations))
+    counts = e.const(window_counts(attrs, window), x.dtype)
+    return [e.Div(e.reshape(total, results[0].shape), counts)]
+
+
+@body("ConvTranspose")
+def _conv_transpose(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """The convolution of X, with zeros between its elements, and the kernel turned around."""
+    x, w, bias = (*inputs, None)[:3]
+    if x is None or w is None or None in (x.shape, w.shape, results[0].shape):
+        return None
+    slid, group = transposed_window(attrs, x, w, results[0]), int(attrs.get("group", 1))
+    apart, (channels, outputs, *kernel) = spread(e, x, slid.strides), size_of(w)
+    begin = tuple(n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True))
+    if min(begin) < 0:
+        return None
+    window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, begin, size_of(apart)[2:], size_of(results[0])[2:])
+    split = e.reshape(w, (group, channels // group, outputs, *kernel))
+    swapped = e.transpose(split, [0, 2, 1, *range(3, 3 + slid.rank)])
+    turned = e.reshape(swapped, (group * outputs, channels // group, *kernel))
+    for axis, size in enumerate(kernel, 2):
+        turned = _gathered(e, turned, axis, np.arange(size, dtype=_INDICES)[::-1].copy())
+    return [e.Conv(apart, turned, bias, group=group, **window.attributes())]
+
+
+@body("Conv")
+def _conv_by_group(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """A convolution for each group of channels."""
+    x, w, bias = (*inputs, None)[:3]
+    group = int(attrs.get("group", 1))
+    if group == 1 or x is None or w is None:
+        return None
+    images, weights = (e.op("Split", v, outputs=group, axis=a, num_outputs=group) for v, a in ((x, 1), (w, 0)))
+    alone = dict(attrs) | {"group": 1}
+    made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)
+    if bias is None or results[0].shape is None:
+        return None if bias is not None else [made]
+    return [e.Add(made, e.reshape(bias, (-1, *[1] * (len(results[0].shape) - 2))))]
 
 
 @body("MaxPool")

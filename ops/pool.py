@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -166,7 +166,7 @@ def average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     assert shape is not None and dy.shape is not None
     window = window_of(op, op.attrs["kernel_shape"], shape[2:], dy.shape[2:])
     _check_automatic_padding(op, window)
-    share = e.op("Div", dy, e.const(_counts(op, window), dy.dtype), shape=dy.shape)
+    share = e.op("Div", dy, e.const(window_counts(op.attrs, window), dy.dtype), shape=dy.shape)
     images = e.reshape(share, (shape[0] * shape[1], 1, *window.target))
     ones = e.const(np.ones((1, 1, *window.kernel)), dy.dtype)
     return [e.reshape(window.scatter(e, images, ones, 1), shape)]
@@ -183,12 +183,12 @@ def _check_automatic_padding(op: Operator, window: Window) -> None:
         )
 
 
-def _counts(op: Operator, window: Window) -> np.ndarray:
+def window_counts(attrs: Mapping[str, Any], window: Window) -> np.ndarray:
     """How many elements each window averages, broadcastable to Y: padding counts if the operator says so, what
     ceil_mode adds behind it never does."""
-    include = bool(op.attrs.get("count_include_pad", 0))
-    pads = op.attrs.get("pads") or [0] * 2 * window.rank
-    explicit = op.attrs.get("auto_pad", "NOTSET") == "NOTSET"
+    include = bool(attrs.get("count_include_pad", 0))
+    pads = attrs.get("pads") or [0] * 2 * window.rank
+    explicit = attrs.get("auto_pad", "NOTSET") == "NOTSET"
     counts = np.ones([1, 1])
     for axis in range(window.rank):
         begin = window.begin[axis]

@@ -156,7 +156,7 @@ def _conv_transpose(
     x, w, bias = (*inputs, None)[:3]
     assert x is not None and w is not None
     slid = transposed_window(attrs, x, w, Value("", x.dtype, shape))
-    apart = _apart(e, x, slid.strides)
+    apart = spread(e, x, slid.strides)
     begin = tuple(n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True))
     if min(begin) < 0:
         return None
@@ -169,7 +169,7 @@ def _conv_transpose(
     return _with_bias(e, _correlation(e, order, apart, weights, window), bias, shape)
 
 
-def _apart(e: Emitter, x: Value, strides: Sequence[int]) -> Value:
+def spread(e: Emitter, x: Value, strides: Sequence[int]) -> Value:
     """X with zeros between its elements, so that neighbours are as far apart as strides say."""
     for axis, stride in enumerate(strides, 2):
         if stride > 1:

@@ -118,6 +118,8 @@ class _Fitting:
             rename_tensors([node], names)
             yield node
             return
+        while node.input and not node.input[-1]:  # of an input that is left out by name WebGPU's Conv kills the process
+            del node.input[-1]
         slots = signature(node.op_type, self.opset, node.domain)
         if slots is None:
             yield node
@@ -149,7 +151,9 @@ class _Fitting:
                 if kind and (kind not in slots.admits[variable] or not _takes(kinds, variable, kind)):
                     return True
         many = node.op_type == "Split" and len(node.output) > (self.at.most_pieces or len(node.output))
-        return kinds is None or many
+        shape = self._type(node.input[0])[1] if node.op_type in self.at.ranks else None
+        large = shape is not None and len(shape) > self.at.ranks[node.op_type]
+        return kinds is None or many or large
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""
