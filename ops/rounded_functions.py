@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.rounded_sums import in_lanes, in_turn, rounded_sum
@@ -59,10 +60,52 @@ def _sigmoid(
 def _tanh(
     e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
 ) -> Value:
-    x = _first(inputs)
+    return _tangent(e, _first(inputs), shape)
+
+
+def _tangent(e: Emitter, x: Value, shape: tuple[int, ...]) -> Value:
     power, one = _power(e, e.Mul(e.Abs(x, shape=shape), e.like(-2, x), shape=shape)), e.like(1, x)
     size = e.Div(e.Sub(one, power, shape=shape), e.Add(one, power, shape=shape), shape=shape)
     return e.Mul(e.Sign(x, shape=shape), size, shape=shape)
+
+
+@rounded_sum("Erf")
+def _erf(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    return _error_function(e, _first(inputs), shape)
+
+
+def _error_function(e: Emitter, x: Value, shape: tuple[int, ...]) -> Value:
+    """Formula 7.1.26 of Abramowitz and Stegun: Handbook of Mathematical Functions. A few of a hundred bits differ."""
+    size, one = e.Abs(x, shape=shape), e.like(1, x)
+    below = e.Add(one, e.Mul(_cut(e, 0.3275911, x), size, shape=shape), shape=shape)
+    t = e.Div(one, below, shape=shape)
+    total = _cut(e, 1.061405429, x)
+    for number in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        total = e.Add(e.Mul(total, t, shape=shape), _cut(e, number, x), shape=shape)
+    power = _power(e, e.Neg(e.Mul(size, size, shape=shape), shape=shape))
+    rest = e.Mul(e.Mul(total, t, shape=shape), power, shape=shape)
+    return e.Mul(e.Sign(x, shape=shape), e.Sub(one, rest, shape=shape), shape=shape)
+
+
+def _cut(e: Emitter, number: float, x: Value) -> Value:
+    """A number of a shader in a 16-bit type: rounded towards 0."""
+    held = np.float16(number)
+    return e.like(float(np.nextafter(held, np.float16(0)) if abs(float(held)) > abs(number) else held), x)
+
+
+@rounded_sum("Gelu", f"{DOMAIN}::Gelu")
+def _gelu(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    x, half = _first(inputs), e.like(0.5, _first(inputs))
+    if attrs.get("approximate", "none") == "tanh":
+        cubic = e.Mul(e.Mul(_cut(e, 0.035677408136300125, x), x, shape=shape), x, shape=shape)
+        inner = e.Mul(x, e.Add(cubic, _cut(e, 0.7978845608028654, x), shape=shape), shape=shape)
+        return e.Mul(x, e.Add(half, e.Mul(half, _tangent(e, inner, shape), shape=shape), shape=shape), shape=shape)
+    share = _error_function(e, e.Mul(x, _cut(e, 0.7071067811865475, x), shape=shape), shape)
+    return e.Mul(e.Mul(half, x, shape=shape), e.Add(e.like(1, x), share, shape=shape), shape=shape)
 
 
 @rounded_sum("Softmax")

@@ -268,3 +268,10 @@ def _bias_gelu(random: np.random.Generator) -> tuple[Array, Array]:
     x, bias = random.standard_normal((64, 64)).astype(np.float16), np.zeros(64, np.float16)
     wide = x.astype(np.float64)
     return run("BiasGelu", {"x": x, "bias": bias}, domain=_CONTRIB), wide * special.ndtr(wide)
+
+
+def worth(operator: str) -> float:
+    """How many roundings of the result the error of an operator's kernel is worth, in mean squares."""
+    made, exact = KERNELS[operator](np.random.default_rng(0))
+    stored = exact.astype(np.float16).astype(np.float64)
+    return float(np.square(made.astype(np.float64) - exact).mean() / np.square(stored - exact).mean())

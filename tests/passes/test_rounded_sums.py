@@ -10,11 +10,15 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.lists import roundings
+from amp_transpiler.ops.rounded_sums import sum_rule
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.corpora.rounded_sums import CASES, fed, half, one_operator
+from tests.helpers import rounding_kernels
 from tests.helpers.rounded_sums import in_turn, products
+from tests.helpers.rounding_kernels import KERNELS, worth
 from tests.helpers.sessions import run
 
 Array = np.ndarray[Any, Any]
@@ -91,3 +95,15 @@ def test_an_executor_trains_with_the_arithmetic_of_a_place() -> None:
     ]
     np.testing.assert_array_equal(results[1], in_turn(products(feeds["a"], feeds["b"])))
     assert not np.array_equal(*results)
+
+
+@pytest.mark.parametrize("operator", [name for name in KERNELS if sum_rule(name) is not None])
+def test_emulated_kernels_are_as_far_off_as_those_of_the_place(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def emulated(type_: str, feeds: dict[str, Array], /, domain: str = "", **attrs: Any) -> Array:
+        first = next(iter(feeds.values()))
+        model = one_operator(type_, feeds, 20 if type_ == "Gelu" else 18, first.shape, domain=domain, **attrs)
+        return _run(lower(amp.Program.from_onnx(model), "cpu", arithmetic=PLAIN), feeds)
+
+    monkeypatch.setattr(rounding_kernels, "run", emulated)
+    written = roundings("webgpu", "float16")
+    assert written is not None and written.inside[operator] / 1.5 < worth(operator) < 1.5 * written.inside[operator]

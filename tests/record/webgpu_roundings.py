@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime
 
 from tests.helpers.rounded_sums import ORDERS as ROUNDED
-from tests.helpers.rounding_kernels import AXIS, KERNELS, PRODUCTS, SUMS, SUMS_OF_FUNCTIONS, Sum, run
+from tests.helpers.rounding_kernels import AXIS, KERNELS, PRODUCTS, SUMS, SUMS_OF_FUNCTIONS, Sum, run, worth
 
 FILE = Path(__file__).parents[2] / "lists" / "roundings.toml"
 #: The large number, and what it swallows: of 2,048 tiny ones no sum is half a step of it.
@@ -129,13 +129,6 @@ def inside() -> dict[str, float]:
     for operator, roundings in found.items():
         print(f"{operator}: {roundings:.1f}", file=sys.stderr)
     return {operator: round(roundings, 1) for operator, roundings in found.items() if roundings > _ONE}
-
-
-def worth(operator: str) -> float:
-    """How many roundings of the result the error of an operator's kernel is worth, in mean squares."""
-    made, exact = KERNELS[operator](np.random.default_rng(0))
-    stored = exact.astype(np.float16).astype(np.float64)
-    return float(np.square(made.astype(np.float64) - exact).mean() / np.square(stored - exact).mean())
 
 
 def _written(values: dict[str, Any]) -> Iterable[str]:

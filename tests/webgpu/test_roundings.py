@@ -16,10 +16,10 @@ from amp_transpiler.passes.lowering.arithmetic import MOST, Arithmetic
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.corpora.rounded_sums import CASES, fed, half, one_operator
-from tests.helpers.rounding_kernels import KERNELS, SUMS, Sum
+from tests.helpers.rounding_kernels import KERNELS, SUMS, Sum, worth
 from tests.helpers.sessions import run
 from tests.helpers.webgpu_sessions import built_in, session
-from tests.record.webgpu_roundings import order_of, worth
+from tests.record.webgpu_roundings import order_of
 
 pytestmark = pytest.mark.webgpu
 
