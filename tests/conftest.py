@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope
-from tests.helpers.webgpu_sessions import built_in, devices
+from amp_transpiler.runtime import CPUPlace, Executor, Scope
+from tests.helpers.on_places import PLACES, choose
+from tests.helpers.webgpu_sessions import built_in, devices, real_card
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Shells start background jobs with Ctrl-C ignored; the tests of Ctrl-C need Python's own handler."""
+    if config.getoption("--place"):
+        choose(config.getoption("--place"))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", metavar="FOLDER", help="exported models: NAME.onnx beside NAME.npz")
     parser.addoption("--torch-python", metavar="PYTHON", help="interpreter of another environment that has torch")
+    parser.addoption(
+        "--place", metavar="KIND", help="compute what proves rules (gradcheck, forwardcheck) on this place"
+    )
     parser.addoption("--examples", type=int, default=200, metavar="N", help="random models to convert (default: 200)")
     parser.addoption(
         "--every-chain",
@@ -67,9 +73,16 @@ def torch_python(pytestconfig: pytest.Config) -> str:
     return str(python)
 
 
-@pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)
+@pytest.fixture(params=PLACES)
 def exe(request: pytest.FixtureRequest) -> Executor:
     return Executor(request.param, threads=1)
+
+
+@pytest.fixture
+def software_vulkan() -> None:
+    """For what is recorded of software Vulkan; a graphics card may round otherwise."""
+    if real_card():
+        pytest.skip("recorded on software Vulkan; here is a graphics card")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which nodes of a model have no CUDA kernel, by the recorded kernel registry of the stock onnxruntime wheel."""
+"""Which nodes of a model have no kernel on a place, by the recorded kernel registries."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def _allows(kernel: dict[str, int], types: dict[str, str]) -> bool:
 
 def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
     """``Type(type parameters)`` of each node that CUDA has no kernel for; all tensors must be typed."""
+    return without_kernel(model, "CUDAExecutionProvider")
+
+
+def without_kernel(model: onnx.ModelProto, provider: str) -> list[str]:
+    """``Type(type parameters)`` of each node that a provider has no kernel for; all tensors must be typed."""
     from amp_transpiler.ir.types import NAMES
 
     typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
@@ -43,7 +48,7 @@ def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
     missing = []
     for node in graph.node:
         if node.domain:
-            missing += _missing_foreign(node, kinds)
+            missing += _missing_foreign(node, kinds, provider)
             continue
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
         types: dict[str, str] = {}
@@ -52,17 +57,17 @@ def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
                 if name:
                     kind = NAMES[kinds[name]]
                     types[formals[min(slot, len(formals) - 1)].type_str] = _SPELLING.get(kind, kind)
-        kernels = _registry()["kernels"]["CUDAExecutionProvider"]["ai.onnx"].get(node.op_type, {})
+        kernels = _registry()["kernels"][provider]["ai.onnx"].get(node.op_type, {})
         if not any(_covers(versions, schema.since_version) and _allows(k, types) for versions, k in kernels.items()):
             missing.append(f"{node.op_type}({', '.join(f'{k}={v}' for k, v in types.items())})")
     return missing
 
 
-def _missing_foreign(node: onnx.NodeProto, kinds: dict[str, int]) -> list[str]:
+def _missing_foreign(node: onnx.NodeProto, kinds: dict[str, int], provider: str) -> list[str]:
     """The same for an operator that onnx has no schema of; the kernels have one version, and T is what they work on."""
     from amp_transpiler.ir.types import NAMES
 
-    kernels = _registry()["kernels"]["CUDAExecutionProvider"].get(node.domain, {}).get(node.op_type, {})
+    kernels = _registry()["kernels"][provider].get(node.domain, {}).get(node.op_type, {})
     kind = NAMES[kinds[node.output[0]]]
     types = {"T": _SPELLING.get(kind, kind)}
     return [] if any(_allows(k, types) for k in kernels.values()) else [f"{node.op_type}({kind})"]

@@ -11,9 +11,9 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, lowering_rule_of
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.program import Program
-from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers import on_places
 from tests.helpers.gradcheck import ROUNDING, Case, assert_near
-from tests.helpers.rules import Array, emit, run_cpu, run_reference, typed_feeds
+from tests.helpers.rules import Array, emit, run_reference, typed_feeds
 
 
 def check_forward(
@@ -31,8 +31,11 @@ def check_forward(
     arrays = [None if a is None else np.asarray(a) for a in inputs]
     arrays = [a.astype(np.float32).astype(np.float64) if a is not None and a.dtype.kind == "f" else a for a in arrays]
     case = Case(type_, arrays, dict(attrs or {}), outputs, (), (), tuple(feeds), (), domain, forward)
-    sixteen = [(h, p, 3 * ROUNDING[h]) for h in half if case.exists_in(h) for p in ("cpu", "cuda")]
-    for dtype, place, limit in [("float64", "reference", 1e-9), ("float32", "cpu", 1e-5), *sixteen]:
+    there = on_places.chosen()
+    first = [] if there else ["cpu"]
+    sixteen = [(h, p, 3 * ROUNDING[h]) for h in half if case.exists_in(h) for p in (*first, *on_places.checked(h))]
+    wide = [("float32", there, 1e-5)] if there else [("float64", "reference", 1e-9), ("float32", "cpu", 1e-5)]
+    for dtype, place, limit in [*wide, *sixteen]:
         kind = numpy_dtype(dtype)
         at = [a if a is None or a.dtype.kind != "f" else a.astype(kind).astype(np.float64) for a in arrays]
         truth = case.run(at)
@@ -40,13 +43,12 @@ def check_forward(
         rule = lookup(op)
         assert rule is not None and lowering_rule_of(op) is not None, f"{type_} has no lowering rule for {dtype}"
         model = emit(op, rule, place, shapes, constants)
-        if place == "cuda":
-            missing = without_cuda_kernel(model)
-            assert not missing, f"{type_} {case.attrs}, {dtype}: no CUDA kernel for {', '.join(missing)}"
+        if place in on_places.DEVICES:
+            on_places.check_kernels(place, model, f"{type_} {case.attrs}, {dtype}")
         if dtype == "bfloat16" and place == "cuda":
             continue  # onnxruntime computes no bf16 on CPU
         fed = typed_feeds(model, {f"x{i}": a for i, a in enumerate(at) if a is not None})
-        results = run_reference(model, fed) if place == "reference" else run_cpu(model, fed)
+        results = run_reference(model, fed) if place == "reference" else on_places.run_on(place, model, fed)
         for i, (found, expected) in enumerate(zip(results, truth, strict=True)):
             assert_near(found, expected, limit, f"{type_} {case.attrs}: output {i}, {dtype} for {place}")
 

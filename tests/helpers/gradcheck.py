@@ -12,6 +12,8 @@ gradient rule as the lowering would, and asserts
    16 bit does not have,
 4. fp16 and bf16, the CUDA lowering: well typed, every node has a CUDA kernel, and the fp16 one, computed by
    onnxruntime on CPU, is within format tolerance.
+
+With ``pytest --place KIND``, fp32 and what 4 says are checked of that place's lowering, computed there; nothing else is.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import gradient_type, lookup
 from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.program import Program
-from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers import on_places
 from tests.helpers.rules import OPSET, Array, as_model, emit, run_cpu, run_reference, tensor_info, typed_feeds
 
 Outputs = list[Array | None]
@@ -231,7 +233,12 @@ def check_gradient(
     rng = np.random.default_rng(seed)
     values, dys = _values(case, arrays, rng)
 
-    expected = _check_float64(case, values, dys, limits["float64"], step, rng)
+    if on_places.chosen() is None:
+        expected = _check_float64(case, values, dys, limits["float64"], step, rng)
+    else:
+        wide = Gradient(case, "float64", values, case.wrt)
+        model = wide.model("reference")
+        expected = run_reference(model, wide.feeds(model))
     _check_float32(case, values, expected, limits["float32"])
     for dtype in half:
         if case.exists_in(dtype):
@@ -260,8 +267,9 @@ def _check_float64(
 
 def _check_float32(case: Case, values: dict[str, Array], expected: Sequence[Array], limit: float) -> None:
     gradient = Gradient(case, "float32", values, case.wrt)
-    model = gradient.model("cpu")
-    for slot, dx, truth in zip(case.wrt, run_cpu(model, gradient.feeds(model)), expected, strict=True):
+    place = on_places.chosen() or "cpu"
+    model = gradient.model(place)
+    for slot, dx, truth in zip(case.wrt, on_places.run_on(place, model, gradient.feeds(model)), expected, strict=True):
         assert dx.dtype == np.float32
         assert_near(dx, truth, limit, f"{case.type} {case.attrs}: gradient of input {slot}, float32")
 
@@ -292,19 +300,21 @@ def _check_half(case: Case, dtype: str, rng: np.random.Generator, limits: dict[s
     unit = limits.get(dtype, 2 * ROUNDING[dtype])
     lost = _lost_to_steps(case, values, truth, dtype) if gradient.rule.native else [0.0] * len(truth)
 
-    model = gradient.model("cpu")
-    for slot, dx, expected, steps in zip(case.wrt, run_cpu(model, gradient.feeds(model)), truth, lost, strict=True):
-        what = f"{case.type} {case.attrs}: gradient of input {slot}, {dtype} on CPU"
-        assert_near(dx, expected, unit, what, SMALLEST[dtype] + 1e-8 + steps)
-        if slot not in case.keep_fp32:
-            np.testing.assert_array_equal(dx, dx.astype(numpy_dtype(dtype)).astype(dx.dtype), what)
-
-    model = gradient.model("cuda")
-    missing = without_cuda_kernel(model)
-    assert not missing, f"{case.type} {case.attrs}, {dtype}: no CUDA kernel for {', '.join(missing)}"
-    if dtype == "float16":
+    if on_places.chosen() is None:
+        model = gradient.model("cpu")
         for slot, dx, expected, steps in zip(case.wrt, run_cpu(model, gradient.feeds(model)), truth, lost, strict=True):
-            what = f"{case.type} {case.attrs}: gradient of input {slot}, float16 for CUDA"
+            what = f"{case.type} {case.attrs}: gradient of input {slot}, {dtype} on CPU"
+            assert_near(dx, expected, unit, what, SMALLEST[dtype] + 1e-8 + steps)
+            if slot not in case.keep_fp32:
+                np.testing.assert_array_equal(dx, dx.astype(numpy_dtype(dtype)).astype(dx.dtype), what)
+    for place in on_places.checked(dtype):
+        model = gradient.model(place)
+        on_places.check_kernels(place, model, f"{case.type} {case.attrs}, {dtype}")
+        if dtype != "float16":
+            continue
+        results = on_places.run_on(place, model, gradient.feeds(model))
+        for slot, dx, expected, steps in zip(case.wrt, results, truth, lost, strict=True):
+            what = f"{case.type} {case.attrs}: gradient of input {slot}, float16 for {place}"
             assert_near(dx, expected, 4 * unit, what, 4 * SMALLEST[dtype] + steps)
 
 

@@ -14,7 +14,10 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import group_inputs
-from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
+from amp_transpiler.lists import place_traits
+from amp_transpiler.passes.lowering.fitting import fitted
+from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from tests.helpers.reference_ops import CORRECTED
 from tests.helpers.sessions import run
 
@@ -87,7 +90,19 @@ def emit(
     made = [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in e.foreign]
     graph.value_info.extend(made)
     model.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(e.domains))
-    return model
+    return _fit(model, place) if place_traits(place).bodies else model
+
+
+def _fit(model: onnx.ModelProto, place: str) -> onnx.ModelProto:
+    """The model with what its place has kernels for, as the lowering leaves it."""
+    graph = model.graph
+    feeds, fetches = ([_port(info) for info in infos] for infos in (graph.input, graph.output))
+    return fitted(Lowered(model, place, feeds=feeds, fetches=fetches)).model
+
+
+def _port(info: onnx.ValueInfoProto) -> Port:
+    tensor = info.type.tensor_type
+    return Port(info.name, info.name, NAMES[tensor.elem_type], tuple(d.dim_value for d in tensor.shape.dim))
 
 
 def typed_feeds(model: onnx.ModelProto, values: dict[str, Array]) -> dict[str, Array]:

@@ -20,6 +20,16 @@ from onnx import helper
 PROVIDER = "WebGpuExecutionProvider"
 
 
+def real_card() -> bool:
+    """Whether the machine has a graphics card of its own."""
+    return any(Path("/sys/class/drm").glob("card*/device/vendor"))
+
+
+def software_allowed() -> dict[str, str]:
+    """The environment in which the plugin offers software Vulkan too, where there is no graphics card."""
+    return {**os.environ} | ({} if real_card() else {"ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"})
+
+
 def built_in() -> bool:
     """Whether onnxruntime has the provider without a plugin. A plugin that is registered is among the providers too."""
     return PROVIDER in onnxruntime.get_available_providers() and not _listed()

@@ -3,7 +3,7 @@
     python -m tests.record.webgpu_kernels --plugin PYTHON --wheel PYTHON
 
 ``--plugin`` is an interpreter with stock onnxruntime and onnxruntime-ep-webgpu, which tells its registry where it has a
-device (software Vulkan and a pretended card do). ``--wheel`` is one with onnxruntime-webgpu, which tells nothing of the
+device (software Vulkan does). ``--wheel`` is one with onnxruntime-webgpu, which tells nothing of the
 kind: each registration of the plugin's is tried there in a model of one node. Both need onnx.
 
 ``WebGpuExecutionProvider`` gets what both have, ``WebGpuExecutionProvider/plugin`` all that the plugin has.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,8 +22,7 @@ from typing import Any
 from onnx import defs
 
 from tests.helpers.one_node import Contrib, Schema, one_node, questions
-from tests.helpers.pretended_card import with_card
-from tests.helpers.webgpu_sessions import PROVIDER, devices, lands
+from tests.helpers.webgpu_sessions import PROVIDER, devices, lands, software_allowed
 from tests.helpers.where import ROOT
 
 FILE = ROOT / "lists" / "kernels.json"
@@ -46,7 +44,7 @@ def registry() -> Registry:
     from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 
     if not devices():
-        sys.exit("The plugin lists no device: no graphics card, and none could be pretended.")
+        sys.exit("The plugin lists no device: there is neither a graphics card nor software Vulkan.")
     found: Registry = {domain: {} for domain in DOMAINS}
     for kernel in bindings.get_registered_ep_kernel_defs(PROVIDER):
         domain = kernel.domain or "ai.onnx"
@@ -168,10 +166,8 @@ def versions() -> str:
 
 
 def _asked(python: str, question: str, given: str = "") -> Any:
-    command = with_card([python, "-m", "tests.record.webgpu_kernels", question])
-    if command is None:
-        sys.exit("This machine has no graphics card and lets none be pretended (unshare -m).")
-    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env={**os.environ}, cwd=ROOT)
+    command = [python, "-m", "tests.record.webgpu_kernels", question]
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=software_allowed(), cwd=ROOT)
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])

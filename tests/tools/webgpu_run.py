@@ -15,13 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.pretended_card import real_card, with_card
+from tests.helpers.webgpu_sessions import real_card, software_allowed
 from tests.helpers.where import ROOT
 
 TESTS = ROOT / "tests" / "webgpu"
 PACKAGES = {"wheel": "onnxruntime-webgpu==1.27.0", "plugin": "onnxruntime-ep-webgpu==0.4.0"}
-
-_NO_CARD = "no graphics card is here and none can be pretended to onnxruntime (unshare needs root or user namespaces)"
 
 
 def vulkan_driver() -> bool:
@@ -92,18 +90,15 @@ def run(kind: str, folder: Path, arguments: list[str]) -> int:
     """pytest's exit status in one of the environments; 0 where it has no device."""
     python = environment(folder / kind, PACKAGES[kind])
     os.environ.setdefault("XDG_RUNTIME_DIR", str(_runtime_folder(folder)))
-    command = [str(python)] if kind == "wheel" else with_card([str(python)])
-    if command is None:
-        print(f"WebGPU tests not run with {PACKAGES[kind]}: {_NO_CARD}.")
-        return 0
+    command, around = [str(python)], software_allowed()
     code = "from tests.helpers.webgpu_sessions import missing; print(missing() or '')"
-    asked = subprocess.run([*command, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    asked = subprocess.run([*command, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=around)
     why = "the process that asked was killed" if asked.returncode else asked.stdout.splitlines()[-1]
     if why:
         print(f"WebGPU tests not run with {PACKAGES[kind]}: {why}.")
         return 0
     print(f"WebGPU tests with {PACKAGES[kind]}", flush=True)
-    return subprocess.run([*command, "-m", "pytest", "-q", *arguments, str(TESTS)], cwd=ROOT).returncode
+    return subprocess.run([*command, "-m", "pytest", "-q", *arguments, str(TESTS)], cwd=ROOT, env=around).returncode
 
 
 def _runtime_folder(folder: Path) -> Path:
