@@ -10,6 +10,7 @@ from amp_transpiler.errors import ListError
 from amp_transpiler.lists import has_kernel, kernel_types
 from amp_transpiler.lists._data import read_text
 from tests.helpers.where import ORACLES
+from tests.record import webgpu_operators
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
@@ -127,6 +128,16 @@ def test_the_plugin_of_webgpu_has_what_both_have(domain):
             if both is not None:
                 plugin = kernel_types(f"{WEBGPU}/plugin", op_type, opset, domain)
                 assert plugin is not None and all(both[param] <= plugin[param] for param in both)
+
+
+#: Its branches, a version of onnxruntime's own, and an operator newer than the opset.
+WITHOUT_CASES = {"If", "SimplifiedLayerNormalization", "RotaryEmbedding"}
+
+
+def test_every_kernel_of_webgpu_has_run():
+    table = json.loads(read_text("kernels.json"))["kernels"]
+    assert set(table[f"{WEBGPU}/plugin"]["ai.onnx"]) - set(webgpu_operators.ALL) == WITHOUT_CASES
+    assert set(webgpu_operators.recorded("plugin")) == {str(case) for case in webgpu_operators.numbered()}
 
 
 GAPS = json.loads((ORACLES / "onnxruntime_kernel_opset_gaps.json").read_text())

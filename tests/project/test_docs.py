@@ -30,6 +30,7 @@ def load(path: Path) -> ModuleType:
 
 api = load(DOCS / "make_api.py")
 passes = load(DOCS / "make_passes.py")
+places = load(DOCS / "make_places.py")
 
 
 def test_every_public_name_has_a_docstring() -> None:
@@ -77,6 +78,12 @@ def test_the_tables_of_passes_are_current_and_leave_none_out() -> None:
     assert passes.page(recorded) == recorded, "run python docs/make_passes.py"
     assert {passes.room(each) for each in passes.PASSES.values()} == passes.rooms(recorded)
     assert all(f"| `{name}` |" in recorded for name in passes.PASSES)
+
+
+def test_the_tables_of_places_are_current() -> None:
+    recorded = (DOCS / "places.md").read_text(encoding="utf-8")
+    assert places.page(recorded) == recorded, "run python docs/make_places.py"
+    assert all(f"<!-- made: {name} -->" in recorded for name in places.TABLES)
 
 
 @pytest.mark.parametrize("name", [name for name in api.MODULES if name != "amp"])
