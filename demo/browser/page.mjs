@@ -240,7 +240,9 @@ async function main() {
   await settle().catch(() => {}); // works without
   pad = new Pad($, ask, complain);
   try {
-    const tasks = await (await fetch("steps/tasks.json")).json();
+    const answer = await fetch("steps/tasks.json");
+    if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
+    const tasks = await answer.json();
     const asked = new URLSearchParams(location.search);
     tasks.forEach(({ name, title }, i) => {
       const input = Object.assign(document.createElement("input"), { type: "radio", name: "task", value: name });

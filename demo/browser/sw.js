@@ -16,7 +16,7 @@ async function answer(request) {
   const cache = await caches.open(CACHE);
   try {
     const found = await fetch(request, { cache: "no-cache" });
-    if (found.ok) await cache.put(request, found.clone());
+    if (found.status === 200) await cache.put(request, found.clone());
     return isolated(found);
   } catch (error) {
     const kept = await cache.match(request);

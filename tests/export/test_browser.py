@@ -80,8 +80,17 @@ export default async ({{ open }}) => {{
   await page.waitForTimeout(300);
   const held = Number(await shown("step"));
   await page.click("#start");
-  await page.waitForFunction((from) => Number(document.getElementById("n-step").textContent) > from + 3, held);
-  return {{ step, held, saved, drawn, scale: await shown("scale"), loss: await shown("loss"), about: await page.textContent("#about") }};
+  const further = (from) => page.waitForFunction((n) => Number(document.getElementById("n-step").textContent) > n, from + 3);
+  await further(held);
+  await page.click("#again");
+  await page.waitForSelector("body[data-state=ready]");
+  const anew = Number(await shown("step"));
+  await page.setInputFiles("#load", ["state.safetensors", "meta.json"].map((name) => saved[name]));
+  await page.waitForSelector("body[data-state=goes]");
+  const loaded = Number(await shown("step"));
+  await page.click("#start");
+  await further(loaded);
+  return {{ step, held, anew, loaded, saved, drawn, scale: await shown("scale"), loss: await shown("loss"), about: await page.textContent("#about") }};
 }};
 """
 
@@ -92,6 +101,7 @@ def test_the_page_trains_pauses_goes_on_and_gives_away_what_it_trained(
 ) -> None:
     found = in_browser(tmp_path, TRAIN.format(address=address, task=task, folder=tmp_path.as_posix()))
     assert found["held"] == found["step"] > 10 and "wasm" in found["about"]
+    assert (found["anew"], found["loaded"]) == (0, found["step"])
     assert task == "pictures" or found["drawn"] == "1"
     said = json.loads((steps / task / "task.json").read_text(encoding="utf-8"))
     model, state, meta = (tmp_path / name for name in (f"{task}_fp16.onnx", "state.safetensors", "meta.json"))
