@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import amp_transpiler as amp
 from tests.helpers.browser import MISSING, WEBGPU, in_browser, served, software_webgpu, there
 from tests.helpers.page_folders import make_folders
-from tests.helpers.runners import OVERFLOW, Digits, batches, browser, moved
+from tests.helpers.runners import OVERFLOW, Digits, moved, webgpu
 
 pytestmark = [pytest.mark.skipif(not there(), reason=MISSING), pytest.mark.xdist_group("browser")]
 
@@ -32,12 +30,7 @@ def test_a_run_passes_through_a_browser_on_webgpu(tmp_path: Path) -> None:
     """Two convolutions in pure float16: executor on CPU, WebGPU, executor. The overflow is in the middle part."""
     steps, batch = 63, 4
     step = Digits.made(tmp_path, steps, batch)
-    shapes = {name: array.shape for name, array in step.feeds[0].items()}
-    folder = step.main.export_training(tmp_path / "webgpu", amp.WebGPUPlace(), shapes, scope=step.start)
-    fed = [{**feed, "label": feed["label"].astype(np.int32)} for feed in step.feeds]
-    there = dataclasses.replace(step, folder=folder, data=batches(tmp_path / "fed.safetensors", fed))
-    command = browser("--provider", "webgpu", *(f"--flag={flag}" for flag in WEBGPU))
-    found, scope = moved(there, command, tmp_path)
+    found, scope = moved(step.on_webgpu(tmp_path), webgpu(), tmp_path)
     scales = {v.name for v in step.main.variables if v.persistable and "loss_scaling" in v.name}
     assert step.bad == [OVERFLOW] and scales
     assert all(scope.find_var(name) == step.end.find_var(name) for name in scales)

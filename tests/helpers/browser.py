@@ -76,6 +76,7 @@ def software_webgpu(folder: Path) -> dict[str, str] | str:
     driver = next(iter(Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json")), None)
     if home is None or driver is None or shutil.which("gcc") is None:
         return "needs Chromium's folder, Mesa's software Vulkan (mesa-vulkan-drivers >= 24) and gcc"
+    folder.mkdir(exist_ok=True)
     (folder / "run").mkdir(mode=0o700)
     binary = next(home / name for name in ("chromium", "chrome", "chromium-browser") if (home / name).exists())
     for each in home.iterdir():

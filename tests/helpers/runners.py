@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ import onnxruntime
 from safetensors.numpy import save_file
 
 import amp_transpiler as amp
+from tests.helpers.browser import WEBGPU
 from tests.helpers.browser import there as has_browser
 from tests.helpers.where import ROOT
 
@@ -63,6 +64,11 @@ def node(*options: str) -> list[str]:
 def browser(*options: str) -> list[str]:
     """How that module is called in headless Chromium; empty where there is none (make test-runners)."""
     return ["node", str(ROOT / "tests" / "helpers" / "browser_train.mjs"), *options] if has_browser() else []
+
+
+def webgpu() -> list[str]:
+    """The same on WebGPU, where :func:`~tests.helpers.browser.software_webgpu` is."""
+    return browser("--provider", "webgpu", *(f"--flag={flag}" for flag in WEBGPU))
 
 
 def cpp(folder: Path) -> list[str]:
@@ -151,6 +157,13 @@ class Digits:
         bad = [number for number, (_, found) in enumerate(fetched) if found.item()]
         data = batches(folder / "batches.safetensors", feeds)
         return cls(folder / "step", data, main, loss.name, feeds, start, end, values, bad)
+
+    def on_webgpu(self, folder: Path) -> Digits:
+        """The same, exported for WebGPU into ``folder``; labels are int32 there."""
+        shapes = {name: array.shape for name, array in self.feeds[0].items()}
+        made = self.main.export_training(folder / "webgpu", amp.WebGPUPlace(), shapes, scope=self.start)
+        feeds = [{**feed, "label": feed["label"].astype(np.int32)} for feed in self.feeds]
+        return replace(self, folder=made, data=batches(folder / "webgpu.safetensors", feeds))
 
     def run(self, first: int, last: int, scope: amp.Scope) -> np.ndarray:
         """The losses of steps first … last - 1 under the executor."""

@@ -5,20 +5,25 @@
 
 Each runner trains with the folder, and once more in three parts: executor, runner, executor. PYTHON is an interpreter with
 safetensors and an onnxruntime, of the version of npm's packages for a comparison by bits. Prints how far losses are from
-the executor's and from those of PYTHON, and how far the run in parts ends from the one that was not broken.
+the executor's and from those of PYTHON, and how far the run in parts ends from the one that was not broken. AMP_BROWSER, a
+Chromium, adds it with wasm, and with WebGPU where Mesa's software Vulkan is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
 import amp_transpiler as amp
-from tests.helpers.runners import RUNNERS, Digits, losses, moved, node, trained
+from tests.helpers.browser import software_webgpu
+from tests.helpers.runners import RUNNERS, Digits, browser, losses, moved, node, trained, webgpu
 from tests.helpers.where import ROOT
 
 
@@ -58,21 +63,30 @@ def main() -> int:
         "Node": node(),
         "wasm": node("--web"),
     }
+    runs = {name: (command, step) for name, command in commands.items() if command}
+    with contextlib.ExitStack() as stack:
+        if browser():
+            runs["Chromium, wasm"] = browser(), step
+            if isinstance(found := software_webgpu(options.folder / "chromium"), dict):
+                stack.enter_context(mock.patch.dict(os.environ, found))
+                runs["Chromium, WebGPU"] = webgpu(), step.on_webgpu(options.folder)
+        table(step, runs, options)
+    return 0
+
+
+def table(step: Digits, runs: dict[str, tuple[list[str], Digits]], options: argparse.Namespace) -> None:
     print("| runner | losses beside the executor's | beside bare Python's | in parts: losses | state | seconds |")
     print("|---|---|---|---|---|---|")
     plain = step.losses
-    for name, command in commands.items():
-        if not command:
-            continue
+    for name, (command, own) in runs.items():
         folder, start = options.folder / name.replace(" ", "_"), time.monotonic()
         folder.mkdir()
-        found = losses(trained(command, step.folder, step.data, options.steps, folder / "end"), step.loss)
+        found = losses(trained(command, own.folder, own.data, options.steps, folder / "end"), step.loss)
         seconds = time.monotonic() - start
         plain = found if name == "bare Python" else plain
-        parts, scope = moved(step, command, folder)
+        parts, scope = moved(own, command, folder)
         told = [apart(found, step.losses), apart(found, plain), apart(parts, step.losses), ends(step, scope)]
         print(f"| {name} | {' | '.join(told)} | {seconds:.1f} |")
-    return 0
 
 
 if __name__ == "__main__":
