@@ -103,8 +103,12 @@ def test_portable_steps_have_the_same_bits_in_wasm(tmp_path: Path) -> None:
 
 
 @RUNNER
-def test_windows_schedules_and_averages_go_through(runner: str, command: list[str], tmp_path: Path) -> None:
-    net = build(mode="pure-bf16", scaling="static", schedule=True, window=3, average=True)
+@pytest.mark.parametrize(("mode", "scaling"), [("pure-bf16", "static"), ("pure-fp16", "dynamic")])
+def test_windows_schedules_and_averages_go_through(
+    runner: str, command: list[str], mode: str, scaling: str, tmp_path: Path
+) -> None:
+    """With steps that overflow inside of windows and at their ends."""
+    net = build(mode=mode, scaling=scaling, schedule=True, window=3, average=True)
     scope = net.start()
     folder = net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=scope)
     data = batches(tmp_path / "data.safetensors", [net.feed(s) for s in range(STEPS)])
