@@ -56,6 +56,14 @@ def test_a_sum_sticks_and_overflows() -> None:
     assert np.isinf(_run(lowered, feeds)).all()
 
 
+def test_channels_that_a_kernel_reads_by_threes_are_padded() -> None:
+    feeds = {"x": np.ones((1, 6, 8, 8), np.float16), "w": np.ones((8, 6, 3, 3), np.float16)}
+    program = _program("Conv", feeds)
+    types = {place: [node.op_type for node in lower(program, place).model.graph.node] for place in ("cuda", "webgpu")}
+    assert types == {"cuda": ["Conv"], "webgpu": ["Pad", "Pad", "Cast", "Cast", "Conv", "Cast"]}
+    np.testing.assert_array_equal(_run(lower(program, "webgpu"), feeds), np.full((1, 8, 6, 6), 54))
+
+
 @pytest.mark.parametrize(("count", "widens"), [(6, False), (7, True)])
 def test_long_sums_are_widened(count: int, widens: bool) -> None:
     feeds = {"a": half(4, count), "b": half(count, 4)}

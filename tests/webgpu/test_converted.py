@@ -54,7 +54,9 @@ def test_a_convolution_that_is_wrong_as_it_stands(channels: int) -> None:
 
 
 def test_a_long_sum_loses_what_storage_does() -> None:
-    model = filled("m (float[1,2048] x) => (float[n,o] y) <float[2048,64] w> { a = MatMul(x, w) y = Neg(a) }")
+    model = filled(
+        "m (float[1,2048] x) => (float[n,o] y) <float[2048,64] w> { a = Abs(x) b = MatMul(a, w) y = Neg(b) }"
+    )
     assert off(model, amp.convert(model).to_onnx()) > 1e-3
     assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 4e-4
 
@@ -64,3 +66,22 @@ def test_a_norm_whose_shader_does_not_compile() -> None:
     with pytest.raises(Exception, match="BatchNormalization"):
         off(model, amp.convert(model).to_onnx())
     assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 5e-3
+
+
+def test_gradients_of_a_convolution_that_reads_by_threes() -> None:
+    main, startup = amp.Program(), amp.Program()
+    startup.seed = 1
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data(
+            "x", [6, 9, 8, 8], "float32"
+        )  # a batch of six: the weights' gradient sums over it as over channels
+        y = amp.nn.conv2d(amp.nn.functional.relu(amp.nn.conv2d(x, 12, 3, padding=1)), 8, 3)
+        pairs = amp.append_backward(amp.nn.functional.mean(y * y))
+    feed = {"x": np.random.default_rng(2).standard_normal((6, 9, 8, 8), np.float32)}
+    found = []
+    for place in (amp.CPUPlace(), amp.WebGPUPlace(0)):
+        exe, scope = amp.Executor(place), amp.Scope()
+        exe.run(startup, scope=scope)
+        found.append(exe.run(main, feed=feed, fetch_list=[y, *(grad for _, grad in pairs)], scope=scope))
+    for wanted, got in zip(*found, strict=True):
+        assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)

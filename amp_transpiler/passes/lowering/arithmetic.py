@@ -1,4 +1,4 @@
-"""Whose 16-bit arithmetic a lowered model has: kernels of some places round sums after each addition.
+"""Whose 16-bit arithmetic a lowered model has: kernels of some places round sums after each addition, and some fail.
 
 What that costs is counted in roundings of the result (mean squares). Where it is more than :data:`MOST`, the operator
 takes its operands widened, computes in fp32, and its result is stored in 16 bit. Splitting a sum instead, with partial
@@ -16,7 +16,9 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.lists import roundings
+from amp_transpiler.ops.common import padded_axis, size_of
 from amp_transpiler.ops.rounded_sums import reduced_shape, sum_rule
+from amp_transpiler.passes.view.kernel_faults import VECTOR, fault_of
 
 #: As many roundings of its result may the error of a kernel be worth. A sum of products in turn has 1 for the products
 #: and 1/2 for each addition; with operands that were rounded too, 4 are 1.2 to 1.5 times the error of storing alone.
@@ -77,7 +79,7 @@ def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes
 def summands(full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float | None:
     """How many summands a sum or a sum of products has; None where that is not known."""
     traits = traits_of(*full_type.split("::")[::-1])
-    flops, result, first = flops_of(*full_type.split("::")[::-1]), made[0], shapes[0]
+    flops, result, first = flops_of(*full_type.split("::")[::-1]), next(iter(made), None), next(iter(shapes), None)
     if result is None or first is None:
         return None
     if traits.product and flops is not None:
@@ -103,6 +105,15 @@ _HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes], bool]] = {
     "": _always,
     "b transposed, vectors of four": _reads_fours,
 }
+
+
+def _dtypes(values: Sequence[Value | None]) -> list[str | None]:
+    return [None if v is None else v.dtype for v in values]
+
+
+def _whole_vectors(e: Emitter, value: Value) -> Value:
+    """Zeros behind the channels, so that kernels read whole vectors of them."""
+    return padded_axis(e, value, 1, 0, -size_of(value)[1] % VECTOR)
 
 
 def kernels_of(arithmetic: Arithmetic) -> Kernels | None:
@@ -139,6 +150,10 @@ class Kernels:
             traits = traits_of(*full_type.split("::")[::-1])
             reduced = reduced_shape(e, attrs, inputs) if traits.over == "axes" else None
             shape = reduced or result_shape(full_type, traits, [v.shape for v in inputs if v is not None])
+        fault = None if e.at.emulates else fault_of(self.arithmetic.kind, full_type, attrs, _dtypes(inputs), shapes)
+        if fault is not None and fault.around == "channels padded":
+            whole = [_whole_vectors(e, v) if slot < 2 and v is not None else v for slot, v in enumerate(inputs)]
+            return e.op(full_type, *whole, outputs=len(kinds), dtype=list(kinds), shape=shape, **attrs)
         how = self.arithmetic.treats(full_type, first.dtype, attrs, shapes, [shape])
         if how == "widened" and not e.emulates:
             domain, _, type_ = full_type.rpartition("::")
