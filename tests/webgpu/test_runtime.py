@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,17 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.runtime import device_tensors, providers
 from amp_transpiler.runtime.providers import lies_on
-from amp_transpiler.warn import AmpWarning
 
 pytestmark = pytest.mark.webgpu
 
 PLACE = amp.WebGPUPlace(0)
 CLASSES, BATCH, WIDTH = 10, 8, 16
-
-
-@pytest.fixture(autouse=True)
-def fallback() -> Iterator[None]:
-    """What has no kernel yet runs on the CPU here, with a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpWarning)
-        yield
+SWIFTSHADER = Path("/usr/lib/chromium/vk_swiftshader_icd.json")
 
 
 @pytest.fixture
 def exe() -> amp.Executor:
-    return amp.Executor(PLACE, allow_cpu_fallback=True)
+    return amp.Executor(PLACE)
 
 
 class _Net:
@@ -190,7 +183,7 @@ def test_threads_wait_for_each_other(exe: amp.Executor) -> None:
 
     def train(number: int) -> None:
         try:
-            scope, own = amp.Scope(), amp.Executor(PLACE, allow_cpu_fallback=True)
+            scope, own = amp.Scope(), amp.Executor(PLACE)
             net.start(own, scope)
             for _ in range(15):
                 results[number].append(net.step(own, scope))
@@ -248,6 +241,35 @@ def test_a_program_in_fp16_is_refused_where_the_gpu_has_none(
     plain, fresh = _Net("fp32"), amp.Scope()
     plain.start(exe, fresh)
     plain.step(exe, fresh)
+
+
+def _refused(driver: str) -> str:
+    """What a process with this driver alone says of a place and of a program in float16."""
+    code = """
+import amp_transpiler as amp, numpy as np
+try:
+    exe, main, startup = amp.Executor(amp.WebGPUPlace(0)), amp.Program(), amp.Program()
+    with amp.program_guard(main, startup):
+        x = amp.data("x", [2], "float16")
+        y = x + x
+    print(exe.run(main, {"x": np.ones(2, np.float16)}, [y]))
+except amp.errors.PlaceError as error:
+    print(error)
+"""
+    environment = {**os.environ, "VK_ICD_FILENAMES": driver, "VK_DRIVER_FILES": driver}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Vulkan's loader is told what to load")
+def test_a_machine_without_a_driver_says_what_to_install(tmp_path: Path) -> None:
+    told = _refused(str(tmp_path / "none.json"))
+    assert "no driver offers WebGPU a GPU (No supported adapters); install its driver" in told
+
+
+@pytest.mark.skipif(not SWIFTSHADER.exists(), reason="Chromium is not here, whose software Vulkan has no float16")
+def test_an_adapter_without_float16_refuses_a_program_that_needs_it() -> None:
+    assert "computes in float16, for which the GPU" in _refused(str(SWIFTSHADER))
 
 
 def test_the_provider_is_found_once() -> None:
