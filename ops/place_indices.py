@@ -11,7 +11,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.conv import transposed_window
-from amp_transpiler.ops.place_bodies import Body, body, given, integers_in
+from amp_transpiler.ops.place_bodies import Body, body, constant, given, integers_in
 from amp_transpiler.ops.pool import window_counts
 from amp_transpiler.ops.rounded_sums import spread
 from amp_transpiler.ops.window import Window, window_by
@@ -43,7 +43,6 @@ def _by_way_of(type_: str, way: str) -> Body:
 
 for _type in ("Concat", "Identity", "Pad", "Reshape", "Squeeze", "Transpose", "Where"):
     body(_type)(_by_way_of(_type, "int32"))
-body("GatherElements")(_by_way_of("GatherElements", "float32"))
 
 
 @body("Split")
@@ -180,13 +179,43 @@ def _top_k(
     return [e.Gather(x, place, axis=0), place]
 
 
+def _narrow(e: Emitter, indices: Value) -> Value | None:
+    """Indices in 32 bits; None of others that are computed."""
+    found = constant(e, indices)
+    if indices.dtype == "int32" or found is None:
+        return indices if indices.dtype == "int32" else None
+    return e.const(found, "int32")
+
+
+@body("GatherElements")
+def _gather_elements(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Elements of the flattened tensor."""
+    x, indices = given(inputs)
+    narrow = _narrow(e, indices)
+    if x.shape is None or narrow is None or narrow.shape is None:
+        return None
+    axis, size = int(attrs.get("axis", 0)) % len(x.shape), x.shape[int(attrs.get("axis", 0))]
+    place = np.zeros([1] * len(x.shape), np.int64)
+    for other, count in enumerate(narrow.shape):
+        if other != axis:
+            steps = np.arange(count) * math.prod(x.shape[other + 1 :])
+            place = place + steps.reshape([-1 if i == other else 1 for i in range(len(x.shape))])
+    positive = e.Where(e.Less(narrow, e.const(0, "int32")), e.Add(narrow, e.const(size, "int32")), narrow)
+    along = e.Mul(positive, e.const(math.prod(x.shape[axis + 1 :]), "int32"))
+    flat = e.reshape(x, (math.prod(x.shape),))
+    return [e.Gather(flat, e.Add(along, e.const(place, "int32"), shape=narrow.shape), axis=0, shape=narrow.shape)]
+
+
 @body("GatherND")
 def _gather_nd(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
 ) -> Sequence[Value] | None:
     """Rows of the tensor in which the axes that indices go into are one."""
-    x, indices = given(inputs)
-    if attrs.get("batch_dims", 0) or x.shape is None or indices.shape is None or indices.dtype != "int32":
+    x, wide = given(inputs)
+    indices = _narrow(e, wide)
+    if attrs.get("batch_dims", 0) or x.shape is None or indices is None or indices.shape is None:
         return None
     rows, width, place = _as_rows(e, x, indices)
     found = e.Gather(e.reshape(x, (rows, width)), place, axis=0)
@@ -198,8 +227,9 @@ def _scatter_nd(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
 ) -> Sequence[Value] | None:
     """The same the other way round: each element of a row has the row's index."""
-    x, indices, updates = given(inputs)
-    if x.shape is None or indices.shape is None or indices.dtype != "int32":
+    x, wide, updates = given(inputs)
+    indices = _narrow(e, wide)
+    if x.shape is None or indices is None or indices.shape is None:
         return None
     rows, width, place = _as_rows(e, x, indices)
     count = math.prod(indices.shape[:-1])

@@ -6,10 +6,9 @@ An entry is made by decorating functions::
     def tanh(e, op, y, dy):
         return [e.Mul(dy, e.Sub(e.like(1, y), e.Mul(y, y)))]
 
-``reads`` names what the gradient operator ``TanhGrad`` takes as inputs: forward inputs ``x0 x1 …``
-(``x*``: all of them, as a list), forward outputs ``y0 …``, output gradients ``dy0 …`` (``dy*``: all,
-as a list). A rule gets an :class:`~amp_transpiler.ir.emitter.Emitter`, the operator and those values
-and returns one value per output; it is written once, for every element type and place.
+``reads`` names what the gradient operator ``TanhGrad`` takes as inputs: forward inputs ``x0 x1 …`` (``x*``: all, as a
+list), forward outputs ``y0 …``, output gradients ``dy0 …`` (``dy*``). A rule gets an emitter, the operator and those
+values, and returns one value per output; it is written once, for every element type and place.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits
+from amp_transpiler.lists import PlaceTraits
 
 T = TypeVar("T")
 #: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
@@ -123,6 +123,7 @@ class OpDef:
     domain: str = ""
     lowering: Rule | None = None
     when: Callable[[Operator], bool] | None = None
+    kernels: str = ""
     infer: Infer | None = None
     native: bool = False
     traits: Traits | None = None
@@ -163,12 +164,13 @@ def lookup(op: Operator) -> OpDef | None:
     return _TABLE.get((op.domain, op.type))
 
 
-def lowering_rule_of(op: Operator) -> Rule | None:
-    """The rule that lowering has to use for ``op``; None where it is emitted unchanged."""
+def lowering_rule_of(op: Operator, at: PlaceTraits | None = None) -> Rule | None:
+    """The rule that lowering uses for ``op``, on a place where one is given; None where it is emitted unchanged."""
     found = lookup(op)
-    if found is None or found.lowering is None or (found.when is not None and not found.when(op)):
+    if found is None or found.lowering is None:
         return None
-    return found.lowering
+    lacks = at is not None and found.kernels and not getattr(at, found.kernels)
+    return found.lowering if lacks or found.when is None or found.when(op) else None
 
 
 def has_lowering_rule(op: Operator) -> bool:
@@ -187,17 +189,19 @@ def lowering_rule(
     *,
     native: bool = False,
     when: Callable[[Operator], bool] | None = None,
+    kernels: str = "",
     infer: Infer | None = None,
     slots: Slots | None = None,
 ) -> Callable[[AnyRule], AnyRule]:
     """Register the decorated function as the lowering rule of an operator: ``f(e, op, *inputs) -> [outputs]``.
 
-    With ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
+    It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type. With
+    ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
     """
 
     def register(function: AnyRule) -> AnyRule:
         found = entry(full_type)
-        found.lowering, found.native, found.when = function, native, when
+        found.lowering, found.native, found.when, found.kernels = function, native, when, kernels
         if slots is not None:
             found.slots = slots
             found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]

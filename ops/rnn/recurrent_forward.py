@@ -141,7 +141,7 @@ def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]])
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
-@lowering_rule("RNN", when=_ruled)
+@lowering_rule("RNN", when=_ruled, kernels="recurrent")
 def rnn(
     e: Emitter,
     op: Operator,
@@ -170,7 +170,7 @@ def rnn(
     return _run(layer, cell_of)
 
 
-@lowering_rule("GRU", when=_ruled)
+@lowering_rule("GRU", when=_ruled, kernels="recurrent")
 def gru(
     e: Emitter,
     op: Operator,
@@ -225,7 +225,7 @@ def _mixed(e: Emitter, z: Value, candidate: Value, old: Value) -> Value:
     return e.Add(e.Mul(e.Sub(e.like(1, z), z), candidate), e.Mul(z, old))
 
 
-@lowering_rule("LSTM", when=_ruled)
+@lowering_rule("LSTM", when=_ruled, kernels="recurrent")
 def lstm(
     e: Emitter,
     op: Operator,

@@ -167,6 +167,9 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("TopK", [np.array([5, 2**24 + 1, -(2**30), 5, 2**24, 0, -1, 5, 4096]), np.array([9])], {"largest": 0}),
     ("TopK", [np.array([5, 2**31 - 1, -(2**30), 5, 2**24, 0, -1, 5, 4096]), np.array([4])], {}),
     ("OneHot", [np.array([[0, -1], [2, 7]]), np.array(3), np.array([1, 9], np.float32)], {"axis": 1}),
+    ("GatherElements", [WHOLE, np.array([[0, -1], [2, 1]])], {"axis": -1}),
+    ("GatherElements", [TRUTH, np.array([[2, 0, 1]])], {}),
+    ("GatherND", [TRUTH, np.array([[0, 2], [1, 1]])], {}),
     ("GatherND", [PLAIN, np.array([[[0, 1], [0, -2]]])], {}),
     ("ScatterND", [F32.T, np.array([[2], [0]]), F32[:2]], {}),
     ("ScatterND", [PLAIN[0, 0], np.array([[2, 1], [-1, 3], [2, 1]]), np.ones(3, np.float32)], {"reduction": "add"}),
@@ -295,3 +298,27 @@ def test_an_input_that_is_left_out_by_name_is_left_out() -> None:
     model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)])
     lowered = lower(amp.Program.from_onnx(onnx.shape_inference.infer_shapes(model)), "webgpu")
     assert [list(each.input) for each in lowered.model.graph.node] == [["x", "w"]]
+
+
+@pytest.mark.parametrize("type_", ["GRU", "LSTM"])
+def test_recurrent_operators_are_composed_where_there_is_no_kernel(type_: str) -> None:
+    gates, rng = {"GRU": 3, "LSTM": 4}[type_], np.random.default_rng(0)
+    weights = [rng.standard_normal((1, gates * 4, n)).astype(np.float32) for n in (3, 4)]
+    x = rng.standard_normal((5, 2, 3)).astype(np.float32)
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Constant", [], ["w"], value=onnx.numpy_helper.from_array(weights[0])),
+            onnx.helper.make_node(type_, ["x", "w", "r"], ["y"], hidden_size=4),
+        ],
+        "one",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, x.shape)],
+        [onnx.helper.make_empty_tensor_value_info("y")],
+        [onnx.numpy_helper.from_array(weights[1], "r")],
+    )
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)])
+    wanted = session(model).run(None, {"x": x})
+    lowered = lower(amp.Program.from_onnx(onnx.shape_inference.infer_shapes(model)), "webgpu")
+    assert without_kernel(lowered) == []
+    values = {port.tensor: weights[1] for port in lowered.states} | {"x": x}
+    values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
+    assert np.allclose(session(lowered.model).run(None, values)[0], wanted[0], rtol=0, atol=1e-6)

@@ -211,7 +211,7 @@ class _Emission(EmulatedStorage):
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:
             self._cast(op)
-        elif lowering_rule_of(op) is None or not self._body(op):
+        elif lowering_rule_of(op, self.e.at) is None or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
             known = emit_known(self, op) or emit_biased(self, self.biased.get(op.key), op)
@@ -239,7 +239,7 @@ class _Emission(EmulatedStorage):
 
     def _body(self, op: Operator) -> bool:
         """What the operator's rule writes; False where it leaves the operator as it stands to this place."""
-        found, function = lookup(op), lowering_rule_of(op)
+        found, function = lookup(op), lowering_rule_of(op, self.e.at)
         assert found is not None and function is not None and self.shapes is not None
         self.e.wanted = [v is not None and v.key not in self.left for v in op.outputs]
         self.e.output_shapes = [

@@ -69,6 +69,10 @@ class _Fitting:
         nodes: list[onnx.NodeProto] = []
         origins: list[Operator | None] = []
         for node, origin in zip_longest(list(graph.node), lowered.origins):
+            if node.op_type == "Constant" and node.attribute[0].name == "value":
+                array = onnx.numpy_helper.to_array(node.attribute[0].t)
+                self.e.initializers[node.output[0]] = onnx.numpy_helper.from_array(array, node.output[0])
+                continue
             self._check(node, origin)
             made = list(self._fit(node))
             nodes += made
