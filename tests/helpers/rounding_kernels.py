@@ -213,6 +213,27 @@ def _norm(operator: str, centred: bool, axes: tuple[int, ...]) -> _Compared:
     return compare
 
 
+def _skip_norm(operator: str, centred: bool) -> _Compared:
+    def compare(random: np.random.Generator) -> tuple[Array, Array]:
+        x, skip = (random.standard_normal((4, 16, 64)).astype(np.float16) for _ in range(2))
+        feeds = {"x": x, "skip": skip, "scale": _ones(64)} | ({"bias": np.zeros(64, np.float16)} if centred else {})
+        wide = x.astype(np.float64) + skip
+        wide = wide - wide.mean(-1, keepdims=True) if centred else wide
+        exact = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + 1e-5)
+        return run(operator, feeds, domain=_CONTRIB, epsilon=1e-5), exact
+
+    return compare
+
+
+def _attention(random: np.random.Generator) -> tuple[Array, Array]:
+    """Two heads of 32, 8 positions: on software Vulkan the kernel is wrong with more."""
+    q, k, v = (random.standard_normal((32, 8, 64)).astype(np.float16) for _ in range(3))
+    made = run("MultiHeadAttention", {"q": q, "k": k, "v": v}, domain=_CONTRIB, num_heads=2)
+    heads = [each.astype(np.float64).reshape(32, 8, 2, 32).transpose(0, 2, 1, 3) for each in (q, k, v)]
+    shares = special.softmax(heads[0] @ np.swapaxes(heads[1], -1, -2) / np.sqrt(32), -1)
+    return made, (shares @ heads[2]).transpose(0, 2, 1, 3).reshape(32, 8, 64)
+
+
 def _batch_norm(random: np.random.Generator) -> tuple[Array, Array]:
     x, scale, bias, mean, var = (random.standard_normal(s).astype(np.float16) for s in ((2, 8, 9, 9), 8, 8, 8, 8))
     var = np.abs(var) + np.float16(0.5)
@@ -260,6 +281,9 @@ KERNELS: dict[str, _Compared] = {
         "FastGelu", lambda x: 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3))), domain=_CONTRIB
     ),
     "com.microsoft::Gelu": _function("Gelu", lambda x: x * special.ndtr(x), domain=_CONTRIB),
+    "com.microsoft::MultiHeadAttention": _attention,
+    "com.microsoft::SkipLayerNormalization": _skip_norm("SkipLayerNormalization", True),
+    "com.microsoft::SkipSimplifiedLayerNormalization": _skip_norm("SkipSimplifiedLayerNormalization", False),
     "com.microsoft::QuickGelu": _function("QuickGelu", lambda x: x * special.expit(1.702 * x), domain=_CONTRIB),
 }
 

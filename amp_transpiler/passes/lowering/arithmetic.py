@@ -126,8 +126,6 @@ class Kernels:
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self.arithmetic = arithmetic
-        #: Operator types whose kernels round inside, and which are emitted as if they did not: nothing emulates them.
-        self.unlike: set[str] = set()
 
     def __call__(
         self,
@@ -166,7 +164,4 @@ class Kernels:
         rule = sum_rule(full_type)
         given = len(kinds) == 1 and None not in (*(v.shape for v in inputs if v is not None), shape)
         summed = rule(e, how, attrs, inputs, shape or ()) if rule is not None and given else None
-        if summed is None:
-            self.unlike.add(full_type)
-            return None
-        return (summed,)
+        return None if summed is None else (summed,)
