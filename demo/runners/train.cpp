@@ -245,12 +245,13 @@ struct Step {
     if (found != "amp_transpiler.training_step version 1")
       fail("'" + folder.string() + "' holds " + found + "; this reads amp_transpiler.training_step version 1");
     const string& place = said["place"].text;
-    Ort::SessionOptions options;
-    if (place == "webgpu") options.AppendExecutionProvider("WebGPU");
-    else if (place != "cpu") fail("'" + folder.string() + "' holds a step for " + place + "; this has cpu and webgpu");
+    if (place != "cpu" && place != "webgpu") fail("'" + folder.string() + "' holds a step for " + place + "; this has cpu and webgpu");
     for (const auto& [name, file] : said["files"].members) checked(folder / name, file);
-    for (const auto& [name, model] : said["models"].members)
+    for (const auto& [name, model] : said["models"].members) {
+      Ort::SessionOptions options;  // of each session: a provider's device is counted by them
+      if (place == "webgpu") options.AppendExecutionProvider("WebGPU");
       sessions.emplace(name, Ort::Session(env, (folder / model["file"].text).c_str(), options));
+    }
     load(checkpoint);
   }
 

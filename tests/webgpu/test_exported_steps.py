@@ -9,28 +9,36 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.checkpoints import BAD, HALF, STEPS, build
-from tests.helpers.runners import bare, batches, losses
+from tests.helpers.checkpoints import BAD, HALF, STEPS, Small, build
+from tests.helpers.runners import bare, batches, cpp, losses, node, trained
 from tests.helpers.webgpu_sessions import built_in
 
 pytestmark = [
     pytest.mark.webgpu,
-    pytest.mark.skipif(not built_in(), reason="bare.py registers no plugin"),
+    pytest.mark.skipif(not built_in(), reason="the runners register no plugin"),
 ]
+#: A device may give a number for NaN in a step that is bad.
+GOOD = [step for step in range(STEPS) if step not in BAD]
 
 
-def test_a_step_trains_on_the_device_and_its_state_goes_on_on_cpu(tmp_path: Path) -> None:
-    """Beside the CPU lowering, within what fp16 says; steps that overflow are the same."""
+def exported(home: Path) -> tuple[Small, amp.Scope, Path, Path]:
+    """A step for the device, and batches in the types that it is fed."""
     net = build()
     scope = net.start()
-    folder = net.main.export_training(tmp_path / "step", amp.WebGPUPlace(0), scope=scope)
+    folder = net.main.export_training(home / "step", amp.WebGPUPlace(0), scope=scope)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     assert (manifest["place"], manifest["provider"]) == ("webgpu", "WebGpuExecutionProvider")
     kinds = {feed["name"]: feed["dtype"] for feed in manifest["models"]["train"]["feeds"]}
     assert kinds == {"x": "float32", "label": "int32"}, "a device without 64-bit integers is fed 32 bits"
-    feeds = [{name: array.astype(kinds[name]) for name, array in net.feed(s).items()} for s in range(HALF)]
-    found = bare(folder, batches(tmp_path / "data.safetensors", feeds), HALF, tmp_path / "half")
-    told = manifest["loss_scale"]["found_inf"]
+    feeds = [{name: array.astype(kinds[name]) for name, array in net.feed(s).items()} for s in range(STEPS)]
+    return net, scope, folder, batches(home / "data.safetensors", feeds)
+
+
+def test_a_step_trains_on_the_device_and_its_state_goes_on_on_cpu(tmp_path: Path) -> None:
+    """Beside the CPU lowering, within what fp16 says; steps that overflow are the same."""
+    net, scope, folder, data = exported(tmp_path)
+    found = bare(folder, data, HALF, tmp_path / "half")
+    told = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["loss_scale"]["found_inf"]
     assert [number for number, step in enumerate(found) if step[told]] == [number for number in BAD if number < HALF]
 
     moved = amp.Scope()
@@ -39,7 +47,16 @@ def test_a_step_trains_on_the_device_and_its_state_goes_on_on_cpu(tmp_path: Path
     first = np.frombuffer(b"".join(net.train(scope, 0, STEPS)), np.float32)
     rest = np.frombuffer(b"".join(net.train(moved, HALF, STEPS)), np.float32)
     together = np.concatenate([losses(found, net.loss.name), rest])
-    good = [
-        step for step in range(STEPS) if step not in BAD
-    ]  # a device may give a number for NaN in a step that is bad
-    assert np.allclose(together[good], first[good], rtol=2e-3)
+    assert np.allclose(together[GOOD], first[GOOD], rtol=2e-3)
+
+
+@pytest.mark.parametrize("runner", ["Node", "C++"])
+def test_runners_in_other_languages_train_on_the_device(runner: str, tmp_path: Path) -> None:
+    command = node() if runner == "Node" else cpp(tmp_path)
+    if not command:
+        pytest.skip("no node with packages of npm, or no compiler and headers for C++: make test-runners brings them")
+    net, _, folder, data = exported(tmp_path)
+    found = losses(trained(command, folder, data, STEPS, tmp_path / "end"), net.loss.name)
+    expected = losses(bare(folder, data, STEPS, tmp_path / "other"), net.loss.name)
+    assert np.allclose(found[GOOD], expected[GOOD], rtol=1e-3)
+    assert amp.load_checkpoint(tmp_path / "end", net.main, amp.Scope()).step == STEPS
