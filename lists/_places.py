@@ -39,6 +39,11 @@ class PlaceTraits:
     dtypes: tuple[str, ...]
     most_tensors: int
     most_pieces: int
+    flat_fewest: int
+    flat_largest: int
+    chunk_from: int
+    chunk: int
+    over_first: tuple[str, ...]
     fails: Mapping[str, Mapping[str, Sequence[str]]]
     ranks: Mapping[str, int]
 

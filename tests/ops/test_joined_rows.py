@@ -80,7 +80,7 @@ def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 def test_trees_are_the_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, also three levels deep."""
-    monkeypatch.setitem(flat_layout.WORTH, "cpu", flat_layout.Worth(fewest=2))
+    change_place(monkeypatch, "cpu", flat_fewest=2, flat_largest=0)
     found = []
     for most in (1000, 32, 3):
         change_place(monkeypatch, "cpu", most_tensors=most, most_pieces=most)

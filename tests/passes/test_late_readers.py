@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.lowering import emission, flat_layout
+from amp_transpiler.passes.lowering import emission
+from tests.helpers.places import change_place
 
 OPTIMIZERS = {
     "sgd": lambda: amp.optimizer.SGD(0.1),
@@ -41,7 +42,7 @@ def trained(optimizer: str) -> tuple[list[np.ndarray], amp.Executor, amp.Program
 def test_large_weights_take_one_buffer_and_the_same_bits(
     optimizer: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(flat_layout.CHUNKED, "cpu", (4 * chunk, chunk))
+    change_place(monkeypatch, "cpu", chunk_from=4 * chunk, chunk=chunk)
     found, executor, main, names = trained(optimizer)
     two = executor.memory_report(main).two_buffers
     large = [v.name for v in main.parameters if np.prod(v.shape) >= 4096]

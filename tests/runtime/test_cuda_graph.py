@@ -10,7 +10,6 @@ import pytest
 from onnx import parser
 
 import amp_transpiler as amp
-from amp_transpiler.passes.lowering import flat_layout
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.runtime.capture import check_capturable
 from tests.helpers.cuda_graphs import capturing
@@ -35,8 +34,7 @@ def plain() -> amp.Executor:
 @pytest.fixture(params=[False, True], ids=["single", "flat"])
 def flat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Parameters lie apart, or in one buffer as on CUDA."""
-    worth = {"cpu": flat_layout.Worth(fewest=2)} if request.param else {}
-    monkeypatch.setattr(flat_layout, "WORTH", worth)
+    change_place(monkeypatch, "cpu", flat_fewest=2 if request.param else 0, flat_largest=0)
     return bool(request.param)
 
 

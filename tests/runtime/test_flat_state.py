@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from amp_transpiler.passes.lowering import flat_layout
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import Scope
 from tests.helpers.node_by_node import node_by_node
+from tests.helpers.places import change_place
 from tests.helpers.ports import fed, taken
 
 RNG = np.random.default_rng(5)
@@ -52,7 +52,7 @@ def values(scope: Scope) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture
 def flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flat_layout.WORTH, "cpu", flat_layout.Worth(fewest=2))
+    change_place(monkeypatch, "cpu", flat_fewest=2, flat_largest=0)
 
 
 def trained(feeds: list[dict[str, Any]], *args: Any, **options: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -65,11 +65,11 @@ def trained(feeds: list[dict[str, Any]], *args: Any, **options: Any) -> dict[str
 
 
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flat_layout.WORTH, "cpu", flat_layout.Worth(fewest=2))
+    change_place(monkeypatch, "cpu", flat_fewest=2, flat_largest=0)
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flat_layout.CHUNKED, "cpu", (50, 20))
+    change_place(monkeypatch, "cpu", chunk_from=50, chunk=20)
 
 
 def huge_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_many_small_parameters_lie_together_on_cpu_and_large_ones_by_themselves(
 
     expected, wholes, nodes = run()
     assert set(wholes.values()) == {None}, "8 small ones are too few"
-    monkeypatch.setitem(flat_layout.WORTH, "cpu", dataclasses.replace(flat_layout.WORTH["cpu"], fewest=8))
+    change_place(monkeypatch, "cpu", flat_fewest=8)
     found, wholes, fewer = run()
     assert fewer < nodes - 80
     assert wholes["fc_0.w_0"] is wholes["fc_1.w_0"] is None, "20480 and 17408 elements"

@@ -20,30 +20,11 @@ from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient_type, slots_of, traits_of
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import PlaceTraits, place_traits
 from amp_transpiler.ops.training.clip import CLIPS, NORM
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
 from amp_transpiler.passes.lowering.lowered import Port, static
-
-
-@dataclass(frozen=True)
-class Worth:
-    """What is worth a buffer: so many parameters or statistics, each of so many elements at most (None: any)."""
-
-    fewest: int
-    largest: int | None = None
-
-    def takes(self, shape: Sequence[int]) -> bool:
-        """Whether one of this shape is not too large."""
-        return self.largest is None or math.prod(shape) <= self.largest
-
-
-#: What is worth a buffer on a place, by its kind; on others nothing is.
-WORTH = {"cuda": Worth(fewest=2), "cpu": Worth(fewest=64, largest=16384)}
-
-#: Places where large parameters are worked on in chunks, with the elements from which on one is, and what a chunk has
-#: about. Smaller chunks are slower again: memory is read best in long runs (measured).
-CHUNKED = {"cpu": (2**19, 2**18)}
 
 #: Elements of a parameter from which on copying its gradient into a buffer of several takes longer than the launches of
 #: an update of its own: 2**24 of fp32 are 128 MiB to move.
@@ -129,8 +110,8 @@ def flat_layout(
     ``left``: keys of the variables of rows that are left to other ranks.
     """
     layout = FlatLayout()
-    worth = WORTH.get(place)
-    if worth is None or shapes is None:
+    at = place_traits(place)
+    if not at.flat_fewest or shapes is None:
         return layout
     taken: dict[int, int] = {}
     for op in operators:
@@ -147,27 +128,32 @@ def flat_layout(
             row for row in _rows(op, updates, shapes, left) if all(taken[v.key] == 1 for v, _ in row.states.values())
         ]
         for row in rows_of:
-            if worth.takes(row.shape):
+            if _fits(row.shape, at):
                 groups.setdefault(row.kind, []).append(row)
         # Gradients of the last group are made first; what the largest ones are made of takes the most until then.
-        buffers = [rows for group in groups.values() for rows in _buffers(group, worth)]
+        buffers = [rows for group in groups.values() for rows in _buffers(group, at)]
         for rows in sorted(buffers, key=lambda rows: sum(math.prod(row.shape) for row in rows)):
             _add(layout, op, rows)
         grouped = {row.number for rows in buffers for row in rows}
         for row in rows_of:
-            if row.number not in grouped and (count := _chunks(row, place)) > 1:
+            if row.number not in grouped and (count := _chunks(row, at)) > 1:
                 _add(layout, op, [row], count)
-    _add_statistics(layout, operators, updates, shapes, worth)
+    _add_statistics(layout, operators, updates, shapes, at)
     return layout
 
 
-def _buffers(rows: Sequence[_Row], worth: Worth) -> list[list[_Row]]:
+def _fits(shape: Sequence[int], at: PlaceTraits) -> bool:
+    """Whether one of this shape is not too large for a buffer."""
+    return not at.flat_largest or math.prod(shape) <= at.flat_largest
+
+
+def _buffers(rows: Sequence[_Row], at: PlaceTraits) -> list[list[_Row]]:
     """The rows that lie in one buffer together; a row of huge size has one of its own."""
-    if len(rows) < worth.fewest:
+    if len(rows) < at.flat_fewest:
         return []
     huge = [row for row in rows if math.prod(row.shape) >= _HUGE]
     together = [row for row in rows if math.prod(row.shape) < _HUGE]
-    return [*([together] if len(together) >= worth.fewest else []), *([row] for row in huge)]
+    return [*([together] if len(together) >= at.flat_fewest else []), *([row] for row in huge)]
 
 
 def _add_statistics(
@@ -175,7 +161,7 @@ def _add_statistics(
     operators: Sequence[Operator],
     updates: Mapping[Variable, Variable],
     shapes: Shapes,
-    worth: Worth,
+    at: PlaceTraits,
 ) -> None:
     """The running statistics of all layers that have them: those of one slot in one flat state."""
     groups: dict[tuple[str, int, str | None], dict[Variable, tuple[int, ...]]] = {}
@@ -185,10 +171,10 @@ def _add_statistics(
             if state is None or not state.persistable or state not in updates:
                 continue
             shape = static(shapes[state][1])
-            if shape is not None and 0 not in shape and worth.takes(shape):
+            if shape is not None and 0 not in shape and _fits(shape, at):
                 groups.setdefault((op.type, slot, state.dtype), {})[state] = shape
     for (type_, slot, dtype), found in groups.items():
-        if len(found) >= worth.fewest:
+        if len(found) >= at.flat_fewest:
             rows = Rows(tuple(range(len(found))), tuple(found.values()))
             news = tuple(updates[state] for state in found)
             layout.states.append(FlatState(f"@{type_}/{slot}", dtype or "", rows, tuple(found), news))
@@ -253,15 +239,14 @@ def _way(gradient: Variable) -> tuple[tuple[tuple[Operator, int], ...], Variable
     return tuple(way), gradient
 
 
-def _chunks(row: _Row, place: str) -> int:
+def _chunks(row: _Row, at: PlaceTraits) -> int:
     """How many chunks a row that lies by itself is worked on in; 1: it is not.
 
     Numbers below a half and above twice the size wanted are no use: there a prime factor is too large.
     """
-    fewest, wanted = CHUNKED.get(place, (math.inf, 1))
-    size = math.prod(row.shape)
+    size, wanted = math.prod(row.shape), at.chunk
     held = [state.dtype for name, (state, _) in row.states.items() if name != "parameter" or "master" not in row.states]
-    if size < fewest or len(held) < 2 or any(dtype != "float32" for dtype in held):
+    if not wanted or size < at.chunk_from or len(held) < 2 or any(dtype != "float32" for dtype in held):
         return 1
     counts = range(max(2, size // (2 * wanted)), 2 * size // wanted + 1)
     return min((n for n in counts if size % n == 0), key=lambda n: abs(size // n - wanted), default=1)

@@ -26,17 +26,6 @@ from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 from amp_transpiler.passes.lowering.workspace import workspace
 
-#: Kernels that may write their first output over their first input, by place; measured with onnxruntime 1.31.
-_OVER_FIRST = {
-    "cpu": frozenset(
-        """Cast Clip Elu HardSigmoid LeakyRelu LogSoftmax Relu ScatterElements Selu Sigmoid Softmax Softplus Softsign
-        Tanh ThresholdedRelu Trilu""".split()  # noqa: SIM905
-    ),
-    "cuda": frozenset(
-        """Elu Gelu HardSigmoid LeakyRelu Relu ScatterND Selu Sigmoid Softplus Softsign Tanh ThresholdedRelu
-        Trilu""".split()  # noqa: SIM905
-    ),
-}
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
 _BLOCK = 8  # channels that the CPU's own layout keeps together
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
@@ -110,7 +99,7 @@ def plan(lowered: Lowered, types: dict[str, Type] | None = None) -> Liveness:
 class _Planner:
     def __init__(self, lowered: Lowered, types: dict[str, Type]) -> None:
         model = lowered.model
-        self.graph, self.place, self.cpu = model.graph, lowered.place, place_traits(lowered.place).host
+        self.graph, self.at = model.graph, place_traits(lowered.place)
         self.bound = {port.tensor for port in lowered.updates}
         self.types = dict(types)
         self.outputs = {info.name for info in model.graph.output}
@@ -124,7 +113,9 @@ class _Planner:
         buffers = _Buffers(self, order).run()
         names = {n for b in buffers for n in b.tensors} | self.constants | self.inputs | self.outputs
         tensors = {name: self.tensor(name) for name in sorted(names) if name in self.types}
-        taken = [workspace(node.proto, node.inputs, node.outputs, self.tensor) if self.cpu else () for node in order]
+        taken = [
+            workspace(node.proto, node.inputs, node.outputs, self.tensor) if self.at.host else () for node in order
+        ]
         return Liveness(order, buffers, tensors, _spans(order, self.outputs), self.constants, taken, self.merged)
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -221,7 +212,7 @@ class _Planner:
         pooled: set[str] = set()
         outs: list[Node] = []
         pools: list[Node] = []
-        for node in nodes if self.cpu else ():
+        for node in nodes if self.at.host else ():
             if node.proto.op_type == "Transpose" and node.inputs[0] in pooled and _axes(node) == [0, 2, 3, 1]:
                 node.inputs = [ins[node.inputs[0]]]  # the copy from blocks makes this order of axes too
                 outs.append(node)
@@ -338,7 +329,7 @@ class _Buffers:
             return self.owner[node.inputs[0]]
         if type_ == "BatchNormalization" and slot in _OWN_STATISTICS:
             return self.owner[node.inputs[_OWN_STATISTICS[slot]]]
-        if slot == 0 and type_ in _OVER_FIRST.get(self.planner.place, frozenset()):
+        if slot == 0 and type_ in self.planner.at.over_first:
             first = node.inputs[0]
             if self.uses[self.owner[first]] == 1 and self._like(first) == self._like(name):
                 return self.owner[first]
