@@ -87,7 +87,8 @@ class Executor:
 
     ``cache_dir`` names a folder in which the models of sessions are kept as onnxruntime has optimised them: a program
     that was run before then starts in half the time, also in another process. It holds at most 1 GiB, what was
-    used longest ago goes first, and may be removed at any time. Name a folder that nobody else writes into.
+    used longest ago goes first, and may be removed at any time. Name a folder that nobody else writes into. On WebGPU
+    models with convolutions are not kept (a warning says so).
 
     ``cuda_graph``: steps are captured as CUDA graphs, one for each signature, scope and thread, and launched as one
     from then on, which saves what launching their kernels one by one takes. The first run of a signature runs the step

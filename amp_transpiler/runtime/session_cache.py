@@ -23,6 +23,8 @@ from amp_transpiler.warn import warn_user
 
 _MAGIC = b"amp_transpiler session 1\n"
 _SUFFIX = ".ampsession"
+#: The domain of convolutions that WebGPU has laid out anew: with them onnxruntime lays out a saved model once more.
+_LAID_OUT = b"com.ms.internal.nhwc"
 #: A model beyond this is not kept: reading its constants takes as long as making the session.
 LARGEST = 256 << 20
 #: Bytes in the folder beyond which the entries go that were used longest ago.
@@ -73,6 +75,9 @@ class SessionCache:
         """Make an entry; it appears whole or not at all."""
         if len(model) > LARGEST:
             self._warn(f"a model of {len(model) >> 20} MiB is not kept; the largest kept is {LARGEST >> 20} MiB")
+            return
+        if _LAID_OUT in model:
+            self._warn("a model with convolutions laid out for WebGPU is not kept: onnxruntime does not load it again")
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -146,6 +146,9 @@ def test_state_of_a_training_program(mode: str, half: bool) -> None:
     assert kept <= estimate.activations <= 1.5 * kept + weights
     assert estimate.peak > estimate.parameters + estimate.master_weights + estimate.moments + estimate.activations
     assert estimate.second_buffers <= estimate.parameters if not half else estimate.second_buffers == 0
+    device = net.main.memory_estimate(fed(64), amp.WebGPUPlace(0))  # where nothing is updated in place
+    updated = device.parameters + device.master_weights + device.moments
+    assert device.second_buffers >= updated == estimate.parameters + estimate.master_weights + estimate.moments
 
 
 def test_the_record() -> None:

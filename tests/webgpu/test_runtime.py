@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.runtime import device_tensors, providers
 from amp_transpiler.runtime.providers import lies_on
+from amp_transpiler.warn import AmpWarning
 
 pytestmark = pytest.mark.webgpu
 
@@ -241,6 +243,33 @@ def test_a_program_in_fp16_is_refused_where_the_gpu_has_none(
     plain, fresh = _Net("fp32"), amp.Scope()
     plain.start(exe, fresh)
     plain.step(exe, fresh)
+
+
+def _cached(folder: Path, conv: bool) -> list[float]:
+    """Losses of a training by an executor of its own."""
+    main, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [2, 1, 6, 6], "float32")
+        made = amp.nn.conv2d(x, 4, 3) if conv else x
+        loss = amp.nn.functional.mean(amp.nn.fc(made, 3))
+        amp.optimizer.Momentum(0.1, 0.9).minimize(loss, startup)
+    scope, exe = amp.Scope(), amp.Executor(PLACE, cache_dir=folder)
+    exe.run(startup, scope=scope)
+    feed = {"x": np.ones((2, 1, 6, 6), np.float32)}
+    return [float(exe.run(main, feed, [loss], scope=scope)[0]) for _ in range(3)]
+
+
+def test_optimised_models_are_kept_where_they_load_again(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = _cached(tmp_path, False)
+        entries = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+        assert _cached(tmp_path, False) == losses and len(entries) > 1
+        assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == entries
+    with pytest.warns(AmpWarning, match="laid out for WebGPU is not kept"):
+        losses = _cached(tmp_path, True)
+    with pytest.warns(AmpWarning, match="laid out for WebGPU is not kept"):
+        assert _cached(tmp_path, True) == losses
 
 
 def _refused(driver: str) -> str:

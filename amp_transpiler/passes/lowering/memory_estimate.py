@@ -217,6 +217,8 @@ class _Estimate:
             for (_, output), why in zip(pairs, refusals(self.lowered.model.graph, pairs, within), strict=True)
             if why
         }
+        if not place_traits(self.place.kind).in_place:
+            refused = set(outputs)
         refused |= {output for output, state in outputs.items() if state is None}
         held["second_buffers"] = sum(self._size(output) for output in sorted(refused))
         return held
