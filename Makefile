@@ -27,7 +27,7 @@ test-gpu: $(VENV)/.test
 	if ! $(PY) -m tests.tools.gpu_device; then exit 0; fi; \
 	$(PY) -m pytest -q -m gpu
 
-# Runs tests/webgpu: on the machine's GPU, else in software. VULKAN=install: with apt-get, where no driver is.
+# Runs what computes on WebGPU: on the machine's GPU, else in software. VULKAN=install: with apt-get, where no driver is.
 test-webgpu: $(VENV)/.test
 	@$(PY) -m tests.tools.webgpu_run $(VENV)/webgpu $(if $(filter install,$(VULKAN)),--install-vulkan)
 

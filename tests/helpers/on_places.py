@@ -13,7 +13,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.lists._places import place_kinds, place_traits
+from amp_transpiler.lists import place_kinds, place_traits
+from amp_transpiler.passes.lowering.place import Place
 from tests.helpers import sessions, webgpu_sessions
 from tests.helpers.cuda_kernels import without_kernel
 
@@ -26,11 +27,21 @@ LOWERED = tuple(_CLASSES[kind]() for kind in place_kinds())
 PLACES = tuple(pytest.param(place, marks=_MARKS[place.kind], id=repr(place)) for place in LOWERED)
 """Every place, for tests that run a program there."""
 
+IN_PLACE = tuple(param for param, place in zip(PLACES, LOWERED, strict=True) if place_traits(place.kind).in_place)
+"""The places whose kernels may write what they read."""
+
 DEVICES = tuple(kind for kind in place_kinds() if not place_traits(kind).emulates)
 """Kinds of places with 16-bit operators."""
 
 _ON_HOST = {"webgpu": frozenset({"ReverseSequence", "Round", "Trilu"})}
 """Operators that have no kernel on a place and no body: the host computes them where a program allows that."""
+
+
+def needs(place: Place, dtype: str) -> None:
+    """Skip the test on a place that has no tensors of an element type."""
+    if dtype not in place_traits(place.kind).dtypes:
+        pytest.skip(f"{place!r} has no {dtype}")
+
 
 _chosen: list[str] = []
 

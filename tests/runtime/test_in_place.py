@@ -11,10 +11,11 @@ from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowering.in_place import refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.passes.lowering.place import Place
-from amp_transpiler.runtime import CPUPlace, CUDAPlace, Scope
+from amp_transpiler.runtime import CPUPlace, Scope
 from amp_transpiler.runtime.binding import Step
 from amp_transpiler.runtime.session import Settings, create_session
 from tests.corpora.in_place_corpus import ROWS, SAFE, SCAN, UNSAFE
+from tests.helpers.on_places import IN_PLACE
 from tests.helpers.sessions import session
 
 SGD = """
@@ -166,7 +167,7 @@ def port(info: onnx.ValueInfoProto, variable: str | None = None) -> Port:
     return Port(variable or info.name, info.name, NAMES[tensor.elem_type], tuple(d.dim_value for d in tensor.shape.dim))
 
 
-@pytest.fixture(params=[CPUPlace(), pytest.param(CUDAPlace(0), marks=pytest.mark.gpu)], ids=repr)
+@pytest.fixture(params=IN_PLACE)
 def place(request: pytest.FixtureRequest) -> Place:
     return request.param  # type: ignore[no-any-return]
 

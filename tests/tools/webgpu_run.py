@@ -1,4 +1,4 @@
-"""Runs tests/webgpu in environments of their own: ``python -m tests.tools.webgpu_run FOLDER [--install-vulkan] [pytest's arguments]``.
+"""Runs what computes on WebGPU in environments of their own: ``python -m tests.tools.webgpu_run FOLDER [--install-vulkan] [pytest's arguments]``.
 
 Two of them, side by side with the packages of the interpreter that runs this: ``FOLDER/wheel`` has onnxruntime-webgpu in
 place of onnxruntime, ``FOLDER/plugin`` the plugin onnxruntime-ep-webgpu beside it. They use the machine's graphics card,
@@ -18,8 +18,18 @@ from pathlib import Path
 from tests.helpers.webgpu_sessions import real_card, software_allowed
 from tests.helpers.where import ROOT
 
-TESTS = ROOT / "tests" / "webgpu"
 PACKAGES = {"wheel": "onnxruntime-webgpu==1.27.0", "plugin": "onnxruntime-ep-webgpu==0.4.0"}
+_OWN = ["tests/webgpu"]
+# Tests that take every place, and what proves rules, computed there.
+_SHARED = ["-m", "webgpu", "tests/runtime", "tests/optimizer/test_groups.py", "tests/optimizer/test_ema.py"]
+_RULES = [
+    "--place",
+    "webgpu",
+    "tests/ops/test_decompose.py",
+    *(f"tests/ops/test_gradients_{of}.py" for of in ("math", "nn", "data", "more")),
+]
+SUITES = {"wheel": [_OWN], "plugin": [_OWN, [*_SHARED, "tests/whole/test_use_case.py"], _RULES]}
+"""What pytest runs in each environment."""
 
 
 def vulkan_driver() -> bool:
@@ -97,8 +107,12 @@ def run(kind: str, folder: Path, arguments: list[str]) -> int:
     if why:
         print(f"WebGPU tests not run with {PACKAGES[kind]}: {why}.")
         return 0
-    print(f"WebGPU tests with {PACKAGES[kind]}", flush=True)
-    return subprocess.run([*command, "-m", "pytest", "-q", *arguments, str(TESTS)], cwd=ROOT, env=around).returncode
+    statuses = []
+    for suite in SUITES[kind]:
+        print(f"WebGPU tests with {PACKAGES[kind]}: {' '.join(suite)}", flush=True)
+        ran = subprocess.run([*command, "-m", "pytest", "-q", *arguments, *suite], cwd=ROOT, env=around)
+        statuses.append(ran.returncode)
+    return max(statuses)
 
 
 def _runtime_folder(folder: Path) -> Path:

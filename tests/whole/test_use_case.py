@@ -10,12 +10,14 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.place import Place
+from tests.helpers.on_places import PLACES, needs
 from tests.helpers.programs import use_case_layers
 
 
-@pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> amp.CPUPlace | amp.CUDAPlace:
-    return amp.CUDAPlace(0) if request.param == "cuda" else amp.CPUPlace()
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    return request.param  # type: ignore[no-any-return]
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +33,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 class UseCase:
     """Train and test programs of the use case, decorated for pure fp16."""
 
-    def __init__(self, place: amp.CPUPlace | amp.CUDAPlace, dtype: str = "float16") -> None:
+    def __init__(self, place: Place, dtype: str = "float16") -> None:
         self.main, self.startup, test = amp.Program(), amp.Program("startup"), amp.Program("test")
         with amp.program_guard(self.main, self.startup), amp.unique_name.guard():
             self.prediction, self.loss, _ = use_case_layers()
@@ -72,7 +74,7 @@ def forward(program: amp.Program) -> list[tuple[str, str]]:
     return [(op.type, op.inputs[0].dtype) for op in program.operators if op.role == "forward" and op.type not in quiet]
 
 
-def test_precision_of_every_operator(place: amp.CPUPlace | amp.CUDAPlace) -> None:
+def test_precision_of_every_operator(place: Place) -> None:
     case = UseCase(place)
     assert forward(case.main) == [
         ("Conv", "float32"),
@@ -95,7 +97,7 @@ def test_precision_of_every_operator(place: amp.CPUPlace | amp.CUDAPlace) -> Non
     assert all(op.reason for op in case.main.operators if op.role == "forward")
 
 
-def test_parameters_and_masters(place: amp.CPUPlace | amp.CUDAPlace) -> None:
+def test_parameters_and_masters(place: Place) -> None:
     case = UseCase(place)
     kinds = {name: case.scope.find_var(name).dtype.name for name in case.scope.var_names()}
     assert kinds["fc_0.w_0"] == kinds["fc_0.b_0"] == "float16"
@@ -116,7 +118,8 @@ def test_parameters_and_masters(place: amp.CPUPlace | amp.CUDAPlace) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_trains_tests_and_serves(place: amp.CPUPlace | amp.CUDAPlace, dtype: str, tmp_path: Path) -> None:
+def test_trains_tests_and_serves(place: Place, dtype: str, tmp_path: Path) -> None:
+    needs(place, dtype)
     case = UseCase(place, dtype)
     images, labels = digits()
     order = np.random.default_rng(0).permutation(1500)
@@ -143,7 +146,7 @@ def test_trains_tests_and_serves(place: amp.CPUPlace | amp.CUDAPlace, dtype: str
     assert abs(float((np.argmax(again, 1) == labels[1500:, 0]).mean()) - accuracy) < 0.01
 
 
-def test_an_overflow_skips_the_step_and_nothing_else(place: amp.CPUPlace | amp.CUDAPlace) -> None:
+def test_an_overflow_skips_the_step_and_nothing_else(place: Place) -> None:
     case = UseCase(place)
     images, labels = digits()
     case.step(images[:64], labels[:64])
@@ -157,7 +160,7 @@ def test_an_overflow_skips_the_step_and_nothing_else(place: amp.CPUPlace | amp.C
     assert case.scope.find_var("num_bad_steps_0")[0] == 1
 
 
-def test_a_scale_far_too_high_recovers(place: amp.CPUPlace | amp.CUDAPlace) -> None:
+def test_a_scale_far_too_high_recovers(place: Place) -> None:
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
         _, loss, _ = use_case_layers()
@@ -182,7 +185,7 @@ def test_a_scale_far_too_high_recovers(place: amp.CPUPlace | amp.CUDAPlace) -> N
     assert scales[-1] < 2.0**30 and losses[-1] < losses[0] - 0.1, "then it learns"
 
 
-def tiny_gradients(scaling: dict[str, object] | None, place: amp.CPUPlace | amp.CUDAPlace) -> float:
+def tiny_gradients(scaling: dict[str, object] | None, place: Place) -> float:
     """Share of the distance to the optimum covered where gradients are about 1e-9: below the smallest fp16 number."""
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
@@ -204,6 +207,6 @@ def tiny_gradients(scaling: dict[str, object] | None, place: amp.CPUPlace | amp.
     return float(1.0 - scope.find_var("w_fp32_master_0")[0, 0])
 
 
-def test_tiny_gradients_need_loss_scaling(place: amp.CPUPlace | amp.CUDAPlace) -> None:
+def test_tiny_gradients_need_loss_scaling(place: Place) -> None:
     assert tiny_gradients(None, place) == 0.0, "without scaling every gradient is zero in fp16"
     assert tiny_gradients({"init_loss_scaling": 2.0**15}, place) == pytest.approx(20 * 1e5 * 1e-8, rel=1e-2)
