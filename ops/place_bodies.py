@@ -261,6 +261,33 @@ def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
     return e.Where(e.Less(e.Abs(x), e.like(2**22, x)), near, x)
 
 
+# -- products --------------------------------------------------------------------------------------------
+@body("Gemm")
+def _gemm(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value]:
+    """The product, and what is added by itself."""
+    a, b, c = given(inputs)
+    beta = float(attrs.get("beta", 1.0))
+    product = e.op("Gemm", a, b, **{name: value for name, value in attrs.items() if name != "beta"})
+    return [e.Add(product, c if beta == 1 else e.Mul(c, e.like(beta, c)))]
+
+
+@body("MatMul")
+def _matmul(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """Vectors as rows and columns of a matrix; a sum of nothing is zero."""
+    (a, b), shape = given(inputs), results[0].shape
+    if a.shape is None or b.shape is None or shape is None:
+        return None
+    if a.shape[-1] == 0:
+        return [e.Expand(e.like(0, a), e.ints(*shape), shape=shape)]
+    row = e.reshape(a, (1, *a.shape)) if len(a.shape) == 1 else a
+    column = e.reshape(b, (*b.shape, 1)) if len(b.shape) == 1 else b
+    return [e.reshape(e.MatMul(row, column), shape)]
+
+
 # -- truth -----------------------------------------------------------------------------------------------
 @body("Or")
 def _or(

@@ -24,10 +24,11 @@ from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
-from amp_transpiler.lists import kernel_types, place_traits
+from amp_transpiler.lists import faults, kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
+from amp_transpiler.passes.view.kernel_faults import fault_of
 
 #: onnxruntime's names of element types that are other than ours.
 _SPELLED = {"float32": "float", "float64": "double"}
@@ -157,7 +158,17 @@ class _Fitting:
         many = node.op_type == "Split" and len(node.output) > (self.at.most_pieces or len(node.output))
         shape = self._type(node.input[0])[1] if node.op_type in self.at.ranks else None
         large = shape is not None and len(shape) > self.at.ranks[node.op_type]
-        return kinds is None or many or large
+        return kinds is None or many or large or self._faulty(node)
+
+    def _faulty(self, node: onnx.NodeProto) -> bool:
+        """Whether the kernel is wrong for such tensors, and a body stands for it."""
+        full_type = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        if full_type not in faults(self.lowered.place):
+            return False
+        types = [self._type(name) if name else ("", None) for name in node.input]
+        dtypes, shapes = [kind for kind, _ in types], [shape for _, shape in types]
+        fault = fault_of(self.lowered.place, full_type, _attributes(node), dtypes, shapes)
+        return fault is not None and fault.around == "body"
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""

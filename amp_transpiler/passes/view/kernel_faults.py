@@ -5,6 +5,7 @@ The tables are ``lists/kernels.json`` and ``lists/faults.toml``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,22 @@ def _other_statistics(attrs: Mapping[str, Any], dtypes: Sequence[str | None], sh
     return dtypes[0] in HALF and any(dtype != dtypes[0] for dtype in dtypes[1:])
 
 
+def _scalar_added(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes) -> bool:
+    return len(shapes) > 2 and shapes[2] is not None and math.prod(shapes[2]) == 1 and len(shapes[2]) < 2
+
+
+def _vector(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes) -> bool:
+    return any(shape is not None and len(shape) == 1 for shape in shapes)
+
+
+def _nothing_summed(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes) -> bool:
+    return shapes[0] is not None and shapes[0][-1] == 0
+
+
 _HOLDS: Mapping[str, Callable[[Mapping[str, Any], Sequence[str | None], Shapes], bool]] = {
     "channels by threes": _by_threes,
     "16-bit image, fp32 statistics": _other_statistics,
+    "scalar added": _scalar_added,
+    "a vector": _vector,
+    "nothing to add up": _nothing_summed,
 }
