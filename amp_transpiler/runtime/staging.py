@@ -13,14 +13,16 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import element_type
+from amp_transpiler.lists import place_traits
 from amp_transpiler.option_checks import is_whole
-from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.feeds import LITERALS
 from amp_transpiler.runtime.providers import in_turn
 
 #: Element types that onnxruntime holds in no memory of a device.
 _ON_HOST = frozenset({"string", "complex64", "complex128"})
+_WIDE = frozenset({"int64", "uint64"})
 
 
 def staged(feed: Mapping[Any, Any], place: Place) -> dict[Any, Any]:
@@ -33,7 +35,9 @@ def staged(feed: Mapping[Any, Any], place: Place) -> dict[Any, Any]:
 
 def _staged(value: Any, place: Place) -> Any:
     if hasattr(value, "data_ptr") and hasattr(value, "device_name"):
-        return device_tensors.copy_to(value, place) if value.is_tensor() else value
+        if not value.is_tensor():
+            return value
+        return device_tensors.copy_to(value, _memory_for(device_tensors.dtype_of(value), place))
     if value is None or isinstance(value, (*LITERALS, str, bytes)):
         return value  # these take the type that the program declares, which is not known here
     try:
@@ -41,7 +45,12 @@ def _staged(value: Any, place: Place) -> Any:
         kind = element_type(array.dtype)
     except (ArgumentError, TypeError, ValueError, RuntimeError):
         return value  # what is wrong with it the run says
-    return value if kind in _ON_HOST else device_tensors.from_array(array, place)
+    return value if kind in _ON_HOST else device_tensors.from_array(array, _memory_for(kind, place))
+
+
+def _memory_for(kind: str, place: Place) -> Place:
+    """Where a tensor is staged: what a place computes with in another type, a run converts on the host."""
+    return CPUPlace() if kind in _WIDE and not place_traits(place.kind).wide_integers else place
 
 
 _END = object()

@@ -170,8 +170,10 @@ def test_fetched_values_belong_to_the_caller(exe: amp.Executor, scope: amp.Scope
 def test_feeds_are_staged_on_the_device(exe: amp.Executor, scope: amp.Scope) -> None:
     net = _Net("fp32")
     net.start(exe, scope)
-    staged = exe.stage({"x": net.feed["x"]})
+    staged = exe.stage(net.feed)
     assert lies_on(staged["x"], PLACE)
+    assert staged["y"].device_name() == "cpu"  # it goes up as 32-bit integers
+    assert lies_on(exe.stage(staged)["x"], PLACE) and exe.stage(staged)["y"].device_name() == "cpu"
     with exe.prefetch([net.feed] * 12, ahead=2) as feeds:
         losses = [float(exe.run(net.main, feed, [net.loss], scope=scope)[0]) for feed in feeds]
     fresh = amp.Scope()
