@@ -1,0 +1,161 @@
+"""Single operators for which a place may have no kernel: what the bodies that stand for them are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx.reference import ReferenceEvaluator
+
+from tests.helpers.sessions import session
+
+F32 = np.array([[0.0, -0.0, 1.5], [-2.0, np.inf, -np.inf], [np.nan, 3e38, -1e-40]], np.float32)
+F16 = np.array([[0.0, -0.0, 1.5], [-2.0, np.inf, -np.inf], [np.nan, 6e4, -1e-7]], np.float16)
+TRUTH = np.array([[True, False, True], [False, False, True], [True, True, False]])
+WHOLE = np.array([[3, -4, 5], [2**31 - 1, -(2**31) + 1, 0], [7, 7, -7]], np.int32)
+PLAIN = np.random.default_rng(0).permutation(150).reshape(1, 2, 5, 15).astype(np.float32)
+
+WIDE = np.random.default_rng(0).standard_normal((2, 4, 2, 3, 2)).astype(np.float32)
+WAVES = np.linspace(-3, 3, 31, dtype=np.float32)
+
+CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
+    ("Sum", [F32, F32[::-1], F32[:1]], {}),
+    ("Mean", [F32, F32[::-1]], {}),
+    ("Max", [F32, F32[::-1]], {}),
+    ("Min", [F32, F32[::-1], F32.T], {}),
+    ("Max", [WHOLE, WHOLE.T], {}),
+    ("Min", [F16, F16.T], {}),
+    ("Clip", [WHOLE, np.array(-3, np.int32), np.array(5, np.int32)], {}),
+    ("IsNaN", [F32], {}),
+    ("IsNaN", [F16], {}),
+    ("IsInf", [F32], {}),
+    ("IsInf", [F32], {"detect_negative": 0}),
+    ("LogSoftmax", [PLAIN], {"axis": 2}),
+    ("LogSoftmax", [PLAIN.astype(np.float16)], {}),
+    ("ReduceLogSumExp", [-20 * PLAIN, np.array([2, -1])], {"keepdims": 0}),
+    ("ReduceLogSumExp", [np.array([[-np.inf, -np.inf], [np.inf, 1], [1e3, np.nan]], np.float32), np.array([1])], {}),
+    ("ReduceLogSumExp", [PLAIN.astype(np.float16)], {"keepdims": 0}),
+    ("Neg", [WHOLE], {}),
+    ("Abs", [WHOLE], {}),
+    ("Sign", [F32], {}),
+    ("Sign", [WHOLE], {}),
+    ("Or", [TRUTH, TRUTH.T], {}),
+    ("Xor", [TRUTH, TRUTH.T], {}),
+    ("Equal", [TRUTH, TRUTH.T], {}),
+    ("Where", [TRUTH, TRUTH.T, TRUTH[:1]], {}),
+    ("Reshape", [TRUTH, np.array([9, 1])], {}),
+    ("Squeeze", [TRUTH[:1], np.array([0])], {}),
+    ("Transpose", [TRUTH], {"perm": [1, 0]}),
+    ("Concat", [TRUTH, TRUTH], {"axis": 1}),
+    ("Split", [TRUTH, np.array([1, 2])], {"axis": 1}),
+    ("Slice", [TRUTH, np.array([1]), np.array([3]), np.array([1])], {}),
+    ("Slice", [WHOLE, np.array([2, -2]), np.array([-9, 2**31]), np.array([0, 1]), np.array([-1, 1])], {}),
+    ("Tile", [WHOLE, np.array([2, 3])], {}),
+    ("CumSum", [WHOLE, np.array(1)], {}),
+    ("CumSum", [np.arange(7, dtype=np.int32).reshape(7, 1), np.array(-2)], {"exclusive": 1}),
+    ("CumSum", [np.arange(10, dtype=np.int32), np.array(0)], {"exclusive": 1, "reverse": 1}),
+    ("TopK", [np.array([5, 2**24 + 1, -(2**30), 5, 2**24, 0, -1, 5, 4096]), np.array([9])], {"largest": 0}),
+    ("TopK", [np.array([5, 2**31 - 1, -(2**30), 5, 2**24, 0, -1, 5, 4096]), np.array([4])], {}),
+    ("OneHot", [np.array([[0, -1], [2, 7]]), np.array(3), np.array([1, 9], np.float32)], {"axis": 1}),
+    ("GatherElements", [WHOLE, np.array([[0, -1], [2, 1]])], {"axis": -1}),
+    ("GatherElements", [TRUTH, np.array([[2, 0, 1]])], {}),
+    ("GatherND", [TRUTH, np.array([[0, 2], [1, 1]])], {}),
+    ("GatherND", [PLAIN, np.array([[[0, 1], [0, -2]]])], {}),
+    ("ScatterND", [F32.T, np.array([[2], [0]]), F32[:2]], {}),
+    ("ScatterND", [PLAIN[0, 0], np.array([[2, 1], [-1, 3], [2, 1]]), np.ones(3, np.float32)], {"reduction": "add"}),
+    *[(name, [WAVES], {}) for name in ("HardSwish", "Mish", "Softsign")],
+    ("Celu", [WAVES], {"alpha": 0.7}),
+    ("Selu", [WAVES.astype(np.float16)], {}),
+    ("Shrink", [WAVES], {"lambd": 0.4, "bias": 0.1}),
+    ("PRelu", [F32, np.array([0.5, -2, 1], np.float32)], {}),
+    ("Round", [np.array([0.5, 1.5, -2.5, 2.4, -0.2, 3e9, -np.inf, np.nan, 8388609, 4194303.5], np.float32)], {}),
+    ("Trilu", [PLAIN, np.array(2)], {}),
+    ("Trilu", [WHOLE], {"upper": 0}),
+    ("AveragePool", [PLAIN], {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "ceil_mode": 1}),
+    ("AveragePool", [PLAIN], {"kernel_shape": [2, 2], "pads": [1, 1, 0, 0], "count_include_pad": 1}),
+    (
+        "ConvTranspose",
+        [WIDE, np.random.default_rng(1).standard_normal((4, 3, 2, 3, 1)).astype(np.float32), np.ones(6, np.float32)],
+        {
+            "group": 2,
+            "strides": [2, 1, 3],
+            "pads": [1, 0, 0, 0, 1, 0],
+            "output_padding": [1, 0, 2],
+            "dilations": [1, 2, 1],
+        },
+    ),
+    ("Conv", [WIDE, WIDE[:, :2], np.ones(2, np.float32)], {"group": 2, "pads": [1, 0, 1, 0, 1, 0]}),
+    ("Gemm", [PLAIN[0, 0], PLAIN[0, 1].T, np.array([3], np.float32)], {"beta": 0.5, "alpha": 2.0}),
+    ("MatMul", [PLAIN[0, 0, 0], PLAIN[0, 1].T], {}),
+    ("MatMul", [PLAIN[0], PLAIN[0, 0, 0]], {}),
+    ("MatMul", [PLAIN[0, 0, 0], PLAIN[0, 0, 0]], {}),
+    ("MatMul", [np.zeros((3, 0), np.float32), np.zeros((0, 2), np.float32)], {}),
+    ("MaxPool", [PLAIN % 40], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    ("MaxPool", [PLAIN % 7], {"kernel_shape": [2, 3], "dilations": [2, 1], "pads": [1, 0, 1, 2]}),
+    ("MaxPool", [PLAIN % 7], {"kernel_shape": [2, 3], "strides": [2, 1], "auto_pad": "SAME_LOWER"}),
+]
+
+
+INEXACT = frozenset(
+    [
+        "AveragePool",
+        "Celu",
+        "ConvTranspose",
+        "HardSwish",
+        "LogSoftmax",
+        "Mean",
+        "Mish",
+        "ReduceLogSumExp",
+        "Selu",
+        "Softsign",
+    ]
+)
+#: Inputs that say sizes, axes and places: constants.
+SAID = {
+    "Reshape": 1,
+    "Squeeze": 1,
+    "Split": 1,
+    "Slice": 1,
+    "Tile": 1,
+    "OneHot": 1,
+    "CumSum": 1,
+    "TopK": 1,
+    "Trilu": 1,
+    "ReduceLogSumExp": 1,
+}
+
+
+def model_of(
+    type_: str, inputs: Sequence[np.ndarray], attrs: dict[str, Any]
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]:
+    """A model of one operator, its feeds, and what it gives on CPU."""
+    names = [f"x{i}" for i in range(len(inputs))]
+    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2}.get(type_, 1))]
+    fed = SAID.get(type_, len(inputs))
+    infos = [
+        onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+        for n, a in zip(names[:fed], inputs[:fed], strict=True)
+    ]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node(type_, names, made, **attrs)],
+        "one",
+        infos,
+        [onnx.helper.make_empty_tensor_value_info(name) for name in made],
+        [onnx.numpy_helper.from_array(a, n) for n, a in zip(names[fed:], inputs[fed:], strict=True)],
+    )
+    opset = onnx.helper.make_opsetid("", 21)
+    model = onnx.shape_inference.infer_shapes(onnx.helper.make_model(graph, ir_version=10, opset_imports=[opset]))
+    feed = dict(zip(names[:fed], inputs[:fed], strict=True))
+    alone = ReferenceEvaluator(model) if type_ in ("Where", "Trilu") else session(model, "DISABLE_ALL")  # or has none
+    return model, feed, list(alone.run(None, feed))
+
+
+def compared(type_: str, found: Sequence[np.ndarray], wanted: Sequence[np.ndarray], tolerance: float) -> None:
+    """AssertionError where results are other than those of the operator: by any bit, or more than a tolerance."""
+    for got, want in zip(found, wanted, strict=True):
+        near, finite = tolerance if type_ in INEXACT else 0, want[np.isfinite(want)]
+        least = near * max(1, np.abs(finite).max(initial=0)) if near else 0
+        assert got.shape == want.shape
+        assert np.allclose(got, want, rtol=near, atol=least, equal_nan=True), (got, want)
