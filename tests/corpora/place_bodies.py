@@ -102,6 +102,7 @@ INEXACT = frozenset(
     [
         "AveragePool",
         "Celu",
+        "Conv",
         "ConvTranspose",
         "HardSwish",
         "LogSoftmax",
