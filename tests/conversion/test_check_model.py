@@ -43,7 +43,8 @@ def test_what_is_said() -> None:
 
 def test_errors_that_grow_bit_by_bit_name_what_adds_most() -> None:
     text = (
-        "m (float16[1,64] x) => (float16[1,64] y) <float16[64,64] w> { a = MatMul(x, w) b = Tanh(a) y = MatMul(b, w) }"
+        "m (float16[1,64] x) => (float16[1,64] y) <float16[64,64] w>"
+        " { k = Constant<value = float16[1] {1}>() a = MatMul(x, w) b = Tanh(a) c = Mul(b, k) y = MatMul(c, w) }"
     )
     model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>\n' + text)
     array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float16)

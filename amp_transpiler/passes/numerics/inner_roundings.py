@@ -36,8 +36,7 @@ def inner_roundings(op: Operator, arithmetic: Arithmetic, dtype: str) -> tuple[s
     shapes, made = [list(map(_shape, each)) for each in (op.inputs, op.outputs)]
     parts = () if op.domain not in ("", "ai.onnx") else parts_of(op.type, dtype, op.program.opset(), arithmetic.kind)
     if parts:  # the sizes of what lies between them are not known
-        found = [arithmetic.rounds(part, dtype, {}, [None] * 3, [None]) for part in parts]
-        return max(found, key=lambda each: each[1])
+        return "", max(arithmetic.rounds(part, dtype, {}, [None] * 3, [None])[1] for part in parts)
     return arithmetic.rounds(op.full_type, dtype, op.attrs, shapes, made)
 
 
