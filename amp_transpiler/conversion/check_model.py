@@ -23,6 +23,7 @@ from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import place_traits, roundings
+from amp_transpiler.ops.rounded_sums import sum_rule
 from amp_transpiler.option_checks import number
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
@@ -201,7 +202,9 @@ def _not_emulated(program: Graph, arithmetic: Arithmetic | None, dtype: str) -> 
         return ()
 
     def rounds(op: Operator) -> bool:
-        order, worth = inner_roundings(op, arithmetic, dtype)
-        return worth > 0 and not order and any(v is not None and v.dtype == dtype for v in op.outputs)
+        _, worth = inner_roundings(op, arithmetic, dtype)
+        return (
+            worth > 0 and sum_rule(op.full_type) is None and any(v is not None and v.dtype == dtype for v in op.outputs)
+        )
 
     return tuple(sorted({op.full_type for op in program.walk() if rounds(op)}))
