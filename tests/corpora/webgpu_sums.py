@@ -161,6 +161,7 @@ def conv_transpose(op_type: str, element: str) -> Iterator[Case]:
         ("dilations", (4, 3, 2, 2), {"dilations": [2, 2]}),
         ("groups", (4, 3, 3, 3), {"group": 2}),
         ("depthwise", (4, 1, 3, 3), {"group": 4}),
+        ("two channels to one", (4, 1, 3, 3), {"group": 2}),
     ):
         yield made(what, (image, positive(element, weight)), attributes)
     yield made("1-D", (positive(element, (2, 3, 7)), positive(element, (3, 5, 3))))

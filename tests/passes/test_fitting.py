@@ -193,3 +193,20 @@ def test_recurrent_operators_are_composed_where_there_is_no_kernel(type_: str) -
     values = {port.tensor: weights[1] for port in lowered.states} | {"x": x}
     values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
     assert np.allclose(session(lowered.model).run(None, values)[0], wanted[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_groups_of_two_channels_to_one_are_not_left_to_the_kernel(bias: bool) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.random((2, 4, 5, 6)), "w": rng.random((4, 1, 3, 3)), "b": rng.random(2)}
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items() if bias or name != "b"}
+    program = amp.Program()
+    inputs = [program.add_input(name, "float32", array.shape) for name, array in arrays.items()]
+    y = program.add_variable("y", "float32", (2, 2, 11, 13))
+    program.add_operator("ConvTranspose", inputs, [y], attrs={"group": 2, "strides": [2, 2]})
+    models = [lower(program, place, {}, [y]) for place in ("cpu", "webgpu")]
+    assert all(node.op_type != "ConvTranspose" for node in models[1].model.graph.node)
+    results = [
+        session(each.model).run(None, {feed.tensor: arrays[feed.variable] for feed in each.feeds})[0] for each in models
+    ]
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)

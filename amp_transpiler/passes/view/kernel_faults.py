@@ -89,10 +89,17 @@ def _nothing_summed(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shap
     return shapes[0] is not None and shapes[0][-1] == 0
 
 
+def _even_groups_to_one(attrs: Mapping[str, Any], dtypes: Sequence[str | None], shapes: Shapes) -> bool:
+    """Of a ConvTranspose."""
+    w, groups = shapes[1], int(attrs.get("group") or 1)
+    return w is not None and groups > 1 and w[1] == 1 and w[0] // groups % 2 == 0
+
+
 _HOLDS: Mapping[str, Callable[[Mapping[str, Any], Sequence[str | None], Shapes], bool]] = {
     "channels by threes": _by_threes,
     "16-bit image, fp32 statistics": _other_statistics,
     "scalar added": _scalar_added,
     "a vector": _vector,
     "nothing to add up": _nothing_summed,
+    "groups of an even number of channels to one": _even_groups_to_one,
 }
