@@ -55,12 +55,12 @@ def _store(variable: Variable, dtype: str) -> None:
     if copy is not None and copy.dtype == dtype and copy.shape == variable.shape and constants.is_constant(copy):
         narrow = copy  # 16-bit operators read it too
     else:
-        narrow, array = variable, constants.converted(variable, dtype, "")
+        narrow = program.add_variable(
+            program.unique(name), dtype, variable.shape, data=constants.converted(variable, dtype, "")
+        )
     wide = program.add_variable(program.unique(f"{variable.name}.cast_{SHORT['float32']}"), "float32", variable.shape)
     program.replace_uses(variable, wide)
-    if narrow is variable:
-        constants.replace(variable, array)
-        variable.dtype = dtype
-    else:
-        program.remove_variable(variable)
+    # The name goes: files of old formats list weights among their inputs, and onnxruntime ends the process where such
+    # a one is cast before a convolution on WebGPU.
+    program.remove_variable(variable)
     add_cast(narrow, wide)
