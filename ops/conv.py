@@ -113,7 +113,7 @@ def conv_transpose(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> S
     dx = None
     if e.wants(0):
         # Rows that only output_padding made reach no input; a whole stride of them would add an output to Conv.
-        dx = e.op("Conv", _without_tail(e, dy, window), w, group=group, shape=x.shape, **window.attributes())
+        dx = e.op("Conv", without_tail(e, dy, window), w, group=group, shape=x.shape, **window.attributes())
     dw = weight_gradient(e, dy, x, window, group) if e.wants(1) else None
     return [dx, dw, _bias_gradient(e, dy)]
 
@@ -132,7 +132,8 @@ def transposed_window(attrs: Mapping[str, Any], x: Value, w: Value, y: Value) ->
     return Window(window.kernel, window.strides, window.dilations, begin, window.source, window.target)
 
 
-def _without_tail(e: Emitter, y: Value, window: Window) -> Value:
+def without_tail(e: Emitter, y: Value, window: Window) -> Value:
+    """What the window slides over, without an end of a stride and more that it does not read."""
     if all(t < s for t, s in zip(window.tail, window.strides, strict=True)):
         return y
     assert y.shape is not None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ops.common import padded, size_of
-from amp_transpiler.ops.conv import transposed_window
+from amp_transpiler.ops.common import padded, size_of, sliced
+from amp_transpiler.ops.conv import transposed_window, without_tail
 from amp_transpiler.ops.place_bodies import Body, body, constant, given, integers_in
 from amp_transpiler.ops.pool import window_counts
 from amp_transpiler.ops.rounded_sums import spread
@@ -256,6 +257,22 @@ def _as_rows(e: Emitter, x: Value, indices: Value) -> tuple[int, int, Value]:
     return rows, width, place
 
 
+@body("ReverseSequence")
+def _reverse_sequence(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    x, wide = given(inputs)
+    lengths, batch, time = _narrow(e, wide), int(attrs.get("batch_axis", 1)), int(attrs.get("time_axis", 0))
+    if x.shape is None or lengths is None:
+        return None
+    along = [[-1 if axis == own else 1 for axis in range(len(x.shape))] for own in (batch, time)]
+    length = e.reshape(lengths, [x.shape[batch] if n < 0 else n for n in along[0]])
+    place = e.const(np.arange(x.shape[time], dtype=_INDICES).reshape(along[1]))
+    turned = e.Sub(e.Sub(length, e.const(1, "int32")), place)
+    taken = e.Expand(e.Where(e.Less(place, length), turned, place), e.ints(*x.shape), shape=x.shape)
+    return [e.GatherElements(x, taken, axis=time, shape=x.shape)]
+
+
 @body("Trilu")
 def _triangle(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
@@ -295,16 +312,18 @@ def _conv_transpose(
         return None
     slid, group = transposed_window(attrs, x, w, results[0]), int(attrs.get("group", 1))
     apart, (channels, outputs, *kernel) = spread(e, x, slid.strides), size_of(w)
-    begin = tuple(n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True))
-    if min(begin) < 0:
-        return None
-    window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, begin, size_of(apart)[2:], size_of(results[0])[2:])
+    begin = [n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True)]
+    for axis, before in enumerate(begin, 2):  # what lies in the padding
+        apart = sliced(e, apart, axis, max(-before, 0), size_of(apart)[axis])
+    begin = [max(before, 0) for before in begin]
+    sizes = size_of(apart)[2:], size_of(results[0])[2:]
+    window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, tuple(begin), *sizes)
     split = e.reshape(w, (group, channels // group, outputs, *kernel))
     swapped = e.transpose(split, [0, 2, 1, *range(3, 3 + slid.rank)])
     turned = e.reshape(swapped, (group * outputs, channels // group, *kernel))
     for axis, size in enumerate(kernel, 2):
         turned = _gathered(e, turned, axis, np.arange(size, dtype=_INDICES)[::-1].copy())
-    return [e.Conv(apart, turned, bias, group=group, **window.attributes())]
+    return [e.Conv(without_tail(e, apart, window), turned, bias, group=group, **window.attributes())]
 
 
 @body("Conv")
@@ -338,6 +357,10 @@ def _max_pool(
     if len(results) == 1 or y.shape is None:
         return None
     window = window_by(attrs, attrs["kernel_shape"], x.shape[2:], y.shape[2:])
+    if attrs.get("ceil_mode", 0):  # ONNX's inference counts windows that begin behind the end, which no runtime has
+        starts = zip(window.target, window.strides, window.source, window.begin, strict=True)
+        window = replace(window, target=tuple(n - ((n - 1) * s >= size + b) for n, s, size, b in starts))
+        y = e.reshape(y, (*x.shape[:2], *window.target))
     around = _surrounded(e, window, x)
     found: Value | None = None
     for tap in reversed(window.taps):

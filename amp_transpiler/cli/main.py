@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler.cli import check_model, convert, cost, diff, explain, export_step, info, plan_ranks, shipped, train
+from amp_transpiler.cli import check_place, convert, cost, diff, explain, export_step, info, plan_ranks, shipped, train
 from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, number, plain_warnings, safe_streams
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    check_model.add_options(
+    check_place.add_options(
         commands.add_parser("check", help="where a 16-bit model, made by any converter, first goes wrong on a place")
     )
     train.add_options(commands.add_parser("train", help="train or fine-tune a model on arrays"))
@@ -184,7 +184,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 _COMMANDS = {
     "convert": convert.run,
-    "check": check_model.run,
+    "check": check_place.run,
     "train": train.run,
     "export-step": export_step.run,
     "trained-model": shipped.run,

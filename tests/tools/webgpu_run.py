@@ -22,10 +22,11 @@ PACKAGES = {"wheel": "onnxruntime-webgpu==1.27.0", "plugin": "onnxruntime-ep-web
 _OWN = ["tests/webgpu"]
 # Tests that take every place, and what proves rules, computed there.
 _SHARED = ["-m", "webgpu", "tests/runtime", "tests/optimizer/test_groups.py", "tests/optimizer/test_ema.py"]
-# Wrong there still: gradients of some 2-D max pools and of 3-D convolutions. test_gradients_data and _more are not tried yet.
-_WRONG = [f"--deselect=tests/ops/test_gradients_nn.py::{name}" for name in ("test_max_pool[2]", "test_conv[3]")]
-_PROVED = [f"tests/ops/test_{of}.py" for of in ("decompose", "gradients_math", "gradients_nn")]
-_RULES = ["--place", "webgpu", *_PROVED, *_WRONG]
+_PROVED = [
+    f"tests/ops/test_{of}.py"
+    for of in ("decompose", "gradients_data", "gradients_math", "gradients_more", "gradients_nn")
+]
+_RULES = ["--place", "webgpu", *_PROVED]
 SUITES = {"wheel": [_OWN], "plugin": [_OWN, [*_SHARED, "tests/whole/test_use_case.py"], _RULES]}
 """What pytest runs in each environment."""
 

@@ -45,13 +45,27 @@ def fitted(lowered: Lowered) -> Lowered:
     return _Fitting(lowered).run()
 
 
+class _Sizing(Emitter):
+    """An emitter that keeps the shapes of what it makes."""
+
+    def __init__(self, place: str, opset: int) -> None:
+        super().__init__(place, opset)
+        self.sizes: dict[str, tuple[int, ...] | None] = {}
+
+    def op(self, type_: str, *inputs: Value | None, **settings: Any) -> Any:  # type: ignore[override]
+        """As :meth:`Emitter.op`."""
+        made = super().op(type_, *inputs, **settings)
+        self.sizes |= {value.name: value.shape for value in (made if isinstance(made, tuple) else (made,))}
+        return made
+
+
 class _Fitting:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered, self.graph = lowered, lowered.model.graph
         self.at = place_traits(lowered.place)
         self.opset = next(each.version for each in lowered.model.opset_import if not each.domain)
         self.types: dict[str, Type] = types_in(inferred(lowered))
-        self.e = Emitter(lowered.place, self.opset)
+        self.e = _Sizing(lowered.place, self.opset)
         self.e.reserve([*self.types, *(name for node in self.graph.node for name in node.output)])
         self.e.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
         self.e.given = lowered.given
@@ -202,9 +216,8 @@ class _Fitting:
                 kinds = [NAMES[node.attribute[0].i]]
             elif len(slots.admits[variable]) == 1:
                 kinds = list(slots.admits[variable])
-            given = self.e.given.get(name)
             if kinds and name not in self.types:
-                self.types[name] = (kinds[0], None if given is None else given.shape)
+                self.types[name] = (kinds[0], self.e.sizes.get(name))
 
     # -- integers -------------------------------------------------------------------------------------
     def _hold(self, name: str) -> None:
