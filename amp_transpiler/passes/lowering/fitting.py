@@ -52,7 +52,7 @@ class _Sizing(Emitter):
         super().__init__(place, opset)
         self.sizes: dict[str, tuple[int, ...] | None] = {}
 
-    def op(self, type_: str, *inputs: Value | None, **settings: Any) -> Any:  # type: ignore[override]
+    def op(self, type_: str, *inputs: Value | None, **settings: Any) -> Any:
         """As :meth:`Emitter.op`."""
         made = super().op(type_, *inputs, **settings)
         self.sizes |= {value.name: value.shape for value in (made if isinstance(made, tuple) else (made,))}
