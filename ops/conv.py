@@ -183,6 +183,8 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     """One Conv of X with dY as its kernel, batch and channels exchanged; strides and dilations change roles."""
     assert x.shape is not None and dy.shape is not None
     batch, channels = x.shape[0], x.shape[1] // group
+    if batch == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
+        return e.zeros((dy.shape[1], channels, *window.kernel), x.dtype)
     if 1 in (group, channels):
         x = by_channel(e, x)
     else:
