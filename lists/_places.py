@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -44,8 +44,6 @@ class PlaceTraits:
     chunk_from: int
     chunk: int
     over_first: tuple[str, ...]
-    fails: Mapping[str, Mapping[str, Sequence[str]]]
-    ranks: Mapping[str, int]
 
     @property
     def runs(self) -> bool:
@@ -60,7 +58,7 @@ def _table() -> Mapping[str, PlaceTraits]:
 
 
 def _traits(facts: Mapping[str, Any]) -> PlaceTraits:
-    return PlaceTraits(**{"fails": {}, "ranks": {}} | {name: _fact(name, fact) for name, fact in facts.items()})
+    return PlaceTraits(**{name: _fact(name, fact) for name, fact in facts.items()})
 
 
 def _fact(name: str, fact: Any) -> Any:

@@ -68,7 +68,7 @@ def test_a_conversion_for_the_place_has_nothing_to_say_against() -> None:
     assert not amp.check_model(amp.convert(model).to_onnx(), "webgpu", data=feeds).ok
 
 
-def test_operators_without_a_kernel_and_kernels_that_fail() -> None:
+def test_operators_without_a_kernel() -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> m (float16[4,1,8] x, float16[1,24,8] w, float16[1,24,8] r) =>'
         " (float16[4,1,1,8] y) { a = Relu(x) y, h = GRU<hidden_size=8>(a, w, r) }"
@@ -78,12 +78,24 @@ def test_operators_without_a_kernel_and_kernels_that_fail() -> None:
     assert found.ok and list(found.without_kernel.values()) == [1]
     assert "GRU (no WebGPU kernel for GRU at float16" in str(found)
     assert not amp.check_model(model, "cuda").without_kernel and not amp.check_model(model, "cpu").without_kernel
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> m (float16[1,6,8,9] x, float16[8,6,3,3] w) =>'
-        " (float16[1,8,6,7] y) { y = Conv(x, w) }"
-    )
-    found = amp.check_model(onnx.parser.parse_model(text), "webgpu", tolerance=1)
-    assert not found.ok and not found.missed and "reads three channels" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("graph", "what"),
+    [
+        ("(float16[1,6,8,9] x, float16[8,6,3,3] w) => (float16[1,8,6,7] y) { y = Conv(x, w) }", "reads three channels"),
+        (
+            "(float16[1,1,4,4] x) => (float16[1,1,3,3] y, int64[1,1,3,3] i) { y, i = MaxPool<kernel_shape=[2,2]>(x) }",
+            "indices wanted: the run ends with an error",
+        ),
+        ("(float16[4,5] x) => (float16[4,1] y) { y = ReduceLogSumExp<axes=[1]>(x) }", "exponentials as they are"),
+    ],
+)
+def test_kernels_that_fail(graph: str, what: str) -> None:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {graph}')
+    found = amp.check_model(model, "webgpu", tolerance=1)
+    assert not found.ok and not found.missed and what in str(found)
+    assert not amp.check_model(model, "cuda", tolerance=1).faults
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,12 @@ def test_channels_that_a_kernel_reads_by_threes_are_padded() -> None:
     np.testing.assert_array_equal(_run(lower(program, "webgpu"), feeds), np.full((1, 8, 6, 6), 54))
 
 
+def test_16_bit_rows_are_not_left_to_a_kernel_that_adds_none() -> None:
+    program = _program("ScatterND", {"x": half(3, 4), "at": np.array([[1], [1]]), "rows": half(2, 4)}, reduction="add")
+    types = {place: {node.op_type for node in lower(program, place).model.graph.node} for place in ("cuda", "webgpu")}
+    assert types == {"cuda": {"ScatterND"}, "webgpu": {"Expand", "Reshape", "ScatterElements"}}
+
+
 @pytest.mark.parametrize(("count", "widens"), [(6, False), (7, True)])
 def test_long_sums_are_widened(count: int, widens: bool) -> None:
     feeds = {"a": half(4, count), "b": half(count, 4)}

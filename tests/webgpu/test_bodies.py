@@ -10,6 +10,7 @@ import pytest
 
 import amp_transpiler as amp
 from tests.corpora.place_bodies import CASES, compared, model_of
+from tests.corpora.rounded_sums import one_operator
 
 pytestmark = pytest.mark.webgpu
 
@@ -25,3 +26,16 @@ def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.nd
     found = exe.run(program, feed, program.outputs, scope=scope)
     assert [v.dtype for v in found] == [v.dtype for v in wanted]
     compared(type_, found, wanted, 2e-6)
+
+
+@pytest.mark.parametrize("reduction", ["add", "mul", "max"])
+def test_16_bit_rows_are_combined(reduction: str) -> None:
+    rng = np.random.default_rng(0)
+    x, rows = (rng.integers(1, 9, (n, 4)).astype(np.float16) for n in (3, 3))
+    program = amp.Program.from_onnx(
+        one_operator("ScatterND", {"x": x, "at": np.array([[1], [0], [1]]), "rows": rows}, reduction=reduction)
+    )
+    exe, wanted = amp.Executor(PLACE), x.copy()
+    exe.run(program.startup)
+    {"add": np.add, "mul": np.multiply, "max": np.maximum}[reduction].at(wanted, [1, 0, 1], rows)
+    np.testing.assert_array_equal(exe.run(program, {"x": x, "rows": rows}, program.outputs)[0], wanted)

@@ -28,7 +28,7 @@ from amp_transpiler.lists import faults, kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
-from amp_transpiler.passes.view.kernel_faults import fault_of
+from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
 #: onnxruntime's names of element types that are other than ours.
 _SPELLED = {"float32": "float", "float64": "double"}
@@ -143,7 +143,7 @@ class _Fitting:
         if slots is None:
             yield node
             return
-        kinds = self._kernel(node)
+        kinds = kernel_types(self.at.provider, node.op_type, self.opset, node.domain)
         if not self.at.wide_integers:
             yield from self._narrowed(node, slots, kinds)
         if self._lacks(node, slots, kinds):
@@ -156,12 +156,6 @@ class _Fitting:
             yield from self._widened(node, slots)
         yield node
 
-    def _kernel(self, node: onnx.NodeProto) -> Mapping[str, frozenset[str]] | None:
-        """The element types that the place's kernel takes, by type parameter; None where it has none."""
-        kinds = kernel_types(self.at.provider, node.op_type, self.opset, node.domain)
-        fails = self.at.fails.get(node.op_type, {})
-        return None if kinds is None else {each: kinds[each] - set(fails.get(each, ())) for each in kinds}
-
     def _lacks(self, node: onnx.NodeProto, slots: Signature, kinds: Mapping[str, frozenset[str]] | None) -> bool:
         """Whether the place has no kernel for the types of this node's tensors, or for as many pieces."""
         for at, names in ((slots.input, node.input), (slots.output, node.output)):
@@ -170,9 +164,7 @@ class _Fitting:
                 if kind and (kind not in slots.admits[variable] or not _takes(kinds, variable, kind)):
                     return True
         many = node.op_type == "Split" and len(node.output) > (self.at.most_pieces or len(node.output))
-        shape = self._type(node.input[0])[1] if node.op_type in self.at.ranks else None
-        large = shape is not None and len(shape) > self.at.ranks[node.op_type]
-        return kinds is None or many or large or self._faulty(node)
+        return kinds is None or many or self._faulty(node)
 
     def _faulty(self, node: onnx.NodeProto) -> bool:
         """Whether the kernel is wrong for such tensors, and a body stands for it."""
@@ -181,7 +173,8 @@ class _Fitting:
             return False
         types = [self._type(name) if name else ("", None) for name in node.input]
         dtypes, shapes = [kind for kind, _ in types], [shape for _, shape in types]
-        fault = fault_of(self.lowered.place, full_type, _attributes(node), dtypes, shapes)
+        call = Call(_attributes(node), dtypes, shapes, sum(map(bool, node.output)))
+        fault = fault_of(self.lowered.place, full_type, call)
         return fault is not None and fault.around == "body"
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
