@@ -17,6 +17,7 @@ import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ops.common import size_of
 
 #: ``body(e, attributes, inputs, results) -> results``
 Body = Callable[[Emitter, Mapping[str, Any], Sequence[Value | None], Sequence[Value]], Sequence[Value] | None]
@@ -138,7 +139,7 @@ def _is_inf(
         for sign, name in ((1, "detect_positive"), (-1, "detect_negative"))
         if attrs.get(name, 1)
     ]
-    return [found[0] if len(found) == 1 else e.Or(*found)]
+    return [found[0] if len(found) == 1 else e.Or(*found) if found else e.Less(x, x)]
 
 
 @body("LogSoftmax")
@@ -162,7 +163,7 @@ def _log_sum_exp(
     largest = e.ReduceMax(wide, *axes, keepdims=1, **keep)
     most = e.Where(e.Less(e.Abs(largest), e.like(math.inf, largest)), largest, e.like(0, largest))
     found = e.Add(e.Log(e.ReduceSum(e.Exp(e.Sub(wide, most)), *axes, keepdims=1, **keep)), most)
-    if not attrs.get("keepdims", 1):
+    if not attrs.get("keepdims", 1) and (axes or not keep["noop_with_empty_axes"]):
         found = e.Squeeze(found, *axes)
     return [e.cast(found, x.dtype)]
 
@@ -277,7 +278,7 @@ def _gemm(
 def _matmul(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
 ) -> Sequence[Value] | None:
-    """Vectors as rows and columns of a matrix; a sum of nothing is zero."""
+    """Vectors as rows and columns of a matrix; a sum of nothing is zero; of integers the products are added up."""
     (a, b), shape = given(inputs), results[0].shape
     if a.shape is None or b.shape is None or shape is None:
         return None
@@ -285,7 +286,11 @@ def _matmul(
         return [e.Expand(e.like(0, a), e.ints(*shape), shape=shape)]
     row = e.reshape(a, (1, *a.shape)) if len(a.shape) == 1 else a
     column = e.reshape(b, (*b.shape, 1)) if len(b.shape) == 1 else b
-    return [e.reshape(e.MatMul(row, column), shape)]
+    if a.dtype in FLOATS:
+        return [e.reshape(e.MatMul(row, column), shape)]
+    *lead, n, m = size_of(column)
+    products = e.Mul(e.reshape(row, (*size_of(row), 1)), e.reshape(column, (*lead, 1, n, m)))
+    return [e.reshape(e.ReduceSum(products, e.ints(-2), keepdims=0), shape)]
 
 
 # -- truth -----------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def _split(
     x = inputs[0]
     assert x is not None
     truths = results[0].dtype == "bool"
+    if not truths and len(results) <= (e.at.most_pieces or len(results)):
+        return None
     if any(piece.shape is None for piece in results):
         return _by_way_of("Split", "int32")(e, attrs, inputs, results) if truths else None
     axis = int(attrs.get("axis", 0))
@@ -80,14 +82,16 @@ def _slice(
     assert x is not None
     if x.dtype == "bool":
         return _by_way_of("Slice", "float32")(e, attrs, inputs, results)
-    starts, ends, axes, steps = (integers_in(e, v) for v in (*where, None, None, None, None)[:4])
-    if x.shape is None or starts is None or ends is None:
+    said = [integers_in(e, v) for v in where if v is not None]
+    if x.shape is None or any(numbers is None for numbers in said):
         return None
-    axes = list(range(len(starts))) if axes is None else axes
-    for at, (start, end, axis) in enumerate(zip(starts, ends, axes, strict=True)):
+    starts, ends, axes, steps = (integers_in(e, v) for v in (*where, None, None)[:4])
+    assert starts is not None and ends is not None
+    axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         size = size_of(x)[axis]
-        kept = np.arange(size, dtype=_INDICES)[start : None if end < -size else end : 1 if steps is None else steps[at]]
-        if kept.size < size or (steps is not None and steps[at] < 0):
+        kept = np.arange(size, dtype=_INDICES)[start : None if step < 0 and end < -size else end : step]
+        if kept.size < size or step < 0:
             x = _gathered(e, x, axis, kept)
     return [x]
 
@@ -171,11 +175,11 @@ def _top_k(
         return None
     quotient = e.Div(x, e.const(_LIMB, "int32"))
     rest = e.Sub(x, e.Mul(quotient, e.const(_LIMB, "int32")))
-    whole = e.ints(x.shape[0])
-    by_rest = e.op("TopK", e.cast(rest, "float32"), whole, outputs=2, **attrs)[1]
+    whole, in_order = e.ints(x.shape[0]), {**attrs, "sorted": 1}
+    by_rest = e.op("TopK", e.cast(rest, "float32"), whole, outputs=2, **in_order)[1]
     place = e.Gather(e.const(np.arange(x.shape[0], dtype=_INDICES)), Value(by_rest.name, "int64"), axis=0)
     key = e.cast(e.Gather(quotient, place, axis=0), "float32")
-    by_both = e.op("TopK", key, e.ints(*count), outputs=2, **attrs)[1]
+    by_both = e.op("TopK", key, e.ints(*count), outputs=2, **in_order)[1]
     place = e.Gather(place, Value(by_both.name, "int64"), axis=0, shape=(count[0],))
     return [e.Gather(x, place, axis=0), place]
 
@@ -333,14 +337,12 @@ def _conv_by_group(
     """A convolution for each group of channels."""
     x, w, bias = (*inputs, None)[:3]
     group = int(attrs.get("group", 1))
-    if group == 1 or x is None or w is None:
+    if group == 1 or x is None or w is None or x.shape is None or w.shape is None:
         return None
-    images, weights = (e.op("Split", v, outputs=group, axis=a, num_outputs=group) for v, a in ((x, 1), (w, 0)))
+    images, weights = (_pieces(e, v, axis, [size_of(v)[axis] // group] * group) for v, axis in ((x, 1), (w, 0)))
     alone = dict(attrs) | {"group": 1}
     made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)
-    if bias is None or results[0].shape is None:
-        return None if bias is not None else [made]
-    return [e.Add(made, e.reshape(bias, (-1, *[1] * (len(results[0].shape) - 2))))]
+    return [made if bias is None else e.Add(made, e.reshape(bias, (-1, *[1] * (len(x.shape) - 2))))]
 
 
 @body("MaxPool")
