@@ -36,9 +36,7 @@ def two_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MOST", 2)
 
 
-def trained(
-    net: str, mode: str, here: Callable[[], Any] = lambda: distributed.get_engine().place
-) -> Callable[..., Run]:
+def trained(net: str, mode: str, here: Any = lambda: distributed.get_engine().place) -> Callable[..., Run]:
     return lambda *_: Trainer(net, mode, here()).train(range(STEPS), BAD)
 
 
@@ -257,13 +255,12 @@ def test_no_copy_is_made_of_what_travels() -> None:
         trainer = Trainer("mlp", "pure", engine.place)
         trainer.train(range(1))
         plan = next(iter(trainer.exe._programs[trainer.main].plans.values()))
-        (bindings,) = plan.last.idle  # type: ignore[union-attr]
-        travelling = {name: value.data_ptr() for name, value in bindings.binding.buckets.views.items()}
-        flats = [flat for calls in bindings.binding.buckets._calls.values() for call in calls for flat in call.sent]
+        held = plan.last.idle[0].binding.buckets  # type: ignore[union-attr]
+        travelling = {name: value.data_ptr() for name, value in held.views.items()}
+        flats = [flat for calls in held._calls.values() for call in calls for flat in call.sent]
         spans = [range(flat.data_ptr(), flat.data_ptr() + flat.tensor_size_in_bytes()) for flat in flats]
-        return len(travelling) == 6 > len(flats) and all(
-            any(at in span for span in spans) for at in travelling.values()
-        )
+        inside = [any(at in span for span in spans) for at in travelling.values()]
+        return len(travelling) == 6 > len(flats) and all(inside)
 
     assert on_devices(2, run) == [True, True]
 
@@ -350,13 +347,11 @@ def test_other_places_are_refused_with_the_way_out() -> None:
             engine.on(amp.CUDAPlace(1))
         return str(error.value)
 
-    for place, way in (
-        (amp.CUDAPlace(0), "CUDAPlace(0) need amp.distributed.init('nccl')"),
-        (
-            amp.WebGPUPlace(0),
-            "cannot train on WebGPUPlace(0): no engine carries what lies there. Train them on CPUPlace()",
-        ),
-    ):
+    ways: dict[Place, str] = {
+        amp.CUDAPlace(0): "CUDAPlace(0) need amp.distributed.init('nccl')",
+        amp.WebGPUPlace(0): "WebGPUPlace(0): no engine carries what lies there. Train them on CPUPlace()",
+    }
+    for place, way in ways.items():
         assert all(way in said for said in distributed.simulate(2, partial(on_memory, place)))
     for rank, said in enumerate(on_devices(2, on_device)):
         assert said.startswith(f"rank {rank} of the nccl engine is on FakeDevice()") and "get_engine().place" in said
