@@ -33,7 +33,7 @@ test-webgpu: $(VENV)/.test
 
 # Runs the runners of demo/runners in other languages too, and the page of demo/browser. What there is of: packages of npm
 # (without scripts: those of onnxruntime-node fetch CUDA libraries), an environment with onnxruntime of their version, C++
-# headers, Chromium.
+# headers, the interfaces for C# and Java (npm's package for Unity; with Mono or a JDK), Chromium.
 test-runners: $(VENV)/.test
 	@if command -v npm >/dev/null; then \
 	for folder in demo/runners demo/browser; do \
@@ -44,6 +44,7 @@ test-runners: $(VENV)/.test
 	else echo "npm is not here: the runners in JavaScript are not tested"; fi
 	@AMP_RUNNERS=1 AMP_RUNNERS_PYTHON="$$(ls $$PWD/$(VENV)/runners/bin/python 2>/dev/null)" \
 	AMP_RUNNERS_HEADERS="$$($(PY) -m tests.tools.ort_headers $(VENV)/ort_headers)" \
+	AMP_RUNNERS_BINDINGS="$$($(PY) -m tests.tools.ort_bindings $(VENV)/ort_bindings)" \
 	AMP_BROWSER="$$(command -v chromium || command -v chromium-browser || command -v google-chrome)" \
 	$(PY) -m pytest -q -n auto --dist loadgroup tests/export/test_runners.py \
 	tests/export/test_browser.py tests/export/test_browser_webgpu.py

@@ -1,115 +1,108 @@
-// dotnet run -- FOLDER BATCHES STEPS TO [FROM]: trains with an exported step, as bare.py does (docs/exported_steps.md).
+// Train FOLDER BATCHES STEPS TO [FROM]: trains with an exported step, as bare.py does (docs/exported_steps.md).
 //
-// A sample: Microsoft.ML.OnnxRuntime of NuGet is all that it needs.
+//     dotnet run -- FOLDER BATCHES STEPS TO            in a project with Microsoft.ML.OnnxRuntime of NuGet
+//
+// C# 7.3 and that package are all that it needs, so Mono and Unity compile it too; JSON is the little that is read here.
 
 using System;
 using System.Collections.Generic;
+using System.Globalization;
 using System.IO;
 using System.Linq;
 using System.Security.Cryptography;
 using System.Text;
-using System.Text.Json;
 using Microsoft.ML.OnnxRuntime;
 using Microsoft.ML.OnnxRuntime.Tensors;
-
-try
-{
-    var step = new Step(args[0], args.Length > 4 ? args[4] : args[0]);
-    var batches = Step.Safetensors(File.ReadAllBytes(args[1]));
-    for (var left = int.Parse(args[2]); left > 0; left--)
-    {
-        var feeds = batches.ToDictionary(one => one.Key, one => one.Value.Part((int)(step.Number % one.Value.Shape[0])));
-        var told = step.Train(feeds).Where(one => one.Value.Dtype is "float32" or "bool").Select(one => one.Value.Dtype == "bool"
-            ? $"{one.Key} {one.Value.Data[0]}"
-            : FormattableString.Invariant($"{one.Key} {BitConverter.ToSingle(one.Value.Data):G9}"));
-        Console.WriteLine($"step {step.Number} {string.Join(' ', told)}");
-    }
-    step.Save(args[3]);
-    return 0;
-}
-catch (Exception error)
-{
-    Console.Error.WriteLine($"error: {error.Message}");
-    return 1;
-}
+using Map = System.Collections.Generic.Dictionary<string, object>;
 
 /// <summary>A tensor as its bytes, little-endian.</summary>
-sealed record Tensor(string Dtype, long[] Shape, byte[] Data)
+public sealed class Tensor
 {
-    public string Kind => $"{Dtype} [{string.Join(", ", Shape)}]";
+    public readonly string Dtype;
+    public readonly long[] Shape;
+    public readonly byte[] Data;
 
-    public Tensor Part(int number)
+    public Tensor(string dtype, long[] shape, byte[] data)
+    {
+        Dtype = dtype;
+        Shape = shape;
+        Data = data;
+    }
+
+    public string Kind => Dtype + " [" + string.Join(", ", Shape) + "]";
+
+    public Tensor Part(long number)
     {
         var size = Data.Length / (int)Shape[0];
-        return new Tensor(Dtype, Shape[1..], Data[(number * size)..((number + 1) * size)]);
+        return new Tensor(Dtype, Shape.Skip(1).ToArray(), Train.Cut(Data, (int)number * size, size));
     }
 }
 
 /// <summary>An exported step with its state.</summary>
-sealed class Step
+public sealed class Train
 {
-    static readonly Dictionary<string, (string Code, TensorElementType Type)> Types = new()
-    {
-        ["bool"] = ("BOOL", TensorElementType.Bool), ["uint8"] = ("U8", TensorElementType.UInt8),
-        ["int8"] = ("I8", TensorElementType.Int8), ["uint16"] = ("U16", TensorElementType.UInt16),
-        ["int16"] = ("I16", TensorElementType.Int16), ["uint32"] = ("U32", TensorElementType.UInt32),
-        ["int32"] = ("I32", TensorElementType.Int32), ["uint64"] = ("U64", TensorElementType.UInt64),
-        ["int64"] = ("I64", TensorElementType.Int64), ["float16"] = ("F16", TensorElementType.Float16),
-        ["bfloat16"] = ("BF16", TensorElementType.BFloat16), ["float32"] = ("F32", TensorElementType.Float),
-        ["float64"] = ("F64", TensorElementType.Double),
-    };
+    static readonly Dictionary<string, (string Code, TensorElementType Type)> Types =
+        new Dictionary<string, (string, TensorElementType)>
+        {
+            ["bool"] = ("BOOL", TensorElementType.Bool), ["uint8"] = ("U8", TensorElementType.UInt8),
+            ["int8"] = ("I8", TensorElementType.Int8), ["uint16"] = ("U16", TensorElementType.UInt16),
+            ["int16"] = ("I16", TensorElementType.Int16), ["uint32"] = ("U32", TensorElementType.UInt32),
+            ["int32"] = ("I32", TensorElementType.Int32), ["uint64"] = ("U64", TensorElementType.UInt64),
+            ["int64"] = ("I64", TensorElementType.Int64), ["float16"] = ("F16", TensorElementType.Float16),
+            ["bfloat16"] = ("BF16", TensorElementType.BFloat16), ["float32"] = ("F32", TensorElementType.Float),
+            ["float64"] = ("F64", TensorElementType.Double),
+        };
 
-    readonly JsonElement said;
-    readonly Dictionary<string, InferenceSession> sessions = new();
-    readonly Dictionary<string, Tensor> state = new();
+    readonly Map said;
+    readonly Dictionary<string, InferenceSession> sessions = new Dictionary<string, InferenceSession>();
+    readonly Dictionary<string, Tensor> state = new Dictionary<string, Tensor>();
 
     public long Number { get; private set; }
 
-    public Step(string folder, string checkpoint)
+    public Train(string folder, string checkpoint)
     {
         said = Parsed(Path.Combine(folder, "manifest.json"));
-        var found = $"{said.GetProperty("format")} version {said.GetProperty("version")}";
-        Expect(found, "amp_transpiler.training_step version 1", $"what '{folder}' holds");
-        Expect(Text(said, "place"), "cpu", $"the place of '{folder}'");
-        foreach (var file in said.GetProperty("files").EnumerateObject()) Checked(Path.Combine(folder, file.Name), file.Value);
-        foreach (var model in said.GetProperty("models").EnumerateObject())
-            sessions[model.Name] = new InferenceSession(Path.Combine(folder, Text(model.Value, "file")));
+        Expect($"{said["format"]} version {said["version"]}", "amp_transpiler.training_step version 1", $"what '{folder}' holds");
+        Expect((string)said["place"], "cpu", $"the place of '{folder}'");
+        foreach (var file in Of(said, "files")) Checked(Path.Combine(folder, file.Key), (Map)file.Value);
+        foreach (var model in Of(said, "models"))
+            sessions[model.Key] = new InferenceSession(Path.Combine(folder, (string)((Map)model.Value)["file"]));
         var meta = Parsed(Path.Combine(checkpoint, "meta.json"));
-        var (own, other) = (said.GetProperty("program"), meta.GetProperty("program"));
-        Expect(Text(other, "fingerprint"), Text(own, "fingerprint"), $"the program of checkpoint '{checkpoint}'");
-        var tensors = meta.GetProperty("file");
-        var held = Safetensors(Checked(Path.Combine(checkpoint, Text(tensors, "name")), tensors));
-        foreach (var one in said.GetProperty("states").EnumerateArray())
+        Expect((string)Of(meta, "program")["fingerprint"], (string)Of(said, "program")["fingerprint"], $"the program of checkpoint '{checkpoint}'");
+        var tensors = Of(meta, "file");
+        var held = Safetensors(Checked(Path.Combine(checkpoint, (string)tensors["name"]), tensors));
+        foreach (var one in Each(said, "states"))
         {
             var stored = Fitting(held, one, "state");
-            var same = Text(one, "carried") == stored.Dtype;
-            state[Text(one, "name")] = same ? stored : new Tensor("float32", stored.Shape, Moved(stored.Data, 2, 4));
+            var same = (string)one["carried"] == stored.Dtype;
+            state[(string)one["name"]] = same ? stored : new Tensor("float32", stored.Shape, Moved(stored.Data, 2, 4));
         }
-        Number = meta.GetProperty("step").ValueKind == JsonValueKind.Null ? 0 : meta.GetProperty("step").GetInt64();
+        Number = (long?)meta["step"] ?? 0;
     }
 
     /// <summary>Run a model of the folder; gives what it fetches, by name, and replaces the state that it updates.</summary>
-    public Dictionary<string, Tensor> Run(string name, IReadOnlyDictionary<string, Tensor> feeds)
+    public Map Run(string name, IReadOnlyDictionary<string, Tensor> feeds)
     {
-        var model = said.GetProperty("models").GetProperty(name);
+        var model = Of(Of(said, "models"), name);
         var inputs = new Dictionary<string, Tensor>();
-        foreach (var feed in model.GetProperty("feeds").EnumerateArray()) inputs[Text(feed, "input")] = Fitting(feeds, feed, "feed");
-        foreach (var zero in model.GetProperty("zeros").EnumerateArray())
-            inputs[zero.GetString()!] = new Tensor("float32", Array.Empty<long>(), new byte[4]);
-        foreach (var one in model.GetProperty("states").EnumerateObject()) inputs[one.Value.GetString()!] = state[one.Name];
-        var fetches = model.GetProperty("fetches").EnumerateArray().ToList();
-        var updates = model.GetProperty("updates").EnumerateObject().ToList();
-        var outputs = fetches.Select(one => Text(one, "output")).Concat(updates.Select(one => one.Value.GetString()!)).Distinct().ToList();
+        foreach (var feed in Each(model, "feeds")) inputs[(string)feed["input"]] = Fitting(feeds, feed, "feed");
+        foreach (string zero in (List<object>)model["zeros"]) inputs[zero] = new Tensor("float32", new long[0], new byte[4]);
+        foreach (var one in Of(model, "states")) inputs[(string)one.Value] = state[one.Key];
+        var fetches = Each(model, "fetches").ToList();
+        var updates = Of(model, "updates");
+        var outputs = fetches.Select(one => one["output"]).Concat(updates.Values).Cast<string>().Distinct().ToList();
         var given = inputs.Values.Select(Value).ToList();
         try
         {
-            using var options = new RunOptions();
-            using var made = sessions[name].Run(options, inputs.Keys, given, outputs);
-            byte[] Bytes(string output) => made[outputs.IndexOf(output)].GetTensorMutableRawData().ToArray();
-            foreach (var one in updates) state[one.Name] = state[one.Name] with { Data = Bytes(one.Value.GetString()!) };
-            return fetches.ToDictionary(
-                one => Text(one, "name"),
-                one => new Tensor(Text(one, "dtype"), Array.Empty<long>(), Bytes(Text(one, "output"))));
+            using (var options = new RunOptions())
+            using (var made = sessions[name].Run(options, inputs.Keys, given, outputs))
+            {
+                Func<object, byte[]> bytes = output => made[outputs.IndexOf((string)output)].GetTensorMutableRawData().ToArray();
+                foreach (var one in updates) state[one.Key] = new Tensor(state[one.Key].Dtype, state[one.Key].Shape, bytes(one.Value));
+                return fetches.ToDictionary(
+                    one => (string)one["name"],
+                    one => (object)new Tensor((string)one["dtype"], new long[0], bytes(one["output"])));
+            }
         }
         finally
         {
@@ -117,52 +110,87 @@ sealed class Step
         }
     }
 
-    public Dictionary<string, Tensor> Train(IReadOnlyDictionary<string, Tensor> feeds)
+    /// <summary>One step on a batch.</summary>
+    public Map Step(IReadOnlyDictionary<string, Tensor> feeds)
     {
-        var window = said.GetProperty("window");
-        var counter = window.GetProperty("counter").GetString();
-        var count = counter is null ? 1 : BitConverter.ToInt32(state[counter].Data) + 1;
+        var window = Of(said, "window");
+        var counter = (string)window["counter"];
+        var count = counter == null ? 1 : BitConverter.ToInt32(state[counter].Data, 0) + 1;
         Number += 1;
-        return Run(count == window.GetProperty("steps").GetInt32() ? "train" : "accumulate", feeds);
+        return Run(count == (long)window["steps"] ? "train" : "accumulate", feeds);
     }
 
     public void Save(string folder)
     {
-        var (header, data) = (new Dictionary<string, object>(), new MemoryStream());
-        var checkpoint = said.GetProperty("checkpoint");
-        header["__metadata__"] = checkpoint.GetProperty("metadata");
-        foreach (var one in said.GetProperty("states").EnumerateArray())
+        var checkpoint = Of(said, "checkpoint");
+        var format = (string)Of(checkpoint, "metadata")["format"];
+        var header = new StringBuilder("{\"__metadata__\":{\"format\":\"" + format + "\"}");
+        var data = new MemoryStream();
+        foreach (var one in Each(said, "states"))
         {
-            var (held, dtype, first) = (state[Text(one, "name")], Text(one, "dtype"), data.Length);
-            data.Write(dtype == held.Dtype ? held.Data : Moved(held.Data, 4, 2));
-            header[Text(one, "name")] = new { dtype = Types[dtype].Code, shape = held.Shape, data_offsets = new[] { first, data.Length } };
+            var (held, dtype, first) = (state[(string)one["name"]], (string)one["dtype"], data.Length);
+            var content = dtype == held.Dtype ? held.Data : Moved(held.Data, 4, 2);
+            data.Write(content, 0, content.Length);
+            header.Append($",{Json.Quoted((string)one["name"])}:{{\"dtype\":\"{Types[dtype].Code}\",\"shape\":[{string.Join(",", held.Shape)}],");
+            header.Append($"\"data_offsets\":[{first},{data.Length}]}}");
         }
-        var text = JsonSerializer.SerializeToUtf8Bytes(header);
+        var text = Encoding.UTF8.GetBytes(header.Append('}').ToString());
         var padded = text.Concat(Enumerable.Repeat((byte)' ', (8 - text.Length % 8) % 8)).ToArray();
         var file = BitConverter.GetBytes((long)padded.Length).Concat(padded).Concat(data.ToArray()).ToArray();
-        var meta = Text(checkpoint, "meta").Replace("${step}", $"{Number}").Replace("${bytes}", $"{file.Length}")
+        var meta = ((string)checkpoint["meta"]).Replace("${step}", $"{Number}").Replace("${bytes}", $"{file.Length}")
             .Replace("${sha256}", Sha256(file)).Replace("${runner}", "Train.cs");
         if (Directory.Exists(folder)) throw new IOException($"'{folder}' is there already");
         Directory.CreateDirectory(folder);
         File.WriteAllBytes(Path.Combine(folder, "state.safetensors"), file);
         var checksum = Sha256(Encoding.UTF8.GetBytes(meta));
-        File.WriteAllText(Path.Combine(folder, "meta.json"), $"{meta[..^1]},\"checksum\":\"{checksum}\"}}");
+        var whole = meta.Substring(0, meta.Length - 1) + ",\"checksum\":\"" + checksum + "\"}";
+        File.WriteAllBytes(Path.Combine(folder, "meta.json"), Encoding.UTF8.GetBytes(whole));
     }
 
     public static Dictionary<string, Tensor> Safetensors(byte[] file)
     {
-        var start = 8 + (int)BitConverter.ToInt64(file);
+        var start = 8 + (int)BitConverter.ToInt64(file, 0);
         var found = new Dictionary<string, Tensor>();
-        foreach (var one in JsonDocument.Parse(file.AsMemory(8, start - 8)).RootElement.EnumerateObject())
+        foreach (var one in (Map)new Json(Encoding.UTF8.GetString(file, 8, start - 8)).Value())
         {
-            if (one.Name == "__metadata__") continue;
-            var ends = one.Value.GetProperty("data_offsets").EnumerateArray().Select(end => start + end.GetInt32()).ToArray();
-            var dtype = Types.First(each => each.Value.Code == Text(one.Value, "dtype")).Key;
-            found[one.Name] = new Tensor(dtype, Sizes(one.Value), file[ends[0]..ends[1]]);
+            if (one.Key == "__metadata__") continue;
+            var ends = Sizes((Map)one.Value, "data_offsets");
+            var dtype = Types.First(each => each.Value.Code == (string)((Map)one.Value)["dtype"]).Key;
+            var data = Cut(file, start + (int)ends[0], (int)(ends[1] - ends[0]));
+            found[one.Key] = new Tensor(dtype, Sizes((Map)one.Value, "shape"), data);
         }
         return found;
     }
 
+    public static int Main(string[] words)
+    {
+        try
+        {
+            var step = new Train(words[0], words[words.Length > 4 ? 4 : 0]);
+            var batches = Safetensors(File.ReadAllBytes(words[1]));
+            for (var left = int.Parse(words[2]); left > 0; left--)
+            {
+                var feeds = batches.ToDictionary(one => one.Key, one => one.Value.Part(step.Number % one.Value.Shape[0]));
+                var line = new StringBuilder();
+                foreach (var one in step.Step(feeds))
+                {
+                    var found = (Tensor)one.Value;
+                    if (found.Dtype == "float32") line.Append($" {one.Key} ").Append(Shown(BitConverter.ToSingle(found.Data, 0)));
+                    if (found.Dtype == "bool") line.Append($" {one.Key} {found.Data[0]}");
+                }
+                Console.WriteLine($"step {step.Number}{line}");
+            }
+            step.Save(words[3]);
+            return 0;
+        }
+        catch (Exception error)
+        {
+            Console.Error.WriteLine($"error: {error.Message}");
+            return 1;
+        }
+    }
+
+    // -- tensors -----------------------------------------------------------------------------------------------
     static OrtValue Value(Tensor held)
     {
         var made = OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, Types[held.Dtype].Type, held.Shape);
@@ -178,18 +206,27 @@ sealed class Step
         return found;
     }
 
-    static Tensor Fitting(IReadOnlyDictionary<string, Tensor> held, JsonElement one, string what)
+    public static byte[] Cut(byte[] data, int first, int size)
     {
-        var found = held.GetValueOrDefault(Text(one, "name"));
-        var wanted = new Tensor(Text(one, "dtype"), Sizes(one), Array.Empty<byte>()).Kind;
-        Expect(found?.Kind ?? "missing", wanted, $"{what} '{Text(one, "name")}'");
-        return found!;
+        var found = new byte[size];
+        Array.Copy(data, first, found, 0, size);
+        return found;
     }
 
-    static byte[] Checked(string path, JsonElement file)
+    static string Shown(float value) => value.ToString("G9", CultureInfo.InvariantCulture);
+
+    // -- files and what they have to be ------------------------------------------------------------------------
+    static Tensor Fitting(IReadOnlyDictionary<string, Tensor> held, Map one, string what)
+    {
+        var wanted = new Tensor((string)one["dtype"], Sizes(one, "shape"), null).Kind;
+        Expect(held.TryGetValue((string)one["name"], out var found) ? found.Kind : "missing", wanted, $"{what} '{one["name"]}'");
+        return found;
+    }
+
+    static byte[] Checked(string path, Map file)
     {
         var data = File.ReadAllBytes(path);
-        Expect(Sha256(data), Text(file, "sha256"), $"the SHA-256 of '{path}'");
+        Expect(Sha256(data), (string)file["sha256"], $"the SHA-256 of '{path}'");
         return data;
     }
 
@@ -198,11 +235,112 @@ sealed class Step
         if (found != wanted) throw new InvalidDataException($"{what} is {found}; expected {wanted}");
     }
 
-    static string Sha256(byte[] data) => Convert.ToHexString(SHA256.HashData(data)).ToLowerInvariant();
+    static string Sha256(byte[] data)
+    {
+        using (var hash = SHA256.Create()) return string.Concat(hash.ComputeHash(data).Select(one => one.ToString("x2")));
+    }
 
-    static JsonElement Parsed(string path) => JsonDocument.Parse(File.ReadAllBytes(path)).RootElement;
+    static Map Parsed(string path)
+    {
+        var text = File.ReadAllText(path);
+        try
+        {
+            return (Map)new Json(text).Value();
+        }
+        catch (Exception error) when (error is IndexOutOfRangeException || error is FormatException || error is InvalidCastException)
+        {
+            throw new InvalidDataException($"'{path}' is no JSON, or cut short");
+        }
+    }
 
-    static long[] Sizes(JsonElement one) => one.GetProperty("shape").EnumerateArray().Select(size => size.GetInt64()).ToArray();
+    static Map Of(Map held, string name) => (Map)held[name];
 
-    static string Text(JsonElement one, string name) => one.GetProperty(name).GetString()!;
+    static IEnumerable<Map> Each(Map held, string name) => ((List<object>)held[name]).Cast<Map>();
+
+    static long[] Sizes(Map held, string name) => ((List<object>)held[name]).Cast<long>().ToArray();
+}
+
+/// <summary>JSON: Map, List of objects, string, long, double, bool and null.</summary>
+sealed class Json
+{
+    readonly string text;
+    int at;
+
+    public Json(string text)
+    {
+        this.text = text;
+    }
+
+    public static string Quoted(string value)
+    {
+        var found = value.Select(c => c == '"' || c == '\\' ? "\\" + c : c < ' ' ? $"\\u{(int)c:x4}" : c.ToString());
+        return "\"" + string.Concat(found) + "\"";
+    }
+
+    public object Value()
+    {
+        var c = Next();
+        if (c == '"') return Quoted();
+        if (c == '{')
+        {
+            var found = new Map();
+            for (at++; !Skip('}'); Skip(','))
+            {
+                Next();
+                var name = Quoted();
+                Skip(':');
+                found[name] = Value();
+            }
+            return found;
+        }
+        if (c == '[')
+        {
+            var found = new List<object>();
+            for (at++; !Skip(']'); Skip(',')) found.Add(Value());
+            return found;
+        }
+        var first = at;
+        while (at < text.Length && ",]} \n\r\t".IndexOf(text[at]) < 0) at++;
+        var word = text.Substring(first, at - first);
+        if (word == "null") return null;
+        if (word == "true" || word == "false") return word == "true";
+        if (long.TryParse(word, NumberStyles.AllowLeadingSign, CultureInfo.InvariantCulture, out var whole)) return whole;
+        return double.Parse(word, CultureInfo.InvariantCulture);
+    }
+
+    char Next()
+    {
+        while (char.IsWhiteSpace(text[at])) at++;
+        return text[at];
+    }
+
+    bool Skip(char c)
+    {
+        if (Next() != c) return false;
+        at++;
+        return true;
+    }
+
+    string Quoted()
+    {
+        var found = new StringBuilder();
+        for (at++; text[at] != '"'; at++)
+        {
+            var c = text[at];
+            if (c == '\\')
+            {
+                c = text[++at];
+                var plain = "nrtbf".IndexOf(c);
+                if (plain >= 0) c = "\n\r\t\b\f"[plain];
+                if (text[at] == 'u')
+                {
+                    c = (char)int.Parse(text.Substring(at + 1, 4), NumberStyles.HexNumber);
+                    at += 4;
+                }
+            }
+            found.Append(c);
+        }
+        at++;
+        return found.ToString();
+    }
 }

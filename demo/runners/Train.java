@@ -16,6 +16,7 @@ import java.nio.file.Path;
 import java.security.MessageDigest;
 import java.util.ArrayList;
 import java.util.Arrays;
+import java.util.Base64;
 import java.util.HexFormat;
 import java.util.LinkedHashMap;
 import java.util.LinkedHashSet;
@@ -25,8 +26,11 @@ import java.util.Map;
 public final class Train {
   static final String[][] TYPES = {
     {"bool", "BOOL", "1"}, {"uint8", "U8", "1"}, {"int8", "I8", "1"}, {"int16", "I16", "2"}, {"int32", "I32", "4"},
-    {"int64", "I64", "8"}, {"float16", "F16", "2"}, {"bfloat16", "BF16", "2"}, {"float32", "F32", "4"}, {"float64", "F64", "8"}};
+    {"uint32", "U32", "4"}, {"int64", "I64", "8"}, {"float16", "F16", "2"}, {"bfloat16", "BF16", "2"}, {"float32", "F32", "4"}, {"float64", "F64", "8"}};
   static final OrtEnvironment ENVIRONMENT = OrtEnvironment.getEnvironment();
+  /** A model that casts int32 "x" to uint32 "y": a tensor of that type cannot be made of a buffer. */
+  static final String UNSIGNED = "CAg6MgoXCgF4EgF5IgRDYXN0KgkKAnRvGAygAQISAWdaCQoBeBIECgIIBmIJCgF5EgQKAggMQgQKABAN";
+  static OrtSession unsigned;
 
   /** A tensor as its bytes, little-endian. */
   record Tensor(String dtype, List<Object> shape, byte[] data) {
@@ -101,8 +105,7 @@ public final class Train {
     for (var one : maps(said.get("states"))) {
       Tensor held = state.get(one.get("name"));
       byte[] content = one.get("dtype").equals(held.dtype) ? held.data : moved(held.data, 4, 2);
-      String name = ((String) one.get("name")).replace("\\", "\\\\").replace("\"", "\\\"");
-      header.append(",\"" + name + "\":{\"dtype\":\"" + type((String) one.get("dtype"))[1] + "\",\"shape\":" + one.get("shape"));
+      header.append("," + Json.quoted((String) one.get("name")) + ":{\"dtype\":\"" + type((String) one.get("dtype"))[1] + "\",\"shape\":" + one.get("shape"));
       header.append(",\"data_offsets\":[" + data.size() + "," + (data.size() + content.length) + "]}");
       data.write(content);
     }
@@ -153,6 +156,12 @@ public final class Train {
 
   static OnnxTensor tensor(Tensor held) throws Exception {
     long[] shape = held.shape.stream().mapToLong(size -> (Long) size).toArray();
+    if (held.dtype.equals("uint32")) {
+      if (unsigned == null) unsigned = ENVIRONMENT.createSession(Base64.getDecoder().decode(UNSIGNED));
+      try (var signed = tensor(new Tensor("int32", held.shape, held.data))) {
+        return (OnnxTensor) unsigned.run(Map.of("x", signed)).get(0);
+      }
+    }
     var kinds = Map.of("bool", OnnxJavaType.BOOL, "uint8", OnnxJavaType.UINT8, "int8", OnnxJavaType.INT8, "int16", OnnxJavaType.INT16,
         "int32", OnnxJavaType.INT32, "int64", OnnxJavaType.INT64, "float16", OnnxJavaType.FLOAT16, "float32", OnnxJavaType.FLOAT,
         "float64", OnnxJavaType.DOUBLE);
@@ -215,7 +224,11 @@ public final class Train {
 
   static Object parsed(Path path) throws IOException {
     if (!Files.isRegularFile(path)) throw new IOException("there is no file '" + path + "'");
-    return new Json(Files.readString(path)).value();
+    try {
+      return new Json(Files.readString(path)).value();
+    } catch (IndexOutOfBoundsException | NumberFormatException error) {
+      throw new IOException("'" + path + "' is no JSON, or cut short");
+    }
   }
 
   // -- JSON: maps, lists, strings, Long, Double, Boolean and null -----------------------------------------------
@@ -239,6 +252,15 @@ public final class Train {
 
     Json(String text) {
       this.text = text;
+    }
+
+    static String quoted(String value) {
+      var found = new StringBuilder("\"");
+      for (char c : value.toCharArray()) {
+        if (c < ' ') found.append(String.format("\\u%04x", (int) c));
+        else found.append(c == '"' || c == '\\' ? "\\" : "").append(c);
+      }
+      return found.append('"').toString();
     }
 
     char next() {

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
-from string import Template
 
 import ml_dtypes  # noqa: F401  numpy's bfloat16
 import numpy as np
@@ -54,7 +54,7 @@ for step in range(first, end := first + int(str(steps))):
     print(f"step {step + 1}", *(f"{name} {value.item():.9g}" for name, value in found.items()), flush=True)
 content = save({one["name"]: state[one["name"]].astype(one["dtype"]) for one in kinds}, said["checkpoint"]["metadata"])
 known = {"step": end, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}
-text = Template(said["checkpoint"]["meta"]).substitute(known)
+text = re.sub(r"\$\{(\w+)\}", lambda mark: str(known.get(mark[1], mark[0])), said["checkpoint"]["meta"])
 to.mkdir()
 (to / "state.safetensors").write_bytes(content)
 (to / "meta.json").write_text(f'{text[:-1]},"checksum":"{hashlib.sha256(text.encode()).hexdigest()}"}}')

@@ -318,7 +318,11 @@ struct Step {
       string content(bytes, count(shape) * kind(as).size);
       if (as != dtype) content = narrowed(content);
       string name, sizes = shown("", shape).substr(1);
-      for (char c : one["name"].text) name += (c == '"' || c == '\\' ? string("\\") : string()) + c;
+      for (char c : one["name"].text) {
+        char code[7];
+        std::snprintf(code, sizeof code, "\\u%04x", static_cast<unsigned char>(c));
+        name += c == '"' || c == '\\' ? string("\\") + c : uint8_t(c) < ' ' ? string(code) : string(1, c);
+      }
       header += ",\"" + name + "\":{\"dtype\":\"" + kind(dtype).code + "\",\"shape\":" + sizes + ",\"data_offsets\":[" +
                 std::to_string(data.size()) + "," + std::to_string(data.size() + content.size()) + "]}";
       data += content;

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import onnxruntime
 from safetensors.numpy import save_file
 
 import amp_transpiler as amp
@@ -29,8 +28,6 @@ RUNNERS = ROOT / "demo" / "runners"
 PYTHON = os.environ.get("AMP_RUNNERS_PYTHON", "")
 #: onnxruntime shares a sum out among its threads, so that bits depend on their number.
 ONE_THREAD = {"ORT_INTRA_OP_NUM_THREADS": "1"}
-#: Where onnxruntime's C++ headers may lie: ``make test-runners`` says where it put them, Debian has a package.
-HEADERS = [Path(p) for p in (os.environ.get("AMP_RUNNERS_HEADERS"), "/usr/include/onnxruntime") if p]
 #: The step whose gradients overflow.
 OVERFLOW = 40
 
@@ -69,24 +66,6 @@ def browser(*options: str) -> list[str]:
 def webgpu() -> list[str]:
     """The same on WebGPU, where :func:`~tests.helpers.browser.software_webgpu` is."""
     return browser("--provider", "webgpu", *(f"--flag={flag}" for flag in WEBGPU))
-
-
-def cpp(folder: Path) -> list[str]:
-    """The runner in C++, compiled into ``folder``; empty where there is no compiler, or no header of onnxruntime.
-
-    With the library of the Python package: that of the headers may be older, never newer.
-    """
-    libraries = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"))
-    header = next((path for path in HEADERS if (path / "onnxruntime_cxx_api.h").is_file()), None)
-    if header is None or not libraries or shutil.which("g++") is None:
-        return []
-    library = folder / "libonnxruntime.so.1"  # what a program asks for; the package has it under another name
-    library.symlink_to(libraries[-1])
-    made = ["-o", str(folder / "train"), str(library), f"-Wl,-rpath,{folder}"]
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", str(header)]
-    done = subprocess.run(["g++", *flags, str(RUNNERS / "train.cpp"), *made], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [str(folder / "train")]
 
 
 def call(command: Sequence[str], *arguments: object) -> subprocess.CompletedProcess[str]:

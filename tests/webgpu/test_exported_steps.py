@@ -10,7 +10,8 @@ import pytest
 
 import amp_transpiler as amp
 from tests.helpers.checkpoints import BAD, HALF, STEPS, Small, build
-from tests.helpers.runners import bare, batches, cpp, losses, node, trained
+from tests.helpers.compiled_runners import cpp
+from tests.helpers.runners import bare, batches, losses, node, trained
 from tests.helpers.webgpu_sessions import built_in
 
 pytestmark = [
