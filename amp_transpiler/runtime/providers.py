@@ -17,9 +17,8 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime.locks import DEVICES
 
 _VIRTUAL = "is_virtual"  # of a plugin's device on which sessions are made and never run
-
-
 _LIBRARY = "library_path"  # where a plugin's device comes from
+_FREE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def on_device(place: Place) -> bool:
 
 def alone(place: Place) -> AbstractContextManager[None]:
     """Around what uses a device: nobody else uses it inside, where its runtime serves one thread at a time."""
-    return DEVICES.writing() if place_traits(place.kind).one_thread else nullcontext()
+    return DEVICES.writing() if place_traits(place.kind).one_thread else _FREE
 
 
 def in_turn(place: Place) -> AbstractContextManager[None]:
@@ -93,7 +92,7 @@ def copy(source: Any, target: Any) -> None:
     """Give a value the content of another of its shape and element type, on whichever device either is."""
     names = source.device_name(), target.device_name()
     with _turn_for(*names):
-        if any(name == place_traits(kind).memory for name in names for kind in _with_plugins()):
+        if any(map(_is_a_plugins, names)):
             ort.copy_tensors([source], [target])
         else:
             target.update_inplace(source)
@@ -101,8 +100,7 @@ def copy(source: Any, target: Any) -> None:
 
 def takes_arrays(value: Any) -> bool:
     """Whether onnxruntime copies a numpy array to where a value lies; elsewhere it copies values alone."""
-    memory = value.device_name()
-    return not any(_is_in(memory, place_traits(kind), kind) for kind in _with_plugins())
+    return _takes_arrays(value.device_name())
 
 
 def lies_on(value: Any, place: Place) -> bool:
@@ -125,12 +123,21 @@ def _serves_one_thread(memory: str) -> bool:
 
 
 def _turn_for(*memories: str) -> AbstractContextManager[None]:
-    return DEVICES.writing() if any(map(_serves_one_thread, memories)) else nullcontext()
+    return DEVICES.writing() if any(map(_serves_one_thread, memories)) else _FREE
 
 
 @functools.cache
-def _with_plugins() -> tuple[str, ...]:
-    return tuple(kind for kind in place_kinds() if place_traits(kind).plugin)
+def _takes_arrays(memory: str) -> bool:
+    return not any(_is_in(memory, place_traits(kind), kind) for kind in _with_plugins())
+
+
+@functools.cache
+def _is_a_plugins(memory: str) -> bool:
+    return any(memory == place_traits(kind).memory for kind in _with_plugins())
+
+
+def _with_plugins() -> list[str]:
+    return [kind for kind in place_kinds() if place_traits(kind).plugin]
 
 
 def _from_session(shape: list[int], kind: int, place: str) -> Any:
