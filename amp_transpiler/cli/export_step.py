@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from amp_transpiler.cli.cost import shapes
+from amp_transpiler.cli.terminal import number
 from amp_transpiler.cli.training_options import add_training_options, training_options
 from amp_transpiler.export.model_step import export_model_step
 from amp_transpiler.passes.lowering.place import PLACES
@@ -55,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="sizes of an input that are not fixed, such as image=8,3,224,224; the batch is the first",
     )
     parser.add_argument("--place", choices=sorted(PLACES), default="cpu", help="what it is for (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="updates in all, for schedules that end")
+    parser.add_argument("--steps", type=number, metavar="N", help="updates in all, for a schedule, which ends")
     parser.add_argument(
         "--calibration",
         nargs="+",

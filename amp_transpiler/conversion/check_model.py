@@ -130,8 +130,9 @@ def check_model(
         model. ExecutionError: onnxruntime fails, or a run exceeds its budget.
     """
     kind = kind_of(place, "place")
-    if tolerance is not None:
-        number("tolerance", tolerance)
+    for name, given in (("tolerance", tolerance), ("time_budget", time_budget)):
+        if given is not None:
+            number(name, given)
     program = load(model_or_path, Program, weights=False)
     become_constants(program)
     Pipeline((TryInlineFunctions(),)).run(program)

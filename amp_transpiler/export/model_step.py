@@ -16,6 +16,7 @@ from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
@@ -27,7 +28,7 @@ def export_model_step(
     place: Place,
     feed_shapes: Mapping[str, Sequence[int]],
     *,
-    updates: int = 1,
+    updates: int | None = None,
     calibration: Sequence[str] = (),
     portable: bool = False,
     overwrite: bool = False,
@@ -36,11 +37,18 @@ def export_model_step(
 ) -> Path:
     """Attach loss and optimizer to the program of a model, and export its step; returns the folder.
 
-    ``feed_shapes`` are those of the model's inputs in training; ``updates`` are all of them, for schedules that end;
+    ``feed_shapes`` are those of the model's inputs in training; ``updates`` are all of them, for a schedule that ends;
     ``calibration`` files hold samples of the inputs, by which what leaves the range of float16 stays fp32; ``options``
     are fields of :class:`FitOptions`. Errors as of ``amp.fit`` and ``Program.export_training``.
     """
     chosen = options_of(options)
+    if updates is not None:
+        whole(chosen.called("steps"), updates, 1)
+    elif chosen.schedule != "constant":
+        raise ArgumentError(
+            f"{chosen.said('schedule')} goes down to 0 by the last update; say with {chosen.called('steps')} how many "
+            "there are"
+        )
     checked_folder(folder, "export-step", overwrite)
     program = _with_batch(program, feed_shapes, chosen)
     program.seed = chosen.seed
@@ -49,7 +57,7 @@ def export_model_step(
     programs = Programs.of(program, chosen, list(calibration), (), say)
     shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if name not in chosen.values}
     shapes[programs.label.name] = _label_shape(programs.label, programs.program, shapes, chosen)
-    optimizer = programs.compile(chosen, max(updates, 1))
+    optimizer = programs.compile(chosen, updates or 1)
     scope = Scope()
     Executor(CPUPlace()).run(programs.program.startup, scope=scope)
     if chosen.mode != "fp32":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointMi
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, VERSION
 from amp_transpiler.files import Write, check_outputs, put, write_files
 from amp_transpiler.ir.serializing import serialized
+from amp_transpiler.ir.types import BYTES
 from amp_transpiler.runtime.checkpoint.checkpoints import chosen_checkpoint
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
 from amp_transpiler.runtime.checkpoint.writing import file_hash
@@ -49,6 +51,8 @@ def write_trained_model(folder: PathLike, path: PathLike, checkpoint: PathLike |
             f"{CALL}: the outputs of program '{said['program']['name']}' need operators that onnxruntime alone does "
             f"not have, so '{home}' has no model to serve them with; export it with other outputs"
         )
+    if not _fits(said):
+        raise ModelFileError(f"{CALL}: '{home / MANIFEST}' is damaged: where weights lie is not told; export it again")
     for name in filter(None, (serving["file"], serving["data"])):
         _check(home / name, said["files"][name])
     source = chosen_checkpoint(home if checkpoint is None else _path(checkpoint, "a checkpoint third"))
@@ -122,6 +126,20 @@ def _manifest(home: Path) -> dict[str, Any]:
     if "serving" not in said:
         raise ModelFileError(f"{CALL}: '{home}' was exported without a model to serve; export it again")
     return said
+
+
+def _fits(said: Mapping[str, Any]) -> bool:
+    """Whether all is told of the model to serve, and its weights lie inside of its files."""
+    try:
+        serving = said["serving"]
+        files = {name: said["files"][name]["bytes"] for name in (serving["file"], serving["data"]) if name is not None}
+        sizes = {one["name"]: BYTES[one["dtype"]] * math.prod(one["shape"]) for one in said["states"]}
+        return "fingerprint" in said["program"] and all(
+            one["bytes"] == sizes[one["state"]] and 0 <= one["offset"] <= files[one["file"]] - one["bytes"]
+            for one in serving["weights"]
+        )
+    except (KeyError, TypeError):
+        return False
 
 
 def _check(path: Path, said: Mapping[str, Any]) -> None:

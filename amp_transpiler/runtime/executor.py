@@ -61,7 +61,7 @@ from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.runtime.states import fetched_state
-from amp_transpiler.warn import AmpWarning
+from amp_transpiler.warn import AmpWarning, warn_user
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Executor:
         except PlaceError as error:
             if not self.settings.allow_cpu_fallback:
                 raise
-            warnings.warn(f"{error}. Running on CPUPlace()", AmpWarning, stacklevel=3)
+            warn_user(f"{error.found}. Running on CPUPlace()")
             self.place = CPUPlace()
 
     __getattr__ = paddle_attributes("amp_transpiler.Executor")

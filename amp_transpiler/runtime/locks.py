@@ -66,7 +66,8 @@ class StepLock:
             self._waits = False
 
 
-#: Of all CUDA devices: runs and copies read, what must have them for itself (the capture of a graph) writes.
+#: Of all devices: runs and copies read; what must have them for itself writes, as the capture of a graph, and all calls
+#: where a runtime takes those of one thread at a time.
 DEVICES = StepLock()
 
 

@@ -44,7 +44,7 @@ def webgpu_missing(device_id: int) -> str | None:
         if isinstance(found.fault, ImportError):
             return (
                 f"the installed onnxruntime {ort.__version__} was built without WebGPU, and its plugin is not there; "
-                "install amp-transpiler[webgpu]"
+                "install onnxruntime-ep-webgpu"
             )
         if found.fault is not None:
             return f"onnxruntime {ort.__version__} does not load its WebGPU plugin: {plain_message(found.fault)}"

@@ -73,6 +73,8 @@ def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> No
         ([], 2, r"give its sizes, as in --shape x=8,6"),
         (["--shape", "x=4,6", "--mode", "half"], 2, r"--mode"),
         (["--shape", "x=4,6", "--optimizer", "adamax"], 2, r"--optimizer"),
+        (["--shape", "x=4,6", "--steps", "-4"], 2, r"--steps is -4; expected a whole number, at least 1"),
+        (["--shape", "x=4,6", "--schedule", "cosine"], 2, r"--schedule cosine goes down to 0 .* --steps"),
     ],
 )
 def test_wrong_arguments_are_one_line(

@@ -11,7 +11,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from tests.corpora.leaving import CASES
 
 KINDS = ("cuda", "cpu", "webgpu")
@@ -100,13 +100,19 @@ def test_kernels_that_fail(graph: str, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [({"place": "tpu"}, "cpu, cuda, webgpu"), ({"tolerance": -1}, "tolerance"), ({}, "nothing is there to replay")],
+    [
+        ({"place": "tpu"}, "cpu, cuda, webgpu"),
+        ({"tolerance": -1}, "tolerance"),
+        ({"time_budget": "8 s"}, "time_budget is '8 s'; expected a number"),
+        ({"time_budget": 0}, "time_budget is 0; expected a number above 0"),
+        ({}, "nothing is there to replay"),
+    ],
 )
 def test_what_cannot_be_checked(change: dict[str, Any], text: str) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> m (float[4] x) => (float[4] y) { y = Relu(x) }'
     )
-    with pytest.raises(ArgumentError, match=text):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=text):
         amp.check_model(model, **change)
 
 

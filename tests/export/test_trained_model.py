@@ -111,6 +111,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (changed / "manifest.json").write_text(json.dumps(manifest | {"version": 2}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"version 2; expected amp_transpiler.training_step version 1"):
         amp.write_trained_model(changed, out, trained)
+    serving = manifest["serving"]
+    beyond = [one | {"offset": 10**9} for one in serving["weights"]]
+    for damaged in ({"serving": {}}, {"serving": serving | {"weights": beyond}}, {"files": {}}):
+        (changed / "manifest.json").write_text(json.dumps(manifest | damaged), encoding="utf-8")
+        with pytest.raises(amp.errors.ModelFileError, match=r"manifest.json' is damaged"):
+            amp.write_trained_model(changed, out, trained)
     (changed / "manifest.json").write_text(json.dumps(manifest | {"serving": None}), encoding="utf-8")
     with pytest.raises(ValueError, match="need operators that onnxruntime alone does not have"):
         amp.write_trained_model(changed, out, trained)

@@ -33,7 +33,7 @@ def _missing(monkeypatch: pytest.MonkeyPatch, found: Plugin, number: int = 0, fa
 
 def test_what_is_missing_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Plugin((object(),))
-    assert "install amp-transpiler[webgpu]" in _missing(monkeypatch, Plugin(fault=ImportError("no module")))
+    assert "install onnxruntime-ep-webgpu" in _missing(monkeypatch, Plugin(fault=ImportError("no module")))
     assert "does not load its WebGPU plugin: libvulkan.so.1" in _missing(
         monkeypatch, Plugin(fault=RuntimeError("libvulkan.so.1"))
     )
@@ -49,10 +49,11 @@ def test_what_is_missing_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPat
 
 @without
 def test_the_plugin_that_is_not_installed_is_named() -> None:
-    with pytest.raises(amp.errors.PlaceError, match=r"WebGPUPlace\(0\) cannot be used: .*amp-transpiler\[webgpu\]"):
+    with pytest.raises(amp.errors.PlaceError, match=r"WebGPUPlace\(0\) cannot be used: .*onnxruntime-ep-webgpu"):
         amp.Executor(amp.WebGPUPlace(0))
-    with pytest.warns(AmpWarning, match=r"Running on CPUPlace\(\)"):
+    with pytest.warns(AmpWarning, match=r"onnxruntime-ep-webgpu\. Running on CPUPlace\(\)$") as told:
         assert amp.Executor(amp.WebGPUPlace(0), allow_cpu_fallback=True).place == amp.CPUPlace()
+    assert told[0].filename == __file__
 
 
 def _trained(decorated: bool = False) -> tuple[amp.Program, amp.Program, Any]:

@@ -65,7 +65,7 @@ class CUDAPlace(_Device):
 class WebGPUPlace(_Device):
     """One GPU of any make (Vulkan, Metal, Direct3D 12), through onnxruntime's WebGPU provider.
 
-    The provider is a plugin of stock onnxruntime (``pip install 'amp-transpiler[webgpu]'``), or built into the wheel
+    The provider is a plugin of stock onnxruntime (``pip install onnxruntime-ep-webgpu``), or built into the wheel
     onnxruntime-webgpu. It picks the GPU itself, one for a process, so the number is 0. Lowering needs neither; only an
     Executor does.
     """
