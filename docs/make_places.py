@@ -1,7 +1,8 @@
 """Write the tables of ``docs/places.md`` from recorded data: ``python docs/make_places.py``.
 
 ``--check`` only says whether they are current. What is made stands between ``<!-- made: … -->`` and ``<!-- end -->``:
-``kernels`` from ``lists/kernels.json``, ``roundings`` and ``faults`` from ``tests/data/webgpu_operators.json``.
+``kernels`` from ``lists/kernels.json``, ``around`` from ``lists/faults.toml``, ``roundings`` and ``faults`` from
+``tests/data/webgpu_operators.json``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_transpiler.lists import TARGET_OPSET, kernel_types
+from amp_transpiler.lists import faults as listed
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "places.md"
@@ -89,7 +91,21 @@ def faults() -> Iterator[tuple[str, ...]]:
         yield op_type, ", ".join(elements), what, said.replace("|", "\\|")
 
 
-TABLES = {"kernels": kernels, "roundings": roundings, "faults": faults}
+def around() -> Iterator[tuple[str, ...]]:
+    """The faults that programs are written around, and how."""
+    yield "operator", "where", "what its kernel does", "instead"
+    ways = {"body": "its body", "fp32": "fp32 operands"}
+    for op_type, rows in sorted(listed("webgpu").items()):
+        for row in rows:
+            yield (
+                op_type,
+                row.where,
+                row.what,
+                ways.get(row.around) or f"channels of zeros, to a multiple of {row.channels}",
+            )
+
+
+TABLES = {"kernels": kernels, "roundings": roundings, "faults": faults, "around": around}
 
 
 def table(what: str) -> str:

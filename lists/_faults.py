@@ -21,6 +21,12 @@ class Fault:
     around: str
     measured: str
 
+    @property
+    def channels(self) -> int:
+        """The number that channels are padded to a multiple of; 0 where it is written otherwise."""
+        way, _, number = self.around.partition("channels by ")
+        return 0 if way else int(number)
+
 
 @cache
 def faults(kind: str) -> Mapping[str, tuple[Fault, ...]]:

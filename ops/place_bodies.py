@@ -267,11 +267,15 @@ def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
 def _gemm(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
 ) -> Sequence[Value]:
-    """The product, and what is added by itself."""
-    a, b, c = given(inputs)
-    beta = float(attrs.get("beta", 1.0))
-    product = e.op("Gemm", a, b, **{name: value for name, value in attrs.items() if name != "beta"})
-    return [e.Add(product, c if beta == 1 else e.Mul(c, e.like(beta, c)))]
+    """The product, and what is added by itself; of integers with a fraction for factor, all but the product in fp32."""
+    a, b, *added = given(inputs)
+    alpha, beta = float(attrs.get("alpha", 1.0)), float(attrs.get("beta", 1.0))
+    turned = {name: attrs.get(name, 0) for name in ("transA", "transB")}
+    if a.dtype in FLOATS or (alpha.is_integer() and beta.is_integer()):
+        product = e.op("Gemm", a, b, alpha=alpha, **turned)
+        return [e.Add(product, c if beta == 1 else e.Mul(c, e.like(beta, c))) for c in added] or [product]
+    parts = [(e.op("Gemm", a, b, **turned), alpha), *((c, beta) for c in added)]
+    return [e.cast(_added(e, [e.Mul(e.cast(v, "float32"), e.const(f, "float32")) for v, f in parts]), a.dtype)]
 
 
 @body("MatMul")

@@ -13,7 +13,7 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.lists import faults
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.kernel_faults import VECTOR, fault_at
+from amp_transpiler.passes.view.kernel_faults import fault_at
 
 #: The first opset of Pad that takes its sizes as an input.
 _PADS_INPUT = 11
@@ -33,15 +33,15 @@ class AroundFaults(Pass):
         kind = context[OPTIONS].kind
         for op in list(graph.walk()):
             fault = fault_at(kind, op)
-            if fault is not None and fault.around == "channels padded":
-                _pad_channels(op)
+            if fault is not None and fault.channels:
+                _pad_channels(op, fault.channels)
 
 
-def _pad_channels(op: Operator) -> None:
-    """Let a Conv read a multiple of four channels, the last of which are zeros."""
+def _pad_channels(op: Operator, multiple: int) -> None:
+    """Let a Conv read a multiple of so many channels, the last of which are zeros."""
     x, w = op.inputs[0], op.inputs[1]
     assert x is not None and w is not None and w.shape is not None
-    missing = -int(w.shape[1] or 0) % VECTOR
+    missing = -int(w.shape[1] or 0) % multiple
     op.set_input(0, _padded(op, x, missing))
     data = constants.content(w) if constants.is_constant(w) and w.producer is None else None
     if data is None:

@@ -92,6 +92,13 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ),
     ("Conv", [WIDE, WIDE[:, :2], np.ones(2, np.float32)], {"group": 2, "pads": [1, 0, 1, 0, 1, 0]}),
     ("Conv", [WIDE.reshape(1, 8, 2, 3, 2), WIDE.reshape(8, 1, 2, 3, 2)], {"group": 8, "pads": [1, 0, 1, 0, 1, 0]}),
+    ("Conv", [PLAIN[:, :1, :2, :2], PLAIN.reshape(-1)[:24].reshape(6, 1, 2, 2), np.arange(6, dtype=np.float32)], {}),
+    ("Conv", [PLAIN, PLAIN.reshape(-1)[:12].reshape(6, 2, 1, 1), np.arange(6, dtype=np.float32)], {}),
+    ("Conv", [PLAIN, PLAIN.reshape(-1)[:10].reshape(5, 2, 1, 1)], {"pads": [0, 0, 1, 2]}),
+    ("Conv", [PLAIN[:, :, :2, :2], PLAIN.reshape(-1)[:32].reshape(4, 2, 2, 2)], {"auto_pad": "SAME_UPPER"}),
+    ("Conv", [PLAIN, PLAIN.reshape(-1)[:90].reshape(10, 1, 3, 3)], {"group": 2, "strides": [2, 1]}),
+    ("Gemm", [WHOLE % 97, WHOLE.T % 89, WHOLE[:1] % 7], {"alpha": 0.75, "beta": -1.5, "transA": 1}),
+    ("Gemm", [WHOLE % 97, WHOLE % 89], {"alpha": -0.75}),
     ("Gemm", [PLAIN[0, 0], PLAIN[0, 1].T, np.array([3], np.float32)], {"beta": 0.5, "alpha": 2.0}),
     ("MatMul", [PLAIN[0, 0, 0], PLAIN[0, 1].T], {}),
     ("MatMul", [PLAIN[0], PLAIN[0, 0, 0]], {}),
@@ -156,8 +163,13 @@ def model_of(
     opset = onnx.helper.make_opsetid("", 21)
     model = onnx.shape_inference.infer_shapes(onnx.helper.make_model(graph, ir_version=10, opset_imports=[opset]))
     feed = dict(zip(names[:fed], inputs[:fed], strict=True))
-    alone = ReferenceEvaluator(model) if type_ in ("Where", "Trilu") else session(model, "DISABLE_ALL")  # or has none
-    return model, feed, list(alone.run(None, feed))
+    return model, feed, list(alone(model, type_, inputs).run(None, feed))
+
+
+def alone(model: onnx.ModelProto, type_: str, inputs: Sequence[np.ndarray]) -> Any:
+    """What runs a model of one operator, or of its body, on CPU."""
+    lacks = type_ in ("Where", "Trilu") or (type_ == "Gemm" and inputs[0].dtype == np.int32)  # or has a wrong one
+    return ReferenceEvaluator(model) if lacks else session(model, "DISABLE_ALL")
 
 
 def compared(type_: str, found: Sequence[np.ndarray], wanted: Sequence[np.ndarray], tolerance: float) -> None:

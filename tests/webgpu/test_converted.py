@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.webgpu_sessions import session
+from tests.helpers.webgpu_sessions import built_in, session
 
 pytestmark = pytest.mark.webgpu
 
@@ -34,15 +34,21 @@ def filled(text: str) -> onnx.ModelProto:
     return model
 
 
-def off(model: onnx.ModelProto, written: onnx.ModelProto) -> float:
-    """How far ``written`` is off on the device from ``model`` on CPU."""
+def off(model: onnx.ModelProto, written: onnx.ModelProto | amp.Program) -> float:
+    """How far ``written``, a file or a program, is off on the device from ``model`` on CPU."""
     random = np.random.default_rng(1)
     feeds: dict[str, Any] = {}
     for value in model.graph.input:
         shape = [size.dim_value for size in value.type.tensor_type.shape.dim]
         feeds[value.name] = random.standard_normal(shape, np.float32)
     exact = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    wanted, got = exact.run(None, feeds)[0], session(written).run(None, feeds)[0]
+    if isinstance(written, amp.Program):
+        exe, scope = amp.Executor(amp.WebGPUPlace(0)), amp.Scope()
+        exe.run(written.startup, scope=scope)
+        got = exe.run(written, feeds, written.outputs, scope=scope)[0]
+    else:
+        got = session(written).run(None, feeds)[0]
+    wanted = exact.run(None, feeds)[0]
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
@@ -51,6 +57,20 @@ def test_a_convolution_that_is_wrong_as_it_stands(channels: int) -> None:
     model = filled(CONV.replace("CHANNELS", str(channels)))
     assert off(model, model) > 0.1  # the fault is there still: when this fails, lists/faults.toml has one row too many
     assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 5e-3
+
+
+SIX = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[6,4,1,1] w, float[6] b> { y = Conv(x, w, b) }"
+BEHIND = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[5,4,1,1] w> { y = Conv<pads=[0, 0, 1, 2]>(x, w) }"
+GROUPS = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[10,2,3,3] w> { y = Conv<group=2>(x, w) }"
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(SIX, marks=pytest.mark.skipif(not built_in(), reason="right in the plugin")), BEHIND, GROUPS]
+)
+def test_programs_are_lowered_around_kernels_that_are_wrong(text: str) -> None:
+    model = filled(text)
+    assert off(model, model) > 0.05
+    assert off(model, amp.Program.from_onnx(model)) < 1e-6
 
 
 def test_a_long_sum_loses_what_storage_does() -> None:

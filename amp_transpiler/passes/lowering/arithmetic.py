@@ -18,7 +18,7 @@ from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.lists import roundings
 from amp_transpiler.ops.common import padded_axis, size_of
 from amp_transpiler.ops.rounded_sums import reduced_shape, sum_rule
-from amp_transpiler.passes.view.kernel_faults import VECTOR, Call, fault_of
+from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
 #: As many roundings of its result may the error of a kernel be worth. A sum of products in turn has 1 for the products
 #: and 1/2 for each addition; with operands that were rounded too, 4 are 1.2 to 1.5 times the error of storing alone.
@@ -107,9 +107,9 @@ _HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes], bool]] = {
 }
 
 
-def _whole_vectors(e: Emitter, value: Value) -> Value:
-    """Zeros behind the channels, so that kernels read whole vectors of them."""
-    return padded_axis(e, value, 1, 0, -size_of(value)[1] % VECTOR)
+def _padded_channels(e: Emitter, value: Value, multiple: int) -> Value:
+    """Zeros behind the channels, so that there are a multiple of them."""
+    return padded_axis(e, value, 1, 0, -size_of(value)[1] % multiple)
 
 
 def kernels_of(arithmetic: Arithmetic) -> Kernels | None:
@@ -147,8 +147,11 @@ class Kernels:
         dtypes = [None if v is None else v.dtype for v in inputs]
         call = Call(attrs, dtypes, shapes, len(kinds))
         fault = None if e.at.emulates else fault_of(self.arithmetic.kind, full_type, call)
-        if fault is not None and fault.around == "channels padded":
-            whole = [_whole_vectors(e, v) if slot < 2 and v is not None else v for slot, v in enumerate(inputs)]
+        if fault is not None and fault.channels:
+            whole = [
+                _padded_channels(e, v, fault.channels) if slot < 2 and v is not None else v
+                for slot, v in enumerate(inputs)
+            ]
             return e.op(full_type, *whole, outputs=len(kinds), dtype=list(kinds), shape=shape, **attrs)
         how = self.arithmetic.treats(full_type, first.dtype, attrs, shapes, [shape])
         if how == "widened" and not e.emulates:

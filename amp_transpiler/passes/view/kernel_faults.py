@@ -17,8 +17,10 @@ from amp_transpiler.passes.view.typing import operator_name
 
 #: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
 _NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
-#: A channel count that kernels read whole vectors of.
-VECTOR = 4
+#: As many channels do kernels read at once.
+_VECTOR = 4
+#: Of fewer channels, and fewer products, another kernel adds up.
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,52 @@ def _by_threes(call: Call) -> bool:
     outputs, channels, *kernel = w
     steps, pads = call.attrs.get("strides") or [1], call.attrs.get("pads") or [0]
     plain = set(kernel) == set(steps) == {1} and not any(pads)  # a matrix product, which another kernel computes
-    return not plain and channels > 3 and channels % 3 == 0 and channels % VECTOR != 0 and outputs % VECTOR == 0
+    return not plain and channels > 3 and channels % 3 == 0 and channels % _VECTOR != 0 and outputs % _VECTOR == 0
+
+
+def _behind(call: Call) -> list[int] | None:
+    """Of a Conv that its kernel takes for a matrix product, of each pixel or of the whole image: the padding behind, at
+    which it does not look; None of another."""
+    x, w = call.shapes[:2]
+    if w is None or len(w) not in (3, 4) or call.groups != 1:
+        return None
+    kernel, rank = w[2:], len(w) - 2
+    steps = call.attrs.get("strides") or [1] * rank
+    pads, auto = call.attrs.get("pads") or [0] * 2 * rank, call.attrs.get("auto_pad", "NOTSET")
+    whole = x is not None and x[2:] == kernel
+    if not whole and not set(kernel) == set(steps) == {1}:
+        return None
+    extent = [(k - 1) * d + 1 for k, d in zip(kernel, call.attrs.get("dilations") or [1] * rank, strict=True)]
+    if auto.startswith("SAME"):
+        around = [max((-(-k // s) - 1) * s + r - k, 0) for k, s, r in zip(kernel, steps, extent, strict=True)]
+        before = [(n + 1) // 2 if auto == "SAME_LOWER" else n // 2 for n in around]
+        pads = [*before, *(n - b for n, b in zip(around, before, strict=True))]
+    return None if any(pads[:rank]) else list(pads[rank:])
+
+
+def _bias_to_six(call: Call) -> bool:
+    w = call.shapes[1]
+    biased = len(call.dtypes) > 2 and bool(call.dtypes[2])
+    return biased and w is not None and w[0] == 6 and math.prod(w[1:]) < _FEW and _behind(call) is not None
+
+
+def _padded_behind(call: Call) -> bool:
+    return any(_behind(call) or ())
+
+
+def _between_vectors(call: Call) -> bool:
+    """Of a Conv: the kernel writes vectors that divide all channels, and not those of a group."""
+    w = call.shapes[1]
+    if w is None or call.groups == 1:
+        return False
+    of_group = w[0] // call.groups
+    return of_group >= _VECTOR and of_group % math.gcd(w[0], _VECTOR) != 0
+
+
+def _fractions(call: Call) -> bool:
+    """Of a Gemm."""
+    factors = [call.attrs.get("alpha", 1.0), call.attrs.get("beta", 1.0) if len(call.dtypes) > 2 else 1.0]
+    return call.dtypes[0] not in FLOATS and any(not float(factor).is_integer() for factor in factors)
 
 
 def _other_statistics(call: Call) -> bool:
@@ -118,6 +165,10 @@ def _even_groups_to_one(call: Call) -> bool:
 
 _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "channels by threes": _by_threes,
+    "few products, a bias to six channels": _bias_to_six,
+    "a matrix product, padded behind alone": _padded_behind,
+    "groups between the vectors of all channels": _between_vectors,
+    "integers times a fraction": _fractions,
     "16-bit image, fp32 statistics": _other_statistics,
     "scalar added": _scalar_added,
     "a vector": _vector,
