@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ops.common import padded, size_of, sliced
-from amp_transpiler.ops.conv import transposed_window, without_tail
+from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.place_bodies import Body, body, constant, given, integers_in
-from amp_transpiler.ops.pool import window_counts
-from amp_transpiler.ops.rounded_sums import spread
-from amp_transpiler.ops.window import Window, window_by
 
-_INDICES = np.int32
 #: What integers are divided by into two numbers that fp32 holds.
 _LIMB = 4096
 
@@ -59,18 +53,19 @@ def _split(
     if any(piece.shape is None for piece in results):
         return _by_way_of("Split", "int32")(e, attrs, inputs, results) if truths else None
     axis = int(attrs.get("axis", 0))
-    pieces = _pieces(e, e.cast(x, "int32") if truths else x, axis, [size_of(piece)[axis] for piece in results])
-    return [e.cast(piece, "bool") for piece in pieces] if truths else pieces
+    made = pieces(e, e.cast(x, "int32") if truths else x, axis, [size_of(piece)[axis] for piece in results])
+    return [e.cast(piece, "bool") for piece in made] if truths else made
 
 
-def _pieces(e: Emitter, x: Value, axis: int, lengths: Sequence[int]) -> list[Value]:
+def pieces(e: Emitter, x: Value, axis: int, lengths: Sequence[int]) -> list[Value]:
+    """X in pieces of these lengths along an axis."""
     most = e.at.most_pieces or len(lengths)
     if len(lengths) <= most:
         return list(e.op("Split", x, e.ints(*lengths), outputs=len(lengths), dtype=x.dtype, axis=axis))
     size = -(-len(lengths) // most)
     runs = [lengths[i : i + size] for i in range(0, len(lengths), size)]
-    parts = _pieces(e, x, axis, [sum(run) for run in runs])
-    return [piece for part, run in zip(parts, runs, strict=True) for piece in _pieces(e, part, axis, run)]
+    parts = pieces(e, x, axis, [sum(run) for run in runs])
+    return [piece for part, run in zip(parts, runs, strict=True) for piece in pieces(e, part, axis, run)]
 
 
 @body("Slice")
@@ -90,24 +85,26 @@ def _slice(
     axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         size = size_of(x)[axis]
-        kept = np.arange(size, dtype=_INDICES)[start : None if step < 0 and end < -size else end : step]
+        last = None if step < 0 and end < -size else end
+        first = max(start, -size) if step < 0 else start  # the first element, where numpy takes none
+        kept = np.arange(size)[first:last:step]
         if kept.size < size or step < 0:
-            x = _gathered(e, x, axis, kept)
+            x = gathered(e, x, axis, kept)
     return [x]
 
 
 def _shifted(e: Emitter, x: Value, axis: int, step: int) -> Value:
     """X with so many zeros before it along an axis, and as many elements less at the end."""
     before = [step if i == axis else 0 for i in range(len(size_of(x)))]
-    kept = _gathered(e, x, axis, np.arange(size_of(x)[axis] - step, dtype=_INDICES))
+    kept = gathered(e, x, axis, np.arange(size_of(x)[axis] - step))
     return padded(e, kept, before, [0] * len(before))
 
 
-def _gathered(e: Emitter, x: Value, axis: int, places: np.ndarray[Any, Any]) -> Value:
+def gathered(e: Emitter, x: Value, axis: int, places: np.ndarray[Any, Any]) -> Value:
     """X at these places of an axis."""
     axis %= len(size_of(x))
     shape = (*size_of(x)[:axis], len(places), *size_of(x)[axis + 1 :])
-    return e.Gather(x, e.const(places), axis=axis, shape=shape)
+    return e.Gather(x, e.const(places, "int32"), axis=axis, shape=shape)
 
 
 @body("Tile")
@@ -120,7 +117,7 @@ def _tile(
         return None
     for axis, times in enumerate(repeats):
         if times != 1:
-            x = _gathered(e, x, axis, np.tile(np.arange(size_of(x)[axis], dtype=_INDICES), times))
+            x = gathered(e, x, axis, np.tile(np.arange(size_of(x)[axis]), times))
     return [x]
 
 
@@ -134,14 +131,14 @@ def _cumulative(
         return None
     axis = at[0] % len(x.shape)
     size = x.shape[axis]
-    turned = np.arange(size, dtype=_INDICES)[::-1]
+    turned = np.arange(size)[::-1]
     if attrs.get("reverse", 0):
-        x = _gathered(e, x, axis, turned)
+        x = gathered(e, x, axis, turned)
     if attrs.get("exclusive", 0) and size:
         x = _shifted(e, x, axis, 1)
     for power in range(max(size - 1, 0).bit_length()):
         x = e.Add(x, _shifted(e, x, axis, 2**power), shape=x.shape)
-    return [_gathered(e, x, axis, turned) if attrs.get("reverse", 0) else x]
+    return [gathered(e, x, axis, turned) if attrs.get("reverse", 0) else x]
 
 
 # -- indices ---------------------------------------------------------------------------------------------
@@ -160,7 +157,7 @@ def _one_hot(
     classes = np.arange(count[0]).reshape([-1 if i == axis else 1 for i in range(rank)])
     held = e.Equal(column, e.const(classes, indices.dtype))
     below = e.Equal(column, e.const(classes - count[0], indices.dtype))
-    off, on = (e.Gather(values, e.const(np.array(i, _INDICES)), axis=0) for i in (0, 1))
+    off, on = (e.Gather(values, e.const(i, "int32"), axis=0) for i in (0, 1))
     return [e.Where(e.Or(held, below), on, off)]
 
 
@@ -177,7 +174,7 @@ def _top_k(
     rest = e.Sub(x, e.Mul(quotient, e.const(_LIMB, "int32")))
     whole, in_order = e.ints(x.shape[0]), {**attrs, "sorted": 1}
     by_rest = e.op("TopK", e.cast(rest, "float32"), whole, outputs=2, **in_order)[1]
-    place = e.Gather(e.const(np.arange(x.shape[0], dtype=_INDICES)), Value(by_rest.name, "int64"), axis=0)
+    place = e.Gather(e.const(np.arange(x.shape[0]), "int32"), Value(by_rest.name, "int64"), axis=0)
     key = e.cast(e.Gather(quotient, place, axis=0), "float32")
     by_both = e.op("TopK", key, e.ints(*count), outputs=2, **in_order)[1]
     place = e.Gather(place, Value(by_both.name, "int64"), axis=0, shape=(count[0],))
@@ -271,7 +268,7 @@ def _reverse_sequence(
         return None
     along = [[-1 if axis == own else 1 for axis in range(len(x.shape))] for own in (batch, time)]
     length = e.reshape(lengths, [x.shape[batch] if n < 0 else n for n in along[0]])
-    place = e.const(np.arange(x.shape[time], dtype=_INDICES).reshape(along[1]))
+    place = e.const(np.arange(x.shape[time]).reshape(along[1]), "int32")
     turned = e.Sub(e.Sub(length, e.const(1, "int32")), place)
     taken = e.Expand(e.Where(e.Less(place, length), turned, place), e.ints(*x.shape), shape=x.shape)
     return [e.GatherElements(x, taken, axis=time, shape=x.shape)]
@@ -288,113 +285,3 @@ def _triangle(
     every = np.ones(x.shape[-2:], bool)
     kept = np.triu(every, number[0]) if attrs.get("upper", 1) else np.tril(every, number[0])
     return [e.Where(e.const(kept), x, e.like(0, x), shape=x.shape)]
-
-
-@body("AveragePool")
-def _average_pool(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    """A convolution with ones, over what each window averages."""
-    (x,) = given(inputs)
-    if x.shape is None or results[0].shape is None or attrs.get("auto_pad", "NOTSET") != "NOTSET":
-        return None
-    window = window_by(attrs, attrs["kernel_shape"], x.shape[2:], results[0].shape[2:])
-    images = window.pad(e, e.reshape(x, (math.prod(x.shape[:2]), 1, *window.source)), 2)
-    ones = e.const(np.ones((1, 1, *window.kernel)), x.dtype)
-    total = e.Conv(images, ones, strides=list(window.strides), dilations=list(window.dilations))
-    counts = e.const(window_counts(attrs, window), x.dtype)
-    return [e.Div(e.reshape(total, results[0].shape), counts)]
-
-
-@body("ConvTranspose")
-def _conv_transpose(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    """The convolution of X, with zeros between its elements, and the kernel turned around."""
-    x, w, bias = (*inputs, None)[:3]
-    if x is None or w is None or None in (x.shape, w.shape, results[0].shape):
-        return None
-    slid, group = transposed_window(attrs, x, w, results[0]), int(attrs.get("group", 1))
-    apart, (channels, outputs, *kernel) = spread(e, x, slid.strides), size_of(w)
-    begin = [n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True)]
-    for axis, before in enumerate(begin, 2):  # what lies in the padding
-        apart = sliced(e, apart, axis, max(-before, 0), size_of(apart)[axis])
-    begin = [max(before, 0) for before in begin]
-    sizes = size_of(apart)[2:], size_of(results[0])[2:]
-    window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, tuple(begin), *sizes)
-    split = e.reshape(w, (group, channels // group, outputs, *kernel))
-    swapped = e.transpose(split, [0, 2, 1, *range(3, 3 + slid.rank)])
-    turned = e.reshape(swapped, (group * outputs, channels // group, *kernel))
-    for axis, size in enumerate(kernel, 2):
-        turned = _gathered(e, turned, axis, np.arange(size, dtype=_INDICES)[::-1].copy())
-    return [e.Conv(without_tail(e, apart, window), turned, bias, group=group, **window.attributes())]
-
-
-@body("Conv")
-def _conv(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    """A convolution for each group of channels; of one group, with zeros joined to the image: a Pad would be fused."""
-    (x, w, bias), group = (*inputs, None)[:3], int(attrs.get("group", 1))
-    if x is None or w is None or None in (x.shape, w.shape, results[0].shape if group == 1 else ()):
-        return None
-    if group == 1:
-        slid = window_by(attrs, size_of(w)[2:], size_of(x)[2:], size_of(results[0])[2:])
-        for axis, n in enumerate(slid.end, 2):
-            lead, (size, *rest) = size_of(x)[:axis], size_of(x)[axis:]
-            zeros = e.const(np.zeros((*lead, n, *rest), np.float32), x.dtype)
-            x = e.op("Concat", x, zeros, axis=axis, shape=(*lead, size + n, *rest)) if n else x
-        return [e.Conv(x, w, bias, **replace(slid, source=size_of(x)[2:]).attributes())] if any(slid.end) else None
-    images, weights = (_pieces(e, v, axis, [size_of(v)[axis] // group] * group) for v, axis in ((x, 1), (w, 0)))
-    alone = dict(attrs) | {"group": 1}
-    made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)
-    return [made if bias is None else e.Add(made, e.reshape(bias, (-1, *[1] * (len(size_of(x)) - 2))))]
-
-
-@body("MaxPool")
-def _max_pool(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    """The second result, where each window's first maximum lies in the flattened input, is found by comparing: from the
-    last position of the kernel to the first, each that holds the maximum has its index written over the others."""
-    (x,) = given(inputs)
-    dilated = set(attrs.get("dilations", [1])) != {1} and attrs.get("auto_pad", "NOTSET").startswith("SAME")
-    if x.shape is None or attrs.get("storage_order", 0) or dilated:  # onnxruntime pads less than ONNX then
-        return None
-    y = e.op("MaxPool", x, shape=results[0].shape, **attrs)
-    if len(results) == 1 or y.shape is None:
-        return None
-    window = window_by(attrs, attrs["kernel_shape"], x.shape[2:], y.shape[2:])
-    if attrs.get("ceil_mode", 0):  # ONNX's inference counts windows that begin behind the end, which no runtime has
-        starts = zip(window.target, window.strides, window.source, window.begin, strict=True)
-        window = replace(window, target=tuple(n - ((n - 1) * s >= size + b) for n, s, size, b in starts))
-        y = e.reshape(y, (*x.shape[:2], *window.target))
-    around = _surrounded(e, window, x)
-    found: Value | None = None
-    for tap in reversed(window.taps):
-        place = e.const(_places(window, tap), "int32")
-        held = e.Equal(window.read(e, around, tap, 2), y)
-        found = e.Where(held, place, e.const(0, "int32") if found is None else found)
-    assert found is not None
-    first = np.arange(math.prod(x.shape[:2])).reshape(*x.shape[:2], *[1] * window.rank) * math.prod(window.source)
-    return [y, e.Add(found, e.const(first, "int32"), shape=y.shape)]
-
-
-def _surrounded(e: Emitter, window: Window, x: Value) -> Value:
-    """X as far as windows read, with less than any number around it."""
-    assert x.shape is not None
-    if not any(window.pads):
-        return x
-    before, after = [0, 0, *window.begin], [0, 0, *window.end]
-    shape = [n + b + a for n, b, a in zip(x.shape, before, after, strict=True)]
-    return e.op("Pad", x, e.ints(*before, *after), e.like(-math.inf, x), shape=shape)
-
-
-def _places(window: Window, tap: Sequence[int]) -> np.ndarray[Any, Any]:
-    """The flat position inside a channel that each window reads at a position of the kernel."""
-    flat = np.zeros([1] * window.rank, np.int64)
-    for axis in range(window.rank):
-        at = np.arange(window.target[axis]) * window.strides[axis] + tap[axis] * window.dilations[axis]
-        at = np.clip(at - window.begin[axis], 0, window.source[axis] - 1) * math.prod(window.source[axis + 1 :])
-        flat = flat + at.reshape([-1 if i == axis else 1 for i in range(window.rank)])
-    return flat[None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import comparable, size_of
-from amp_transpiler.ops.window import Window, window_of
+from amp_transpiler.ops.window import Window, window_by, window_of
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
 traits("AveragePool", "GlobalAveragePool", over="spatial", reduces="mean", carries_large=True)
@@ -181,6 +182,20 @@ def _check_automatic_padding(op: Operator, window: Window) -> None:
             f"{list(window.kernel)}, strides {list(window.strides)}, dilations {list(window.dilations)}) is not "
             "defined: ONNX and onnxruntime pad it differently. Give the padding as pads"
         )
+
+
+def window_by_runtime(attrs: Mapping[str, Any], source: Sequence[int], target: Sequence[int]) -> Window | None:
+    """The windows of a pool as runtimes have them; None where onnxruntime pads less than ONNX (dilated, SAME).
+
+    ONNX's inference counts windows that begin behind the end, which no runtime has.
+    """
+    if attrs.get("auto_pad", "NOTSET").startswith("SAME") and set(attrs.get("dilations") or [1]) != {1}:
+        return None
+    window = window_by(attrs, attrs["kernel_shape"], source, target)
+    if not attrs.get("ceil_mode", 0):
+        return window
+    starts = zip(window.target, window.strides, window.source, window.begin, strict=True)
+    return replace(window, target=tuple(n - ((n - 1) * s >= size + b) for n, s, size, b in starts))
 
 
 def window_counts(attrs: Mapping[str, Any], window: Window) -> np.ndarray:

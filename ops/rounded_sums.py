@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.conv import transposed_window
+from amp_transpiler.ops.pool import window_by_runtime, window_counts
 from amp_transpiler.ops.window import Window, window_by
 
 #: What is added up at one position, of the slices of some values there.
@@ -275,25 +275,11 @@ def _average(
 ) -> Value | None:
     x = inputs[0]
     assert x is not None
-    window = window_by(attrs, attrs["kernel_shape"], size_of(x)[2:], shape[2:])
-    around, counts = window.pad(e, x, 2), np.zeros(window.target)
-    reach = [n + b + a for n, b, a in zip(window.source, window.begin, window.end, strict=True)]
-    inside = np.ones(reach) if attrs.get("count_include_pad") else _inside(window, reach)
-    for tap in window.taps:
-        starts = [t * d for t, d in zip(tap, window.dilations, strict=True)]
-        counts += inside[
-            tuple(
-                slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(starts, window.target, window.strides, strict=True)
-            )
-        ]
+    window = window_by_runtime(attrs, size_of(x)[2:], shape[2:])
+    if window is None or window.target != shape[2:]:
+        return None
+    around = window.pad(e, x, 2)
     read = [e.reshape(window.read(e, around, tap, 2), (1, *shape)) for tap in window.taps]
     whole = read[0] if len(read) == 1 else e.Concat(*read, axis=0, shape=(len(read), *shape))
     total = _ORDERS[order](e, [whole], lambda row: row, shape)
-    return e.Div(total, e.const(counts, total.dtype), shape=shape)
-
-
-def _inside(window: Window, reach: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Ones where a padded tensor has elements of its own."""
-    found = np.zeros(reach)
-    found[tuple(slice(b, b + n) for b, n in zip(window.begin, window.source, strict=True))] = 1
-    return found
+    return e.Div(total, e.const(window_counts(attrs, window), total.dtype), shape=shape)

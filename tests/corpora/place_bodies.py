@@ -55,6 +55,7 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Slice", [TRUTH, np.array([1]), np.array([3]), np.array([1])], {}),
     ("Slice", [WHOLE, np.array([2, -2]), np.array([-9, 2**31]), np.array([0, 1]), np.array([-1, 1])], {}),
     ("Slice", [WHOLE, np.array([0]), np.array([-9]), np.array([1])], {}),
+    ("Slice", [WHOLE, np.array([-9]), np.array([-10]), np.array([1]), np.array([-1])], {}),
     ("Tile", [WHOLE, np.array([2, 3])], {}),
     ("CumSum", [WHOLE, np.array(1)], {}),
     ("CumSum", [np.arange(7, dtype=np.int32).reshape(7, 1), np.array(-2)], {"exclusive": 1}),

@@ -17,7 +17,7 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
-from tests.corpora.place_bodies import CASES, alone, compared, model_of
+from tests.corpora.place_bodies import CASES, PLAIN, alone, compared, model_of
 from tests.helpers import benchmark_programs
 from tests.helpers.sessions import session
 
@@ -137,6 +137,17 @@ def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.nd
     compared(type_, found, wanted, 1e-6)
     for port, got, want in zip(lowered.fetches, found, wanted, strict=True):
         assert (port.holds or got.dtype.name) == want.dtype.name
+
+
+@pytest.mark.parametrize("type_", ["AveragePool", "MaxPool"])
+def test_windows_that_begin_behind_the_end_are_none(type_: str) -> None:
+    """ONNX's inference counts them, and no runtime has them."""
+    attrs = {"kernel_shape": [1, 2], "strides": [1, 4], "pads": [0, 1, 0, 0], "ceil_mode": 1}
+    model, feed, wanted = model_of(type_, [PLAIN], attrs)
+    assert [d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim] == [1, 2, 5, 5]
+    found = session(lower(amp.Program.from_onnx(model), "webgpu").model, "DISABLE_ALL").run(None, feed)
+    assert wanted[0].shape == (1, 2, 5, 4)
+    compared(type_, found, wanted, 1e-6)
 
 
 @pytest.mark.parametrize(("pieces", "axis"), [(7, 0), (8, 1), (49, -1), (50, 0), (130, 1)])

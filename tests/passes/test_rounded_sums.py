@@ -48,6 +48,12 @@ def test_sums_are_rounded_as_in_numpy(
     )
 
 
+def test_a_mean_does_not_count_what_rounding_up_adds() -> None:
+    feeds, attrs = {"x": np.ones((1, 1, 5), np.float16)}, {"ceil_mode": 1, "count_include_pad": 1}
+    program = _program("AveragePool", feeds, kernel_shape=[2], strides=[2], **attrs)
+    np.testing.assert_array_equal(_run(lower(program, "cpu", arithmetic=PLAIN), feeds), np.ones((1, 1, 3)))
+
+
 def test_a_sum_sticks_and_overflows() -> None:
     feeds = {"a": np.ones((1, 4096), np.float16), "b": np.ones((4096, 4), np.float16)}
     lowered = lower(_program("MatMul", feeds), "cpu", arithmetic=PLAIN)

@@ -1,0 +1,126 @@
+"""Bodies for places that lack kernels (see :mod:`.place_bodies`): what slides windows, convolutions and pools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.common import size_of, sliced
+from amp_transpiler.ops.conv import transposed_window, without_tail
+from amp_transpiler.ops.place_bodies import body, given
+from amp_transpiler.ops.place_indices import gathered, pieces
+from amp_transpiler.ops.pool import window_by_runtime, window_counts
+from amp_transpiler.ops.rounded_sums import spread
+from amp_transpiler.ops.window import Window, window_by
+
+
+@body("AveragePool")
+def _average_pool(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """A convolution with ones, over what each window averages."""
+    (x,) = given(inputs)
+    if x.shape is None or results[0].shape is None or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+        return None
+    window = window_by_runtime(attrs, x.shape[2:], results[0].shape[2:])
+    assert window is not None
+    images = window.pad(e, e.reshape(x, (math.prod(x.shape[:2]), 1, *window.source)), 2)
+    ones = e.const(np.ones((1, 1, *window.kernel)), x.dtype)
+    total = e.Conv(images, ones, strides=list(window.strides), dilations=list(window.dilations))
+    counts = e.const(window_counts(attrs, window), x.dtype)
+    return [e.Div(e.reshape(total, (*x.shape[:2], *window.target)), counts)]
+
+
+@body("ConvTranspose")
+def _conv_transpose(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """The convolution of X, with zeros between its elements, and the kernel turned around."""
+    x, w, bias = (*inputs, None)[:3]
+    if x is None or w is None or None in (x.shape, w.shape, results[0].shape):
+        return None
+    slid, group = transposed_window(attrs, x, w, results[0]), int(attrs.get("group", 1))
+    apart, (channels, outputs, *kernel) = spread(e, x, slid.strides), size_of(w)
+    begin = [n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True)]
+    for axis, before in enumerate(begin, 2):  # what lies in the padding
+        apart = sliced(e, apart, axis, max(-before, 0), size_of(apart)[axis])
+    begin = [max(before, 0) for before in begin]
+    sizes = size_of(apart)[2:], size_of(results[0])[2:]
+    window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, tuple(begin), *sizes)
+    split = e.reshape(w, (group, channels // group, outputs, *kernel))
+    swapped = e.transpose(split, [0, 2, 1, *range(3, 3 + slid.rank)])
+    turned = e.reshape(swapped, (group * outputs, channels // group, *kernel))
+    for axis, size in enumerate(kernel, 2):
+        turned = gathered(e, turned, axis, np.arange(size)[::-1])
+    return [e.Conv(without_tail(e, apart, window), turned, bias, group=group, **window.attributes())]
+
+
+@body("Conv")
+def _conv(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """A convolution for each group of channels; of one group, with zeros joined to the image: a Pad would be fused."""
+    (x, w, bias), group = (*inputs, None)[:3], int(attrs.get("group", 1))
+    if x is None or w is None or None in (x.shape, w.shape, results[0].shape if group == 1 else ()):
+        return None
+    if group == 1:
+        slid = window_by(attrs, size_of(w)[2:], size_of(x)[2:], size_of(results[0])[2:])
+        for axis, n in enumerate(slid.end, 2):
+            lead, (size, *rest) = size_of(x)[:axis], size_of(x)[axis:]
+            zeros = e.const(np.zeros((*lead, n, *rest), np.float32), x.dtype)
+            x = e.op("Concat", x, zeros, axis=axis, shape=(*lead, size + n, *rest)) if n else x
+        return [e.Conv(x, w, bias, **replace(slid, source=size_of(x)[2:]).attributes())] if any(slid.end) else None
+    images, weights = (pieces(e, v, axis, [size_of(v)[axis] // group] * group) for v, axis in ((x, 1), (w, 0)))
+    alone = dict(attrs) | {"group": 1}
+    made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)
+    return [made if bias is None else e.Add(made, e.reshape(bias, (-1, *[1] * (len(size_of(x)) - 2))))]
+
+
+@body("MaxPool")
+def _max_pool(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """The second result, where each window's first maximum lies in the flattened input, is found by comparing: from the
+    last position of the kernel to the first, each that holds the maximum has its index written over the others."""
+    (x,) = given(inputs)
+    if x.shape is None or results[0].shape is None or len(results) == 1 or attrs.get("storage_order", 0):
+        return None
+    window = window_by_runtime(attrs, x.shape[2:], results[0].shape[2:])
+    if window is None:
+        return None
+    y = e.op("MaxPool", x, shape=results[0].shape, **attrs)
+    y = e.reshape(y, (*x.shape[:2], *window.target))  # also tells onnxruntime's inference
+    around = _surrounded(e, window, x)
+    found: Value | None = None
+    for tap in reversed(window.taps):
+        place = e.const(_places(window, tap), "int32")
+        held = e.Equal(window.read(e, around, tap, 2), y)
+        found = e.Where(held, place, e.const(0, "int32") if found is None else found)
+    assert found is not None
+    first = np.arange(math.prod(x.shape[:2])).reshape(*x.shape[:2], *[1] * window.rank) * math.prod(window.source)
+    return [y, e.Add(found, e.const(first, "int32"), shape=y.shape)]
+
+
+def _surrounded(e: Emitter, window: Window, x: Value) -> Value:
+    """X as far as windows read, with less than any number around it."""
+    assert x.shape is not None
+    if not any(window.pads):
+        return x
+    before, after = [0, 0, *window.begin], [0, 0, *window.end]
+    shape = [n + b + a for n, b, a in zip(x.shape, before, after, strict=True)]
+    return e.op("Pad", x, e.ints(*before, *after), e.like(-math.inf, x), shape=shape)
+
+
+def _places(window: Window, tap: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The flat position inside a channel that each window reads at a position of the kernel."""
+    flat = np.zeros([1] * window.rank, np.int64)
+    for axis in range(window.rank):
+        at = np.arange(window.target[axis]) * window.strides[axis] + tap[axis] * window.dilations[axis]
+        at = np.clip(at - window.begin[axis], 0, window.source[axis] - 1) * math.prod(window.source[axis + 1 :])
+        flat = flat + at.reshape([-1 if i == axis else 1 for i in range(window.rank)])
+    return flat[None, None]
