@@ -158,6 +158,8 @@ class _Bindings:
         for port, value in zip(self.feeds, fed, strict=True):
             if isinstance(value, np.ndarray):
                 value = device_tensors.alias(value, port.dtype)  # whose memory ``fed`` keeps
+            elif not on_device(self.place) and value.device_name() != "cpu":  # no session of the host copies from there
+                value = device_tensors.copy_to(value, self.place)
             self.binding.bind_ortvalue_input(port.tensor, value)
         self._bind_targets()
         results = [

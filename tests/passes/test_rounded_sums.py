@@ -115,6 +115,8 @@ def test_an_executor_trains_with_the_arithmetic_of_a_place() -> None:
     ]
     np.testing.assert_array_equal(results[1], in_turn(products(feeds["a"], feeds["b"])))
     assert not np.array_equal(*results)
+    plain, emulated = (program.cost_estimate(place) for place in (amp.CPUPlace(), amp.CPUPlace(emulate="webgpu")))
+    assert emulated.kernels > plain.kernels and emulated.peak > plain.peak
 
 
 @pytest.mark.parametrize("operator", [name for name in KERNELS if sum_rule(name) is not None])

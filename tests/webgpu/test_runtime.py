@@ -152,6 +152,8 @@ def test_programs_share_what_lies_on_the_device(exe: amp.Executor, scope: amp.Sc
     (value,) = exe.run(net.test, net.feed, [net.loss.name], scope=scope, return_numpy=False)
     assert lies_on(value, PLACE) and float(device_tensors.to_array(value)) < before
     assert all(_on_device(scope).values())
+    (fetched,) = amp.Executor().run(net.test, exe.stage(net.feed), [net.loss.name], scope=scope)
+    assert float(fetched) == pytest.approx(float(device_tensors.to_array(value)), rel=2e-2), "the host takes it too"
 
 
 def test_fetched_values_belong_to_the_caller(exe: amp.Executor, scope: amp.Scope) -> None:
