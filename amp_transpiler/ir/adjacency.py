@@ -47,19 +47,20 @@ def add_edge(graph: nx.MultiDiGraph, tail: int, head: int, slot: int | str) -> N
     _changed(graph)
 
 
-def add_edges(graph: nx.MultiDiGraph, key: int, read: Iterable[Any], made: Iterable[Any]) -> None:
-    """What ``graph.add_edge`` does for each slot of a node without edges: what it reads and what it makes, by slot,
-    None where a slot is left out."""
-    succ, pred = graph._succ, graph._pred
-    before, after = pred[key], succ[key]
-    for slot, item in enumerate(read):
+def add_operator(graph: nx.MultiDiGraph, op: Any) -> None:
+    """What ``graph.add_node(op.key, item=op)``, and ``graph.add_edge`` for each of its slots, do for a new operator."""
+    succ, pred, key = graph._succ, graph._pred, op.key
+    after: dict[int, Any] = {}
+    before: dict[int, Any] = {}
+    succ[key], pred[key], graph._node[key] = after, before, {"item": op}
+    for slot, item in enumerate(op.inputs):
         if item is not None:
             tail = item.key
             if tail in before:
                 before[tail][slot] = {}
             else:
                 before[tail] = succ[tail][key] = {slot: {}}
-    for slot, item in enumerate(made):
+    for slot, item in enumerate(op.outputs):
         if item is not None:
             after[item.key] = pred[item.key][key] = {slot: {}}
     _changed(graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,16 +40,16 @@ class Attributes(MutableMapping[str, Any]):
     byte for byte as it came (types of empty lists, references of a function's attributes, doc strings).
     """
 
-    __slots__ = ("_graphs", "_order", "_protos", "_values", "programs")
+    __slots__ = ("_graphs", "_protos", "_values", "programs")
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
-        self._order: dict[str, None] = {}
-        #: The protobuf of every attribute; for a graph attribute that of a file, without the graph.
-        self._protos: dict[str, onnx.AttributeProto] = {}
-        self._values: dict[str, Any] = {}
-        self._graphs: dict[str, Any] = {}
+        #: The protobuf of every attribute, in order; for a graph attribute that of a file, without the graph, or None.
+        self._protos: dict[str, onnx.AttributeProto | None] = {}
+        #: What was decoded, and the nested programs; most operators have neither, and share an empty mapping.
+        self._values: Mapping[str, Any] = _NOTHING
+        self._graphs: Mapping[str, Any] = _NOTHING
         #: Every nested program, in attribute order.
-        self.programs: list[Graph] = []
+        self.programs: Sequence[Graph] = ()
         if values:
             for name, value in values.items():
                 self[name] = value
@@ -58,50 +58,48 @@ class Attributes(MutableMapping[str, Any]):
         if name in self._graphs:
             return self._graphs[name]
         if name not in self._values:
-            self._values[name] = _decode(self._protos[name])
+            self._values = {**self._values, name: _decode(self.proto(name))}
         return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         graph = _is_program(value)
         proto = value if graph or isinstance(value, onnx.AttributeProto) else _encode(name, value)
-        self._values.pop(name, None)
-        self._order[name] = None
+        self._values = _without(self._values, name)
+        held = name in self._graphs
+        self._graphs = _without(self._graphs, name)
+        self._protos[name] = None if graph else proto
         if graph:
-            self._protos.pop(name, None)
-            self._graphs[name] = value
-        else:
-            self._protos[name] = proto
-            if self._graphs.pop(name, None) is None:
-                return
-        self._list_programs()
+            self._graphs = {**self._graphs, name: value}
+        if graph or held:
+            self._list_programs()
 
     def _list_programs(self) -> None:
         held = (value if isinstance(value, list) else [value] for value in self.graphs.values())
         self.programs = [program for programs in held for program in programs]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._order
+        return name in self._protos
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an attribute, or ``default``; without the exception that a mapping makes of a missing one."""
-        return self[name] if name in self._order else default
+        return self[name] if name in self._protos else default
 
     def keep(self, proto: onnx.AttributeProto) -> None:
         """Take in an attribute that holds no graph, as a file has it, under a name that is new."""
-        self._order[proto.name] = None
         self._protos[proto.name] = proto
 
     def __delitem__(self, name: str) -> None:
-        del self._order[name]
-        for held in (self._values, self._graphs, self._protos):
-            held.pop(name, None)
-        self._list_programs()
+        del self._protos[name]
+        self._values = _without(self._values, name)
+        if name in self._graphs:
+            self._graphs = _without(self._graphs, name)
+            self._list_programs()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._order)
+        return iter(self._protos)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._protos)
 
     def set_graph(self, header: onnx.AttributeProto, value: Graph | list[Graph]) -> None:
         """A graph attribute from a file: ``header`` is its AttributeProto without the graph."""
@@ -115,15 +113,17 @@ class Attributes(MutableMapping[str, Any]):
     @property
     def graphs(self) -> dict[str, Any]:
         """Nested programs by attribute name, in attribute order."""
-        return {name: self._graphs[name] for name in self._order if name in self._graphs} if self._graphs else {}
+        return {name: self._graphs[name] for name in self._protos if name in self._graphs} if self._graphs else {}
 
     def protos(self) -> list[onnx.AttributeProto]:
         """The attributes that hold no graph, as protobuf (the very objects: do not change them)."""
-        return [self._protos[name] for name in self._order if name not in self._graphs]
+        return [proto for name, proto in self._protos.items() if proto is not None and name not in self._graphs]
 
     def proto(self, name: str) -> onnx.AttributeProto:
         """One attribute that holds no graph, as protobuf."""
-        return self._protos[name]
+        proto = self._protos[name]
+        assert proto is not None
+        return proto
 
     def copy(self) -> Attributes:
         """The attributes that hold no graph, shared (protobufs are never changed in place)."""
@@ -135,15 +135,20 @@ class Attributes(MutableMapping[str, Any]):
     def copy_with(self, program: Callable[[Graph], Graph]) -> Attributes:
         """All attributes, in order, each nested program replaced by ``program`` of it."""
         new = Attributes()
-        for name in self._order:
+        for name, proto in self._protos.items():
             value = self._graphs.get(name)
-            if value is None:
-                new[name] = self._protos[name]
-                continue
-            new[name] = [program(item) for item in value] if isinstance(value, list) else program(value)
-            if name in self._protos:
-                new._protos[name] = self._protos[name]
+            if value is not None:
+                new[name] = [program(item) for item in value] if isinstance(value, list) else program(value)
+            new._protos[name] = proto
         return new
+
+
+#: What operators without such attributes share; nobody writes to it.
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _without(held: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return {key: value for key, value in held.items() if key != name} if name in held else held
 
 
 def _is_program(value: Any) -> bool:

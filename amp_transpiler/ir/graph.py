@@ -22,7 +22,7 @@ from amp_transpiler.ir.adjacency import add_nodes, predecessors, remove_node, su
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.nodes import CAPTURE, FORWARD, ROLES, Operator, Variable
-from amp_transpiler.ir.order import topological_order
+from amp_transpiler.ir.order import topological_order, walked
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.startup import HasStartup
 from amp_transpiler.ir.types import element_type
@@ -69,7 +69,8 @@ class Graph(HasStartup):
         #: What ``amp.recompute`` asked for; ``append_backward`` obeys it.
         self.recompute: object = None
         self._version = 0
-        self._order: tuple[int, list[Operator], list[Operator]] | None = None
+        #: The version of which the order is known, the operators in it, and those that hold nested programs.
+        self._order: tuple[int, list[Operator], list[Operator]] = (-1, [], [])
 
     def ensure_startup(self) -> Self:
         """The startup program, an empty one where there was none."""
@@ -139,6 +140,10 @@ class Graph(HasStartup):
         """The variable called ``name``; None where there is none."""
         return self._variables.get(name)
 
+    def found(self, names: Iterable[str]) -> list[Variable | None]:
+        """The variables called so; None where there is none."""
+        return [*map(self._variables.get, names)]
+
     def has_var(self, name: str) -> bool:
         """Whether a variable of this name exists."""
         return name in self._variables
@@ -165,10 +170,12 @@ class Graph(HasStartup):
     @property
     def nesting(self) -> list[Operator]:
         """The operators that hold nested programs, in order."""
+        if self._order[0] != self._version and not any([op.attrs.programs for op in self._operators.values()]):
+            return []
         return self._ordered()[2]
 
     def _ordered(self) -> tuple[int, list[Operator], list[Operator]]:
-        if self._order is None or self._order[0] != self._version:
+        if self._order[0] != self._version:
             order = topological_order(self._operators, self.name)
             self._order = (self._version, order, [op for op in order if op.attrs.programs])
         return self._order
@@ -176,7 +183,7 @@ class Graph(HasStartup):
     def walk(self) -> Iterator[Operator]:
         """Every operator, nested programs included, each before those inside it."""
         _, order, nesting = self._ordered()
-        return _walk(order) if nesting else iter(order)
+        return walked(order) if nesting else iter(order)
 
     # -- changing ------------------------------------------------------------------------------
     def touch(self) -> None:
@@ -230,13 +237,14 @@ class Graph(HasStartup):
         self.touch()
         return variable
 
-    def declare(self, names: Iterable[str]) -> None:
+    def declare(self, names: Iterable[str]) -> list[Variable]:
         """New variables, of which the name alone is known; the names are new as well."""
         made = [Variable(self, key, name, None, None) for key, name in enumerate(names, self._next_key)]
         self._next_key += len(made)
         self._variables |= {variable.name: variable for variable in made}
         add_nodes(self.graph, made)
         self.touch()
+        return made
 
     def add_input(self, name: str, dtype: Any, shape: Iterable[Any] | None) -> Variable:
         """A new variable that the user feeds."""
@@ -275,9 +283,8 @@ class Graph(HasStartup):
         """:meth:`add_operator` for an operator of a file: the context in which it is read means nothing to it."""
         op = Operator(self, self._next_key, type, domain, attrs)
         self._next_key += 1
-        self._operators[op.key] = op
-        add_nodes(self.graph, (op,))
         op.connect(inputs, outputs)
+        self._operators[op.key] = op
         for nested in attrs.programs:
             nested.parent = op
         self.touch()
@@ -380,13 +387,6 @@ class Graph(HasStartup):
         return (
             f"<{type(self).__name__} {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
         )
-
-
-def _walk(order: list[Operator]) -> Iterator[Operator]:
-    for op in order:
-        yield op
-        for nested in op.attrs.programs:
-            yield from nested.walk()
 
 
 def _role(inputs: Slots) -> str:

@@ -115,8 +115,9 @@ def weighted(data: Interval | None, ranges: Ranges, weight: Variable | None, axe
     sums = ranges.row_sums(weight, axes)
     if sums is None:
         return None
-    up, down = sums
-    return float((up * data[0] - down * data[1]).min(initial=0)), float((up * data[1] - down * data[0]).max(initial=0))
+    (up, down), (low, high) = sums, data
+    least = np.minimum.reduce(up * low - down * high, initial=0)  # an array's own methods take twice as long
+    return float(least), float(np.maximum.reduce(up * high - down * low, initial=0))
 
 
 def biased(interval: Interval | None, op: Operator, ranges: Ranges) -> Interval | None:

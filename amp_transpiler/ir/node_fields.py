@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import onnx
@@ -18,7 +18,8 @@ class NodeFields(NamedTuple):
     """A node, and what most nodes have.
 
     ``numbers``: its attributes in one piece, where they are numbers and few; None where they are not. ``plain``: there
-    is nothing besides these fields, and the text in them decodes; of attributes that are no numbers nothing is said.
+    is nothing besides these fields, not even empty text, and the text in them decodes; of attributes that are no
+    numbers nothing is said.
     """
 
     proto: onnx.NodeProto
@@ -27,7 +28,7 @@ class NodeFields(NamedTuple):
     name: str
     inputs: list[str]
     outputs: list[str]
-    attributes: list[onnx.AttributeProto]
+    attributes: Sequence[onnx.AttributeProto]
     numbers: bytes | None
     plain: bool
 
@@ -37,13 +38,15 @@ def fields_of(nodes: Iterable[onnx.NodeProto]) -> list[NodeFields]:
     found = []
     known: dict[bytes, bool] = {}
     for node in nodes:
-        type_, domain, name = node.op_type, node.domain, node.name
-        inputs, outputs, attributes = node.input[:], node.output[:], node.attribute[:]
+        type_, domain, name, has = node.op_type, node.domain, node.name, node.HasField
+        inputs, outputs, attributes = node.input[:], node.output[:], node.attribute
+        more = has("doc_string") or has("overload") or (has("domain") and not domain)
         try:
             "".join([type_, domain, name, *inputs, *outputs])
-            plain = not (node.doc_string or node.overload or node.metadata_props or node.device_configurations)
+            plain = not (more or node.metadata_props or node.device_configurations)
         except TypeError:  # what does not decode comes as bytes
             plain = False
+        attributes = attributes[:] if attributes else ()
         numbers = _numbers(attributes, known) if attributes else b""
         found.append(NodeFields(node, type_, domain, name, inputs, outputs, attributes, numbers, plain))
     return found

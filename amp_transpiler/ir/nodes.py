@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
-from amp_transpiler.ir.adjacency import add_edge, add_edges, contents, predecessors, successors
+from amp_transpiler.ir.adjacency import add_edge, add_operator, contents, predecessors, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -326,7 +326,7 @@ class Operator:
             variable.producer, variable.producer_slot = self, slot
         self.inputs = list(inputs)
         self.outputs = list(outputs)
-        add_edges(program.graph, self.key, inputs, outputs)
+        add_operator(program.graph, self)
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""

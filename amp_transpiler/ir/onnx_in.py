@@ -15,6 +15,7 @@ import onnx
 from amp_transpiler.errors import GraphError, ModelFileError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.attributes import Attributes
+from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto
 from amp_transpiler.ir.metadata import INITIALIZER, derived_scope, read_marks, read_state
@@ -23,7 +24,7 @@ from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
-from amp_transpiler.ir.tensors import stripped, tensor_array, tensor_type
+from amp_transpiler.ir.tensors import is_small, stripped, tensor_array, tensor_type
 from amp_transpiler.ir.verify import all_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.ir.wellformed import node_label
@@ -49,11 +50,12 @@ def load(
     ``made`` makes an empty one from its name, for each graph of the model. Without ``weights`` nobody asks which of the
     constants are trainable.
     """
-    read = read_model(model_or_path, external_data_dir)
-    try:
-        return program_of(read, made, name, weights)
-    except GraphError as error:
-        raise GraphError(f"{read.label}: {error}") from None
+    with collector_paused():
+        read = read_model(model_or_path, external_data_dir)
+        try:
+            return program_of(read, made, name, weights)
+        except GraphError as error:
+            raise GraphError(f"{read.label}: {error}") from None
 
 
 def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = None, weights: bool = True) -> G:
@@ -77,7 +79,7 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     source.model = reader.files.embedded(copy_without(model, ("graph", "functions")))
     _check_domain(program, read.label)
     _mark_parameters(program, weights)
-    annotate(program, _as_read(program, model))
+    annotate(program, _as_read(program, read))
     clashes = all_clashes(program)
     if clashes:
         raise GraphError("; ".join(clashes[:3]))
@@ -85,16 +87,17 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     return program
 
 
-def _as_read(program: Graph, model: onnx.ModelProto) -> onnx.ModelProto | None:
+def _as_read(program: Graph, read: ModelFile) -> onnx.ModelProto | None:
     """The model without its weights, for type inference; None where its nodes are not in order."""
     keys = [op.key for op in program.operators]
     if keys != sorted(keys):
         return None
-    copy = without_weights(model)
+    held = [v for v in program.variables if v.data is not None and v.producer is None]
+    if read.path is not None and all(map(is_small, [v.data for v in held])):
+        return read.model  # as it is: it has no weights
+    copy = without_weights(read.model)
     copy.graph.initializer.extend(
-        stripped(v.data, v.name)
-        for v in program.variables
-        if v.data is not None and v.producer is None and not isinstance(v.data, onnx.SparseTensorProto)
+        stripped(v.data, v.name) for v in held if not isinstance(v.data, onnx.SparseTensorProto)
     )
     return copy
 
@@ -215,15 +218,16 @@ class _Reader(Generic[G]):
         dense: Iterable[onnx.TensorProto],
         sparse: Iterable[onnx.SparseTensorProto],
     ) -> None:
-        for tensor in dense:
-            self._content(program, source, tensor.name, self.files.content(tensor))
-        for item in sparse:
-            self._content(program, source, item.values.name, item)
-
-    def _content(self, program: Graph, source: Source, name: str, data: Any) -> None:
-        if program.has_var(name):
-            raise GraphError(f"graph '{program.name}' has two initializers called '{name}'")
-        source.initializers.append(program.add_variable(name, *tensor_type(data), data=data))
+        contents: dict[str, Any] = {}
+        held = [(tensor.name, self.files.content(tensor)) for tensor in dense]
+        for name, data in (*held, *((item.values.name, item) for item in sparse)):
+            if name in contents:
+                raise GraphError(f"graph '{program.name}' has two initializers called '{name}'")
+            contents[name] = data
+        source.initializers = program.declare(contents)
+        for variable in source.initializers:
+            variable.data = data = contents[variable.name]
+            variable.dtype, variable.shape = tensor_type(data)
 
     def _inputs(self, program: Graph, source: Source, inputs: Iterable[onnx.ValueInfoProto]) -> None:
         seen: set[str] = set()
@@ -251,7 +255,7 @@ class _Reader(Generic[G]):
         program.declare(made)
 
     def _operator(self, frame: _Frame[G], node: NodeFields) -> None:
-        program, proto, find = frame.program, node.proto, frame.program.find
+        program, proto = frame.program, node.proto
         attributes = Attributes()
         captured: dict[Variable, None] = {}
         for attribute in node.attributes:
@@ -259,17 +263,20 @@ class _Reader(Generic[G]):
                 self._attribute(attributes, attribute, frame, captured)
             else:
                 attributes.keep(attribute)
-        inputs = [find(name) or self._read(frame, node, name) for name in node.inputs]
-        outputs = [find(name) for name in node.outputs]
+        inputs, outputs = program.found(node.inputs), program.found(node.outputs)
+        if None in inputs:
+            inputs = [v or self._read(frame, node, name) for v, name in zip(inputs, node.inputs, strict=True)]
         op = program.add_read(node.type, inputs, outputs, attributes, plain_domain(node.domain))
         op.name = node.name
-        if node.plain:
-            op.scope = derived_scope(op)
-            op.source = leftover(proto) if _has_empty(proto) or node.domain or not node.name else None
-        else:
+        if not node.plain:
             op.overload, op.doc = proto.overload, proto.doc_string
             read_marks(op, _entries(proto.metadata_props) if proto.metadata_props else {})
             op.source = leftover(proto)
+        else:
+            if node.name.startswith("/"):
+                op.scope = derived_scope(op)
+            if node.domain or not node.name:
+                op.source = leftover(proto)
         if op.domain == OWN and op.type == INITIALIZER and outputs[0] is not None and "value" in attributes:
             outputs[0].data, outputs[0].persistable = attributes.pop("value"), True
         for variable in captured:
@@ -298,11 +305,6 @@ class _Reader(Generic[G]):
             programs.append(inner.program)
         header = copy_without(attribute, ("g", "graphs"))
         attributes.set_graph(header, programs[0] if attribute.HasField("g") else programs)
-
-
-def _has_empty(node: onnx.NodeProto) -> bool:
-    """Whether a text that nodes seldom have is there, if only empty."""
-    return bool(node.HasField("doc_string") or node.HasField("domain") or node.HasField("overload"))
 
 
 def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:

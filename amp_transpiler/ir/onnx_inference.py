@@ -6,7 +6,7 @@ adds, multiplies, casts or slices it: a declared input of two billion elements t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx
@@ -33,13 +33,17 @@ _SIZE = "size__"
 
 
 def inferred_types(model: onnx.ModelProto, nested: bool) -> onnx.ModelProto | None:
-    """The model, which is changed, with inferred types; None where inference gives up on it as a whole.
+    """The model, which has no weights, with inferred types; None where inference gives up on it as a whole.
 
     Long sizes of declared tensors of one dimension come as names; :func:`size_of` gives them back. ``nested``: whether
     a node holds a graph.
     """
-    for graph in list(_graphs(model.graph)) if nested else (model.graph,):
-        _hide_sizes(graph)
+    if any(map(_has_long, _graphs(model.graph) if nested else (model.graph,))):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        model = copy
+        for graph in list(_graphs(model.graph)):
+            _hide_sizes(graph)
     try:
         if len(model.graph.node) <= _SMALL:
             plain = onnx.shape_inference.infer_shapes(model)
@@ -63,12 +67,21 @@ def _long(proto: onnx.TypeProto) -> bool:
     return len(dims) == 1 and dims[0].dim_value > LONG
 
 
+def _has_long(graph: onnx.GraphProto) -> bool:
+    infos = (*graph.input, *graph.output, *graph.value_info)
+    return any([_long(info.type) for info in infos]) or any([_long_dims(t.dims) for t in graph.initializer])
+
+
+def _long_dims(dims: Sequence[int]) -> bool:
+    return len(dims) == 1 and dims[0] > LONG
+
+
 def _hide_sizes(graph: onnx.GraphProto) -> None:
     for info in (*graph.input, *graph.output, *graph.value_info):
         if _long(info.type):
             dim = info.type.tensor_type.shape.dim[0]
             dim.dim_param = f"{_SIZE}{dim.dim_value}"
-    long = [t for t in graph.initializer if len(t.dims) == 1 and t.dims[0] > LONG]
+    long = [t for t in graph.initializer if _long_dims(t.dims)]
     listed = {info.name for info in graph.input}
     for tensor in long:
         if tensor.name not in listed:
@@ -76,7 +89,7 @@ def _hide_sizes(graph: onnx.GraphProto) -> None:
             tensor_type.elem_type = tensor.data_type
             tensor_type.shape.dim.add().dim_param = f"{_SIZE}{tensor.dims[0]}"
     if long:
-        kept = [t for t in graph.initializer if not (len(t.dims) == 1 and t.dims[0] > LONG)]
+        kept = [t for t in graph.initializer if not _long_dims(t.dims)]
         del graph.initializer[:]
         graph.initializer.extend(kept)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -11,7 +11,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 def topological_order(operators: Mapping[int, Operator], name: str) -> list[Operator]:
     """The operators of program ``name`` in stable order: as added, each after its producers. GraphError on a cycle."""
     added = [operators[key] for key in sorted(operators)]
-    if all(map(_after_producers, added)):
+    if _after_producers(added):
         return added  # as a file is written, and a program is built
     ahead: set[int] = set()  # those in the order before their turn; before the root, all are in it
     open_: set[int] = set()
@@ -55,13 +55,21 @@ def topological_order(operators: Mapping[int, Operator], name: str) -> list[Oper
     return order
 
 
-def _after_producers(op: Operator) -> bool:
-    """Whether the operator was added after all that makes what it reads."""
-    key = op.key
-    for variable in _reads(op):
-        producer = None if variable is None else variable.producer
-        if producer is not None and producer.key >= key:
-            return False
+def walked(order: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators in this order, each before those of its nested programs."""
+    for op in order:
+        yield op
+        for nested in op.attrs.programs:
+            yield from nested.walk()
+
+
+def _after_producers(added: Sequence[Operator]) -> bool:
+    """Whether each operator was added after all that makes what it reads."""
+    for op in added:
+        key = op.key
+        for variable in (*op.inputs, *op.captures) if op.attrs.programs else op.inputs:
+            if variable is not None and variable.producer is not None and variable.producer.key >= key:
+                return False
     return True
 
 

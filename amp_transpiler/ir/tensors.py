@@ -272,9 +272,14 @@ def external_proto(data: Any, name: str, location: str, offset: int, length: int
     return proto
 
 
+def is_small(data: Any) -> bool:
+    """Whether constant content is a TensorProto of few elements."""
+    return isinstance(data, onnx.TensorProto) and math.prod(data.dims) <= SMALL
+
+
 def stripped(data: Any, name: str) -> onnx.TensorProto:
     """A TensorProto for type inference: with content where it is small, else with type and shape alone."""
-    if isinstance(data, onnx.TensorProto) and math.prod(data.dims) <= SMALL:
+    if is_small(data):
         return renamed(data, name)
     dtype, shape = tensor_type(data)
     if math.prod(shape) > SMALL:

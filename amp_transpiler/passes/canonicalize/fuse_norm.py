@@ -7,9 +7,8 @@ deviation overflows beyond 255 and an epsilon of 1e-12 is 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
@@ -55,6 +54,8 @@ def has_layer_norms(program: Graph) -> bool:
 
 def _protected(norm: _Norm, names: frozenset[str], keep: frozenset[Operator]) -> bool:
     """Whether an operator of the norm has to stay, or a variable inside it."""
+    if not names and not keep:
+        return False
     pending, seen = [norm.last], {norm.last}
     while pending:
         op = pending.pop()
@@ -142,10 +143,11 @@ def _found(last: Operator) -> _Norm | None:
     if x is None or mean is None or variance is None or epsilon is None or mean.input(0) is not x:
         return None
     axes, shape = reduced_axes(mean) or [], x.shape or ()
-    if not _is_square(variance.input(0), deviation) or not (_over_last(mean, x) and _over_last(variance, x)):
+    if not _is_square(variance.input(0), deviation) or reduced_axes(variance) != axes:
         return None
+    over_last = bool(axes) and axes == list(range(len(shape) - len(axes), len(shape)))
     size = shape[len(shape) - len(axes) :]
-    if reduced_axes(variance) != axes or not all(isinstance(d, int) for d in size):
+    if not (over_last and _keeps(mean) and _keeps(variance)) or not all(isinstance(d, int) for d in size):
         return None
     if scale.shape != size or bias.shape != size or scale.dtype != x.dtype:
         return None
@@ -173,7 +175,7 @@ def added_number(variable: Variable | None) -> tuple[Variable | None, float | No
     for slot in (0, 1) if op is not None else ():
         other = op.input(slot) if op is not None else None
         data = None if other is None else content(other)
-        if data is not None and int(np.prod(tensor_type(data)[1])) == 1 and op is not None:
+        if data is not None and math.prod(tensor_type(data)[1]) == 1 and op is not None:
             return op.input(1 - slot), float(as_array(data).reshape(-1)[0])
     return None, None
 
@@ -189,10 +191,9 @@ def _alike(variable: Variable | None, deviation: Operator) -> bool:
     return made is not None and list(made.inputs) == list(deviation.inputs)
 
 
-def _over_last(op: Operator, x: Variable) -> bool:
-    """Whether a ReduceMean is over the last dimensions, which it keeps."""
-    axes, rank = reduced_axes(op), len(x.shape or ())
-    return op.attrs.get("keepdims", 1) == 1 and bool(axes) and axes == list(range(rank - len(axes or ()), rank))
+def _keeps(op: Operator) -> bool:
+    """Whether a reduction keeps the dimensions that it is over."""
+    return bool(op.attrs.get("keepdims", 1) == 1)
 
 
 def reduced_axes(op: Operator) -> list[int] | None:
