@@ -200,7 +200,7 @@ def _matmul_range(op: Operator, ranges: Ranges) -> Interval | None:
         return ranges.bound(right)
     if ranges.content(left) is not None:
         return weighted(ranges.bound(right), ranges, left, lambda rank: (rank - 1,))
-    return weighted(ranges.bound(left), ranges, right, partial(_matmul_axes, op))
+    return weighted(ranges.bound(left), ranges, right, lambda rank: _matmul_axes(op, rank))
 
 
 def _is_softmax(variable: Variable | None) -> bool:

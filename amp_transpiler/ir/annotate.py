@@ -36,10 +36,8 @@ _Said = dict[bytes, tuple[str | None, Shape | None]]
 
 
 def _assign(program: Graph, graph: onnx.GraphProto, said: _Said) -> None:
-    find = program.find
     for infos in (graph.input, graph.value_info, graph.output):
-        for info in infos:
-            variable = find(info.name)
+        for info, variable in zip(infos, program.find_all([info.name for info in infos]), strict=True):
             if variable is not None:
                 _put(variable, info.type, said)
     for op, node in zip(program.operators, graph.node, strict=True) if program.nesting else ():

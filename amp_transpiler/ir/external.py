@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -164,7 +165,10 @@ def _contents(program: Graph, values: dict[Variable, Any]) -> list[Variable]:
 
 
 def _size(data: Any) -> int:
-    return byte_size(*tensor_type(data))
+    return _bytes(*tensor_type(data))
+
+
+_bytes = lru_cache(maxsize=4096)(byte_size)  # thousands of tensors have few types and shapes
 
 
 def _origin(data: Any) -> Any:

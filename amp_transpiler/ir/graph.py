@@ -140,7 +140,7 @@ class Graph(HasStartup):
         """The variable called ``name``; None where there is none."""
         return self._variables.get(name)
 
-    def found(self, names: Iterable[str]) -> list[Variable | None]:
+    def find_all(self, names: Iterable[str]) -> list[Variable | None]:
         """The variables called so; None where there is none."""
         return [*map(self._variables.get, names)]
 

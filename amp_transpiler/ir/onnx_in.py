@@ -263,7 +263,7 @@ class _Reader(Generic[G]):
                 self._attribute(attributes, attribute, frame, captured)
             else:
                 attributes.keep(attribute)
-        inputs, outputs = program.found(node.inputs), program.found(node.outputs)
+        inputs, outputs = program.find_all(node.inputs), program.find_all(node.outputs)
         if None in inputs:
             inputs = [v or self._read(frame, node, name) for v, name in zip(inputs, node.inputs, strict=True)]
         op = program.add_read(node.type, inputs, outputs, attributes, plain_domain(node.domain))

@@ -142,7 +142,7 @@ class _Writer:
         self.content = content
         self.values = values
         self.results = results
-        self.marks: dict[tuple[int, str], list[onnx.StringStringEntryProto]] = {}
+        self.headers: dict[tuple[str, str, str, int], onnx.NodeProto] = {}
 
     # -- model -----------------------------------------------------------------------------------
     def model(self, program: Graph) -> onnx.ModelProto:
@@ -271,13 +271,14 @@ class _Writer:
     # -- node ------------------------------------------------------------------------------------
     def node(self, op: Operator, node: onnx.NodeProto) -> None:
         """Write the operator into an empty NodeProto."""
-        node.op_type = op.type
+        if op.metadata or op.scope or op.guard or op.role != FORWARD or op.name.startswith("/"):
+            _write_header(op, node)
+        else:
+            node.CopyFrom(self._header(op))
         node.input.extend(["" if v is None else v.name if v.outer is None else exported_name(v) for v in op.inputs])
         node.output.extend(["" if v is None else v.name for v in op.outputs])
         if op.name:
             node.name = op.name
-        if op.domain:
-            node.domain = op.domain
         if op.overload:
             node.overload = op.overload
         if op.doc:
@@ -286,22 +287,18 @@ class _Writer:
             self._attributes(op, node)
         elif protos := op.attrs.protos():
             node.attribute.extend(protos)
-        if op.metadata or op.scope or op.guard or op.role != FORWARD or op.name.startswith("/"):
-            metadata = op.metadata | written_marks(op)
-            node.metadata_props.extend([_entry(*item) for item in metadata.items()])
-        elif op.why is not None or op.precision:
-            node.metadata_props.extend(self._marks(op))
         if op.source is not None:
             self._leftover(op, node)
         if op.domain == OWN and op.type == INITIALIZER:
             self._initializer_value(op, node)
 
-    def _marks(self, op: Operator) -> list[onnx.StringStringEntryProto]:
-        """The marks of an operator that has nothing to say but its precision and why, as thousands have it."""
-        key = id(op.why), op.precision
-        if key not in self.marks:
-            self.marks[key] = [_entry(*item) for item in written_marks(op).items()]
-        return self.marks[key]
+    def _header(self, op: Operator) -> onnx.NodeProto:
+        """Type and marks of an operator that has nothing to say but its precision and why, as thousands have them."""
+        key = op.type, op.domain, op.precision, id(op.why)
+        if key not in self.headers:
+            self.headers[key] = onnx.NodeProto()
+            _write_header(op, self.headers[key])
+        return self.headers[key]
 
     def _attributes(self, op: Operator, node: onnx.NodeProto) -> None:
         for name in op.attrs:
@@ -350,6 +347,14 @@ def exported_name(variable: Variable) -> str:
     while variable.outer is not None:
         variable = variable.outer
     return variable.name
+
+
+def _write_header(op: Operator, node: onnx.NodeProto) -> None:
+    """Write what an operator is, and what only a Graph knows of it."""
+    node.op_type = op.type
+    if op.domain:
+        node.domain = op.domain
+    node.metadata_props.extend([_entry(*item) for item in (op.metadata | written_marks(op)).items()])
 
 
 @lru_cache(maxsize=4096)  # thousands of operators have few reasons

@@ -73,6 +73,8 @@ def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]
     read = successors(program.graph)
     for op in reversed(program.operators):
         made = [v for v in op.outputs if v is not None]
+        if made and read[made[0].key] and not op.attrs.programs:
+            continue  # as most
         if any([read[v.key] or v in outputs for v in made]) or op in keep or any(v.name in names for v in made):
             for nested in op.attrs.programs:
                 remove_dead(nested, names, keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from amp_transpiler.passes.view.typing import programs
 
 #: Elements of constants that are looked at together with others, and bytes of those that are.
 _SMALL, _BATCH = 1 << 10, 1 << 24
+
+_FLOAT = onnx.TensorProto.FLOAT
 
 RowSums = tuple[np.ndarray, np.ndarray]
 
@@ -58,16 +61,9 @@ def _raw(variable: Variable) -> bytes | None:
     if data is None or variable.producer is not None or variable.is_input:
         return None
     if isinstance(data, onnx.TensorProto):
-        raw: bytes = data.raw_data if data.data_type == onnx.TensorProto.FLOAT and _few(data.dims) else b""
+        raw: bytes = data.raw_data if data.data_type == _FLOAT and math.prod(data.dims[:]) <= _SMALL else b""
         return raw
     return data.tobytes() if isinstance(data, np.ndarray) and data.dtype == np.float32 and data.size <= _SMALL else None
-
-
-def _few(dims: Sequence[int]) -> bool:
-    count = 1
-    for size in dims:
-        count *= size
-    return count <= _SMALL
 
 
 def _batches(held: Iterator[tuple[Variable, bytes]]) -> Iterator[list[tuple[Variable, bytes]]]:

@@ -111,11 +111,17 @@ class Ranges:
 
         ``axes``: those that are summed, of a tensor of this rank. None where the content is not known, or no matrix.
         """
+        if weight is None:
+            return None
+        weight = source(weight)
+        rank = len(weight.shape or ())
+        if rank >= 2 and (weight, summed := axes(rank)) in self._weights:  # as for most: small ones, looked at together
+            return self._weights[weight, summed]
         data = self.content(weight)
         rank = 0 if data is None else len(tensor_type(data)[1])
-        if weight is None or rank < 2:
+        if rank < 2:
             return None
-        key = (source(weight), axes(rank))
+        key = weight, axes(rank)
         if key not in self._weights:
             self._weights[key] = _row_sums(data, key[1])
         return self._weights[key]

@@ -84,25 +84,26 @@ def all_converted(
     readers: Mapping[Variable, Operator], dtype: str
 ) -> dict[Variable, np.ndarray | CastTensor | onnx.TensorProto]:
     """The content of float32 variables in ``dtype``, as :func:`converted` gives it; what is tiny goes in one piece."""
-    tiny: dict[Variable, onnx.TensorProto] = {}
+    tiny: dict[Variable, tuple[bytes, list[int]]] = {}
     for variable in readers:
         data = content(variable) if variable.producer is None else None
-        if isinstance(data, onnx.TensorProto) and data.raw_data and math.prod(data.dims) <= _TINY:
-            if not (data.doc_string or data.metadata_props):
-                tiny[variable] = data
+        if isinstance(data, onnx.TensorProto) and not (data.doc_string or data.metadata_props):
+            raw, dims = data.raw_data, data.dims[:]
+            if raw and math.prod(dims) <= _TINY:
+                tiny[variable] = raw, dims
     found: dict[Variable, np.ndarray | CastTensor | onnx.TensorProto] = {}
+    number = ONNX_TYPES[dtype]
     for variables in _batched(tiny, _BATCH):
-        raw = [tiny[variable].raw_data for variable in variables]
-        array = np.frombuffer(b"".join(raw), "<f4")
+        array = np.frombuffer(b"".join([tiny[variable][0] for variable in variables]), "<f4")
         result = _cast(array, dtype)
         if (np.isfinite(array) & ~np.isfinite(result)).any():
             break  # one of them fails, and the first one that does is named
         cast, start = result.tobytes(), 0
-        for variable, content_ in zip(variables, raw, strict=True):
-            end = start + len(content_) * result.itemsize // array.itemsize
-            found[variable] = onnx.TensorProto(
-                name=variable.name, data_type=ONNX_TYPES[dtype], dims=tiny[variable].dims, raw_data=cast[start:end]
-            )
+        for variable in variables:
+            raw, dims = tiny[variable]
+            end = start + len(raw) * result.itemsize // array.itemsize
+            name = variable.name
+            found[variable] = onnx.TensorProto(name=name, data_type=number, dims=dims, raw_data=cast[start:end])
             start = end
     return {v: found[v] if v in found else converted(v, dtype, reader.label) for v, reader in readers.items()}
 

@@ -1,0 +1,39 @@
+"""The collector's rest: what is made in it counts as old, and is looked at in the end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from amp_transpiler.ir import gc_pause
+from amp_transpiler.ir.gc_pause import collector_paused
+
+
+class _Knot:
+    """It holds itself, so that the collector alone can end it."""
+
+    def __init__(self) -> None:
+        self.knot = self
+
+
+def test_what_is_made_in_a_pause_counts_as_old_but_is_looked_at_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_pause, "MANY", 1000)
+    gc.collect()
+    with collector_paused():
+        made: list[object] = [[] for _ in range(2000)]
+        dropped = weakref.ref(_Knot())
+    assert not {id(each) for each in made} & {id(each) for youth in (0, 1) for each in gc.get_objects(youth)}
+    assert dropped() is not None
+    with collector_paused():
+        made += [[] for _ in range(2000)]
+    assert dropped() is None
+
+
+def test_few_objects_are_left_to_the_collector() -> None:
+    gc.collect()
+    with collector_paused():
+        made = [[]]
+    assert made[0] in gc.get_objects(0)
+    assert gc.isenabled()
