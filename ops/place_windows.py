@@ -66,7 +66,7 @@ def _conv(
 ) -> Sequence[Value] | None:
     """A convolution for each group of channels; of one group, with zeros joined to the image: a Pad would be fused."""
     (x, w, bias), group = (*inputs, None)[:3], int(attrs.get("group", 1))
-    if x is None or w is None or None in (x.shape, w.shape, results[0].shape if group == 1 else ()):
+    if x is None or w is None or w.shape is None or (group == 1 and None in (x.shape, results[0].shape)):
         return None
     if group == 1:
         slid = window_by(attrs, size_of(w)[2:], size_of(x)[2:], size_of(results[0])[2:])
@@ -75,10 +75,10 @@ def _conv(
             zeros = e.const(np.zeros((*lead, n, *rest), np.float32), x.dtype)
             x = e.op("Concat", x, zeros, axis=axis, shape=(*lead, size + n, *rest)) if n else x
         return [e.Conv(x, w, bias, **replace(slid, source=size_of(x)[2:]).attributes())] if any(slid.end) else None
-    images, weights = (pieces(e, v, axis, [size_of(v)[axis] // group] * group) for v, axis in ((x, 1), (w, 0)))
+    images, weights = pieces(e, x, 1, [w.shape[1]] * group), pieces(e, w, 0, [w.shape[0] // group] * group)
     alone = dict(attrs) | {"group": 1}
     made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)
-    return [made if bias is None else e.Add(made, e.reshape(bias, (-1, *[1] * (len(size_of(x)) - 2))))]
+    return [made if bias is None else e.Add(made, e.reshape(bias, (-1, *[1] * (len(w.shape) - 2))))]
 
 
 @body("MaxPool")

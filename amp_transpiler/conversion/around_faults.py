@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.annotate import annotate
+from amp_transpiler.ir.clone import clone
+from amp_transpiler.ir.decompose import Entry, Parts, write_instead
+from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.lists import faults
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.lists import TARGET_OPSET, faults
+from amp_transpiler.ops.place_bodies import body_of
+from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.kernel_faults import fault_at
+from amp_transpiler.passes.view.kernel_faults import fault_at, known_shape
 
 #: The first opset of Pad that takes its sizes as an input.
 _PADS_INPUT = 11
@@ -21,20 +30,85 @@ _PADS_INPUT = 11
 
 @dataclass(frozen=True)
 class AroundFaults(Pass):
-    """Convolutions that the place's kernel computes wrongly get channels of zeros, with which it is right."""
+    """What the place's kernels compute wrongly, or fail at, is written in another way: some convolutions with channels
+    of zeros, the others as what stands for them in a lowered program."""
 
     name = "around-faults"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+    invalidates = (Property.TARGET_OPSET,)
 
     def applies(self, graph: Graph, context: Context) -> bool:
         return bool(faults(context[OPTIONS].kind))
 
     def run(self, graph: Graph, context: Context) -> None:
         kind = context[OPTIONS].kind
-        for op in list(graph.walk()):
+        wrong = [op for op in graph.walk() if _around(kind, op) is not None]
+        if any(_around(kind, op) == "body" for op in wrong):
+            context.notes += _raised(graph)
+        while wrong:
+            op = wrong.pop()
             fault = fault_at(kind, op)
-            if fault is not None and fault.channels:
+            assert fault is not None
+            if fault.channels:
                 _pad_channels(op, fault.channels)
+                made = [op]
+            else:
+                try:
+                    made = write_instead(op, _body(kind))
+                except GraphError as error:
+                    context.notes.append(f"{error}: {fault.what}")
+                    continue
+            wrong += [each for each in made if _around(kind, each) is not None]
+
+
+def _around(kind: str, op: Operator) -> str | None:
+    """How an operator is written that stays in its precision; None of one that its kernel computes rightly."""
+    fault = fault_at(kind, op)
+    return None if fault is None or fault.around == "fp32" else fault.around
+
+
+def _raised(graph: Graph) -> list[str]:
+    """Bring the program to the opset that bodies are written at; a sentence on that, if any."""
+    own = graph.opset()
+    if own >= TARGET_OPSET:
+        return []
+    try:
+        convert_opset(clone(graph), TARGET_OPSET)
+    except GraphError as error:
+        return [f"opset {own} is not raised to {TARGET_OPSET}, at which ({error})"]
+    convert_opset(graph, TARGET_OPSET)
+    annotate(graph)
+    return [f"opset {own} raised to {TARGET_OPSET}, for what stands for operators whose kernels are wrong on the place"]
+
+
+def _body(kind: str) -> Entry:
+    """Writes what stands for an operator on a place of this kind."""
+
+    def entry(d: Parts, op: Operator, *inputs: Variable | None) -> list[Variable]:
+        e, write = Emitter(kind), body_of(op.full_type)
+        known = {v.name: v for v in inputs if v is not None}
+        e.reserve(known)
+        for v in known.values():
+            if constants.is_constant(v) and v.dtype not in FLOATS:  # sizes and axes
+                e.initializers[v.name] = onnx.numpy_helper.from_array(as_array(constants.content(v)), v.name)
+        results = [_value(v) for v in op.outputs if v is not None]
+        values = write and write(e, op.attrs, [None if v is None else _value(v) for v in inputs], results)
+        if not values or op.program.opset() < TARGET_OPSET:
+            raise GraphError(f"operator '{op.label}' ({op.type}) stays as it is, and its kernel there is wrong")
+        made = known | {n: d.const(onnx.numpy_helper.to_array(t)) for n, t in e.initializers.items() if n not in known}
+        for node in e.nodes:
+            attrs = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            while not node.input[-1]:  # see passes/lowering/fitting.py
+                del node.input[-1]
+            read = [made[name] if name else None for name in node.input]
+            made |= dict(zip(node.output, d.add(node.op_type, *read, outputs=len(node.output), **attrs), strict=True))
+        return [d.cast(made[value.name], result.dtype) for value, result in zip(values, results, strict=True)]
+
+    return entry
+
+
+def _value(variable: Variable) -> Value:
+    return Value(variable.name, str(variable.dtype), known_shape(variable))
 
 
 def _pad_channels(op: Operator, multiple: int) -> None:

@@ -178,10 +178,15 @@ class Parts:
 
 def decompose_operator(op: Operator) -> None:
     """Replace an operator by what its entry writes. GraphError where the entry cannot express it; then it stays."""
+    write_instead(op, _ENTRIES[op.domain, op.type])
+
+
+def write_instead(op: Operator, entry: Entry) -> list[Operator]:
+    """Replace an operator by what ``entry`` writes, these operators; GraphError of the entry's, and it stays."""
     parts = Parts(op)
     try:
         with rule_of(op):
-            values = list(_ENTRIES[op.domain, op.type](parts, op, *op.inputs))
+            values = list(entry(parts, op, *op.inputs))
         for slot, target in enumerate(op.outputs):
             if target is not None and (slot >= len(values) or values[slot] is None):
                 raise parts.error(f"its output {slot} ('{target.name}') has no equivalent")
@@ -193,6 +198,7 @@ def decompose_operator(op: Operator) -> None:
     for target, value in zip(outputs, values, strict=False):
         if target is not None and value is not None:
             _hand_over(parts, value, target)
+    return [item for item in parts.made if isinstance(item, Operator)]
 
 
 def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:

@@ -12,6 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ListError
 from amp_transpiler.ir.reasons import Kind, parse
+from amp_transpiler.passes.view.kernel_faults import fault_at
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
 RECURRENT = (
@@ -123,6 +124,42 @@ def test_steps_make_a_convolution_of_points_one_of_those(kernel: int) -> None:
 def test_what_cannot_be_asked_for(options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         amp.convert(filled(RECURRENT), **options)
+
+
+# -- bodies ----------------------------------------------------------------------------------------------
+WRITTEN = {
+    "scalar": "m (float[N,4] x) => (float[N,1] y) <float[4,1] w, float[1] b> { y = Gemm(x, w, b) }",
+    "vector": "m (float[3,4] x) => (float[3] y) <float[4] w> { y = MatMul(x, w) }",
+    "six": "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[6,4,1,1] w, float[6] b> { y = Conv(x, w, b) }",
+    "behind": "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[5,4,1,1] w> { y = Conv<pads=[0, 0, 1, 2]>(x, w) }",
+    "whole": 'm (float[1,4,2,2] x) => (float[n,o,h,v] y) <float[8,4,2,2] w> { y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+    "groups": "m (float[N,4,8,9] x) => (float[n,o,h,v] y) <float[12,2,3,3] w, float[12] b> { y = Conv<group=2>(x, w, b) }",
+    "transposed": "m (float[1,4,3,3] x) => (float[n,o,h,v] y) <float[4,1,2,2] w> { y = ConvTranspose<group=2>(x, w) }",
+    "exponentials": "m (float[3,4] x) => (float[n,o] y) { y = ReduceLogSumExp<axes=[1]>(x) }",
+    "indices": "m (float[1,2,4,4] x) => (float[n,c,h,v] y, int64[n,c,h,v] i) { y, i = MaxPool<kernel_shape=[2,2]>(x) }",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_kernels_are_wrong_at_is_written_otherwise(name: str) -> None:
+    model = filled(WRITTEN[name])
+    program = amp.convert(model, place="webgpu")
+    for each, wrong in ((amp.Program.from_onnx(model), True), (program, False)):
+        assert any(fault_at("webgpu", op) for op in each.walk()) == wrong
+    shape = [size.dim_value or 3 for size in model.graph.input[0].type.tensor_type.shape.dim]
+    x = np.random.default_rng(1).random(shape, dtype=np.float32)
+    written = program.to_onnx()
+    onnx.checker.check_model(written, full_check=True)
+    types = [[v.type.tensor_type.elem_type for v in m.graph.output] for m in (model, written)]
+    assert types[0] == types[1]
+    wanted = run(model, x=x).astype(np.float32)
+    assert np.linalg.norm(run(written, x=x) - wanted) < 2e-3 * np.linalg.norm(wanted) + 1e-6
+
+
+def test_what_nothing_stands_for_is_told() -> None:
+    model = filled("m (float[N,4] x) => (float[N] y) <float[4] w> { y = MatMul(x, w) }")
+    told = amp.convert(model, place="webgpu").conversion.notes
+    assert any("(MatMul) stays as it is, and its kernel there is wrong: the run ends" in note for note in told)
 
 
 # -- sums ------------------------------------------------------------------------------------------------

@@ -71,7 +71,12 @@ def missing() -> str | None:
 
 
 def session(
-    model: onnx.ModelProto, options: dict[str, str] | None = None, *, optimized: str = "", strict: bool = False
+    model: onnx.ModelProto,
+    options: dict[str, str] | None = None,
+    *,
+    optimized: str = "",
+    strict: bool = False,
+    level: str = "DISABLE_ALL",
 ) -> onnxruntime.InferenceSession:
     """A session of a model, as it is, on WebGPU.
 
@@ -80,9 +85,10 @@ def session(
         options: options of the provider.
         optimized: where to write the graph that runs.
         strict: refuse a node on CPU.
+        level: onnxruntime's optimizations.
     """
     how = onnxruntime.SessionOptions()
-    how.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    how.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{level}")
     how.log_severity_level = 4
     how.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if strict:

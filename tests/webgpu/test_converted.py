@@ -34,7 +34,7 @@ def filled(text: str) -> onnx.ModelProto:
     return model
 
 
-def off(model: onnx.ModelProto, written: onnx.ModelProto | amp.Program) -> float:
+def off(model: onnx.ModelProto, written: onnx.ModelProto | amp.Program, level: str = "DISABLE_ALL") -> float:
     """How far ``written``, a file or a program, is off on the device from ``model`` on CPU."""
     random = np.random.default_rng(1)
     feeds: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def off(model: onnx.ModelProto, written: onnx.ModelProto | amp.Program) -> float
         exe.run(written.startup, scope=scope)
         got = exe.run(written, feeds, written.outputs, scope=scope)[0]
     else:
-        got = session(written).run(None, feeds)[0]
+        got = session(written, level=level).run(None, feeds)[0]
     wanted = exact.run(None, feeds)[0]
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
@@ -71,6 +71,15 @@ def test_programs_are_lowered_around_kernels_that_are_wrong(text: str) -> None:
     model = filled(text)
     assert off(model, model) > 0.05
     assert off(model, amp.Program.from_onnx(model)) < 1e-6
+    assert off(model, amp.convert(model, place="webgpu").to_onnx(), "ENABLE_ALL") < 5e-3  # nothing is fused to it again
+
+
+@pytest.mark.parametrize(
+    "text", ["{ y = Gemm(x, w, b) }", "{ a = Flatten(x) v = Relu(b) c = Gemm(a, w, v) y = Neg(c) }"]
+)
+def test_a_scalar_that_ends_the_process_is_added_by_itself(text: str) -> None:
+    model = filled(f"m (float[3,4] x) => (float[n,o] y) <float[4,1] w, float[1] b> {text}")
+    assert off(model, amp.convert(model, place="webgpu").to_onnx(), "ENABLE_ALL") < 5e-3
 
 
 def test_a_long_sum_loses_what_storage_does() -> None:

@@ -55,7 +55,7 @@ def fault_at(kind: str, op: Operator, dtype: str | None = None) -> Fault | None:
     if name not in faults(kind):
         return None
     dtypes = [None if v is None else v.dtype for v in op.inputs]
-    shapes = [None if v is None else _known(v) for v in op.inputs]
+    shapes = [None if v is None else known_shape(v) for v in op.inputs]
     wanted = sum(v is not None for v in op.outputs)
     return fault_of(kind, name, Call(op.attrs, [dtype or dtypes[0], *dtypes[1:]], shapes, wanted))
 
@@ -78,7 +78,7 @@ def leaves(op: Operator, kind: str) -> str:
     return ""
 
 
-def _known(variable: Variable) -> tuple[int, ...] | None:
+def known_shape(variable: Variable) -> tuple[int, ...] | None:
     """The shape, where it is fixed."""
     sizes = [size for size in variable.shape or () if isinstance(size, int)]
     return tuple(sizes) if variable.shape is not None and len(sizes) == len(variable.shape) else None
