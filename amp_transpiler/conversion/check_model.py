@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import onnx
 
+from amp_transpiler.conversion.calibration.measure import Batch
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.conversion_options import TOLERANCE
 from amp_transpiler.conversion.leaving import Leaving, leaving_of
@@ -18,8 +20,11 @@ from amp_transpiler.conversion.replay import OperatorError, replay
 from amp_transpiler.conversion.verdict import CALIBRATION, SYNTHETIC, beyond, synthetic_sample
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import Shapes
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_in import load
+from amp_transpiler.ir.opdef import lookup, lowering_rule_of
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import place_traits, roundings
@@ -28,14 +33,13 @@ from amp_transpiler.option_checks import number
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
-from amp_transpiler.passes.lowering.lowered import needed
+from amp_transpiler.passes.lowering.lowered import needed, static
 from amp_transpiler.passes.lowering.place import Place, kind_of
 from amp_transpiler.passes.numerics.inner_roundings import inner_roundings
 from amp_transpiler.passes.pipeline import Pipeline
-from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.passes.view.kernel_faults import fault_at, leaves
 from amp_transpiler.passes.view.names import label
-from amp_transpiler.passes.view.typing import programs
+from amp_transpiler.passes.view.typing import programs, signature_of
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import Budget, within
 
@@ -49,13 +53,16 @@ class ModelCheck:
         dtype: the 16-bit type.
         sample: what it was run on.
         tolerance: relative L2 error that is allowed at an output.
-        outputs: that of each output.
+        outputs: that of each output; of integers, booleans and strings the share of elements that differ. Infinite
+            where numbers are not finite that should be, or are none in fp32 either.
         leaving: the operator at which it first leaves, None where no output is beyond the tolerance.
         operators: every operator that an output depends on, in program order, with its error.
         without_kernel: operators that the place has no kernel for, and why, with their number: they run on CPU.
         faults: operators whose kernel there does not compute what it should, with what it does.
         not_emulated: types of operators whose kernels there compute in 16 bit inside, in a way that the replay does not
-            follow: their own error is that of one rounding here.
+            follow, or that have no meaning in fp32 here: their own error is that of one rounding, or none.
+        infinite: 16-bit weights with numbers that are not finite, and how many: -inf of a mask, or what was beyond the
+            type when somebody converted the model.
     """
 
     place: str
@@ -68,6 +75,7 @@ class ModelCheck:
     without_kernel: Mapping[str, int]
     faults: Mapping[str, str]
     not_emulated: tuple[str, ...] = ()
+    infinite: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -93,7 +101,10 @@ class ModelCheck:
             lines.append(f"the kernel of {title} fails at {', '.join(map(repr, names[:2]))}{rest}: {what}")
         lines += [f"{count} x {what}: on CPU" for what, count in self.without_kernel.items()]
         if self.not_emulated:
-            lines.append(f"computed in {self.dtype} there, and rounded once here: {', '.join(self.not_emulated)}")
+            lines.append(f"computed in {self.dtype} there, which is not followed here: {', '.join(self.not_emulated)}")
+        lines += [
+            f"weight '{name}' holds numbers that are not finite: {count}" for name, count in self.infinite.items()
+        ]
         return "\n".join(lines)
 
 
@@ -146,11 +157,9 @@ def check_model(
     arithmetic = Arithmetic(kind, widens=False) if roundings(kind, dtype) is not None else None
     if arithmetic is not None:
         convert_opset(program)  # that of what sums are written out with
-    twin = program.clone()
-    widen(twin)
     batches = load_calibration(data, program) if data is not None else [synthetic_sample(program)]
     with within(Budget(time_budget if time_budget is not None else math.inf, None)):
-        operators = replay(program, twin, batches, dtype, arithmetic)
+        operators = replay(program, batches, arithmetic)
     allowed = TOLERANCE[dtype] if tolerance is None else float(tolerance)
     outputs = {v.name: _error(v, operators) for v in program.outputs if v.producer is not None}
     missed = [v for v in program.outputs if v.name in outputs and not beyond(outputs[v.name]) <= allowed]
@@ -162,11 +171,12 @@ def check_model(
         SYNTHETIC if data is None else CALIBRATION,
         allowed,
         outputs,
-        leaving_of(steps, kind, dtype, allowed, arithmetic) if missed else None,
+        leaving_of(steps, {v.name for v in missed}, kind, dtype, allowed) if missed else None,
         tuple(operators),
         _without_kernel(program, kind),
         _faults(program, kind),
-        _not_emulated(program, arithmetic, dtype),
+        _not_emulated(program, arithmetic, dtype, batches[0]),
+        _infinite(program),
     )
 
 
@@ -180,7 +190,7 @@ def _grouped(faults: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _error(variable: Variable, operators: list[OperatorError]) -> float:
     step = next(step for step in operators if step.op is variable.producer)
-    return step.error if step.tensor == variable.name else step.errors.get(variable.name, step.before)
+    return step.errors[variable.name]
 
 
 def _without_kernel(program: Graph, kind: str) -> dict[str, int]:
@@ -197,15 +207,33 @@ def _faults(program: Graph, kind: str) -> dict[str, str]:
     return {name: f"{fault.where}: {fault.what}" for name, fault in found.items() if fault is not None}
 
 
-def _not_emulated(program: Graph, arithmetic: Arithmetic | None, dtype: str) -> tuple[str, ...]:
-    """Types of operators in 16 bit that compute so inside, and whose sums nothing follows."""
-    if arithmetic is None:
-        return ()
+def _not_emulated(program: Program, arithmetic: Arithmetic | None, dtype: str, batch: Batch) -> tuple[str, ...]:
+    """Types of operators that nobody knows in fp32, or that compute in 16 bit inside, which is not followed."""
+    shapes = Shapes(program, {name: np.shape(value) for name, value in batch.items()})
 
-    def rounds(op: Operator) -> bool:
-        _, worth = inner_roundings(op, arithmetic, dtype)
-        return (
-            worth > 0 and sum_rule(op.full_type) is None and any(v is not None and v.dtype == dtype for v in op.outputs)
-        )
+    def followed(op: Operator) -> bool:
+        found = lookup(op)
+        if sum_rule(op.full_type) is None or (found is not None and lowering_rule_of(op) and not found.native):
+            return False
+        known = [v for v in (*op.inputs, *op.outputs[:1]) if v is not None]
+        sizes = [shapes[v][1] if v.program is program else v.shape for v in known]
+        return all(static(size) is not None for size in sizes)
 
-    return tuple(sorted({op.full_type for op in program.walk() if rounds(op)}))
+    def unknown(op: Operator) -> bool:
+        if not any(v is not None and v.dtype == dtype for v in op.outputs) or op.attrs.programs:
+            return False
+        if signature_of(op) is None:
+            return True
+        return arithmetic is not None and inner_roundings(op, arithmetic, dtype)[1] > 0 and not followed(op)
+
+    return tuple(sorted({op.full_type for op in program.walk() if unknown(op)}))
+
+
+def _infinite(program: Graph) -> dict[str, int]:
+    found = {
+        v.name: int((~np.isfinite(as_array(v.data))).sum())
+        for each in programs(program)
+        for v in each.variables
+        if v.dtype in HALF and v.producer is None and v.data is not None
+    }
+    return {name: count for name, count in found.items() if count}

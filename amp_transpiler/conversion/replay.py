@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from amp_transpiler.conversion.calibration.measure import Batch, Runner
-from amp_transpiler.conversion.calibration.statistics import TensorStats
+from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
+from amp_transpiler.conversion.verdict import beyond
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.ir.types import FLOATS, LIMITS, numpy_dtype
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, summands
 from amp_transpiler.passes.lowering.lowered import needed, static
-from amp_transpiler.passes.view.typing import operator_name
+from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.program import Program
 
 #: Tensors that one run hands out.
@@ -24,31 +25,43 @@ _PART = 256
 
 @dataclass
 class Replayed:
-    """A tensor over all batches.
+    """A float tensor over all batches.
 
-    ``exact``: of the place's value beside the fp32 one. ``stored``: of the value with sums in fp32, rounded where it is
-    stored and nowhere else. ``nonfinite``: how many numbers are not finite that are in fp32, ``nan`` of them no
-    numbers. ``vanished``: the share of the tensor (relative L2) that sank to zero.
+    ``dtype``: what it is stored in. ``exact``: of the place's value beside the fp32 one. ``stored``: of the value with
+    sums in fp32, rounded where it is stored and nowhere else. ``nonfinite``: how many numbers are not finite that are
+    in fp32, ``nan`` of them no numbers; ``undefined``: how many are no numbers in fp32 either. ``zeros``: how many are
+    zero that are not in fp32, ``sunk`` of them too small for the type. ``vanished``: the share of the tensor (relative
+    L2) that sank.
     """
 
+    dtype: str
     exact: TensorStats = field(default_factory=TensorStats)
     stored: TensorStats = field(default_factory=TensorStats)
     nonfinite: int = 0
     nan: int = 0
+    undefined: int = 0
+    zeros: int = 0
+    sunk: int = 0
     shape: tuple[int, ...] = ()
     _lost: float = 0.0
     _whole: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Relative L2 error; infinite where a number is not finite that should be, or should be none."""
+        return math.inf if self.undefined else self.exact.error
 
     @property
     def vanished(self) -> float:
         """The share that sank to zero."""
         return math.sqrt(self._lost / self._whole) if self._whole else 0.0
 
-    def add(self, exact: np.ndarray, got: np.ndarray, stored: np.ndarray, dtype: str) -> None:
+    def add(self, exact: np.ndarray, got: np.ndarray, stored: np.ndarray) -> None:
         """Take in another batch."""
-        self.exact.add(exact, got, dtype)
-        self.stored.add(exact, stored, dtype)
+        self.exact.add(exact, got, self.dtype)
+        self.stored.add(exact, stored, self.dtype)
         self.shape = got.shape
+        self.undefined += int(np.isnan(exact).sum())
         if exact.shape != got.shape:
             return
         with np.errstate(over="ignore", invalid="ignore"):
@@ -56,17 +69,22 @@ class Replayed:
             broken = finite & ~np.isfinite(got)
             self.nonfinite += int(broken.sum())
             self.nan += int((finite & np.isnan(got)).sum())
+            zero = finite & (got == 0) & (wide != 0)
+            sunk = zero & (np.abs(wide) <= LIMITS[self.dtype].vanish)
+            self.zeros += int(zero.sum())
+            self.sunk += int(sunk.sum())
             self._whole += float(np.square(wide[finite]).sum())
-            self._lost += float(np.square(wide[finite & (got == 0)]).sum())
+            self._lost += float(np.square(wide[sunk]).sum())
 
 
 @dataclass(frozen=True)
 class OperatorError:
     """What an operator makes of what it reads.
 
-    ``before``, ``error``: largest relative L2 error of the float tensors that it reads and makes, infinite where one is
-    not finite. ``tensor``: what it makes with the largest; ``found`` what was measured of it, None where nothing was.
-    ``errors``: by what it makes. ``summands``: how many it adds up, where it does and that is known.
+    ``before``, ``error``: largest error of what it reads and makes: of floats relative L2, infinite where one is not
+    finite; of all else the share that differs. ``tensor``: what it makes with the largest; ``found`` what was measured
+    of it, None of integers and where nothing was. ``errors``: by what it makes. ``summands``: how many it adds up,
+    where it does and that is known.
     """
 
     op: Operator
@@ -89,25 +107,27 @@ class OperatorError:
         return self.error - self.before if math.isfinite(self.before) else 0.0
 
 
-def replay(
-    program: Program, twin: Program, batches: Sequence[Batch], dtype: str, arithmetic: Arithmetic | None
-) -> list[OperatorError]:
+def replay(program: Program, batches: Sequence[Batch], arithmetic: Arithmetic | None) -> list[OperatorError]:
     """Every operator of ``program`` that an output depends on, in program order.
 
     Args:
-        program: with 16-bit operators. What nested graphs make inside is not looked at.
-        twin: the same with the same weights in fp32 (:func:`.widen.widen`).
-        batches: feeds of both.
-        dtype: the 16-bit type.
+        program: with 16-bit operators; it runs beside the same with the same weights in fp32. What nested graphs make
+            inside is not looked at.
+        batches: feeds.
         arithmetic: how the place's kernels round inside; None where they round each result once.
     """
     operators = needed(program, program.outputs)
-    pairs = [
-        (v.name, origin)
-        for v in [*program.inputs, *(v for op in operators for v in op.outputs if v is not None)]
-        if v.dtype in FLOATS and (origin := _in_twin(v, twin)) is not None
-    ]
-    found: dict[str, Replayed] = {name: Replayed() for name, _ in pairs}
+    twin, moved = program.clone(), dict[str, str]()
+    widen(twin, moved)
+    found: dict[str, Replayed | Difference] = {}
+    pairs: list[tuple[str, str]] = []
+    for v in [*program.inputs, *(v for op in operators for v in op.outputs if v is not None)]:
+        measure, origin = _measure(v), v.name
+        while origin in moved:
+            origin = moved[origin]
+        if measure is not None and twin.has_var(origin):
+            found[v.name] = measure
+            pairs.append((v.name, origin))
     for start in range(0, len(pairs), _PART):
         part = pairs[start : start + _PART]
         names = [name for name, _ in part]
@@ -118,21 +138,36 @@ def replay(
             plain, wanted = stored.run(batch), dict(zip(origins, exact.run(batch), strict=True))
             made = plain if own is stored else own.run(batch)
             for (name, origin), got, rounded in zip(part, made, plain, strict=True):
-                found[name].add(wanted[origin], got, rounded, dtype)
+                measured = found[name]
+                if isinstance(measured, Replayed):
+                    measured.add(wanted[origin], got, rounded)
+                else:
+                    measured.add(wanted[origin], got)
     return list(_errors(operators, program.inputs, found))
 
 
+def _measure(variable: Variable) -> Replayed | Difference | None:
+    """What takes in the values of a variable; None where they are not handed out (sequences, inner strings)."""
+    dtype = variable.dtype
+    if dtype is None:
+        return None
+    if dtype in FLOATS:
+        return Replayed(dtype)
+    whole = np.dtype(numpy_dtype(dtype)).kind in "biu"
+    return Difference() if whole or variable in variable.program.outputs else None
+
+
 def _errors(
-    operators: Sequence[Operator], inputs: Sequence[Variable], found: dict[str, Replayed]
+    operators: Sequence[Operator], inputs: Sequence[Variable], found: Mapping[str, Replayed | Difference]
 ) -> Iterator[OperatorError]:
-    errors = {v.key: found[v.name].exact.error for v in inputs if v.name in found}
+    floats = {name: each for name, each in found.items() if isinstance(each, Replayed)}
+    errors = {v.key: floats[v.name].exact.error for v in inputs if v.name in floats}
     for op in operators:
-        read = [errors.get(v.key, 0.0) for v in (*op.inputs, *op.captures) if v is not None]
-        before = max(read, default=0.0)
+        before = max((errors.get(v.key, 0.0) for v in (*op.inputs, *op.captures) if v is not None), default=0.0)
         made = [v for v in op.outputs if v is not None]
-        for variable in made:  # what was not measured, a sequence or integers, has the error of what it comes from
+        for variable in made:  # what was not measured has the error of what it comes from
             measured = found.get(variable.name)
-            errors[variable.key] = before if measured is None else measured.exact.error
+            errors[variable.key] = before if measured is None else beyond(measured.error)
         if made:
             worst = max(made, key=lambda v: errors[v.key])
             yield OperatorError(
@@ -140,24 +175,10 @@ def _errors(
                 worst.name,
                 before,
                 errors[worst.key],
-                found.get(worst.name),
+                floats.get(worst.name),
                 {v.name: errors[v.key] for v in made},
-                _summands(op, found),
+                _summands(op, floats),
             )
-
-
-def _in_twin(variable: Variable, twin: Program) -> str | None:
-    """The tensor of the fp32 program that a variable should be; None where it has none."""
-    while True:
-        wide = f"{variable.name}.fp32"  # behind an input and before an output that keep their 16-bit type
-        if variable.dtype in HALF and variable in variable.program.outputs and twin.has_var(wide):
-            return wide
-        if twin.has_var(variable.name):
-            return variable.name
-        op = variable.producer
-        if op is None or operator_name(op) != "Cast" or op.inputs[0] is None or op.inputs[0].dtype not in FLOATS:
-            return None
-        variable = op.inputs[0]
 
 
 def _summands(op: Operator, found: dict[str, Replayed]) -> int | None:

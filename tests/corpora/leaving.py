@@ -95,4 +95,44 @@ CASES = {
         {"x": (300, 1)},
         "Cast overflow",
     ),
+    "tail": Case(  # as converters write it that keep the type of outputs
+        "m (float[4,64] x) => (float[4,8] y) <float16[64,8] w> { h = Cast<to=10>(x) g = MatMul(h, w) y = Cast<to=1>(g) }",
+        {"x": (300, 1)},
+        "MatMul overflow",
+        {"w": (10, 1)},
+    ),
+    "narrowed": Case(  # at the very end
+        "m (float[4,64] x) => (float16[4,64] y) { q = Mul(x, x) y = Cast<to=10>(q) }", {"x": (300, 1)}, "Cast overflow"
+    ),
+    "masked": Case(  # the mask overflows and does no harm, and what comes after it does
+        "m (float16[1,4096] x) => (float16[1,2] y) <float16[1,4096] large, float16[4096,2] w>"
+        " { a = Sub(x, large) e = Sigmoid(a) d = Add(x, e) y = MatMul(d, w) }",
+        {"x": (-10000, 1000)},
+        {"webgpu": "MatMul lost sums"},
+        {"large": (60000, 100), "w": (2e-4, 1e-4)},
+    ),
+    "compared": Case(  # what overflows is above the rest all the same
+        "m (float16[4,64] x) => (bool[4,64] y) <float16[64,64] w> { p = MatMul(x, w) y = Greater(p, x) }",
+        {"x": (100, 1)},
+        "",
+        {"w": (20, 0.1)},
+    ),
+    "apart": Case(
+        "m (float16[4,64] x) => (float16[4,64] y) <float16 one> { a = Add(x, one) y = Sub(a, one) }",
+        {"x": (0, 1e-4)},
+        "Sub rounding",
+        {"one": (1, 0)},
+    ),
+    "divisor": Case(  # one row in four sinks: too little to be seen in the error, before it divides
+        "m (float16[1,64] t, float16[3,64] x) => (float16[4,64] y) <int64[1] axes>"
+        " { a = Concat<axis=0>(t, x) q = Mul(a, a) s = ReduceSum(q, axes) r = Sqrt(s) y = Div(a, r) }",
+        {"t": (0, 1e-5), "x": (0, 1)},
+        "Mul underflow",
+        {"axes": (1, 0)},
+    ),
+    "undefined": Case(
+        "m (float16[4,64] x) => (float16[4,64] y) { l = Log(x) y = Neg(l) }",
+        {"x": (0, 1)},
+        "Log no numbers in fp32 either",
+    ),
 }

@@ -31,17 +31,20 @@ _COPY = re.compile(r"(.+)\.cast_(fp16|bf16)(?:_\d+)?")
 _HALF_OF = {SHORT[dtype]: dtype for dtype in HALF}
 
 
-def widen(program: Graph) -> list[str]:
+def widen(program: Graph, moved: dict[str, str] | None = None) -> list[str]:
     """Turn 16-bit weights, constants and operators to fp32 and take their casts out, in place; notes on what was done.
 
     Values stay what they are: every 16-bit number is a fp32 number. Inputs and outputs keep their declared types,
     behind casts; so do operators that do not take fp32 (those of foreign domains may not), between casts.
+    ``moved`` is told of each tensor that went with a cast, or lies behind one now, which one holds it in fp32;
+    that one may have moved as well.
     """
+    moved = {} if moved is None else moved
     every = list(programs(program))
     if not any(v.dtype in HALF for each in every for v in each.variables):
         return []
     kept = {op: _types(op) for op in program.walk() if not _takes_float32(op)}
-    io = _keep_io(program)
+    io = _keep_io(program, moved)
     halves = [v for each in every for v in each.variables if v.dtype in HALF and v not in io]
     held = sorted({str(v.dtype) for v in halves if v.producer is None and v.data is not None})
     for each in every:
@@ -51,7 +54,7 @@ def widen(program: Graph) -> list[str]:
         variable.dtype = "float32"
     for op, (reads, writes) in kept.items():
         _between_casts(op, reads, writes)
-    casts = sum(_without_casts(each) for each in every)
+    casts = sum(_without_casts(each, moved if each is program else {}) for each in every)
     _merge_copies(program)
     for op in program.walk():
         if not inserted(op):
@@ -89,7 +92,7 @@ def _types(op: Operator) -> tuple[list[str | None], list[str | None]]:
     return reads, writes
 
 
-def _keep_io(program: Graph) -> set[Variable]:
+def _keep_io(program: Graph, moved: dict[str, str]) -> set[Variable]:
     """Put casts behind 16-bit inputs and before 16-bit outputs; these variables, whose types are declared."""
     found = {v for v in (*program.inputs, *program.outputs) if v.dtype in HALF}
     for variable in [v for v in program.variables if v in found]:
@@ -104,6 +107,7 @@ def _keep_io(program: Graph) -> set[Variable]:
             producer.set_output(variable.producer_slot, full)
             add_cast(full, variable)
             _retarget(producer)
+            moved[variable.name] = full.name
     return found
 
 
@@ -171,7 +175,7 @@ def _between_casts(op: Operator, reads: list[str | None], writes: list[str | Non
             add_cast(raw, variable)
 
 
-def _without_casts(program: Graph) -> int:
+def _without_casts(program: Graph, moved: dict[str, str]) -> int:
     """Take out casts from fp32 to fp32; their number."""
     count = 0
     for op in program.operators:
@@ -186,9 +190,11 @@ def _without_casts(program: Graph) -> int:
                 program.replace_uses(read, made)
                 read.producer.set_output(read.producer_slot, made)
                 program.remove_variable(read)
+                moved[read.name] = made.name
         else:
             program.replace_uses(made, read)
             program.remove_variable(made)
+            moved[made.name] = read.name
         count += 1
     return count
 
