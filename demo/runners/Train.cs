@@ -139,7 +139,6 @@ public sealed class Train
         var file = BitConverter.GetBytes((long)padded.Length).Concat(padded).Concat(data.ToArray()).ToArray();
         var meta = ((string)checkpoint["meta"]).Replace("${step}", $"{Number}").Replace("${bytes}", $"{file.Length}")
             .Replace("${sha256}", Sha256(file)).Replace("${runner}", "Train.cs");
-        if (Directory.Exists(folder)) throw new IOException($"'{folder}' is there already");
         Directory.CreateDirectory(folder);
         File.WriteAllBytes(Path.Combine(folder, "state.safetensors"), file);
         var checksum = Sha256(Encoding.UTF8.GetBytes(meta));
@@ -166,6 +165,8 @@ public sealed class Train
     {
         try
         {
+            if (words.Length < 4) throw new ArgumentException("usage: Train FOLDER BATCHES STEPS TO [FROM]");
+            if (Directory.Exists(words[3])) throw new IOException($"'{words[3]}' is there already");
             var step = new Train(words[0], words[words.Length > 4 ? 4 : 0]);
             var batches = Safetensors(File.ReadAllBytes(words[1]));
             for (var left = int.Parse(words[2]); left > 0; left--)

@@ -124,6 +124,8 @@ public final class Train {
 
   public static void main(String[] words) {
     try {
+      if (words.length < 4) throw new IllegalArgumentException("usage: Train FOLDER BATCHES STEPS TO [FROM]");
+      if (Files.exists(Path.of(words[3]))) throw new IllegalArgumentException("'" + words[3] + "' is there already");
       var step = new Train(Path.of(words[0]), Path.of(words[words.length > 4 ? 4 : 0]));
       Map<String, Tensor> batches = safetensors(Files.readAllBytes(Path.of(words[1])));
       for (long left = Long.parseLong(words[2]); left > 0; left--) {

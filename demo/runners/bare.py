@@ -9,7 +9,6 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  numpy's bfloat16
 import numpy as np
 import onnxruntime
-from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 
@@ -35,7 +34,9 @@ def run(name, feeds):
 
 
 sys.excepthook = lambda kind, error, trace: print(f"error: {kind.__name__}: {error}", file=sys.stderr)
-folder, batches, steps, to, start = map(Path, (sys.argv[1:] + sys.argv[1:2])[:5])
+given = sys.argv[1:] if len(sys.argv) > 4 else sys.exit(__doc__)
+folder, batches, steps, to, start = map(Path, (given + given[:1])[:5])
+expect(to.exists(), False, f"whether there is a '{to}' already")
 said, meta = (json.loads(path.read_text(encoding="utf-8")) for path in (folder / "manifest.json", start / "meta.json"))
 expect((said["format"], said["version"]), ("amp_transpiler.training_step", 1), f"what '{folder}' holds")
 expect(meta["program"], said["program"], f"the program of checkpoint '{start}'")
@@ -44,8 +45,7 @@ for path, one in [*((folder / name, one) for name, one in said["files"].items())
     expect(hashlib.sha256(path.read_bytes()).hexdigest(), one["sha256"], f"the SHA-256 of '{path}'")
 sessions = {n: onnxruntime.InferenceSession(folder / m["file"], providers=[at]) for n, m in said["models"].items()}
 expect({session.get_providers()[0] for session in sessions.values()}, {at}, f"what runs a step for {said['place']}")
-file, kinds = safe_open(tensors, "numpy"), said["states"]
-held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+held, kinds = load_file(tensors), said["states"]
 state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
 data, window, first = load_file(batches), said["window"], meta["step"] or 0
 for step in range(first, end := first + int(str(steps))):

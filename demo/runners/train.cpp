@@ -345,6 +345,7 @@ struct Step {
 
 int main(int number, char** words) try {
   if (number < 5) fail("usage: train FOLDER BATCHES STEPS TO [FROM]");
+  if (fs::exists(words[4])) fail("'" + string(words[4]) + "' is there already");
   Step step(words[1], words[number > 5 ? 5 : 1]);
   const auto batches = safetensors(read(words[2]));
   for (int64_t left = std::stoll(words[3]); left > 0; --left) {

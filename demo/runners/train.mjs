@@ -2,18 +2,22 @@
 // bare.py does. --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, … instead of
 // the one that the step was lowered for; --model: a new folder for the trained ONNX model.
 
+import { existsSync } from "node:fs";
 import { readFile } from "node:fs/promises";
 import process from "node:process";
 import { parseArgs } from "node:util";
 
 import { TrainingStep, folder, readSafetensors } from "./amp_step.mjs";
 
-const { values, positionals } = parseArgs({
-  allowPositionals: true,
-  options: { web: { type: "boolean" }, provider: { type: "string" }, model: { type: "string" } },
-});
-const [home, batches, steps, to, from] = positionals;
 try {
+  const { values, positionals } = parseArgs({
+    allowPositionals: true,
+    options: { web: { type: "boolean" }, provider: { type: "string" }, model: { type: "string" } },
+  });
+  const [home, batches, steps, to, from] = positionals;
+  if (!to) throw new Error("usage: node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME] [--model TO]");
+  const there = [to, values.model].find((path) => path && existsSync(path));
+  if (there) throw new Error(`'${there}' is there already`);
   const ort = await import(values.web ? "onnxruntime-web" : "onnxruntime-node");
   if (values.web) ort.env.wasm.numThreads = 1;
   const options = { logSeverityLevel: 3, ...(values.provider && { executionProviders: [values.provider] }) };

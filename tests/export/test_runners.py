@@ -276,6 +276,17 @@ def test_what_does_not_fit_is_one_clear_error(
 
 
 @pytest.mark.parametrize("runner", ["bare Python", "Node", *COMPILED])
+def test_what_is_there_already_is_told_before_the_training(
+    runner: str, command: list[str], small: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "end").mkdir()
+    done = call(command, small / "step", small / "data.safetensors", 1, tmp_path / "end")
+    assert done.returncode == 1 and f"'{tmp_path / 'end'}'" in done.stderr and "already" in done.stderr
+    assert done.stdout == "" and not any((tmp_path / "end").iterdir())
+    assert "FOLDER BATCHES STEPS TO [FROM]" in call(command, small / "step").stderr
+
+
+@pytest.mark.parametrize("runner", ["bare Python", "Node", *COMPILED])
 def test_a_step_for_a_place_that_is_not_here_is_refused(
     runner: str, command: list[str], small: Path, tmp_path: Path
 ) -> None:
