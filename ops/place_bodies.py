@@ -266,9 +266,11 @@ def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
 @body("Gemm")
 def _gemm(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
+) -> Sequence[Value] | None:
     """The product, and what is added by itself; of integers with a fraction for factor, all but the product in fp32."""
     a, b, *added = given(inputs)
+    if a.dtype not in (*FLOATS, "int32", "uint32"):
+        return None
     alpha, beta = float(attrs.get("alpha", 1.0)), float(attrs.get("beta", 1.0))
     turned = {name: attrs.get(name, 0) for name in ("transA", "transB")}
     if a.dtype in FLOATS or (alpha.is_integer() and beta.is_integer()):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.common import size_of, sliced
 from amp_transpiler.ops.conv import transposed_window, without_tail
 from amp_transpiler.ops.place_bodies import body, given
@@ -89,6 +90,8 @@ def _max_pool(
     last position of the kernel to the first, each that holds the maximum has its index written over the others."""
     (x,) = given(inputs)
     if x.shape is None or results[0].shape is None or len(results) == 1 or attrs.get("storage_order", 0):
+        return None
+    if x.dtype not in FLOATS:
         return None
     window = window_by_runtime(attrs, x.shape[2:], results[0].shape[2:])
     if window is None:

@@ -115,8 +115,6 @@ def _softmax(
     """Of rows of whole vectors of four each component has a sum of its own."""
     x, rank = _first(inputs), len(shape)
     axis = int(attrs.get("axis", -1)) % rank
-    if e.opset < 13 and axis != rank - 1:
-        return None
     count, vector = shape[axis], 1 if shape[axis] % 4 else 4
     largest = e.ReduceMax(x, e.ints(axis), keepdims=1, shape=[1 if i == axis else n for i, n in enumerate(shape)])
     power = _power(e, e.Sub(x, largest, shape=shape))

@@ -220,9 +220,7 @@ def reduced_axes(e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | 
     x, given = (*inputs, None)[:2]
     if x is None or x.shape is None or (given is not None and given.name not in e.initializers):
         return None
-    named = list(attrs.get("axes") or ())  # an attribute in older opsets
-    if given is not None:
-        named = onnx.numpy_helper.to_array(e.initializers[given.name]).tolist()
+    named = [] if given is None else onnx.numpy_helper.to_array(e.initializers[given.name]).tolist()
     whole = [] if attrs.get("noop_with_empty_axes") else [*range(len(x.shape))]
     return sorted(axis % len(x.shape) for axis in named) or whole
 

@@ -31,7 +31,6 @@ from amp_transpiler.lists import place_traits, roundings
 from amp_transpiler.ops.rounded_sums import sum_rule
 from amp_transpiler.option_checks import number
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
-from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.lowered import needed, static
 from amp_transpiler.passes.lowering.place import Place, kind_of
@@ -155,8 +154,6 @@ def check_model(
         )
     dtype = str(found.most_common(1)[0][0])
     arithmetic = Arithmetic(kind, widens=False) if roundings(kind, dtype) is not None else None
-    if arithmetic is not None:
-        convert_opset(program)  # that of what sums are written out with
     batches = load_calibration(data, program) if data is not None else [synthetic_sample(program)]
     with within(Budget(time_budget if time_budget is not None else math.inf, None)):
         operators = replay(program, batches, arithmetic)

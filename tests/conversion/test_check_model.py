@@ -113,6 +113,15 @@ def test_operators_without_a_kernel() -> None:
     assert "GRU (no WebGPU kernel for GRU at float16" in str(found)
     assert not amp.check_model(model, "cuda").without_kernel and not amp.check_model(model, "cpu").without_kernel
 
+    text = (
+        '<ir_version: 8, opset_import: ["" : OPSET]> m (float16[1,1,4,4] x) => (float16[1,1,3,3] y)'
+        " { y = AveragePool<kernel_shape=[2,2]>(x) }"
+    )
+    checks = [
+        amp.check_model(onnx.parser.parse_model(text.replace("OPSET", opset)), "webgpu") for opset in ("17", "19")
+    ]
+    assert [len(check.without_kernel) for check in checks] == [0, 1]  # the file's own opset counts
+
 
 @pytest.mark.parametrize(
     ("graph", "what"),

@@ -175,12 +175,24 @@ def test_a_split_into_many_pieces_is_a_tree_of_splits(pieces: int, axis: int, dt
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_what_no_body_serves_stays() -> None:
+@pytest.mark.parametrize(
+    ("type_", "dtype", "shapes", "attrs"),
+    [
+        ("Split", "uint8", [(4,), (2,), (2,)], {"num_outputs": 2}),
+        ("Gemm", "uint64", [(2, 2), (2, 2)], {}),
+        ("MaxPool", "int8", [(1, 1, 4), (1, 1, 3), (1, 1, 3)], {"kernel_shape": [2]}),
+    ],
+)
+def test_what_no_body_serves_stays(
+    type_: str, dtype: str, shapes: list[tuple[int, ...]], attrs: dict[str, Any]
+) -> None:
     program = amp.Program()
     with amp.program_guard(program, amp.Program()):
-        parts = [program.add_variable(f"y{i}", "uint8", (2,)) for i in range(2)]
-        program.add_operator("Split", [amp.data("x", [4], "uint8")], parts, attrs={"num_outputs": 2})
-    assert [node.op_type for node in lower(program, "webgpu", {}, parts).model.graph.node] == ["Split"]
+        x = amp.data("x", shapes[0], dtype)
+    kinds = [dtype, "int64" if type_ == "MaxPool" else dtype]
+    made = [program.add_variable(f"y{i}", kinds[i], shape) for i, shape in enumerate(shapes[1:])]
+    program.add_operator(type_, [x] * (2 if type_ == "Gemm" else 1), made, attrs=attrs)
+    assert [node.op_type for node in lower(program, "webgpu", {}, made).model.graph.node] == [type_]
 
 
 def test_an_input_that_is_left_out_by_name_is_left_out() -> None:

@@ -103,6 +103,14 @@ def test_functions_are_widened_by_their_error(operator: str, widened: bool) -> N
     assert types == (["Cast", operator, "Cast"] if widened else [operator])
 
 
+def test_programs_of_earlier_opsets_are_emulated() -> None:
+    feeds = {"x": half(2, 8), "s": half(8)}
+    programs = [amp.Program.from_onnx(one_operator("LayerNormalization", feeds, opset)) for opset in (17, 21)]
+    models = [lower(program, "cpu", arithmetic=PLAIN) for program in programs]
+    np.testing.assert_array_equal(*(_run(model, feeds) for model in models))
+    assert not np.array_equal(_run(models[0], feeds), _run(lower(programs[0], "cpu"), feeds))
+
+
 def test_an_executor_trains_with_the_arithmetic_of_a_place() -> None:
     with pytest.raises(ArgumentError, match="emulates one of cpu, cuda, webgpu"):
         amp.CPUPlace(emulate="metal")

@@ -14,7 +14,7 @@ from amp_transpiler.lists import TARGET_OPSET, place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
-from amp_transpiler.passes.lowering.arithmetic import Arithmetic
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -26,13 +26,19 @@ from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Va
 WANTED: Value[Wanted] = Value("wanted")
 #: The model that a place runs.
 LOWERED: Value[Lowered] = Value("lowered")
+#: The first opset whose reductions all read their axes, as what stands for inner roundings has them.
+_AXES_READ = 18
 
 
 @dataclass(frozen=True)
 class RuntimeOpset(Pass):
-    """Operators are at the target opset where lowering rules ask for it, or where the place lacks later kernels."""
+    """Operators are at the target opset where lowering rules ask for it, or where the place lacks later kernels.
+
+    So they are where kernels' inner roundings are written out that need later forms of operators.
+    """
 
     name = "runtime-opset"
+    takes = (WANTED,)
 
     place: str = option("cpu", *place_kinds())
 
@@ -41,7 +47,9 @@ class RuntimeOpset(Pass):
         # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
         stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in graph.variables)
         traits = place_traits(self.place)
-        later = traits.bodies or (version > TARGET_OPSET and traits.device)
+        arithmetic = context.get(WANTED, Wanted()).arithmetic
+        emulated = version < _AXES_READ and arithmetic is not None and kernels_of(arithmetic) is not None
+        later = traits.bodies or emulated or (version > TARGET_OPSET and traits.device)
         return version != TARGET_OPSET and not stays and (later or any(lowering_rule_of(op) for op in graph.walk()))
 
     def run(self, graph: Graph, context: Context) -> bool:
