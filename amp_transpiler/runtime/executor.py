@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +60,7 @@ from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.runtime.states import fetched_state
-from amp_transpiler.warn import AmpWarning, warn_user
+from amp_transpiler.warn import warn_user
 
 
 @dataclass(frozen=True)
@@ -310,8 +309,7 @@ class Executor:
                 plan.sessions.popitem(last=False)
                 drops, plan.dropped = not plan.dropped, True
         if drops:
-            warning = thrashes(program, plan, self.max_sessions, shapes)
-            warnings.warn(warning, AmpWarning, stacklevel=6)  # the caller of run
+            warn_user(thrashes(program, plan, self.max_sessions, shapes))
 
     def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-import warnings
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,7 @@ from amp_transpiler.runtime.collective.current import engine_on
 from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
-from amp_transpiler.warn import AmpWarning
+from amp_transpiler.warn import AmpWarning, warn_user
 
 _CPU = place_traits("cpu").provider
 _KINDS = {name.lower(): number for name, number in onnx.TensorProto.DataType.items()}
@@ -323,11 +322,9 @@ def cpu_operators(data: bytes, place: Place, settings: Settings) -> list[str]:
 def _warn_of_fallback(data: bytes, place: Place, settings: Settings, name: str) -> None:
     found = cpu_operators(data, place, settings)
     if found:
-        warnings.warn(
+        warn_user(
             f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "
-            "CPU, where stock onnxruntime does not round 16-bit results as a GPU does",
-            AmpWarning,
-            stacklevel=5,
+            "CPU, where stock onnxruntime does not round 16-bit results as a GPU does"
         )
 
 

@@ -202,9 +202,10 @@ def test_one_session_for_each_signature(exe: Executor, scope: Scope, monkeypatch
     exe.run(program, FEED, ["picked"], scope)
     assert len(made) == 4
     small = Executor(max_sessions=1, threads=1)
-    with pytest.warns(UserWarning, match="has been fed 2 different shapes"):
+    with pytest.warns(UserWarning, match="has been fed 2 different shapes") as told:
         for count in (2, 4, 2):
             small.run(program, {"x": X[:count], "row": ROW[:count]}, ["picked"], scope)
+    assert told[0].filename == __file__
     assert len(made) == 6, "the second shape's session serves the first one too"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -225,6 +226,14 @@ def test_averages_and_windows_of_accumulation(exe: amp.Executor, scope: amp.Scop
     with average.applied(scope):
         assert not np.array_equal(scope.find_var(name), now)
     assert np.array_equal(scope.find_var(name), now)
+
+
+def test_what_falls_back_is_told_at_the_line_that_runs_it() -> None:
+    text = '<ir_version: 10, opset_import: ["" : 21]> f (float[4] x) => (int64[1,n] y) { y = NonZero(x) }'
+    exe, program = amp.Executor(PLACE, allow_cpu_fallback=True), amp.Program.from_onnx(onnx.parser.parse_model(text))
+    with pytest.warns(AmpWarning, match=r"runs on WebGPUPlace\(0\) except NonZero .* on the CPU") as told:
+        (found,) = exe.run(program, {"x": np.array([0, 1, 0, 2], np.float32)}, ["y"])
+    assert told[0].filename == __file__ and found.tolist() == [[1, 3]]
 
 
 def test_another_number_than_0_is_refused() -> None:
