@@ -56,7 +56,8 @@ class ModelCheck:
             where numbers are not finite that should be, or are none in fp32 either.
         leaving: the operator at which it first leaves, None where no output is beyond the tolerance.
         operators: every operator that an output depends on, in program order, with its error.
-        without_kernel: operators that the place has no kernel for, and why, with their number: they run on CPU.
+        without_kernel: operators that the place has no kernel for, and why, with their number: they run on CPU; where
+            that is the place, nowhere but here.
         faults: operators whose kernel there does not compute what it should, with what it does.
         not_emulated: types of operators whose kernels there compute in 16 bit inside, in a way that the replay does not
             follow, or that have no meaning in fp32 here: their own error is that of one rounding, or none.
@@ -87,7 +88,8 @@ class ModelCheck:
         return not self.missed and not self.faults
 
     def __str__(self) -> str:
-        title = place_traits(self.place).title
+        at = place_traits(self.place)
+        title, runs = at.title, "onnxruntime by itself does not run it" if at.emulates else "on CPU"
         lines = [f"{len(self.operators)} operators, replayed as {title} computes {self.dtype}, on {self.sample}"]
         lines += [
             f"output '{name}': relative error {error:.2g}{f', above {self.tolerance:g}' if name in self.missed else ''}"
@@ -98,7 +100,7 @@ class ModelCheck:
         for what, names in _grouped(self.faults).items():
             rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
             lines.append(f"the kernel of {title} fails at {', '.join(map(repr, names[:2]))}{rest}: {what}")
-        lines += [f"{count} x {what}: on CPU" for what, count in self.without_kernel.items()]
+        lines += [f"{count} x {what}: {runs}" for what, count in self.without_kernel.items()]
         if self.not_emulated:
             lines.append(f"computed in {self.dtype} there, which is not followed here: {', '.join(self.not_emulated)}")
         lines += [

@@ -112,6 +112,9 @@ def test_operators_without_a_kernel() -> None:
     assert found.ok and list(found.without_kernel.values()) == [1]
     assert "GRU (no WebGPU kernel for GRU at float16" in str(found)
     assert not amp.check_model(model, "cuda").without_kernel and not amp.check_model(model, "cpu").without_kernel
+    text = '<ir_version: 8, opset_import: ["" : 17]> m (bfloat16[4,4] x) => (bfloat16[4,4] y) { y = MatMul(x, x) }'
+    found = amp.check_model(onnx.parser.parse_model(text), "cpu")
+    assert found.ok and "onnxruntime by itself does not run it" in str(found)
 
     text = (
         '<ir_version: 8, opset_import: ["" : OPSET]> m (float16[1,1,4,4] x) => (float16[1,1,3,3] y)'

@@ -13,8 +13,8 @@ import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ListError
 from amp_transpiler.ir.reasons import Kind, parse
 from amp_transpiler.passes.view.kernel_faults import fault_at
+from tests.helpers.converting import HEAD, filled
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
 RECURRENT = (
     "m (float[4,1,8] x) => (float[4,1,1,8] y) <float[1,24,8] w, float[1,24,8] r>"
     " { a = Relu(x) y, h = GRU<hidden_size=8>(a, w, r) }"
@@ -31,18 +31,6 @@ def conv(channels: int, outputs: int, kernel: int = 3, attrs: str = "", opset: i
         f"m (float[1,{channels},8,9] x) => (float[n,c,h,v] y) <float[{outputs},{channels},{k}] w>"
         f" {{ c = Conv{attrs}(x, w) {more or 'y = Relu(c)'} }}"
     )
-
-
-def filled(text: str) -> onnx.ModelProto:
-    """The model of a text, with weights of small numbers that nothing overflows with."""
-    model = onnx.parser.parse_model(text if text.startswith("<") else HEAD + text)
-    random = np.random.default_rng(0)
-    for weight in model.graph.value_info:
-        shape = [size.dim_value for size in weight.type.tensor_type.shape.dim]
-        array = 0.1 * random.random(shape, dtype=np.float32) + np.float32(0.5)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight.name))
-    del model.graph.value_info[:]
-    return model
 
 
 def run(model: onnx.ModelProto, **feeds: Any) -> np.ndarray:

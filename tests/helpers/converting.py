@@ -11,7 +11,20 @@ import onnx
 import amp_transpiler as amp
 from tests.helpers.sessions import session
 
+HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
 TYPES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT}
+
+
+def filled(text: str) -> onnx.ModelProto:
+    """The model of a text, with weights of small numbers that nothing overflows with."""
+    model = onnx.parser.parse_model(text if text.startswith("<") else HEAD + text)
+    random = np.random.default_rng(0)
+    for weight in model.graph.value_info:
+        shape = [size.dim_value for size in weight.type.tensor_type.shape.dim]
+        array = 0.1 * random.random(shape, dtype=np.float32) + np.float32(0.5)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight.name))
+    del model.graph.value_info[:]
+    return model
 
 
 def faithful(program: amp.Program, feed: dict[str, Any]) -> list[Any]:

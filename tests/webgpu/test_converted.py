@@ -10,28 +10,16 @@ import onnxruntime
 import pytest
 
 import amp_transpiler as amp
+from tests.helpers.converting import filled
 from tests.helpers.webgpu_sessions import built_in, session
 
 pytestmark = pytest.mark.webgpu
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
 CONV = "m (float[1,CHANNELS,8,9] x) => (float[n,o,h,v] y) <float[8,CHANNELS,3,3] w> { y = Conv(x, w) }"
 NORMED = (
     "m (float[1,8,6,6] x) => (float[n,o,h,v] z) <float[8,8,1,1] w, float[8] s, float[8] b, float[8] mean, float[8] var>"
     " { c = Conv(x, w) y = BatchNormalization(c, s, b, mean, var) z = Relu(y) }"
 )
-
-
-def filled(text: str) -> onnx.ModelProto:
-    """The model of a text, with weights of small numbers."""
-    model = onnx.parser.parse_model(HEAD + text)
-    random = np.random.default_rng(0)
-    for weight in model.graph.value_info:
-        shape = [size.dim_value for size in weight.type.tensor_type.shape.dim]
-        array = 0.1 * random.random(shape, dtype=np.float32) + np.float32(0.5)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight.name))
-    del model.graph.value_info[:]
-    return model
 
 
 def off(model: onnx.ModelProto, written: onnx.ModelProto | amp.Program, level: str = "DISABLE_ALL") -> float:
