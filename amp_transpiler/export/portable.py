@@ -11,7 +11,7 @@ once in some hundred million results.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _BY_ROWS = frozenset({"ReduceSum", "ReduceMean"})
 #: What onnxruntime has a kernel of double for that computes nothing.
 _UNFINISHED = frozenset({"LSTM", "GRU", "RNN"})
+#: A line between two bounds, whose kernels round once or twice: its slope and height, where attributes do not say.
+_HARD = {"HardSigmoid": (0.2, 0.5), "HardSwish": (1 / 6, 0.5)}
 
 
 def portable(lowered: Lowered, left: set[str]) -> Lowered:
@@ -86,8 +88,12 @@ class _Graph:
         elif node.op_type == "GlobalAveragePool" and (shape := self.types[node.input[0]][1]) is not None:
             axes_of = self._constant(f"{node.output[0]}/axes", range(2, len(shape)))
             self._widen(helper.make_node("ReduceMean", [node.input[0], axes_of], node.output, node.name))
-        elif node.op_type == "Conv" and self._weight(node) and self._holds_sixteen_bits(node):
+        elif node.op_type == "Conv" and self._holds_sixteen_bits(node) and self._covers(node):
+            self._multiply(node)
+        elif node.op_type == "Conv" and self._holds_sixteen_bits(node) and self._has_positions(node):
             self._double_filters(node)
+        elif node.op_type in _HARD and not node.domain:
+            self._hard(node)
         elif node.op_type not in _UNFINISHED and has_kernel(_CPU, node.op_type, "float64", self.opset, node.domain):
             self._widen(node)
         else:
@@ -111,7 +117,7 @@ class _Graph:
             shape = self.types[node.output[0]][1]
             own = shape is None or len(shape) < 2 or 1 in shape[-2:]
         else:
-            own = self._has_single_filters(node)
+            own = self._has_single_filters(node) or not self._has_positions(node)
         powers = all(math.frexp(scale)[0] == 0.5 for scale in scales)
         return not own and powers and self._holds_sixteen_bits(node)
 
@@ -121,18 +127,48 @@ class _Graph:
     # -- convolutions ------------------------------------------------------------------------------------
     def _has_single_filters(self, node: onnx.NodeProto) -> bool:
         """Whether it is a convolution with one filter for a group, as a depthwise one, whose sums go other ways."""
-        weight = self._weight(node)
+        weight = self._shape(node.input[1])
         return node.op_type == "Conv" and (weight is None or weight[0] == _attributes(node).get("group", 1))
 
-    def _weight(self, node: onnx.NodeProto) -> tuple[int, ...] | None:
-        return self.types.get(node.input[1], ("", None))[1]
+    def _has_positions(self, node: onnx.NodeProto) -> bool:
+        """Whether filters are applied at several places: sums of one alone are those of a product with a vector."""
+        shape = self._shape(node.output[0] if node.op_type == "Conv" else node.input[0])
+        return shape is not None and self._shape(node.input[1]) is not None and math.prod(shape[2:]) > 1
+
+    def _covers(self, node: onnx.NodeProto) -> bool:
+        """Whether each filter is as large as an image."""
+        held, image, weight = _attributes(node), self._shape(node.input[0]), self._shape(node.input[1])
+        padded = any(held.get("pads", ())) or held.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
+        if image is None or weight is None or padded or held.get("group", 1) != 1:
+            return False
+        return image[1:] == weight[1:]
+
+    def _multiply(self, node: onnx.NodeProto) -> None:
+        """Add the convolution as a product of images and filters, which are rows."""
+        result, images, filters = node.output[0], *(self._shape(name) or () for name in node.input[:2])
+        rows = self._constant(f"{result}/rows", [-1, math.prod(filters[1:])])
+        operands = [f"{result}/images", f"{result}/filters", *node.input[2:]]
+        for given, made in zip(node.input[:2], operands, strict=False):
+            self._emit("Reshape", [given, rows], made)
+        product = f"{result}/product"
+        self.types |= dict.fromkeys([*operands[:2], product], ("float32", None))
+        gemm = helper.make_node("Gemm", operands, [product], product, transB=1)
+        if 1 in (images[0], filters[0]):
+            self._widen(gemm)
+        else:
+            self.nodes.append(gemm)
+        shape = self._constant(f"{result}/shape", [images[0], filters[0], *[1] * len(images[2:])])
+        self._emit("Reshape", [product, shape], result)
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        return self.types.get(name, ("", None))[1]
 
     def _double_filters(self, node: onnx.NodeProto) -> None:
         """Add the convolution with each filter twice, and take every second result."""
         made, result = onnx.NodeProto(), node.output[0]
         made.CopyFrom(node)
         for slot in range(1, len(node.input)):
-            shape = self.types[node.input[slot]][1] or ()
+            shape = self._shape(node.input[slot]) or ()
             name = f"{result}/filters_{slot}"
             sizes = self._constant(f"{name}/sizes", [shape[0], 1, *shape[1:]])
             twice = self._constant(f"{name}/twice", [2 * shape[0], *shape[1:]])
@@ -152,6 +188,21 @@ class _Graph:
 
     def _is_float(self, name: str) -> bool:
         return self.types.get(name, ("", None))[0] == "float32"
+
+    # -- functions of parts that are the same everywhere -------------------------------------------------
+    def _hard(self, node: onnx.NodeProto) -> None:
+        """Add the line of its product and its sum, each rounded, and its bounds."""
+        held, operand, result = _attributes(node), node.input[0], node.output[0]
+        slope, height = _HARD[node.op_type]
+        swish = node.op_type == "HardSwish"
+        numbers = {"slope": held.get("alpha", slope), "height": held.get("beta", height), "first": 0.0, "last": 1.0}
+        name = {key: self._constant(f"{result}/{key}", value, np.float32) for key, value in numbers.items()}
+        self._emit("Mul", [operand, name["slope"]], f"{result}/product")
+        self._emit("Add", [f"{result}/product", name["height"]], f"{result}/line")
+        bounded = f"{result}/bounded" if swish else result
+        self._emit("Clip", [f"{result}/line", name["first"], name["last"]], bounded)
+        if swish:
+            self._emit("Mul", [operand, bounded], result)
 
     # -- sums --------------------------------------------------------------------------------------------
     def _begins_with_rows(self, node: onnx.NodeProto) -> bool:
@@ -197,8 +248,8 @@ class _Graph:
                 made.output[slot] = wide = f"{result}/wide"
                 self.nodes.append(helper.make_node("Cast", [wide], [result], wide, to=TensorProto.FLOAT))
 
-    def _constant(self, name: str, values: Iterable[int]) -> str:
-        array = np.array(list(values), np.int64)
+    def _constant(self, name: str, values: Sequence[int] | float, dtype: type = np.int64) -> str:
+        array: np.ndarray = np.array(values, dtype)
         self.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
         return name
 

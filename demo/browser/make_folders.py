@@ -30,6 +30,8 @@ HERE = Path(__file__).resolve().parent
 DIGITS = [str(digit) for digit in range(10)]
 PICTURES = ["desert", "forest", "sea", "night"]
 PLACES = {"cpu": amp.CPUPlace(), "webgpu": amp.WebGPUPlace()}
+#: Has the same bits in wasm, in Node and in Python (docs/exported_steps.md).
+PORTABLE = {"cpu"}
 
 
 @dataclass
@@ -222,6 +224,7 @@ def write_task(task: Task, home: Path) -> dict[str, Any]:
             infer_shapes={task.image: (1, *size)},
             test_program=task.test,
             scope=scope,
+            portable=name in PORTABLE,
         )
     said = {
         **task.said,

@@ -136,6 +136,10 @@ export class TrainingStep {
       const found = `${manifest.format} version ${manifest.version}`;
       throw new StepError(`manifest.json is of ${found}; this program reads ${FORMAT} version ${VERSION}`);
     }
+    const other = (options.executionProviders ?? []).map((each) => each.name ?? each).find((name) => name !== "cpu" && name !== "wasm");
+    if (manifest.portable && other) {
+      throw new StepError(`this step is a portable one, for processors (cpu, wasm), not for ${other}; export one for that place`);
+    }
     const step = new TrainingStep();
     const content = new Map();
     if (manifest.place !== "cpu") options = { executionProviders: [manifest.place], ...options };

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from tests.helpers.browser import MISSING, PAGE, WEBGPU, in_browser, served, there
+from tests.helpers.browser import MISSING, PAGE, WEBGPU, in_browser, served, there, until_right
 from tests.helpers.page_folders import make_folders
 
 pytestmark = [pytest.mark.skipif(not there(), reason=MISSING), pytest.mark.xdist_group("browser")]
@@ -130,27 +130,13 @@ def inferred(folder: Path, state: Path, said: dict, image: np.ndarray) -> list[n
     return found
 
 
-#: Trains on an exported model's head until the page says that it is at 95 %; gives the seconds that it shows.
-HEAD = """
-export default async ({{ open }}) => {{
-  const page = await open();
-  await page.goto("{address}?task=pictures");
-  await page.waitForSelector("#start:enabled");
-  await page.click("#start");
-  const enough = () => Number.parseFloat(document.getElementById("n-accuracy").textContent) >= 95;
-  await page.waitForFunction(enough, null, {{ timeout: 240_000 }});
-  return [Number(await page.textContent("#n-step")), await page.textContent("#n-elapsed")];
-}};
-"""
-
-
 @pytest.mark.parametrize("size", [None, 128])
 def test_the_head_of_an_exported_model_learns(size: int | None, exports: Path, tmp_path: Path) -> None:
     """MobileNetV3, 5.5 million weights that were never trained, at 224 x 224 and smaller: at most 40 steps of 8."""
     options = ["--model", str(exports / "mobilenetv3_dyn.onnx"), "--contrast", "2", "--batch", "8"]
     make_folders(tmp_path / "steps", *options, *(["--size", str(size)] if size else []))
     with served({"/browser/steps/": tmp_path / "steps"}) as base:
-        steps, seconds = in_browser(tmp_path, HEAD.format(address=f"{base}/browser/"))
+        steps, seconds, _ = in_browser(tmp_path, until_right(f"{base}/browser/?task=pictures", 95))
     assert steps <= 40, seconds
 
 

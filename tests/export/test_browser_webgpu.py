@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,9 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.helpers.browser import MISSING, WEBGPU, in_browser, served, software_webgpu, there
+import amp_transpiler as amp
+from tests.helpers.browser import MISSING, WEBGPU, in_browser, served, software_webgpu, there, until_right
 from tests.helpers.page_folders import make_folders
-from tests.helpers.runners import OVERFLOW, Digits, moved, webgpu
+from tests.helpers.runners import OVERFLOW, PYTHON, RUNNERS, Digits, losses, moved, trained, webgpu
 
 pytestmark = [pytest.mark.skipif(not there(), reason=MISSING), pytest.mark.xdist_group("browser")]
 
@@ -39,22 +41,20 @@ def test_a_run_passes_through_a_browser_on_webgpu(tmp_path: Path) -> None:
     assert not np.array_equal(found, step.losses)  # it did compute elsewhere
 
 
-#: Trains until the page says that half is right, on WebGPU.
-TRAIN = """
-export default async ({{ open }}) => {{
-  const page = await open();
-  await page.goto("{address}?provider=webgpu");
-  await page.waitForSelector("#start:enabled");
-  await page.click("#start");
-  const enough = () => Number.parseFloat(document.getElementById("n-accuracy").textContent) >= 50;
-  await page.waitForFunction(enough, null, {{ timeout: 200_000 }});
-  return page.textContent("#about");
-}};
-"""
+def test_a_portable_step_goes_on_on_webgpu(tmp_path: Path) -> None:
+    """Batches of 64, six steps by the folder that has the same bits everywhere, and six more by that for the device."""
+    step = Digits.made(tmp_path, 12, 64, portable=True)
+    bare = [PYTHON or sys.executable, str(RUNNERS / "bare.py")]
+    trained(bare, step.folder, step.data, 6, tmp_path / "half")
+    expected = losses(trained(bare, step.folder, step.data, 6, tmp_path / "end", tmp_path / "half"), step.loss)
+    other = step.on_webgpu(tmp_path)
+    found = losses(trained(webgpu(), other.folder, other.data, 6, tmp_path / "there", tmp_path / "half"), step.loss)
+    assert np.allclose(found, expected, rtol=2**-8) and expected[-1] < step.losses[0] / 2
+    assert amp.load_checkpoint(tmp_path / "there", step.main, amp.Scope()).step == 12
 
 
 def test_the_page_trains_on_webgpu(tmp_path: Path) -> None:
     make_folders(tmp_path / "steps")
     with served({"/browser/steps/": tmp_path / "steps"}) as base:
-        about = in_browser(tmp_path, TRAIN.format(address=f"{base}/browser/"), WEBGPU)
+        _, _, about = in_browser(tmp_path, until_right(f"{base}/browser/?provider=webgpu", 50), WEBGPU)
     assert "WebGPU" in about and "lowered for webgpu" in about

@@ -77,11 +77,28 @@ CASES: dict[str, tuple[str, list[str], set[str]]] = {
         ["Cast", "Cast", "Reshape", "Concat", "Reshape", "Conv", "Slice"],
         set(),
     ),
+    "convolutions at one place are products": (
+        "agraph (float16[2, 3, 4, 5] x, float16[6, 3, 4, 5] w, float16[6] c) => (float[2, 6, 1, 1] y) "
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) d = Cast <to = 1> (c) y = Conv(a, b, d) }",
+        ["Cast", "Cast", "Cast", "Reshape", "Reshape", "Gemm", "Reshape"],
+        set(),
+    ),
+    "convolutions at one place of one image": (
+        "agraph (float16[1, 3, 1, 1] x, float16[6, 3, 1, 1] w) => (float[1, 6, 1, 1] y) "
+        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) y = Conv(a, b) }",
+        ["Cast", "Cast", "Reshape", "Reshape", "Gemm*", "Reshape"],
+        set(),
+    ),
     "what has no kernel of double stays": (
         "agraph (float16[1, 2, 8, 8] x, float[4, 2, 3, 3] w) => (float[1, 4, 6, 6] y) "
         "{ a = Cast <to = 1> (x) c = Conv(a, w) y = Erf(c) }",
         ["Cast", "Conv", "Erf"],
         {"Conv", "Erf"},
+    ),
+    "lines between bounds are products and sums": (
+        "agraph (float[8] x) => (float[8] y, float[8] z) { y = HardSwish(x) z = HardSigmoid <alpha = 0.25> (x) }",
+        ["Mul", "Add", "Clip", "Mul", "Mul", "Add", "Clip"],
+        set(),
     ),
     "in a branch": (
         "agraph (float[8] x, bool c) => (float[8] y) { y = If (c) <then_branch = t () => (float[8] a) { a = Exp(x) }, "
@@ -147,19 +164,42 @@ def test_results_are_those_of_float64_rounded_once() -> None:
     assert [array.tobytes() for array in found] == rounded != [array.tobytes() for array in before]
 
 
-def test_depthwise_convolutions_are_what_they_were() -> None:
+def test_lines_between_bounds_round_each_product_and_sum() -> None:
+    """A kernel may round both at once."""
+    text = (
+        "agraph (float[4000] x) => (float[4000] y, float[4000] z, float[4000] u) "
+        "{ y = HardSwish(x) z = HardSigmoid(x) u = HardSigmoid <alpha = 0.3, beta = 0.1> (x) }"
+    )
+    model = onnx.parser.parse_model(HEAD + text)
+    x = np.random.default_rng(0).normal(0, 3, 4000).astype(np.float32)
+
+    def line(slope: float, height: float) -> np.ndarray:
+        return np.clip(x * np.float32(slope) + np.float32(height), 0, 1, dtype=np.float32)
+
+    expected = [x * line(1 / 6, 0.5), line(0.2, 0.5), line(0.3, 0.1)]
+    made = portable(Lowered(model, "cpu"), set()).model
+    found = ort.InferenceSession(made.SerializeToString()).run(None, {"x": x})
+    assert [array.tobytes() for array in found] == [array.tobytes() for array in expected]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "attributes"),
+    [
+        ((2, 6, 9, 8), (6, 1, 3, 2), "<group = 6, strides = [2, 1], pads = [1, 0, 1, 0]>"),
+        ((2, 3, 4, 5), (6, 3, 4, 5), ""),
+        ((1, 6, 1, 1), (6, 6, 1, 1), "<kernel_shape = [1, 1], auto_pad = 'VALID'>"),
+    ],
+)
+def test_convolutions_are_what_they_were(x: tuple[int, ...], w: tuple[int, ...], attributes: str) -> None:
     """Sums of products of small whole numbers are exact, in whatever order."""
     text = (
-        "agraph (float16[2, 6, 9, 8] x, float16[6, 1, 3, 2] w, float16[6] c) => (float[2, 6, 5, 7] y) "
-        "{ a = Cast <to = 1> (x) b = Cast <to = 1> (w) d = Cast <to = 1> (c) "
-        "y = Conv <group = 6, strides = [2, 1], pads = [1, 0, 1, 0]> (a, b, d) }"
+        f"agraph (float16[{','.join(map(str, x))}] x, float16[{','.join(map(str, w))}] w, float16[6] c) "
+        "=> (float[n, 6, h, v] y) { a = Cast <to = 1> (x) b = Cast <to = 1> (w) d = Cast <to = 1> (c) "
+        f"y = Conv {attributes} (a, b, d) }}".replace("'VALID'", '"VALID"')
     )
     model = onnx.parser.parse_model(HEAD + text)
     rng = np.random.default_rng(0)
-    feeds = {
-        name: rng.integers(-8, 9, shape).astype(np.float16)
-        for name, shape in {"x": (2, 6, 9, 8), "w": (6, 1, 3, 2), "c": (6,)}.items()
-    }
+    feeds = {n: rng.integers(-8, 9, s).astype(np.float16) for n, s in {"x": x, "w": w, "c": (6,)}.items()}
     made = portable(Lowered(model, "cpu"), set()).model
     found, before = (ort.InferenceSession(m.SerializeToString()).run(None, feeds)[0] for m in (made, model))
     assert np.array_equal(found, before) and found.any()

@@ -24,6 +24,7 @@ import amp_transpiler as amp
 from amp_transpiler.runtime.checkpoint.writing import file_hash
 from tests.helpers.checkpoints import STEPS, build, state
 from tests.helpers.compiled_runners import cpp, csharp, java
+from tests.helpers.page_folders import make_folders
 from tests.helpers.runners import (
     OVERFLOW,
     PYTHON,
@@ -99,19 +100,48 @@ def test_losses_and_state_are_those_of_the_executor(
     assert np.allclose(found, step.losses, rtol=0, atol=1e-5)
 
 
+def same_everywhere(folder: Path, data: Path, steps: int, loss: str, home: Path) -> np.ndarray:
+    """The losses of steps, which are those of each runner bit for bit, as is the state in the end."""
+    home.mkdir()
+    ends = {}
+    for name, command in COMMANDS.items():
+        if command:
+            found = losses(trained(command, folder, data, steps, home / name), loss)
+            held = load_file(home / name / "state.safetensors")
+            ends[name] = {"": found.tobytes()} | {state: array.tobytes() for state, array in held.items()}
+    for name, end in ends.items():
+        assert [key for key, held in end.items() if held != ends["bare Python"][key]] == [], name
+    return found
+
+
 def test_portable_steps_have_the_same_bits_in_wasm(tmp_path: Path) -> None:
     """With batches of 64, where steps that are not portable leave each other in step 15."""
     if not node():
         pytest.skip(NO_NODE)
     step = Digits.made(tmp_path, 30, 64, portable=True)
-    ends = []
-    for name in ("bare Python", "Node", "wasm"):
-        found = losses(trained(COMMANDS[name], step.folder, step.data, 30, tmp_path / name), step.loss)
-        ends.append((found.tobytes(), load_file(tmp_path / name / "state.safetensors")))
-    assert ends[0][0] == ends[1][0] == ends[2][0]
-    for name, array in ends[0][1].items():
-        assert all(array.tobytes() == other[name].tobytes() for _, other in ends[1:]), name
+    found = same_everywhere(step.folder, step.data, 30, step.loss, tmp_path / "ends")
     assert np.allclose(found[:20], step.losses[:20], rtol=0.05), "the same training but for roundings"
+
+
+def test_the_page_has_the_same_bits_in_wasm(tmp_path: Path) -> None:
+    """Its folders; those that are not portable had other bits in wasm within these steps."""
+    if not node():
+        pytest.skip(NO_NODE)
+    make_folders(tmp_path / "steps")
+    rng = np.random.default_rng(0)
+    for task in ("digits", "pictures"):
+        folder = tmp_path / "steps" / task / "cpu"
+        said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        image, label = said["models"]["train"]["feeds"]
+        feeds = [
+            {
+                image["name"]: rng.normal(0, 1, image["shape"]).astype(np.float32),
+                label["name"]: rng.integers(0, 4, label["shape"]),
+            }
+            for _ in range(40)
+        ]
+        data = batches(tmp_path / f"{task}.safetensors", feeds)
+        same_everywhere(folder, data, 40, said["losses"][0], tmp_path / task)
 
 
 @RUNNER
@@ -298,6 +328,18 @@ def test_a_step_for_a_place_that_is_not_here_is_refused(
     told = done.stderr.strip().splitlines()[-1]  # onnxruntime tells of its libraries before
     assert done.returncode == 1 and told.startswith("error: ") and "cuda" in told.lower(), done.stderr
     assert not (tmp_path / "end").exists()
+
+
+def test_a_portable_step_is_refused_by_other_devices(tmp_path: Path) -> None:
+    """What is computed in double is for processors: on a device no session of it is made, and the message was not clear."""
+    if not node():
+        pytest.skip(NO_NODE)
+    net = build()
+    net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=net.start(), portable=True)
+    data = batches(tmp_path / "data.safetensors", [net.feed(0)])
+    done = call(node("--provider", "webgpu"), tmp_path / "step", data, 1, tmp_path / "end")
+    assert done.returncode == 1 and "is a portable one" in done.stderr and "webgpu" in done.stderr, done.stderr
+    assert trained(node("--provider", "cpu"), tmp_path / "step", data, 1, tmp_path / "end")
 
 
 def test_the_module_evaluates_infers_and_keeps_checkpoints_in_memory(tmp_path: Path) -> None:

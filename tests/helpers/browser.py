@@ -64,6 +64,21 @@ def in_browser(folder: Path, script: str, flags: Sequence[str] = ()) -> Any:
     return json.loads(done.stdout)
 
 
+def until_right(address: str, percent: int) -> str:
+    """A script that trains on the page until so many are right: gives its step, its seconds and what it runs in."""
+    return f"""
+export default async ({{ open }}) => {{
+  const page = await open();
+  await page.goto("{address}");
+  await page.waitForSelector("#start:enabled");
+  await page.click("#start");
+  const enough = () => Number.parseFloat(document.getElementById("n-accuracy").textContent) >= {percent};
+  await page.waitForFunction(enough, null, {{ timeout: 240_000 }});
+  return [Number(await page.textContent("#n-step")), await page.textContent("#n-elapsed"), await page.textContent("#about")];
+}};
+"""
+
+
 # -- WebGPU without a graphics card ------------------------------------------------------------------------
 #: What headless Chromium is told, to have WebGPU compute on the processor.
 WEBGPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--disable-gpu-sandbox")
