@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from made_tables import main
 
 from amp_transpiler.lists import TARGET_OPSET, kernel_types
 from amp_transpiler.lists import faults as listed
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "places.md"
-_MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.S)
 _ULPS = re.compile(r"^([\d.e+]+) ulps(?:; )?")
 _PLUGIN, _WHEEL = "WebGpuExecutionProvider/plugin", "WebGpuExecutionProvider"
 _SHORT = {"float": "fp32", "float16": "fp16"}
@@ -108,20 +108,10 @@ def around() -> Iterator[tuple[str, ...]]:
 TABLES = {"kernels": kernels, "roundings": roundings, "faults": faults, "around": around}
 
 
-def table(what: str) -> str:
-    """A table by name."""
-    lines = ["| " + " | ".join(row) + " |" for row in TABLES[what]()]
-    return "\n".join([lines[0], "|" + "---|" * (lines[0].count("|") - 1), *lines[1:]]) + "\n"
-
-
-def page(text: str) -> str:
-    """The page with its tables as they are now."""
-    return _MADE.sub(lambda found: found[1] + table(found[2]) + found[3], text)
+def rows(what: str) -> Iterator[tuple[str, ...]]:
+    """Of a table by name."""
+    return TABLES[what]()
 
 
 if __name__ == "__main__":
-    before = PAGE.read_text(encoding="utf-8")
-    after = page(before)
-    if "--check" in sys.argv[1:]:
-        sys.exit(0 if after == before else "docs/places.md is not current: run python docs/make_places.py")
-    PAGE.write_text(after, encoding="utf-8")
+    main(PAGE, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 from tests.helpers.on_places import PLACES, choose
-from tests.helpers.webgpu_sessions import built_in, devices, real_card
+from tests.helpers.webgpu_sessions import REQUIRED, built_in, devices, real_card
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked webgpu are skipped where onnxruntime has no such provider; a device is make test-webgpu's matter."""
     marked = [item for item in items if item.get_closest_marker("webgpu")]
     if marked and not (built_in() or devices()):
+        if REQUIRED in os.environ:
+            raise pytest.UsageError("these tests are to run on WebGPU, and onnxruntime lists no device of it")
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="onnxruntime has no WebGPU here: make test-webgpu"))
 

@@ -89,8 +89,9 @@ def _body(kind: str) -> Entry:
         known = {v.name: v for v in inputs if v is not None}
         e.reserve(known)
         for v in known.values():
-            if constants.is_constant(v) and v.dtype not in FLOATS:  # sizes and axes
-                e.initializers[v.name] = onnx.numpy_helper.from_array(as_array(constants.content(v)), v.name)
+            data = None if v.dtype in FLOATS else constants.content(v)
+            if data is not None:  # sizes and axes
+                e.initializers[v.name] = onnx.numpy_helper.from_array(as_array(data), v.name)
         results = [_value(v) for v in op.outputs if v is not None]
         values = write and write(e, op.attrs, [None if v is None else _value(v) for v in inputs], results)
         if not values or op.program.opset() < TARGET_OPSET:

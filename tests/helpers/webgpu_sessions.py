@@ -18,6 +18,8 @@ import onnxruntime
 from onnx import helper
 
 PROVIDER = "WebGpuExecutionProvider"
+#: With this in the environment, which the tests run in that found a device, none may be skipped for want of one.
+REQUIRED = "AMP_TEST_WEBGPU"
 
 
 def real_card() -> bool:

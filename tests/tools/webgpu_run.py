@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.webgpu_sessions import real_card, software_allowed
+from tests.helpers.webgpu_sessions import REQUIRED, real_card, software_allowed
 from tests.helpers.where import ROOT
 
 PACKAGES = {"wheel": "onnxruntime-webgpu==1.27.0", "plugin": "onnxruntime-ep-webgpu==0.4.0"}
@@ -106,7 +106,7 @@ def run(kind: str, folder: Path, arguments: list[str]) -> int:
     if why:
         print(f"WebGPU tests not run with {PACKAGES[kind]}: {why}.")
         return 0
-    statuses = []
+    statuses, around = [], around | {REQUIRED: "1"}
     for suite in SUITES[kind]:
         print(f"WebGPU tests with {PACKAGES[kind]}: {' '.join(suite)}", flush=True)
         ran = subprocess.run([*command, "-m", "pytest", "-q", *arguments, *suite], cwd=ROOT, env=around)
