@@ -75,7 +75,7 @@ def _conv(
             lead, (size, *rest) = size_of(x)[:axis], size_of(x)[axis:]
             zeros = e.const(np.zeros((*lead, n, *rest), np.float32), x.dtype)
             x = e.op("Concat", x, zeros, axis=axis, shape=(*lead, size + n, *rest)) if n else x
-        return [e.Conv(x, w, bias, **replace(slid, source=size_of(x)[2:]).attributes())] if any(slid.end) else None
+        return [e.Conv(x, w, bias, **replace(slid, source=size_of(x)[2:]).attributes())]
     images, weights = pieces(e, x, 1, [w.shape[1]] * group), pieces(e, w, 0, [w.shape[0] // group] * group)
     alone = dict(attrs) | {"group": 1}
     made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)

@@ -180,7 +180,7 @@ def test_a_split_into_many_pieces_is_a_tree_of_splits(pieces: int, axis: int, dt
     [
         ("Split", "uint8", [(4,), (2,), (2,)], {"num_outputs": 2}),
         ("Gemm", "uint64", [(2, 2), (2, 2)], {}),
-        ("MaxPool", "int8", [(1, 1, 4), (1, 1, 3), (1, 1, 3)], {"kernel_shape": [2]}),
+        ("Conv", "float32", [(1, 1, 3, 3), (1, 1, 1, 1)], {"strides": [2, 2], "pads": [0, 0, 1, 1]}),  # not read
     ],
 )
 def test_what_no_body_serves_stays(
@@ -189,10 +189,24 @@ def test_what_no_body_serves_stays(
     program = amp.Program()
     with amp.program_guard(program, amp.Program()):
         x = amp.data("x", shapes[0], dtype)
-    kinds = [dtype, "int64" if type_ == "MaxPool" else dtype]
-    made = [program.add_variable(f"y{i}", kinds[i], shape) for i, shape in enumerate(shapes[1:])]
-    program.add_operator(type_, [x] * (2 if type_ == "Gemm" else 1), made, attrs=attrs)
+    made = [program.add_variable(f"y{i}", dtype, shape) for i, shape in enumerate(shapes[1:])]
+    program.add_operator(type_, [x] * (1 if type_ == "Split" else 2), made, attrs=attrs)
     assert [node.op_type for node in lower(program, "webgpu", {}, made).model.graph.node] == [type_]
+
+
+def test_kernels_that_fail_are_not_used_where_shapes_are_not_fixed() -> None:
+    def lowered(type_: str, weights: tuple[int, ...], group: int) -> list[str]:
+        program, rank = amp.Program(), len(weights)
+        with amp.program_guard(program, amp.Program()):
+            x, w = amp.data("x", [None, 6, *[8] * (rank - 2)], "float32"), amp.data("w", weights, "float32")
+        y = program.add_variable("y", "float32", (None,) * rank)
+        program.add_operator(type_, [x, w], [y], attrs={"group": group})
+        return [node.op_type for node in lower(program, "webgpu", {}, [y]).model.graph.node]
+
+    assert lowered("Conv", (8, 6, 3, 3), 1) == ["Pad", "Pad", "Conv"]
+    assert lowered("Conv", (6, 2, 3, 3, 3), 3) == ["Split", "Split", "Conv", "Conv", "Conv", "Concat"]
+    with pytest.raises(GraphError, match=r"kernel of ConvTranspose on WebGPU .*'y'.* as zero.* give the shapes of all"):
+        lowered("ConvTranspose", (6, 1, 3, 3), 3)
 
 
 def test_an_input_that_is_left_out_by_name_is_left_out() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.result_shape import result_shape
-from amp_transpiler.lists import roundings
-from amp_transpiler.ops.common import padded_axis, size_of
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import faults, roundings
 from amp_transpiler.ops.rounded_sums import reduced_shape, sum_rule
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
@@ -107,14 +107,17 @@ _HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes], bool]] = {
 }
 
 
-def _padded_channels(e: Emitter, value: Value, multiple: int) -> Value:
-    """Zeros behind the channels, so that there are a multiple of them."""
-    return padded_axis(e, value, 1, 0, -size_of(value)[1] % multiple)
+def _padded_channels(e: Emitter, value: Value, rank: int, more: int) -> Value:
+    """So many channels of zeros more."""
+    after = [more if axis == 1 else 0 for axis in range(rank)]
+    shape = None if value.shape is None else [n + p for n, p in zip(value.shape, after, strict=True)]
+    return e.Pad(value, e.ints(*[0] * rank, *after), shape=shape)
 
 
 def kernels_of(arithmetic: Arithmetic) -> Kernels | None:
     """What emits operators as kernels with this arithmetic compute them; None where all do as they stand."""
-    return None if roundings(arithmetic.kind, "float16") is None else Kernels(arithmetic)
+    rounds = any(roundings(arithmetic.kind, dtype) is not None for dtype in HALF)
+    return Kernels(arithmetic) if rounds or faults(arithmetic.kind) else None
 
 
 class Kernels:
@@ -147,10 +150,10 @@ class Kernels:
         dtypes = [None if v is None else v.dtype for v in inputs]
         call = Call(attrs, dtypes, shapes, len(kinds))
         fault = None if e.at.emulates else fault_of(self.arithmetic.kind, full_type, call)
-        if fault is not None and fault.channels:
+        if fault is not None and fault.channels and shapes[1] is not None:
+            rank, more = len(shapes[1]), -shapes[1][1] % fault.channels
             whole = [
-                _padded_channels(e, v, fault.channels) if slot < 2 and v is not None else v
-                for slot, v in enumerate(inputs)
+                _padded_channels(e, v, rank, more) if slot < 2 and v is not None else v for slot, v in enumerate(inputs)
             ]
             return e.op(full_type, *whole, outputs=len(kinds), dtype=list(kinds), shape=shape, **attrs)
         how = self.arithmetic.treats(full_type, first.dtype, attrs, shapes, [shape])

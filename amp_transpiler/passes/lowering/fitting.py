@@ -24,7 +24,7 @@ from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
-from amp_transpiler.lists import faults, kernel_types, place_traits
+from amp_transpiler.lists import Fault, faults, kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
@@ -153,6 +153,12 @@ class _Fitting:
                     self._settle(each)
                     yield from self._fit(each)
                 return
+            if fault := self._fault(node):
+                raise GraphError(
+                    f"the kernel of {node.op_type} on {self.at.title} fails on what '{node.output[0]}' is made of "
+                    f"({fault.where}): {fault.what}. What stands for it wants fixed shapes, and has no form for every "
+                    "attribute: give the shapes of all feeds, or run on another place"
+                )
             yield from self._widened(node, slots)
         yield node
 
@@ -164,18 +170,18 @@ class _Fitting:
                 if kind and (kind not in slots.admits[variable] or not _takes(kinds, variable, kind)):
                     return True
         many = node.op_type == "Split" and len(node.output) > (self.at.most_pieces or len(node.output))
-        return kinds is None or many or self._faulty(node)
+        return kinds is None or many or self._fault(node) is not None
 
-    def _faulty(self, node: onnx.NodeProto) -> bool:
-        """Whether the kernel is wrong for such tensors, and a body stands for it."""
+    def _fault(self, node: onnx.NodeProto) -> Fault | None:
+        """What is wrong with the kernel for such tensors, where a body stands for it."""
         full_type = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
         if full_type not in faults(self.lowered.place):
-            return False
+            return None
         types = [self._type(name) if name else ("", None) for name in node.input]
         dtypes, shapes = [kind for kind, _ in types], [shape for _, shape in types]
         call = Call(_attributes(node), dtypes, shapes, sum(map(bool, node.output)))
         fault = fault_of(self.lowered.place, full_type, call)
-        return fault is not None and fault.around == "body"
+        return fault if fault is not None and fault.around == "body" else None
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""

@@ -40,8 +40,8 @@ class Call:
 
     @property
     def rank(self) -> int:
-        """Of the first input; 0 where nobody knows."""
-        return len(self.shapes[0] or ())
+        """Of a convolution; 0 where nobody knows."""
+        return len(self.shapes[0] or self.shapes[1] or ())
 
 
 def fault_of(kind: str, full_type: str, call: Call) -> Fault | None:
