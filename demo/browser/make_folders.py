@@ -17,10 +17,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import numpy_helper
 
 import amp_transpiler as amp
@@ -32,6 +33,9 @@ PICTURES = ["desert", "forest", "sea", "night"]
 PLACES = {"cpu": amp.CPUPlace(), "webgpu": amp.WebGPUPlace()}
 #: Has the same bits in wasm, in Node and in Python (docs/exported_steps.md).
 PORTABLE = {"cpu"}
+#: The list of tasks.
+TASKS = "tasks.json"
+Number = TypeVar("Number", int, float)
 
 
 @dataclass
@@ -139,7 +143,10 @@ def features(scores: amp.Variable) -> amp.Variable | None:
 
 def with_free_batch(path: Path, size: int | None = None) -> onnx.ModelProto:
     """The model, whose batch is no longer that of the exporter's example; height and width are ``size``, if given."""
-    model = onnx.load(path)
+    try:
+        model = onnx.load(path)
+    except (OSError, DecodeError) as error:
+        sys.exit(f"error: '{path}' is no ONNX model that can be read: {error}")
     graph = model.graph
     fixed = {value.type.tensor_type.shape.dim[0].dim_value for value in graph.input}
     for value in (*graph.input, *graph.output):
@@ -240,19 +247,36 @@ def write_task(task: Task, home: Path) -> dict[str, Any]:
     return {name: said[name] for name in ("name", "title", "about", "kind", "places")}
 
 
+def above_0(kind: type[Number]) -> Callable[[str], Number]:
+    """What reads a number above 0."""
+
+    def read(text: str) -> Number:
+        if not 0 < (found := kind(text)) < float("inf"):
+            raise ValueError
+        return found
+
+    read.__name__ = f"{kind.__name__} above 0"  # what argparse says of other texts
+    return read
+
+
 def main() -> int:
     """Write the folders."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", type=Path, help="an exported image model whose head is trained (default: a small CNN)"
     )
-    parser.add_argument("--batch", type=int, help="pictures of a step (default: 8, 16 where they are small)")
-    parser.add_argument("--size", type=int, help="height and width of pictures (default: the model's)")
+    parser.add_argument("--batch", type=above_0(int), help="pictures of a step (default: 8, 16 where they are small)")
+    parser.add_argument("--size", type=above_0(int), help="height and width of pictures (default: the model's)")
     parser.add_argument(
-        "--contrast", type=float, default=1.0, help="of pictures; one that was never trained tells them apart at 2"
+        "--contrast",
+        type=above_0(float),
+        default=1.0,
+        help="of pictures; one that was never trained tells them apart at 2",
     )
-    parser.add_argument("--out", type=Path, default=HERE / "steps", help="where to (replaced)")
+    parser.add_argument("--out", type=Path, default=HERE / "steps", help="where to; what it made before is replaced")
     options = parser.parse_args()
+    if options.out.exists() and not (options.out / TASKS).is_file():
+        parser.error(f"'{options.out}' is there, and was not made by this program: name a new folder")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".steps") as made:
         home = Path(made) / "steps"
@@ -271,7 +295,7 @@ def main() -> int:
             said.append(write_task(task, folder))
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             print(f"{options.out / folder.name}: {task.said['about']}; {size / 1e6:.1f} MB")
-        (home / "tasks.json").write_text(json.dumps(said, indent=1), encoding="utf-8")
+        (home / TASKS).write_text(json.dumps(said, indent=1), encoding="utf-8")
         shutil.rmtree(options.out, ignore_errors=True)
         shutil.move(home, options.out)
     return 0
@@ -280,5 +304,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except amp.AmpError as error:
+    except (amp.AmpError, OSError) as error:
         sys.exit(f"error: {error}")

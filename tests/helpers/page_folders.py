@@ -12,9 +12,9 @@ import pytest
 from tests.helpers.browser import PAGE
 
 
-def make_folders(out: Path, *options: str) -> None:
-    """Run ``demo/browser/make_folders.py``."""
+def make_folders(out: Path, *options: str, status: int = 0) -> None:
+    """Run ``demo/browser/make_folders.py``, which ends with this status."""
     words = ["make_folders.py", "--out", str(out), *options]
     with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(PAGE / "make_folders.py"), run_name="__main__")
-    assert ended.value.code == 0
+    assert ended.value.code == status
