@@ -23,6 +23,7 @@ from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.kernel_faults import fault_at, known_shape
+from amp_transpiler.passes.view.typing import programs
 
 #: The first opset of Pad that takes its sizes as an input.
 _PADS_INPUT = 11
@@ -42,7 +43,9 @@ class AroundFaults(Pass):
 
     def run(self, graph: Graph, context: Context) -> None:
         kind = context[OPTIONS].kind
-        wrong = [op for op in graph.walk() if _around(kind, op) is not None]
+        # taken from the end, those around nested graphs first: a name that they take is not taken again inside
+        nested_first = [op for each in reversed([*programs(graph)]) for op in each.operators]
+        wrong = [op for op in nested_first if _around(kind, op) is not None]
         if any(_around(kind, op) == "body" for op in wrong):
             context.notes += _raised(graph)
         while wrong:
@@ -124,7 +127,7 @@ def _pad_channels(op: Operator, multiple: int) -> None:
         return
     array = as_array(data)
     wide = np.pad(array, [(0, missing if axis == 1 else 0) for axis in range(array.ndim)])
-    if len(w.readers) == 1:  # it keeps its name
+    if len(w.readers) == 1 and w not in op.program.outputs:  # it keeps its name
         constants.replace(w, wide)
         w.shape = wide.shape
     else:

@@ -33,9 +33,9 @@ def conv(channels: int, outputs: int, kernel: int = 3, attrs: str = "", opset: i
     )
 
 
-def run(model: onnx.ModelProto, **feeds: Any) -> np.ndarray:
+def run(model: onnx.ModelProto, output: str | None = None, **feeds: Any) -> np.ndarray:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, feeds)[0])
+    return np.asarray(session.run(output and [output], feeds)[0])
 
 
 def only(program: amp.Program, type_: str) -> Any:
@@ -59,6 +59,24 @@ def test_a_norm_with_fp32_statistics(place: Any) -> None:
     op = only(amp.convert(filled(NORMED), place=place, numeric_guards=False), "BatchNormalization")
     assert op.precision == "float32" and op.why.kind is Kind.FAULT
     assert "does not compile" in str(op.why) and parse(str(op.why)) == op.why
+
+
+@pytest.mark.parametrize("where", ["outputs", "branches"])
+def test_padded_channels_leave_outputs_and_names_alone(where: str) -> None:
+    branch = "() => (float[1,8,6,7] a) { a = Conv(x, w) }"
+    text = {
+        "outputs": "(float[1,6,8,9] x) => (float[1,8,6,7] y, float[8,6,3,3] w) <float[8,6,3,3] w> { y = Conv(x, w) }",
+        "branches": "(float[1,6,8,9] x, bool c) => (float[1,8,6,7] y) <float[8,6,3,3] w>"
+        f" {{ u = Conv(x, w) z = If(c)<then_branch = t {branch}, else_branch = e {branch}> y = Add(u, z) }}",
+    }[where]
+    model = filled(f"m {text}")
+    written = amp.convert(model, place="webgpu", keep_io=True).to_onnx()
+    onnx.checker.check_model(written, full_check=True)
+    feeds = {"x": np.random.default_rng(1).random((1, 6, 8, 9), dtype=np.float32), "c": np.array(True)}
+    feeds = {value.name: feeds[value.name] for value in model.graph.input}
+    for value in model.graph.output:
+        wanted = run(model, value.name, **feeds)
+        assert np.linalg.norm(run(written, value.name, **feeds) - wanted) < 1e-3 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(("opset", "shared"), [(17, False), (9, False), (17, True)])
