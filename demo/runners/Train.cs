@@ -31,10 +31,12 @@ public sealed class Tensor
 
     public string Kind => Dtype + " [" + string.Join(", ", Shape) + "]";
 
-    public Tensor Part(long number)
+    /// <summary>The batch of a step.</summary>
+    public Tensor Part(long step)
     {
+        if (Shape.Length == 0 || Shape[0] == 0) throw new InvalidDataException($"a feed of {Kind} has no batches");
         var size = Data.Length / (int)Shape[0];
-        return new Tensor(Dtype, Shape.Skip(1).ToArray(), Train.Cut(Data, (int)number * size, size));
+        return new Tensor(Dtype, Shape.Skip(1).ToArray(), Train.Cut(Data, (int)(step % Shape[0]) * size, size));
     }
 }
 
@@ -148,6 +150,18 @@ public sealed class Train
 
     public static Dictionary<string, Tensor> Safetensors(byte[] file)
     {
+        try
+        {
+            return Tensors(file);
+        }
+        catch (Exception error) when (error is ArgumentException || error is IndexOutOfRangeException)
+        {
+            throw new InvalidDataException("a file of tensors is cut short");
+        }
+    }
+
+    static Dictionary<string, Tensor> Tensors(byte[] file)
+    {
         var start = 8 + (int)BitConverter.ToInt64(file, 0);
         var found = new Dictionary<string, Tensor>();
         foreach (var one in (Map)new Json(Encoding.UTF8.GetString(file, 8, start - 8)).Value())
@@ -171,7 +185,7 @@ public sealed class Train
             var batches = Safetensors(File.ReadAllBytes(words[1]));
             for (var left = int.Parse(words[2]); left > 0; left--)
             {
-                var feeds = batches.ToDictionary(one => one.Key, one => one.Value.Part(step.Number % one.Value.Shape[0]));
+                var feeds = batches.ToDictionary(one => one.Key, one => one.Value.Part(step.Number));
                 var line = new StringBuilder();
                 foreach (var one in step.Step(feeds))
                 {

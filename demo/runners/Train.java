@@ -8,6 +8,7 @@ import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtSession;
 import java.io.ByteArrayOutputStream;
 import java.io.IOException;
+import java.nio.BufferUnderflowException;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.nio.charset.StandardCharsets;
@@ -22,6 +23,7 @@ import java.util.LinkedHashMap;
 import java.util.LinkedHashSet;
 import java.util.List;
 import java.util.Map;
+import java.util.Objects;
 
 public final class Train {
   static final String[][] TYPES = {
@@ -131,6 +133,7 @@ public final class Train {
       for (long left = Long.parseLong(words[2]); left > 0; left--) {
         Map<String, Tensor> feeds = new LinkedHashMap<>();
         batches.forEach((name, all) -> {
+          if (all.shape.isEmpty() || all.shape.get(0).equals(0L)) throw new IllegalArgumentException("'" + name + "' has no batches");
           int count = ((Long) all.shape.get(0)).intValue(), size = all.data.length / count, at = (int) (step.step % count) * size;
           byte[] part = Arrays.copyOfRange(all.data, at, at + size);
           feeds.put(name, new Tensor(all.dtype, all.shape.subList(1, all.shape.size()), part));
@@ -190,6 +193,14 @@ public final class Train {
   }
 
   static Map<String, Tensor> safetensors(byte[] file) {
+    try {
+      return tensors(file);
+    } catch (IndexOutOfBoundsException | BufferUnderflowException error) {
+      throw new IllegalArgumentException("a file of tensors is cut short");
+    }
+  }
+
+  static Map<String, Tensor> tensors(byte[] file) {
     int start = 8 + (int) ByteBuffer.wrap(file).order(ByteOrder.LITTLE_ENDIAN).getLong(0);
     Map<String, Tensor> found = new LinkedHashMap<>();
     map(new Json(new String(file, 8, start - 8, StandardCharsets.UTF_8)).value()).forEach((name, said) -> {
@@ -197,6 +208,7 @@ public final class Train {
       var ends = list(map(said).get("data_offsets"));
       int first = start + ((Long) ends.get(0)).intValue(), end = start + ((Long) ends.get(1)).intValue();
       String dtype = type((String) map(said).get("dtype"))[0];
+      Objects.checkFromToIndex(first, end, file.length);
       found.put(name, new Tensor(dtype, list(map(said).get("shape")), Arrays.copyOfRange(file, first, end)));
     });
     return found;

@@ -81,10 +81,12 @@ async function sha256(bytes) {
 
 /** The tensors of a safetensors file: name -> { dtype, shape, data }. */
 export function readSafetensors(bytes) {
-  const start = 8 + Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
+  const start = bytes.length < 8 ? Infinity : 8 + Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
+  if (start > bytes.length) throw new StepError("a file of tensors is cut short");
   const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, start)));
   delete header.__metadata__;
   const read = ({ dtype, shape, data_offsets: [first, end] }) => {
+    if (start + end > bytes.length) throw new StepError("a file of tensors is cut short");
     const [Kind] = TYPES[BY_CODE[dtype]];
     return { dtype: BY_CODE[dtype], shape, data: new Kind(bytes.slice(start + first, start + end).buffer) };
   };

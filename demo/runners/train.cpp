@@ -195,12 +195,18 @@ std::map<string, Tensor> safetensors(const string& data) {
   uint64_t length = 0;
   if (data.size() < 8) fail("a file of tensors is cut short");
   std::memcpy(&length, data.data(), 8);
+  if (length > data.size() - 8) fail("a file of tensors is cut short");
   const string text = data.substr(8, length);
   std::map<string, Tensor> found;
   for (const auto& [name, said] : Parser{text}.value().members) {
     if (name == "__metadata__") continue;
     const List<int64_t> ends = said["data_offsets"].sizes();
-    found[name] = {kind(said["dtype"].text).name, said["shape"].sizes(), data.substr(8 + length + ends[0], ends[1] - ends[0])};
+    const Kind& of = kind(said["dtype"].text);
+    const List<int64_t> shape = said["shape"].sizes();
+    const size_t first = ends.at(0), end = ends.at(1);
+    if (end < first || end > data.size() - 8 - length) fail("a file of tensors is cut short: there is no '" + name + "'");
+    if (end - first != count(shape) * of.size) fail("'" + name + "' of a file of tensors has not the size of its shape");
+    found[name] = {of.name, shape, data.substr(8 + length + first, end - first)};
   }
   return found;
 }
@@ -345,12 +351,15 @@ struct Step {
 
 int main(int number, char** words) try {
   if (number < 5) fail("usage: train FOLDER BATCHES STEPS TO [FROM]");
+  const string steps = words[3];
+  if (steps.find_first_not_of("0123456789") != string::npos) fail("STEPS is '" + steps + "'; expected a whole number");
   if (fs::exists(words[4])) fail("'" + string(words[4]) + "' is there already");
   Step step(words[1], words[number > 5 ? 5 : 1]);
   const auto batches = safetensors(read(words[2]));
-  for (int64_t left = std::stoll(words[3]); left > 0; --left) {
+  for (int64_t left = std::stoll(steps); left > 0; --left) {
     std::map<string, Tensor> feeds;
     for (const auto& [name, all] : batches) {
+      if (all.shape.empty() || all.shape[0] < 1) fail("'" + name + "' in '" + words[2] + "' has no batches");
       const List<int64_t> shape(all.shape.begin() + 1, all.shape.end());
       const size_t size = count(shape) * kind(all.dtype).size;
       feeds[name] = {all.dtype, shape, all.data.substr(step.step % all.shape[0] * size, size)};

@@ -16,6 +16,7 @@ try {
   });
   const [home, batches, steps, to, from] = positionals;
   if (!to) throw new Error("usage: node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME] [--model TO]");
+  if (!/^\d+$/.test(steps)) throw new Error(`STEPS is '${steps}'; expected a whole number`);
   const there = [to, values.model].find((path) => path && existsSync(path));
   if (there) throw new Error(`'${there}' is there already`);
   const ort = await import(values.web ? "onnxruntime-web" : "onnxruntime-node");

@@ -274,6 +274,18 @@ def short_feed(home: Path) -> None:
     save_file(tensors | {"x": tensors["x"][:, :-1].copy()}, home / "data.safetensors")
 
 
+def cut_batches(home: Path) -> None:
+    """The batch of the first step is whole."""
+    tensors = load_file(home / "data.safetensors")
+    save_file({name: np.concatenate([array] * 3) for name, array in tensors.items()}, home / "data.safetensors")
+    (home / "data.safetensors").write_bytes((home / "data.safetensors").read_bytes()[:-8])
+
+
+def no_batches(home: Path) -> None:
+    tensors = load_file(home / "data.safetensors")
+    save_file({name: array[:0].copy() for name, array in tensors.items()}, home / "data.safetensors")
+
+
 FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     changed_file: ("train.onnx", "SHA-256"),
     other_version: ("amp_transpiler.training_step", "2", "1"),
@@ -287,6 +299,8 @@ FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     missing_feed: ("feed 'label'", "missing"),
     wrong_feed: ("feed 'x'", "float32"),
     short_feed: ("feed 'x'", "float32"),
+    cut_batches: ("file",),
+    no_batches: (),
 }
 
 
@@ -314,6 +328,8 @@ def test_what_is_there_already_is_told_before_the_training(
     assert done.returncode == 1 and f"'{tmp_path / 'end'}'" in done.stderr and "already" in done.stderr
     assert done.stdout == "" and not any((tmp_path / "end").iterdir())
     assert "FOLDER BATCHES STEPS TO [FROM]" in call(command, small / "step").stderr
+    done = call(command, small / "step", small / "data.safetensors", "1.5", tmp_path / "other")
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("runner", ["bare Python", "Node", *COMPILED])
