@@ -37,9 +37,10 @@ def roundings(kind: str, dtype: str) -> Roundings | None:
     if found is None:
         return None
     orders: dict[str, list[tuple[str, str]]] = {}
-    for entry in sorted(found["sums"], key=lambda each: "where" not in each):
+    for entry in sorted(found.get("sums", ()), key=lambda each: "where" not in each):
         for operator in entry["operators"]:
             orders.setdefault(operator, []).append((entry.get("where", ""), entry["order"]))
     return Roundings(
-        MappingProxyType({name: tuple(each) for name, each in orders.items()}), MappingProxyType(found["inside"])
+        MappingProxyType({name: tuple(each) for name, each in orders.items()}),
+        MappingProxyType(found.get("inside", {})),
     )

@@ -1,0 +1,28 @@
+"""What is known of places: what the data names is there, and half of it is enough."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from amp_transpiler.lists import _roundings, faults, place_kinds
+from amp_transpiler.ops.place_bodies import body_of
+from amp_transpiler.passes.lowering import arithmetic
+from amp_transpiler.passes.view import kernel_faults
+
+
+def test_conditions_have_a_meaning_and_faults_a_way_around() -> None:
+    found = [fault for kind in place_kinds() for each in faults(kind).values() for fault in each]
+    assert {fault.where for fault in found} == set(kernel_faults._HOLDS)
+    assert [f.operator for f in found if f.around == "body" and body_of(f.operator) is None] == []
+    assert all(f.channels > 1 and f.operator == "Conv" for f in found if f.around not in ("body", "fp32"))
+    sums = [entry for kind in _roundings._table().values() for entry in kind["float16"]["sums"]]
+    assert {entry.get("where", "") for entry in sums} == set(arithmetic._HOLDS)
+
+
+def test_a_place_may_round_in_sums_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tomllib.loads('[[tpu.bfloat16.sums]]\norder = "in turn"\noperators = ["MatMul"]')
+    monkeypatch.setattr(_roundings, "_table", lambda: table)
+    found = _roundings.roundings.__wrapped__("tpu", "bfloat16")
+    assert found is not None and found.orders == {"MatMul": (("", "in turn"),)} and not found.inside
