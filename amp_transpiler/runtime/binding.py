@@ -140,7 +140,7 @@ class _Bindings:
         self.binding = step.session.io_binding()
         # Not the step itself: a circle would keep a session that was dropped until the collector comes.
         self.session, self.place, self.program = step.session, step.place, step.program
-        self.memory = place_traits(step.place.kind).memory
+        self.memory, self.on_device = place_traits(step.place.kind).memory, on_device(step.place)
         self.feeds, self.sent = step.feeds, step.sent
         self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
@@ -158,7 +158,7 @@ class _Bindings:
         for port, value in zip(self.feeds, fed, strict=True):
             if isinstance(value, np.ndarray):
                 value = device_tensors.alias(value, port.dtype)  # whose memory ``fed`` keeps
-            elif not on_device(self.place) and value.device_name() != "cpu":  # no session of the host copies from there
+            elif not self.on_device and value.device_name() != "cpu":  # no session of the host copies from there
                 value = device_tensors.copy_to(value, self.place)
             self.binding.bind_ortvalue_input(port.tensor, value)
         self._bind_targets()
@@ -176,7 +176,7 @@ class _Bindings:
 
     def _execute_within(self, options: Any) -> None:
         try:
-            if on_device(self.place):
+            if self.on_device:
                 with in_turn(self.place):
                     self.binding.synchronize_inputs()
                     self.session.run_with_iobinding(self.binding, options)

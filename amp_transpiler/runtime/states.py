@@ -47,15 +47,15 @@ class States:
 
     def bind(self, scope: Scope, binding: Any) -> None:
         """Bind every state whose value is another than the one bound, or all where binding copies."""
-        values = scope.ort_values
+        values, copied = scope.ort_values, self.copied
         for state in self.flat:  # first: the variables in them have inputs of their own too
             whole = self.gather(scope, state).whole
-            if self.copied or whole is not state.bound:
+            if copied or whole is not state.bound:
                 binding.bind_ortvalue_input(state.tensor, whole)
                 state.bound = whole
         for state in self.all:
             value = values.get(state.name)
-            if self.copied or value is not state.bound:
+            if copied or value is not state.bound:
                 if value is not state.checked:
                     value = self.admit(scope, state)
                 binding.bind_ortvalue_input(state.tensor, value)
