@@ -94,7 +94,7 @@ def faults() -> Iterator[tuple[str, ...]]:
 def around() -> Iterator[tuple[str, ...]]:
     """The faults that programs are written around, and how."""
     yield "operator", "where", "what its kernel does", "instead"
-    ways = {"body": "its body", "fp32": "fp32 operands"}
+    ways = {"body": "its body", "fp32": "fp32 operands", "left out": "one input less"}
     for op_type, rows in sorted(listed("webgpu").items()):
         for row in rows:
             yield (

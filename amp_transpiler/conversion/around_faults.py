@@ -55,6 +55,9 @@ class AroundFaults(Pass):
             if fault.channels:
                 _pad_channels(op, fault.channels)
                 made = [op]
+            elif fault.around == "left out":
+                op.set_input(len(op.inputs) - 1, None)
+                made = [op]
             else:
                 try:
                     made = write_instead(op, _body(kind))

@@ -162,6 +162,15 @@ def test_what_kernels_are_wrong_at_is_written_otherwise(name: str) -> None:
     assert np.linalg.norm(run(written, x=x) - wanted) < 2e-3 * np.linalg.norm(wanted) + 1e-6
 
 
+@pytest.mark.parametrize("type_", ["Conv", "ConvTranspose"])
+def test_a_bias_that_is_left_out_by_name_is_left_out(type_: str) -> None:
+    model = filled(f"m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[4,4,3,3] w> {{ y = {type_}(x, w) }}")
+    model.graph.node[0].input.append("")
+    assert any(fault_at("webgpu", op) for op in amp.Program.from_onnx(model).walk())
+    written = amp.convert(model, place="webgpu").to_onnx()
+    assert [len(node.input) for node in written.graph.node if node.op_type == type_] == [2]
+
+
 def test_what_nothing_stands_for_is_told() -> None:
     model = filled("m (float[N,4] x) => (float[N] y) <float[4] w> { y = MatMul(x, w) }")
     told = amp.convert(model, place="webgpu").conversion.notes

@@ -169,6 +169,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "a matrix product, padded behind alone": _padded_behind,
     "groups between the vectors of all channels": _between_vectors,
     "integers times a fraction": _fractions,
+    "a bias left out by an empty name": lambda call: len(call.dtypes) > 2 and not call.dtypes[2],
     "16-bit image, fp32 statistics": _other_statistics,
     "scalar added": _scalar_added,
     "a vector": _vector,
