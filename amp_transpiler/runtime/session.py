@@ -207,8 +207,8 @@ def _session(
     options.graph_optimization_level = _LEVELS[settings.optimization_level]
     # A pattern is one more block of as much memory, taken in the second run beside what the arena has from the first.
     options.enable_mem_pattern = False
-    device = place_traits(place.kind).device
-    if not device:
+    traits = place_traits(place.kind)
+    if not traits.device:
         _make_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
     # A tensor that takes a dead one's buffer keeps it allocated in between, from the forward into the backward pass;
@@ -222,10 +222,10 @@ def _session(
         options.optimized_model_filepath = str(saved)
     if record:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if device and not fallback:
+    if traits.device and not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     providers = None
-    if device and not built_in(place.kind):
+    if traits.plugin and not built_in(place.kind):
         options.add_provider_for_devices([plugin(place.kind).devices[place.device_id]], {})
     else:
         providers = _providers(place, settings, fallback)

@@ -56,6 +56,14 @@ def test_the_plugin_that_is_not_installed_is_named() -> None:
     assert told[0].filename == __file__
 
 
+def test_a_place_without_a_plugin_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has loaded CUDA's library as one, it would have none of its options."""
+    monkeypatch.setattr(session, "built_in", lambda _: False)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, providers, **__: providers)
+    (asked,) = session._session(b"", amp.CUDAPlace(1), session.Settings(tf32=True))
+    assert asked[0] == "CUDAExecutionProvider" and (asked[1]["device_id"], asked[1]["use_tf32"]) == ("1", "1")
+
+
 def _trained(decorated: bool = False) -> tuple[amp.Program, amp.Program, Any]:
     main, startup = amp.Program(), amp.Program()
     with amp.program_guard(main, startup), amp.unique_name.guard():
