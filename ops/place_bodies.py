@@ -286,6 +286,8 @@ def _matmul(
 ) -> Sequence[Value] | None:
     """Vectors as rows and columns of a matrix; a sum of nothing is zero; of integers the products are added up."""
     (a, b), shape = given(inputs), results[0].shape
+    if a.dtype in FLOATS and a.shape is None and len(b.shape or ()) == 1:
+        return [e.Squeeze(e.MatMul(a, e.reshape(b, (*size_of(b), 1))), e.ints(-1))]
     if a.shape is None or b.shape is None or shape is None:
         return None
     if a.shape[-1] == 0:

@@ -195,15 +195,16 @@ def test_what_no_body_serves_stays(
 
 
 def test_kernels_that_fail_are_not_used_where_shapes_are_not_fixed() -> None:
-    def lowered(type_: str, weights: tuple[int, ...], group: int) -> list[str]:
-        program, rank = amp.Program(), len(weights)
+    def lowered(type_: str, weights: tuple[int, ...], group: int = 0) -> list[str]:
+        program, rank = amp.Program(), max(len(weights), 2)
         with amp.program_guard(program, amp.Program()):
             x, w = amp.data("x", [None, 6, *[8] * (rank - 2)], "float32"), amp.data("w", weights, "float32")
-        y = program.add_variable("y", "float32", (None,) * rank)
-        program.add_operator(type_, [x, w], [y], attrs={"group": group})
+        y = program.add_variable("y", "float32", (None,) * max(len(weights), 1))
+        program.add_operator(type_, [x, w], [y], attrs={"group": group} if group else {})
         return [node.op_type for node in lower(program, "webgpu", {}, [y]).model.graph.node]
 
     assert lowered("Conv", (8, 6, 3, 3), 1) == ["Pad", "Pad", "Conv"]
+    assert lowered("MatMul", (6,)) == ["Reshape", "MatMul", "Squeeze"]
     assert lowered("Conv", (6, 2, 3, 3, 3), 3) == ["Split", "Split", "Conv", "Conv", "Conv", "Concat"]
     with pytest.raises(GraphError, match=r"kernel of ConvTranspose on WebGPU .*'y'.* as zero.* give the shapes of all"):
         lowered("ConvTranspose", (6, 1, 3, 3), 3)
