@@ -6,7 +6,8 @@
 Each runner trains with the folder, and once more in three parts: executor, runner, executor. PYTHON is an interpreter with
 safetensors and an onnxruntime, of the version of npm's packages for a comparison by bits. Prints how far losses are from
 the executor's and from those of PYTHON, and how far the run in parts ends from the one that was not broken. AMP_BROWSER, a
-Chromium, adds it with wasm, and with WebGPU where Mesa's software Vulkan is.
+Chromium, adds it with wasm, and with WebGPU where Mesa's software Vulkan is; AMP_RUNNERS_HEADERS and AMP_RUNNERS_BINDINGS, what
+tests.tools.ort_headers and ort_bindings print, add C++, C# and Java.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 import amp_transpiler as amp
 from tests.helpers.browser import software_webgpu
+from tests.helpers.compiled_runners import cpp, csharp, java
 from tests.helpers.runners import RUNNERS, Digits, browser, losses, moved, node, trained, webgpu
 from tests.helpers.where import ROOT
 
@@ -63,6 +65,9 @@ def main() -> int:
         "Node": node(),
         "wasm": node("--web"),
     }
+    for name, compiled in {"C++": cpp, "C#": csharp, "Java": java}.items():
+        (options.folder / f"compiled_{name}").mkdir()
+        commands[name] = compiled(options.folder / f"compiled_{name}")
     runs = {name: (command, step) for name, command in commands.items() if command}
     with contextlib.ExitStack() as stack:
         if browser():
