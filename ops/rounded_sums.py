@@ -71,10 +71,10 @@ def in_fours(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[in
     return in_turn(e, split, lambda *four: _written_out(e, four, term), shape)
 
 
-def in_lanes(e: Emitter, rows: Value) -> Value:
+def in_lanes(e: Emitter, rows: Value, lanes: int = _LANES) -> Value:
     """[count, n] added up along the first axis: lanes in turn, then by halves. [n]."""
     count, width = size_of(rows)
-    lanes = min(count, _LANES)
+    lanes = min(count, lanes)
     rounds = -(-count // lanes)
     if rounds * lanes > count:
         rows = padded(e, rows, [0, 0], [rounds * lanes - count, 0])
@@ -92,7 +92,13 @@ def _rows(e: Emitter, value: Value, start: int, end: int) -> Value:
     return e.op("Slice", value, e.ints(start), e.ints(end), e.ints(0), shape=(end - start, size_of(value)[1]))
 
 
-_ORDERS = {"in turn": in_turn, "fours": in_fours}
+def _in_128_lanes(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[int]) -> Value:
+    """The sum of a pool's windows."""
+    rows = e.reshape(values[0], (size_of(values[0])[0], math.prod(shape)))
+    return e.reshape(in_lanes(e, rows, 128), shape)
+
+
+_ORDERS = {"in turn": in_turn, "fours": in_fours, "128 lanes": _in_128_lanes}
 
 
 # -- products -------------------------------------------------------------------------------------------

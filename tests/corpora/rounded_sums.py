@@ -129,6 +129,18 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         {},
         lambda x: (in_turn(x.reshape(2, 8, 81)) / np.float16(81)).reshape(2, 8, 1, 1),
     ),
+    (
+        "GlobalAveragePool",
+        {"x": half(2, 8, 9, 30)},
+        {},
+        lambda x: (lanes(x.reshape(2, 8, 270), 128) / np.float16(270)).reshape(2, 8, 1, 1),
+    ),
+    (
+        "AveragePool",
+        {"x": half(2, 8, 13, 13)},
+        {"kernel_shape": [12, 12]},
+        lambda x: lanes(_windows(x, 12), 128) / np.float16(144),
+    ),
     ("Exp", {"x": half(300)}, {}, _power),
     ("Log", {"x": np.abs(half(300)) + np.float16(0.01)}, {}, lambda x: _stored(np.log2, x) * np.float16(np.log(2))),
     ("Sigmoid", {"x": half(300)}, {}, lambda x: 1 / (1 + _power(-x))),

@@ -127,8 +127,9 @@ def _reduce(operator: str, first: bool = False) -> Callable[..., Array]:
 
 def _pool(operator: str, side: int, **attrs: Any) -> Callable[..., Array]:
     def add(rows: Array) -> Array:
-        mean = run(operator, {"x": rows.reshape(-1, 1, side, side)}, **attrs)
-        return mean.reshape(-1).astype(np.float64) * rows.shape[1]
+        x = rows.reshape(-1, 1, side, side)  # few at a time: of many results other kernels may add up otherwise
+        means = [run(operator, {"x": x[n : n + 64]}, **attrs) for n in range(0, len(x), 64)]
+        return np.concatenate(means).reshape(-1).astype(np.float64) * rows.shape[1]
 
     return add
 
@@ -146,6 +147,7 @@ def _scattered(rows: Array) -> Array:
 #: Operators whose summands are products.
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 _FOURS = "b transposed, vectors of four"
+_FEW_LARGE = "large windows, few results"
 SUMS = (
     *(Sum("MatMul", f"MatMul, width {n}, {k}", k, _matmul(n)) for n, k in ((64, 64), (8, 96), (7, 63), (4, 5), (3, 4))),
     *(Sum("MatMul", f"MatMul, {m} rows at once", 64, _matmul(64, (), m)) for m in (1, 3, 8, 64)),
@@ -167,7 +169,9 @@ SUMS = (
     *(Sum("ReduceSum", f"ReduceSum of {k}, {f}", k, _reduce("ReduceSum", f)) for k in (5, 60, 64, 300) for f in (0, 1)),
     *(Sum("ReduceMean", f"ReduceMean of {k}", k, _reduce("ReduceMean")) for k in (60, 64, 256)),
     Sum("GlobalAveragePool", "GlobalAveragePool", 64, _pool("GlobalAveragePool", 8)),
+    Sum("GlobalAveragePool", "GlobalAveragePool of 144", 144, _pool("GlobalAveragePool", 12), _FEW_LARGE),
     Sum("AveragePool", "AveragePool", 16, _pool("AveragePool", 4, kernel_shape=[4, 4])),
+    Sum("AveragePool", "AveragePool of 144", 144, _pool("AveragePool", 12, kernel_shape=[12, 12]), _FEW_LARGE),
     Sum("CumSum", "CumSum", 64, _cumsum),
     Sum("ScatterElements", "ScatterElements, add", 64, _scattered),
 )

@@ -14,6 +14,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ _HEAD = """\
 #   "in turn"  each summand is added to the sum of those before it; of a convolution the channels of a kernel position
 #              come before its next position
 #   "fours"    sums of four, in turn, are added in turn
-#   "lanes"    64 sums of every 64th summand, in turn, are added by halves
+#   "lanes"    64 sums of every 64th summand, in turn, are added by halves; "128 lanes": 128 such sums
 # `where` names what else must hold of the operands; the first entry that holds counts.
 # `inside`: kernels that compute in 16 bit: their error is worth so many roundings of the result (mean squares; normal
 # operands). What is neither here nor there adds up and computes in fp32, or rounds once.
@@ -59,8 +60,8 @@ def _fours(i: int, j: int, count: int) -> int:
     return j % 4 + 1 if i // 4 == j // 4 else min(4 * (j // 4 + 1), count)
 
 
-def _lanes(i: int, j: int, count: int) -> int:
-    lanes = min(count, 64)
+def _lanes(i: int, j: int, count: int, lanes: int = 64) -> int:
+    lanes = min(count, lanes)
     if i % lanes == j % lanes:
         return j // lanes + 1
     sets = [{lane} for lane in range(lanes)]
@@ -72,7 +73,12 @@ def _lanes(i: int, j: int, count: int) -> int:
             return sum(len(range(lane, count, lanes)) for lane in found)
 
 
-ORDERS = (Order("in turn", _in_turn), Order("fours", _fours), Order("lanes", _lanes))
+ORDERS = (
+    Order("in turn", _in_turn),
+    Order("fours", _fours),
+    Order("128 lanes", partial(_lanes, lanes=128)),
+    Order("lanes", _lanes),
+)
 
 
 def order_of(case: Sum) -> str | None:

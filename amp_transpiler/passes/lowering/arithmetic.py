@@ -25,6 +25,8 @@ from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 #: Gradients of small convolutional nets were 8 and more times further off with 6: maxima and signs flip.
 MOST = 4.0
 _LANES = 64
+#: From so many elements on, and up to so many results, lanes share the windows of a pool.
+_LARGE_WINDOW, _FEW_RESULTS = 128, 2048
 _Shapes = Sequence[tuple[int, ...] | None]
 
 
@@ -56,7 +58,7 @@ class Arithmetic:
         found = roundings(self.kind, dtype)
         if found is None:
             return "", 0.0
-        order = next((o for where, o in found.orders.get(full_type, ()) if _HOLDS[where](attrs, shapes)), "")
+        order = next((o for where, o in found.orders.get(full_type, ()) if _HOLDS[where](attrs, shapes, made)), "")
         if order:
             return order, _worth(order, full_type, attrs, shapes, made)
         return "", found.inside.get(full_type, 0.0)
@@ -89,11 +91,19 @@ def summands(full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _S
     return math.prod(first) / max(math.prod(result), 1) if traits.reduces else None
 
 
-def _always(attrs: Mapping[str, Any], shapes: _Shapes) -> bool:
+def _always(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bool:
     return True
 
 
-def _reads_fours(attrs: Mapping[str, Any], shapes: _Shapes) -> bool:
+def _few_large(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bool:
+    """Of a pool: windows that a group of threads shares. The 1.27 wheel does so up to 128 results."""
+    x, result = shapes[0], made[0]
+    if x is None or result is None:
+        return False
+    return math.prod(attrs.get("kernel_shape") or x[2:]) >= _LARGE_WINDOW and math.prod(result) <= _FEW_RESULTS
+
+
+def _reads_fours(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bool:
     """Of a Gemm that reads B along its rows: four at once, where sizes allow."""
     a, b = shapes[0], shapes[1]
     if not attrs.get("transB") or a is None or b is None or b[1] % 4:
@@ -101,8 +111,9 @@ def _reads_fours(attrs: Mapping[str, Any], shapes: _Shapes) -> bool:
     return not attrs.get("transA") or a[1] % 4 == 0
 
 
-_HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes], bool]] = {
+_HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes, _Shapes], bool]] = {
     "": _always,
+    "large windows, few results": _few_large,
     "b transposed, vectors of four": _reads_fours,
 }
 
