@@ -72,7 +72,7 @@ def pieces(e: Emitter, x: Value, axis: int, lengths: Sequence[int]) -> list[Valu
 def _slice(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
 ) -> Sequence[Value] | None:
-    """Of integers: those at known places are gathered."""
+    """Those at known places are gathered."""
     x, *where = inputs
     assert x is not None
     if x.dtype == "bool":

@@ -141,6 +141,8 @@ WRITTEN = {
     "whole": 'm (float[1,4,2,2] x) => (float[n,o,h,v] y) <float[8,4,2,2] w> { y = Conv<auto_pad="SAME_UPPER">(x, w) }',
     "groups": "m (float[N,4,8,9] x) => (float[n,o,h,v] y) <float[12,2,3,3] w, float[12] b> { y = Conv<group=2>(x, w, b) }",
     "transposed": "m (float[1,4,3,3] x) => (float[n,o,h,v] y) <float[4,1,2,2] w> { y = ConvTranspose<group=2>(x, w) }",
+    "backwards": "m (float[3,4] x) => (float[n,o] y) <int64[1] b = {-2}, int64[1] e = {-9}, int64[1] a = {1}>"
+    " { y = Slice(x, b, e, a, b) }",
     "exponentials": "m (float[3,4] x) => (float[n,o] y) { y = ReduceLogSumExp<axes=[1]>(x) }",
     "indices": "m (float[1,2,4,4] x) => (float[n,c,h,v] y, int64[n,c,h,v] i) { y, i = MaxPool<kernel_shape=[2,2]>(x) }",
 }
@@ -172,7 +174,7 @@ def test_a_bias_that_is_left_out_by_name_is_left_out(type_: str) -> None:
 
 
 def test_what_nothing_stands_for_is_told() -> None:
-    model = filled("m (float[N,4] x) => (float[N] y) <float[4] w> { y = MatMul(x, w) }")
+    model = filled("m (float[4,N] x) => (float[N] y) <float[4] w> { y = MatMul(w, x) }")
     told = amp.convert(model, place="webgpu").conversion.notes
     assert any("(MatMul) stays as it is, and its kernel there is wrong: the run ends" in note for note in told)
 

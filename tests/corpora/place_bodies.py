@@ -56,6 +56,7 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Slice", [WHOLE, np.array([2, -2]), np.array([-9, 2**31]), np.array([0, 1]), np.array([-1, 1])], {}),
     ("Slice", [WHOLE, np.array([0]), np.array([-9]), np.array([1])], {}),
     ("Slice", [WHOLE, np.array([-9]), np.array([-10]), np.array([1]), np.array([-1])], {}),
+    ("Slice", [PLAIN, np.array([3, 9]), np.array([-9, 2]), np.array([2, -1]), np.array([-2, -1])], {}),
     ("Tile", [WHOLE, np.array([2, 3])], {}),
     ("CumSum", [WHOLE, np.array(1)], {}),
     ("CumSum", [np.arange(7, dtype=np.int32).reshape(7, 1), np.array(-2)], {"exclusive": 1}),

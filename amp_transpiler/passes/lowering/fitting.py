@@ -25,7 +25,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
 from amp_transpiler.lists import Fault, faults, kernel_types, place_traits
-from amp_transpiler.ops.place_bodies import body_of
+from amp_transpiler.ops.place_bodies import body_of, integers_in
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
@@ -179,7 +179,11 @@ class _Fitting:
             return None
         types = [self._type(name) if name else ("", None) for name in node.input]
         dtypes, shapes = [kind for kind, _ in types], [shape for _, shape in types]
-        call = Call(_attributes(node), dtypes, shapes, sum(map(bool, node.output)))
+
+        def integers(slot: int) -> list[int] | None:
+            return integers_in(self.e, self._value(node.input[slot])) if slot < len(node.input) else None
+
+        call = Call(_attributes(node), dtypes, shapes, sum(map(bool, node.output)), integers)
         fault = fault_of(self.lowered.place, full_type, call)
         return fault if fault is not None and fault.around == "body" else None
 

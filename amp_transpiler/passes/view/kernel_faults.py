@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
+from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.typing import operator_name
 
 #: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
@@ -25,13 +27,14 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is given: attributes, element types and shapes of its inputs, where they are known, and how many
-    results are wanted."""
+    """What a kernel is given: attributes, element types and shapes of its inputs, where they are known, how many
+    results are wanted, and the integers in an input where these are fixed."""
 
     attrs: Mapping[str, Any]
     dtypes: Sequence[str | None]
     shapes: Sequence[tuple[int, ...] | None]
     results: int
+    integers: Callable[[int], Sequence[int] | None] = lambda slot: None
 
     @property
     def groups(self) -> int:
@@ -57,7 +60,13 @@ def fault_at(kind: str, op: Operator, dtype: str | None = None) -> Fault | None:
     dtypes = [None if v is None else v.dtype for v in op.inputs]
     shapes = [None if v is None else known_shape(v) for v in op.inputs]
     wanted = sum(v is not None for v in op.outputs)
-    return fault_of(kind, name, Call(op.attrs, [dtype or dtypes[0], *dtypes[1:]], shapes, wanted))
+
+    def integers(slot: int) -> list[int] | None:
+        variable = op.input(slot)
+        data = None if variable is None else constants.content(variable)
+        return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
+
+    return fault_of(kind, name, Call(op.attrs, [dtype or dtypes[0], *dtypes[1:]], shapes, wanted, integers))
 
 
 def leaves(op: Operator, kind: str) -> str:
@@ -140,6 +149,16 @@ def _fractions(call: Call) -> bool:
     return call.dtypes[0] not in FLOATS and any(not float(factor).is_integer() for factor in factors)
 
 
+def _backwards_from_within(call: Call) -> bool:
+    """Of a Slice: an axis is read backwards, and not from its end."""
+    starts, axes, steps = (call.integers(slot) for slot in (1, 3, 4))
+    if starts is None or steps is None:
+        return False
+    sizes = [math.inf if call.shapes[0] is None else call.shapes[0][axis] for axis in axes or range(len(starts))]
+    at_end = (start == -1 or start >= size - 1 for start, size in zip(starts, sizes, strict=True))
+    return any(step < 0 and not end for step, end in zip(steps, at_end, strict=True))
+
+
 def _other_statistics(call: Call) -> bool:
     return call.dtypes[0] in HALF and any(dtype != call.dtypes[0] for dtype in call.dtypes[1:])
 
@@ -169,6 +188,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "a matrix product, padded behind alone": _padded_behind,
     "groups between the vectors of all channels": _between_vectors,
     "integers times a fraction": _fractions,
+    "backwards from within": _backwards_from_within,
     "a bias left out by an empty name": lambda call: len(call.dtypes) > 2 and not call.dtypes[2],
     "16-bit image, fp32 statistics": _other_statistics,
     "scalar added": _scalar_added,
