@@ -12,6 +12,7 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.casts import add_cast
+from amp_transpiler.passes.view.typing import programs
 
 
 def io_to_narrow(program: Graph, options: ConversionOptions) -> frozenset[str]:
@@ -41,11 +42,10 @@ def narrow_io(program: Graph, names: Iterable[str], dtype: str) -> None:
         _narrow_input(program, variable, dtype)
     for variable in [v for v in program.outputs if v.name in wanted and v.dtype == "float32"]:
         _narrow_output(program, variable, dtype)
-    for op in program.walk():  # variables of nested graphs that stand for what changed
-        for nested in op.attrs.programs:
-            for variable in nested.variables:
-                if variable.outer is not None:
-                    variable.dtype = variable.outer.dtype
+    for each in programs(program):  # variables of nested graphs that stand for what changed
+        for variable in each.variables if each.parent is not None else ():
+            if variable.outer is not None:
+                variable.dtype = variable.outer.dtype
 
 
 def _narrow_input(program: Graph, variable: Variable, dtype: str) -> None:

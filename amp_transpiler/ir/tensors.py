@@ -274,7 +274,7 @@ def external_proto(data: Any, name: str, location: str, offset: int, length: int
 
 def is_small(data: Any) -> bool:
     """Whether constant content is a TensorProto of few elements."""
-    return isinstance(data, onnx.TensorProto) and math.prod(data.dims) <= SMALL
+    return isinstance(data, onnx.TensorProto) and math.prod(data.dims[:]) <= SMALL
 
 
 def stripped(data: Any, name: str) -> onnx.TensorProto:

@@ -33,6 +33,8 @@ _ARITHMETIC = frozenset(
 )
 #: What computes between a float and the integer that it becomes.
 _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
+#: What makes floats of integers, and integers of floats.
+_CASTS = frozenset({"Cast", "CastLike"})
 #: Elements of a constant that may still count: beyond, it is a weight.
 _SMALL = 1 << 16
 
@@ -42,6 +44,8 @@ def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
+    if not any([op.type in _CASTS for op in program.walk()]):
+        return
     ops = [op for op in program.walk() if not inserted(op)]
     _forwards(ops, constraints)
     _backwards(ops, constraints)
@@ -51,7 +55,7 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
     counted: dict[Variable, str] = {}
     for op in ops:
         name = operator_name(op)
-        if name in ("Cast", "CastLike"):
+        if name in _CASTS:
             read, made = op.input(0), op.output(0)
             if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
                 counted[made] = read.name
@@ -100,7 +104,7 @@ def _backwards(ops: list[Operator], constraints: Constraints) -> None:
     becomes: dict[Variable, str] = {}
     for op in reversed(ops):
         name = operator_name(op)
-        if name in ("Cast", "CastLike"):
+        if name in _CASTS:
             read, made = op.input(0), op.output(0)
             if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:
                 becomes.setdefault(source(read), made.name)

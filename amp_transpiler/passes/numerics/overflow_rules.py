@@ -106,7 +106,8 @@ class _OverflowRules:
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
         for op, name, read in self.flow.steps if self.flow.kinds.keys() & {"Mul", "Pow"} else ():
-            squared, made = self._squared(op, name, read), op.output(0)
+            squared = self._squared(op, name, read) if name in ("Mul", "Pow") else None
+            made = None if squared is None else op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
         self.summed = self.logged = self.cubed = frozenset[Variable]()

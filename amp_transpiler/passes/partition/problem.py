@@ -28,6 +28,10 @@ class Free:
     full: Decision
 
 
+#: An operator, and the two ways to run it.
+_Way = tuple[Operator, Decision, Decision]
+
+
 class _Ends:
     """Who makes and who reads one tensor."""
 
@@ -68,12 +72,10 @@ class Problem:
         inner = {v for b in crossing if b.made for v in b.made[1]}
         self.ends: dict[Variable, _Ends] = {}
         ways = [(op, *_ways(choice)) for op, choice in choices.items() if not op.inserted]
-        for op, half, full in ways:
-            self._writes(op, half, full)
+        self._writes(ways)
         for boundary in crossing:
             self.ends[boundary.outer() if boundary.made else boundary.inner()[0]] = _Ends(self.number[boundary])
-        for op, half, full in ways:
-            self._reads(op, half, full)
+        self._reads(ways)
         moved = _Moved()
         self.costs = [moved(op, half, full) for op, half, full in ways if op in self.number]
         for boundary in crossing:
@@ -91,33 +93,38 @@ class Problem:
             Tensor(e.producer, tuple(e.readers), e.half, e.full, _cast(v.shape, dtype)) for v, e in self.ends.items()
         ]
 
-    def _writes(self, op: Operator, half: Decision, full: Decision) -> None:
-        number = self.number.get(op)
-        for slot, variable in enumerate(op.outputs):
-            if variable is None or variable.dtype not in FLOATS or constants.is_constant(variable):
-                continue
-            if self.crossing and (op, "out", slot) in self.crossing:
-                continue
-            made, wide = half.slots.outputs[slot], full.slots.outputs[slot]
-            if number is not None and made == self.dtype and wide == "float32":
-                self.ends[variable] = _Ends(number)
-            elif made in (self.dtype, "float32"):
-                self.ends[variable] = _Ends(made == self.dtype)
+    def _writes(self, ways: list[_Way]) -> None:
+        """Note who makes each tensor."""
+        dtype, ends = self.dtype, self.ends
+        for op, half, full in ways:
+            number = self.number.get(op)
+            for slot, variable in enumerate(op.outputs):
+                if variable is None or variable.dtype not in FLOATS or constants.is_constant(variable):
+                    continue
+                if self.crossing and (op, "out", slot) in self.crossing:
+                    continue
+                made = half.slots.outputs[slot]
+                if number is not None and made == dtype and full.slots.outputs[slot] == "float32":
+                    ends[variable] = _Ends(number)
+                elif made in (dtype, "float32"):
+                    ends[variable] = _Ends(made == dtype)
 
-    def _reads(self, op: Operator, half: Decision, full: Decision) -> None:
-        number = self.number.get(op)
-        for slot, variable in enumerate(op.inputs):
-            if variable is None or variable.dtype not in FLOATS:
-                continue
-            variable = source(variable)
-            ends = self.ends.get(variable) or self._ends(variable)
-            if ends is None or (self.crossing and (op, "in", slot) in self.crossing):
-                continue
-            wanted = half.slots.inputs[slot]
-            if number is not None and wanted == self.dtype and full.slots.inputs[slot] == "float32":
-                ends.readers.append(number)
-            else:
-                ends.fixed(wanted, self.dtype)
+    def _reads(self, ways: list[_Way]) -> None:
+        """Note who reads each tensor."""
+        dtype = self.dtype
+        for op, half, full in ways:
+            number, narrow, wide = self.number.get(op), half.slots.inputs, full.slots.inputs
+            for slot, variable in enumerate(op.inputs):
+                if variable is None or variable.dtype not in FLOATS:
+                    continue
+                variable = source(variable)
+                ends = self.ends.get(variable) or self._ends(variable)
+                if ends is None or (self.crossing and (op, "in", slot) in self.crossing):
+                    continue
+                if number is not None and narrow[slot] == dtype and wide[slot] == "float32":
+                    ends.readers.append(number)
+                else:
+                    ends.fixed(narrow[slot], dtype)
 
     def _ends(self, variable: Variable) -> _Ends | None:
         """The ends of a tensor; None where a cast costs nothing (constants, given inputs), and for other types."""
