@@ -102,6 +102,8 @@ def _typed(variable: Variable) -> bool:
 
 def _complete(program: Graph) -> None:
     """Operator by operator: captured variables, inputs of nested graphs, then outputs that are still untyped."""
+    if not program.nesting and all([v.dtype is not None for v in program.variables]):
+        return
     env = Declared()
     for op in program.operators:
         for nested in op.attrs.programs:

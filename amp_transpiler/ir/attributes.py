@@ -22,7 +22,15 @@ def _encode(name: str, value: Any) -> onnx.AttributeProto:
     return onnx.helper.make_attribute(name, value)
 
 
+#: The field of the attributes that nearly all operators have: onnx's helper takes many times as long.
+_NUMBERS = {onnx.AttributeProto.INT: "i", onnx.AttributeProto.FLOAT: "f"}
+
+
 def _decode(proto: onnx.AttributeProto) -> Any:
+    if proto.type in _NUMBERS and not proto.ref_attr_name:
+        return getattr(proto, _NUMBERS[proto.type])
+    if proto.type == proto.INTS and not proto.ref_attr_name:
+        return proto.ints[:]
     value = onnx.helper.get_attribute_value(proto)
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
