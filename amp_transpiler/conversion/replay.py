@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from amp_transpiler.conversion.calibration.statistics import Difference, TensorS
 from amp_transpiler.conversion.verdict import beyond
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ir.types import FLOATS, LIMITS, numpy_dtype
+from amp_transpiler.ir.types import FLOATS, LIMITS, NAMES, numpy_dtype
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, summands
 from amp_transpiler.passes.lowering.lowered import needed, static
 from amp_transpiler.passes.precision.widen import widen
@@ -25,7 +26,7 @@ _PART = 256
 
 @dataclass
 class Replayed:
-    """A float tensor over all batches.
+    """A float tensor, or the tensors of a sequence, over all batches.
 
     ``dtype``: what it is stored in. ``exact``: of the place's value beside the fp32 one. ``stored``: of the value with
     sums in fp32, rounded where it is stored and nowhere else. ``nonfinite``: how many numbers are not finite that are
@@ -56,8 +57,9 @@ class Replayed:
         """The share that sank to zero."""
         return math.sqrt(self._lost / self._whole) if self._whole else 0.0
 
-    def add(self, exact: np.ndarray, got: np.ndarray, stored: np.ndarray) -> None:
-        """Take in another batch."""
+    def add(self, exact: Any, got: Any, stored: Any) -> None:
+        """Take in another batch: arrays, or sequences of them."""
+        exact, got, stored = _one(exact), _one(got), _one(stored)
         self.exact.add(exact, got, self.dtype)
         self.stored.add(exact, stored, self.dtype)
         self.shape = got.shape
@@ -147,14 +149,24 @@ def replay(program: Program, batches: Sequence[Batch], arithmetic: Arithmetic | 
 
 
 def _measure(variable: Variable) -> Replayed | Difference | None:
-    """What takes in the values of a variable; None where they are not handed out (sequences, inner strings)."""
-    dtype = variable.dtype
+    """What takes in the values of a variable; None where they are not handed out (optionals, inner strings)."""
+    dtype, kind = variable.dtype, variable.type_proto
+    if dtype is None and kind is not None and kind.WhichOneof("value") == "sequence_type":
+        dtype = NAMES.get(kind.sequence_type.elem_type.tensor_type.elem_type)
+        return Replayed(dtype) if dtype in FLOATS else None
     if dtype is None:
         return None
     if dtype in FLOATS:
         return Replayed(dtype)
     whole = np.dtype(numpy_dtype(dtype)).kind in "biu"
     return Difference() if whole or variable in variable.program.outputs else None
+
+
+def _one(value: Any) -> np.ndarray:
+    """An array; of a sequence all numbers one after the other."""
+    if not isinstance(value, list):
+        return np.asarray(value)
+    return np.concatenate([np.reshape(each, -1) for each in value]) if value else np.zeros(0, np.float32)
 
 
 def _errors(

@@ -1,4 +1,5 @@
-"""Feeds and fetches whose tensors have another element type than the variable: 64-bit integers as 32 bits."""
+"""Feeds and fetches whose tensors have another element type than the variable: 64-bit integers as 32 bits, and
+sequences of 16-bit tensors as fp32."""
 
 from __future__ import annotations
 
@@ -32,5 +33,7 @@ def as_declared(port: Port, result: Any, place: Place, as_array: bool) -> Any:
     """The value of a fetched variable in its own element type, of what its port gave."""
     if not port.holds:
         return result
+    if isinstance(result, list):
+        return [each.astype(numpy_dtype(port.holds)) for each in result]
     array = (result if as_array else device_tensors.to_array(result)).astype(numpy_dtype(port.holds))
     return array if as_array else device_tensors.from_array(array, place)

@@ -54,6 +54,17 @@ def test_weights_that_became_infinite_are_named() -> None:
     assert found.leaving is not None and found.leaving.cause.value == "no numbers in fp32 either"
 
 
+def test_sequences_are_measured() -> None:
+    text = (
+        "m (float16[2,8] x) => (seq(float16[1,8]) p) { s = SplitToSequence<axis=0>(x)"
+        " p = SequenceMap(s)<body = b(float16[1,8] e) => (float16[1,8] f) { f = Mul(e, e) }> }"
+    )
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>\n' + text)
+    found = amp.check_model(model, data={"x": np.full((2, 8), 300, np.float16)})
+    assert found.leaving is not None and found.leaving.type == "SequenceMap" and found.outputs == {"p": np.inf}
+    assert found.leaving.cause.value == "overflow" and found.leaving.largest == 90000
+
+
 def test_what_is_not_followed_is_named() -> None:
     text = (
         "m (float16[2,64] x) => (float16[2,8] y) <float16[64,8] w, int64 rows, uint8[8,2,16] b, float16[16] scales>"

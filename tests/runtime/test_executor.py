@@ -185,6 +185,13 @@ def test_strings_and_sequences_pass_through(cpu: Executor, scope: Scope) -> None
     assert cpu.run(joined, {"q": q}, ["y"])[0].tolist() == [1, 2, 1, 2]
 
 
+def test_sequences_in_16_bit_keep_their_type(cpu: Executor) -> None:
+    program = program_of("""<ir_version: 10, opset_import: ["" : 21]>
+    f (float16[2] x) => (seq(float16[2]) q) { y = Mul(x, x) q = SequenceConstruct(x, y) }""")
+    ((x, y),) = cpu.run(program, {"x": np.array([1.5, 0.1], np.float16)}, ["q"])
+    assert x.dtype == y.dtype == np.float16 and y.tolist() == [2.25, float(np.float16(0.1) * np.float16(0.1))]
+
+
 # -- compiling ------------------------------------------------------------------------------------------
 def test_one_session_for_each_signature(exe: Executor, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     from amp_transpiler.runtime import executor

@@ -39,9 +39,11 @@ from amp_transpiler.passes.lowering.late_readers import waiting
 from amp_transpiler.passes.lowering.lowered import (
     Lowered,
     Port,
+    half_sequence,
     live,
     needed,
     nested_type,
+    output_type,
     renamed,
     row,
     static,
@@ -363,6 +365,7 @@ class _Emission(EmulatedStorage):
         states = [(state, v) for state, v in self.updates.items() if state.name not in flat]
         wanted += [(state, v, v.dtype, self.result.updates) for state, v in states]
         for target, variable, dtype, ports_list in wanted:
+            shape = self._shape(variable)
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)
                 if value.name in taken or value.name in rename:
@@ -371,11 +374,9 @@ class _Emission(EmulatedStorage):
                 rename[value.name] = name
                 taken.add(name)
                 ports[variable.key, dtype] = name
-                proto = variable.type_proto if variable.dtype is None else None
-                info = onnx.ValueInfoProto(name=name)
-                info.type.CopyFrom(type_proto(dtype, self._shape(variable)) if proto is None else proto)
-                outputs.append(info)
-            ports_list.append(Port(target.name, ports[variable.key, dtype], dtype or "", self._shape(variable)))
+                outputs.append(onnx.ValueInfoProto(name=name, type=output_type(variable, dtype, shape, self.cpu)))
+            tensor, holds = ports[variable.key, dtype], half_sequence(variable, self.cpu)
+            ports_list.append(Port(target.name, tensor, dtype or "", shape, holds=holds))
         outputs += [self._flat_output(state, rename) for state in self.layout.states]
         self.result.joined_through = {
             rename.get(name, name): (rename.get(whole, whole), tuple(rename.get(n, n) for n in made_of))

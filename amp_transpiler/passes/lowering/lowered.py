@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.flat import Segment
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.serializing import write_model
 from amp_transpiler.ir.types import HALF, NAMES
 
@@ -25,7 +25,8 @@ class Port:
     """A graph input or output of the lowered model: a program variable and its tensor there.
 
     A flat one holds several variables: ``segments`` says where each lies, and ``variable`` is a name for all of them.
-    ``holds``: the variable's element type where the tensor has another, which has its values (64-bit integers in 32).
+    ``holds``: the variable's element type where the tensor has another, which has its values (64-bit integers in 32;
+    sequences of 16-bit tensors in fp32).
     """
 
     variable: str
@@ -158,6 +159,21 @@ def nested_type(variable: Variable, cpu: bool) -> onnx.TypeProto:
     if cpu:
         emulated_type(proto)
     return proto
+
+
+def output_type(variable: Variable, dtype: str | None, shape: Shape | None, cpu: bool) -> onnx.TypeProto:
+    """The type of an output that holds a variable in element type ``dtype``; a sequence as the place stores it."""
+    no_tensor = variable.dtype is None and variable.type_proto is not None
+    return nested_type(variable, cpu) if no_tensor else type_proto(dtype, shape)
+
+
+def half_sequence(variable: Variable, cpu: bool) -> str:
+    """The 16-bit type of the tensors of a sequence, which are fp32 on CPU; "" for anything else."""
+    kind = variable.type_proto if variable.dtype is None and cpu else None
+    if kind is None or kind.WhichOneof("value") != "sequence_type":
+        return ""
+    found = NAMES.get(kind.sequence_type.elem_type.tensor_type.elem_type, "")
+    return found if found in HALF else ""
 
 
 def emulated_attribute(proto: onnx.AttributeProto) -> onnx.AttributeProto:
