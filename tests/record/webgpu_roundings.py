@@ -76,8 +76,8 @@ def _lanes(i: int, j: int, count: int, lanes: int = 64) -> int:
 ORDERS = (
     Order("in turn", _in_turn),
     Order("fours", _fours),
-    Order("128 lanes", partial(_lanes, lanes=128)),
     Order("lanes", _lanes),
+    Order("128 lanes", partial(_lanes, lanes=128)),
 )
 
 
