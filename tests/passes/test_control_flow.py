@@ -251,3 +251,13 @@ def test_an_if_that_the_fed_shapes_decide_trains(middle: int) -> None:
     np.testing.assert_allclose(value, ((y - t) ** 2).mean(), rtol=1e-5)
     expected = w - 0.1 * np.einsum("nmk,nmo->ko", x, inner)
     np.testing.assert_allclose(scope.find_var("w"), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_branches_may_call_their_initializers_alike() -> None:
+    program = load("""net (float[2] x, bool c) => (float[2] y) {
+      y = If (c) <then_branch = yes () => (float[2] a) <float[1] k = {2}> { a = Mul(x, k) },
+                  else_branch = no () => (float[2] a) <float[1] k = {3}> { a = Mul(x, k) }>
+    }""")
+    x = np.ones(2, np.float32)
+    found = [run(program, {"x": x, "c": np.array(c)}, *program.outputs)[0].tolist() for c in (True, False)]
+    assert found == [[2, 2], [3, 3]]

@@ -159,8 +159,7 @@ class _Emission(EmulatedStorage):
         self.inputs.append(info)
         port = Port(variable.name, variable.name, variable.dtype or "", shape)
         (self.result.states if variable.persistable else self.result.feeds).append(port)
-        value = Value(variable.name, variable.dtype or "", static(shape))
-        self.env[variable.key] = self.emulated(value)
+        self.env[variable.key] = self.emulated(Value(variable.name, variable.dtype or "", static(shape)))
 
     def _flat_source(self, flat: FlatState) -> None:
         """The flat state, of which the tensors of its variables are the parts."""
@@ -171,13 +170,14 @@ class _Emission(EmulatedStorage):
         remember_state(self.e, [self.env[v.key] for v in flat.states], whole, flat.cast_whole)
 
     def _constant(self, variable: Variable) -> Value:
-        """Constant content as an initializer; on CPU 16-bit content as the fp32 that emulates it."""
+        """Constant content as an initializer, whose name no other graph's has; on CPU 16-bit content as fp32."""
         dtype, shape = tensor_type(variable.data)
         data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
         if self.cpu and dtype in HALF:
             dtype, data = "float32", as_array(data).astype(np.float32)
-        self.e.initializers[variable.name] = to_proto(data, variable.name)
-        return Value(variable.name, dtype, shape)
+        name = variable.name if variable.name not in self.e.initializers else self.e.name(variable.name)
+        self.e.initializers[name] = to_proto(data, name)
+        return Value(name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
         return self.shapes.value(variable) if self.shapes is not None else constant_array(variable)
