@@ -22,7 +22,7 @@ from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.kernel_faults import fault_at, known_shape
+from amp_transpiler.passes.view.kernel_faults import fault_in_fp32, known_shape
 from amp_transpiler.passes.view.typing import programs
 
 #: The first opset of Pad that takes its sizes as an input.
@@ -31,8 +31,8 @@ _PADS_INPUT = 11
 
 @dataclass(frozen=True)
 class AroundFaults(Pass):
-    """What the place's kernels compute wrongly, or fail at, is written in another way: some convolutions with channels
-    of zeros, the others as what stands for them in a lowered program."""
+    """What the place's kernels compute wrongly, or fail at, in fp32 too is written in another way: some convolutions
+    with channels of zeros, the others as what stands for them in a lowered program."""
 
     name = "around-faults"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
@@ -45,13 +45,11 @@ class AroundFaults(Pass):
         kind = context[OPTIONS].kind
         # taken from the end, those around nested graphs first: a name that they take is not taken again inside
         nested_first = [op for each in reversed([*programs(graph)]) for op in each.operators]
-        wrong = [op for op in nested_first if _around(kind, op) is not None]
-        if any(_around(kind, op) == "body" for op in wrong):
+        wrong = [(op, fault) for op in nested_first if (fault := fault_in_fp32(kind, op)) is not None]
+        if any(fault.around == "body" for _, fault in wrong):
             context.notes += _raised(graph)
         while wrong:
-            op = wrong.pop()
-            fault = fault_at(kind, op)
-            assert fault is not None
+            op, fault = wrong.pop()
             if fault.channels:
                 _pad_channels(op, fault.channels)
                 made = [op]
@@ -64,13 +62,7 @@ class AroundFaults(Pass):
                 except GraphError as error:
                     context.notes.append(f"{error}: {fault.what}")
                     continue
-            wrong += [each for each in made if _around(kind, each) is not None]
-
-
-def _around(kind: str, op: Operator) -> str | None:
-    """How an operator is written that stays in its precision; None of one that its kernel computes rightly."""
-    fault = fault_at(kind, op)
-    return None if fault is None or fault.around == "fp32" else fault.around
+            wrong += [(each, fault) for each in made if (fault := fault_in_fp32(kind, each)) is not None]
 
 
 def _raised(graph: Graph) -> list[str]:

@@ -63,8 +63,9 @@ def convert(
             nothing binds run where the whole moves the fewest bytes ("least traffic", a minimum cut).
         dtype: "float16" ("fp16", "half") or "bfloat16" ("bf16").
         place: where the model will run, a place or its kind ("cuda", "webgpu"). What has no kernel of the type
-            there stays fp32; so does what its kernels would add up or compute in 16 bit at too great a loss, with
-            weights that are stored in 16 bit all the same. What its kernels compute wrongly is written in another way.
+            there, or one that fails in 16 bit alone, stays fp32; so does what its kernels would add up or compute in
+            16 bit at too great a loss, with weights that are stored in 16 bit all the same. What its kernels compute
+            wrongly is written in another way.
         keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit; or the names of
             those that keep theirs.
         white_list, black_list: operators to move to a list (ONNX types or Paddle's names).

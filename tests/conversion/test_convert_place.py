@@ -8,10 +8,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ListError
 from amp_transpiler.ir.reasons import Kind, parse
+from amp_transpiler.lists import faults
 from amp_transpiler.passes.view.kernel_faults import fault_at
 from tests.helpers.converting import HEAD, filled
 
@@ -132,45 +134,104 @@ def test_what_cannot_be_asked_for(options: Any, error: Any, text: str) -> None:
         amp.convert(filled(RECURRENT), **options)
 
 
-# -- bodies ----------------------------------------------------------------------------------------------
-WRITTEN = {
-    "scalar": "m (float[N,4] x) => (float[N,1] y) <float[4,1] w, float[1] b> { y = Gemm(x, w, b) }",
-    "vector": "m (float[3,4] x) => (float[3] y) <float[4] w> { y = MatMul(x, w) }",
-    "six": "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[6,4,1,1] w, float[6] b> { y = Conv(x, w, b) }",
-    "behind": "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[5,4,1,1] w> { y = Conv<pads=[0, 0, 1, 2]>(x, w) }",
-    "whole": 'm (float[1,4,2,2] x) => (float[n,o,h,v] y) <float[8,4,2,2] w> { y = Conv<auto_pad="SAME_UPPER">(x, w) }',
-    "groups": "m (float[N,4,8,9] x) => (float[n,o,h,v] y) <float[12,2,3,3] w, float[12] b> { y = Conv<group=2>(x, w, b) }",
-    "transposed": "m (float[1,4,3,3] x) => (float[n,o,h,v] y) <float[4,1,2,2] w> { y = ConvTranspose<group=2>(x, w) }",
-    "backwards": "m (float[3,4] x) => (float[n,o] y) <int64[1] b = {-2}, int64[1] e = {-9}, int64[1] a = {1}>"
-    " { y = Slice(x, b, e, a, b) }",
-    "exponentials": "m (float[3,4] x) => (float[n,o] y) { y = ReduceLogSumExp<axes=[1]>(x) }",
-    "indices": "m (float[1,2,4,4] x) => (float[n,c,h,v] y, int64[n,c,h,v] i) { y, i = MaxPool<kernel_shape=[2,2]>(x) }",
+# -- faults ----------------------------------------------------------------------------------------------
+#: Models that meet each of ``lists/faults.toml``, as they stand or in 16 bit.
+MEET = {
+    "Conv: channels by threes": [conv(6, 8)],
+    "Conv: few products, a bias to six channels": [
+        "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[6,4,1,1] w, float[6] b> { y = Conv(x, w, b) }"
+    ],
+    "Conv: a matrix product, padded behind alone": [
+        "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[5,4,1,1] w> { y = Conv<pads=[0, 0, 1, 2]>(x, w) }",
+        'm (float[1,4,2,2] x) => (float[n,o,h,v] y) <float[8,4,2,2] w> { y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+    ],
+    "Conv: groups between the vectors of all channels": [
+        "m (float[N,4,8,9] x) => (float[n,o,h,v] y) <float[12,2,3,3] w, float[12] b> { y = Conv<group=2>(x, w, b) }"
+    ],
+    "Conv: three axes, in groups": [
+        "m (float[1,4,3,4,3] x) => (float[n,o,d,h,v] y) <float[4,2,2,2,2] w> { y = Conv<group=2>(x, w) }"
+    ],
+    "Conv: a bias left out by an empty name": [
+        'm (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[4,4,3,3] w> { y = Conv(x, w, "") }'
+    ],
+    "ConvTranspose: a bias left out by an empty name": [
+        'm (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[4,4,3,3] w> { y = ConvTranspose(x, w, "") }'
+    ],
+    "ConvTranspose: groups of an even number of channels to one": [
+        "m (float[1,4,3,3] x) => (float[n,o,h,v] y) <float[4,1,2,2] w> { y = ConvTranspose<group=2>(x, w) }"
+    ],
+    "ConvTranspose: three axes": [
+        "m (float[1,2,3,4,3] x) => (float[n,o,d,h,v] y) <float[2,3,2,2,2] w> { y = ConvTranspose(x, w) }"
+    ],
+    "BatchNormalization: 16-bit image, fp32 statistics": [NORMED],
+    "Gemm: scalar added": ["m (float[N,4] x) => (float[N,1] y) <float[4,1] w, float[1] b> { y = Gemm(x, w, b) }"],
+    "Gemm: integers times a fraction": [
+        "m (int32[3,4] x, int32[4,2] w) => (int32[3,2] y) { y = Gemm<alpha=0.5>(x, w) }",
+    ],
+    "MatMul: a vector": ["m (float[3,4] x) => (float[3] y) <float[4] w> { y = MatMul(x, w) }"],
+    "MatMul: nothing to add up": ["m (float[3,0] x, float[0,2] w) => (float[3,2] y) { y = MatMul(x, w) }"],
+    "ScatterND: 16-bit numbers combined": [
+        "m (float[5,3] x, int64[2,1] i, float[2,3] u) => (float[5,3] y)"
+        ' { a = ScatterND(x, i, u) b = ScatterND<reduction="add">(a, i, u) y = ScatterND(b, i, u) }'
+    ],
+    "MaxPool: indices wanted": [
+        "m (float[1,2,4,4] x) => (float[n,c,h,v] y, int64[n,c,h,v] i) { y, i = MaxPool<kernel_shape=[2,2]>(x) }"
+    ],
+    "ReduceLogSumExp: floating-point numbers": [
+        "m (float[3,4] x) => (float[n,o] y) { y = ReduceLogSumExp<axes=[1]>(x) }"
+    ],
+    "Where: truth values chosen": ["m (bool[3,4] x, bool[4] w) => (bool[3,4] y) { c = Not(x) y = Where(c, x, w) }"],
+    "Slice: backwards from within": [
+        "m (float[3,4] x) => (float[n,o] y) <int64[1] b = {-2}, int64[1] e = {-9}, int64[1] a = {1}>"
+        " { y = Slice(x, b, e, a, b) }"
+    ],
 }
+FAULTS = {f"{fault.operator}: {fault.where}": fault for each in faults("webgpu").values() for fault in each}
+#: What onnxruntime does not run on CPU.
+NOT_ON_CPU = ("integers times a fraction", "truth values chosen")
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_kernels_are_wrong_at_is_written_otherwise(name: str) -> None:
-    model = filled(WRITTEN[name])
+def sample(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    found, random = {}, np.random.default_rng(1)
+    for value in model.graph.input:
+        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        dims = value.type.tensor_type.shape.dim
+        shape = [size.dim_value if size.HasField("dim_value") else 3 for size in dims]
+        found[value.name] = (random.random(shape) * (1 if kind == np.float32 else 2)).astype(kind)
+    return found
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name in FAULTS for text in MEET[name]])
+def test_no_conversion_meets_a_kernel_that_fails(name: str, text: str) -> None:
+    model, fault = filled(text), FAULTS[name]
+    as_it_is = [amp.Program.from_onnx(model), amp.convert(model, numeric_guards=False)]
+    assert any(fault_at("webgpu", op) == fault for each in as_it_is for op in each.walk())
+    literally = amp.convert(model, place="webgpu", numeric_guards=False)
     program = amp.convert(model, place="webgpu")
-    for each, wrong in ((amp.Program.from_onnx(model), True), (program, False)):
-        assert any(fault_at("webgpu", op) for op in each.walk()) == wrong
-    shape = [size.dim_value or 3 for size in model.graph.input[0].type.tensor_type.shape.dim]
-    x = np.random.default_rng(1).random(shape, dtype=np.float32)
+    assert not [op for each in (program, literally) for op in each.walk() if fault_at("webgpu", op)]
     written = program.to_onnx()
     onnx.checker.check_model(written, full_check=True)
     types = [[v.type.tensor_type.elem_type for v in m.graph.output] for m in (model, written)]
     assert types[0] == types[1]
-    wanted = run(model, x=x).astype(np.float32)
-    assert np.linalg.norm(run(written, x=x) - wanted) < 2e-3 * np.linalg.norm(wanted) + 1e-6
+    feeds = sample(model)
+    if fault.where in NOT_ON_CPU:
+        wanted, found = (ReferenceEvaluator(each).run(None, feeds)[0] for each in (model, written))
+        np.testing.assert_array_equal(found, wanted.astype(found.dtype))
+        return
+    wanted = run(model, **feeds).astype(np.float32)
+    found = run(written, **feeds).astype(np.float32)
+    assert np.linalg.norm(found - wanted) <= 2e-3 * np.linalg.norm(wanted) + 1e-6
 
 
-@pytest.mark.parametrize("type_", ["Conv", "ConvTranspose"])
-def test_a_bias_that_is_left_out_by_name_is_left_out(type_: str) -> None:
-    model = filled(f"m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[4,4,3,3] w> {{ y = {type_}(x, w) }}")
-    model.graph.node[0].input.append("")
-    assert any(fault_at("webgpu", op) for op in amp.Program.from_onnx(model).walk())
-    written = amp.convert(model, place="webgpu").to_onnx()
-    assert [len(node.input) for node in written.graph.node if node.op_type == type_] == [2]
+def test_what_16_bit_alone_fails_at_is_fp32() -> None:
+    model = filled(MEET["ScatterND: 16-bit numbers combined"][0])
+    for given in (model, amp.convert(model, numeric_guards=False).to_onnx()):  # written for another place
+        program = amp.convert(given, place="webgpu", numeric_guards=False)
+        scatters = [op for op in program.walk() if op.type == "ScatterND"]
+        assert [op.precision for op in scatters] == ["float16", "float32", "float16"]  # alike but for an attribute
+        assert scatters[1].why.kind is Kind.FAULT and "16-bit numbers combined" in str(scatters[1].why)
+        again = amp.convert(program.to_onnx(), place="webgpu", numeric_guards=False)
+        assert [op.type for op in again.walk()] == [op.type for op in program.walk()]
 
 
 def test_what_nothing_stands_for_is_told() -> None:

@@ -78,11 +78,23 @@ def test_a_long_sum_loses_what_storage_does() -> None:
     assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 4e-4
 
 
-def test_a_norm_whose_shader_does_not_compile() -> None:
-    model = filled(NORMED)
-    with pytest.raises(Exception, match="BatchNormalization"):
-        off(model, amp.convert(model).to_onnx())
-    assert off(model, amp.convert(model, place="webgpu").to_onnx()) < 5e-3
+FAIL_IN_16_BIT = {
+    "BatchNormalization": NORMED,
+    "ScatterND": "m (float[5,3] x, float[2,3] u) => (float[n,o] y) <int64[2,1] i = {3, 3}>"
+    ' { a = Relu(x) b = ScatterND<reduction="add">(a, i, u) y = Neg(b) }',
+}
+
+
+@pytest.mark.parametrize("type_", FAIL_IN_16_BIT)
+def test_a_kernel_that_ends_the_run_in_16_bit_alone(type_: str) -> None:
+    model = filled(FAIL_IN_16_BIT[type_])
+    for given in (model, amp.convert(model).to_onnx()):
+        program = amp.convert(given, place="webgpu", numeric_guards=False)
+        assert off(model, program.to_onnx()) < 5e-3
+        assert not amp.check_model(program.to_onnx(), "webgpu").faults
+    assert amp.check_model(given, "webgpu").faults
+    with pytest.raises(Exception, match=type_):
+        off(model, given)
 
 
 def test_gradients_of_a_convolution_that_reads_by_threes() -> None:

@@ -17,7 +17,7 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import FORWARD, Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
-from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.lists import AutoMixedPrecisionLists, faults
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
 from amp_transpiler.passes.partition.cut import FULL, HALF, Cut, solve, traffic_of
@@ -105,8 +105,10 @@ class _Choices(Rules):
     ) -> None:
         super().__init__(program, lists)
         self.mode, self.constraints, self.outside = mode, constraints, outside
-        #: The choices of operators that are told apart by type and element types alone; None where shapes matter too.
+        #: The choices of operators that are told apart by type and element types alone; None where shapes or attributes
+        #: matter too.
         self.alike: dict[tuple[str | None, ...], Decision | Free | None] = {}
+        self.faults = faults(lists.place)
         self.picks = outside is not None or self.names_matter
         self.kernel_opset, self.lowers = program.opset(), False  # the file is run as it is written
         #: Where nested graphs meet the graph around them, and the type may be chosen.
@@ -141,7 +143,8 @@ class _Choices(Rules):
             *["" if v is None else v.dtype for v in op.outputs],
         )
         if kind not in self.alike:
-            self.alike[kind] = self._choice(op) if None not in kind and not by_shapes(op) else None
+            apart = None in kind or by_shapes(op) or operator_name(op) in self.faults
+            self.alike[kind] = None if apart else self._choice(op)
         return self.alike[kind]
 
     def _choice(self, op: Operator) -> Decision | Free:

@@ -22,7 +22,7 @@ from amp_transpiler.lists import (
     place_traits,
     unsupported_reason,
 )
-from amp_transpiler.passes.view.kernel_faults import fault_at
+from amp_transpiler.passes.view.kernel_faults import fault_of_16_bit
 from amp_transpiler.passes.view.names import label, source, written_name
 from amp_transpiler.passes.view.typing import (
     Obstacle,
@@ -92,6 +92,9 @@ class Rules:
         slots = narrowed(op, self.dtype)
         if isinstance(slots, Obstacle):
             return self.as_it_is(op, slots.why, colour=None if slots.fixed else BLACK)
+        fault = self._fault(op, slots)
+        if fault:
+            return self.full(op, fault)
         return Decision(self.dtype, why.running(SHORT[self.dtype]), slots, WHITE)
 
     def full(self, op: Operator, why: Reason) -> Decision:
@@ -192,12 +195,13 @@ class Rules:
         found = lookup(op)
         if self.lowers and found is not None and found.lowering is not None:
             return None
-        return self._gaps[name] or self._fault(op)
+        return self._gaps[name]
 
-    def _fault(self, op: Operator) -> Reason | None:
-        """Why the place's kernel is of no use to the operator in 16 bit; None where it is."""
-        fault = fault_at(self.lists.place, op, self.dtype)
-        if fault is None or fault.around != "fp32":
+    def _fault(self, op: Operator, slots: Slots) -> Reason | None:
+        """Why the place's kernel is of no use to the operator with these types in 16 bit; None where it is."""
+        # a lowered program has what stands for the operator
+        fault = None if self.lowers else fault_of_16_bit(self.lists.place, op, slots)
+        if fault is None:
             return None
         return Reason(Kind.FAULT, place_traits(self.lists.place).title, (fault.where, fault.what))
 

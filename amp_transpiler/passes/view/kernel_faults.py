@@ -15,7 +15,7 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.typing import operator_name
+from amp_transpiler.passes.view.typing import Slots, declared, operator_name, widened
 
 #: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
 _NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
@@ -49,15 +49,34 @@ class Call:
 
 def fault_of(kind: str, full_type: str, call: Call) -> Fault | None:
     """The fault of the kernel that runs an operator on a place of this kind; None for none."""
-    return next((f for f in faults(kind).get(full_type, ()) if _HOLDS[f.where](call)), None)
+    return next(iter(_faults_of(kind, full_type, call)), None)
 
 
-def fault_at(kind: str, op: Operator, dtype: str | None = None) -> Fault | None:
-    """The same of an operator of a program, as if its first input had type ``dtype``."""
+def _faults_of(kind: str, full_type: str, call: Call) -> list[Fault]:
+    return [fault for fault in faults(kind).get(full_type, ()) if _HOLDS[fault.where](call)]
+
+
+def fault_at(kind: str, op: Operator) -> Fault | None:
+    """The same of an operator of a program, as it stands."""
+    return next(iter(_faults_at(kind, op, declared)), None)
+
+
+def fault_in_fp32(kind: str, op: Operator) -> Fault | None:
+    """The same of an operator with the types with which it runs in fp32."""
+    return next(iter(_faults_at(kind, op, widened)), None)
+
+
+def fault_of_16_bit(kind: str, op: Operator, slots: Slots) -> Fault | None:
+    """The same of an operator with these types in 16 bit, where it does not have the fault in fp32."""
+    found = _faults_at(kind, op, lambda op: slots)
+    wide = _faults_at(kind, op, widened) if found else []
+    return next((fault for fault in found if fault not in wide), None)
+
+
+def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> list[Fault]:
     name = operator_name(op)
     if name not in faults(kind):
-        return None
-    dtypes = [None if v is None else v.dtype for v in op.inputs]
+        return []
     shapes = [None if v is None else known_shape(v) for v in op.inputs]
     wanted = sum(v is not None for v in op.outputs)
 
@@ -66,7 +85,7 @@ def fault_at(kind: str, op: Operator, dtype: str | None = None) -> Fault | None:
         data = None if variable is None else constants.content(variable)
         return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
 
-    return fault_of(kind, name, Call(op.attrs, [dtype or dtypes[0], *dtypes[1:]], shapes, wanted, integers))
+    return _faults_of(kind, name, Call(op.attrs, types(op).inputs, shapes, wanted, integers))
 
 
 def leaves(op: Operator, kind: str) -> str:
