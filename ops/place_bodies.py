@@ -247,6 +247,11 @@ def _softsign(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
     return e.Div(x, e.Add(e.Abs(x), e.like(1, x)))
 
 
+@_function("ThresholdedRelu")
+def _thresholded_relu(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
+    return e.ThresholdedRelu(x, alpha=float(attrs.get("alpha", 1.0)))
+
+
 @_function("Shrink")
 def _shrink(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
     reach, bias = float(attrs.get("lambd", 0.5)), e.like(attrs.get("bias", 0.0), x)
@@ -260,6 +265,17 @@ def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
     whole = e.like(1.5 * 2**23, x)
     near = e.Sub(e.Add(x, whole), whole)
     return e.Where(e.Less(e.Abs(x), e.like(2**22, x)), near, x)
+
+
+@body("Resize")
+def _resize(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """In fp32, as on CPU; integers have no form."""
+    x, *settings = inputs
+    if x is None or x.dtype not in FLOATS:
+        return None
+    return [e.cast(e.Resize(e.f32(x), *settings, **attrs), x.dtype)]
 
 
 # -- products --------------------------------------------------------------------------------------------

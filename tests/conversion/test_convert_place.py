@@ -174,6 +174,11 @@ MEET = {
         "m (float[5,3] x, int64[2,1] i, float[2,3] u) => (float[5,3] y)"
         ' { a = ScatterND(x, i, u) b = ScatterND<reduction="add">(a, i, u) y = ScatterND(b, i, u) }'
     ],
+    "ThresholdedRelu: 16-bit numbers": ["m (float[3,4] x) => (float[n,o] y) { y = ThresholdedRelu<alpha=0.5>(x) }"],
+    "Resize: cubic, of other numbers than fp32": [
+        "m (float[1,2,3,4] x) => (float[n,c,h,v] y) <float[4] s = {1.0, 1.0, 2.0, 2.0}>"
+        ' { y = Resize<mode="cubic">(x, "", s) }'
+    ],
     "MaxPool: indices wanted": [
         "m (float[1,2,4,4] x) => (float[n,c,h,v] y, int64[n,c,h,v] i) { y, i = MaxPool<kernel_shape=[2,2]>(x) }"
     ],

@@ -19,6 +19,7 @@ PLAIN = np.random.default_rng(0).permutation(150).reshape(1, 2, 5, 15).astype(np
 
 WIDE = np.random.default_rng(0).standard_normal((2, 4, 2, 3, 2)).astype(np.float32)
 WAVES = np.linspace(-3, 3, 31, dtype=np.float32)
+CUBIC = {"mode": "cubic"}
 
 CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Sum", [F32, F32[::-1], F32[:1]], {}),
@@ -75,6 +76,8 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Celu", [WAVES], {"alpha": 0.7}),
     ("Selu", [WAVES.astype(np.float16)], {}),
     ("Shrink", [WAVES], {"lambd": 0.4, "bias": 0.1}),
+    ("ThresholdedRelu", [F16], {"alpha": 0.3}),
+    ("Resize", [PLAIN.astype(np.float16), np.array([], np.float32), np.array([1, 1, 2, 1.5], np.float32)], CUBIC),
     ("PRelu", [F32, np.array([0.5, -2, 1], np.float32)], {}),
     ("Round", [np.array([0.5, 1.5, -2.5, 2.4, -0.2, 3e9, -np.inf, np.nan, 8388609, 4194303.5], np.float32)], {}),
     ("Trilu", [PLAIN, np.array(2)], {}),

@@ -215,6 +215,8 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "nothing to add up": _nothing_summed,
     "groups of an even number of channels to one": _even_groups_to_one,
     "16-bit numbers combined": lambda call: call.dtypes[0] in HALF and call.attrs.get("reduction", "none") != "none",
+    "16-bit numbers": lambda call: call.dtypes[0] in HALF,
+    "cubic, of other numbers than fp32": lambda call: call.attrs.get("mode") == "cubic" and call.dtypes[0] != "float32",
     "indices wanted": lambda call: call.results > 1,
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
