@@ -11,7 +11,9 @@ from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.view.kernel_faults import leaves
+from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
+from amp_transpiler.passes.pipeline import Pipeline
+from amp_transpiler.passes.view.kernel_faults import is_foreign, leaves
 from amp_transpiler.program import Program
 
 
@@ -57,12 +59,19 @@ def _float(op: Operator) -> str:
 
 
 def _placement(program: Program) -> str:
-    leaving: Counter[str] = Counter()
+    program = program.clone()
+    Pipeline((TryInlineFunctions(),)).run(program)
+    leaving, foreign = Counter[str](), Counter[str]()
     for op in program.walk():
-        reason = leaves(op, "cuda")
-        if reason:
+        if is_foreign(op):
+            foreign[printable(op.full_type)] += 1
+        elif reason := leaves(op, "cuda"):
             leaving[f"{printable(op.full_type)} ({reason})"] += 1
+    unknown = f"; nobody here knows {_listed(foreign)}" if foreign else ""
     if not leaving:
-        return "CUDA: a kernel for every operator"
-    listed = ", ".join(f"{count} {what}" for what, count in sorted(leaving.items()))
-    return f"CUDA: {sum(leaving.values())} operators would leave it: {listed}"
+        return f"CUDA: a kernel for every {'other ' if foreign else ''}operator{unknown}"
+    return f"CUDA: {sum(leaving.values())} operators would leave it: {_listed(leaving)}{unknown}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))

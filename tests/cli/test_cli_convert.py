@@ -200,6 +200,20 @@ def test_info_names_what_leaves_cuda(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "1 operators would leave it: 1 MaxPool (no kernel" in run(capsys, "info", tmp_path / "m.onnx")[1]
 
 
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+def test_info_says_what_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 17, "own" : 1, "f" : 1]> m ({dtype}[2] x) => ({dtype}[2] y)
+        {{ a = own.Foo(x) b = f.Twice(a) y = Relu(b) }}
+        <domain: "f", opset_import: ["" : 17]> Twice (x) => (y) {{ y = BODY }}"""
+    for body, expected in (
+        ("Add(x, x)", "CUDA: a kernel for every other operator; nobody here knows 1 own::Foo"),
+        ("Det(x)", "CUDA: 1 operators would leave it: 1 Det (no"),
+    ):
+        onnx.save(onnx.parser.parse_model(text.replace("BODY", body)), tmp_path / "m.onnx")
+        found = run(capsys, "info", tmp_path / "m.onnx")[1]
+        assert expected in found and "nobody here knows 1 own::Foo\n" in found
+
+
 # -- wrong requests ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "status", "complaint"),

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import onnx
+
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
@@ -104,6 +107,13 @@ def leaves(op: Operator, kind: str) -> str:
     if dtype and not has_kernel(at.provider, op.type, dtype, opset, op.domain):
         return f"no kernel for {dtype} at opset {opset}"
     return ""
+
+
+def is_foreign(op: Operator) -> bool:
+    """Whether nobody here knows the operator: neither onnx nor onnxruntime defines it, and nothing lowers it."""
+    domain, found = "" if op.domain == "ai.onnx" else op.domain, lookup(op)
+    defined = domain == "com.microsoft" or onnx.defs.has(op.type, domain)
+    return not defined and (found is None or found.lowering is None)
 
 
 def known_shape(variable: Variable) -> tuple[int, ...] | None:
