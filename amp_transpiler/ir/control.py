@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import onnx
 
@@ -14,6 +14,14 @@ def nested_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield attribute.g
         else:
             yield from attribute.graphs
+
+
+def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, and those of the graphs nested in them."""
+    for node in nodes:
+        yield node
+        for graph in nested_graphs(node):
+            yield from every_node(graph.node)
 
 
 def _graph(node: onnx.NodeProto, name: str) -> onnx.GraphProto:

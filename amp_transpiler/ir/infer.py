@@ -24,6 +24,8 @@ from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SMALL = 256  # elements: more than any shape vector, less than any weight
+#: Attributes of a Constant that are numbers.
+_NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
 
 
 def type_proto(dtype: str | None, shape: Shape | None) -> onnx.TypeProto:
@@ -63,6 +65,20 @@ def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     return dim.dim_param or None
 
 
+def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """What a Constant of a model makes; None of another node, and of text and sparse tensors."""
+    if node.op_type != "Constant" or node.domain:
+        return None
+    held = node.attribute[0]
+    if held.name == "value":
+        array = onnx.numpy_helper.to_array(held.t)
+    elif held.name in _NUMBERS:
+        array = np.asarray(onnx.helper.get_attribute_value(held), _NUMBERS[held.name])
+    else:
+        return None
+    return onnx.numpy_helper.from_array(array, node.output[0])
+
+
 def constant_array(variable: Variable) -> np.ndarray | None:
     """The content of a small constant variable, None where it has none or is large."""
     data = variable.data
@@ -71,12 +87,7 @@ def constant_array(variable: Variable) -> np.ndarray | None:
         if value is not None:
             data = value
         else:
-            for name, kind in (
-                ("value_int", np.int64),
-                ("value_ints", np.int64),
-                ("value_float", np.float32),
-                ("value_floats", np.float32),
-            ):
+            for name, kind in _NUMBERS.items():
                 if name in variable.producer.attrs:
                     return np.asarray(variable.producer.attrs[name], kind)
     if data is None:

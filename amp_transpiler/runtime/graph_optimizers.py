@@ -7,11 +7,9 @@ changes nothing about what it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import onnx
 
-from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.control import every_node
 
 _QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _GELU = frozenset({"Erf", "Tanh", "Sigmoid", "Gelu", "FastGelu", "QuickGelu", "BiasGelu"})
@@ -71,15 +69,7 @@ _LOOKS_FOR: dict[str, frozenset[str]] = {
 
 def useless_optimizers(model: onnx.ModelProto) -> list[str]:
     """The names of the optimisers that find nothing in ``model``, its functions and nested graphs."""
-    held = {node.op_type for node in _nodes(model.graph.node)}
+    held = {node.op_type for node in every_node(model.graph.node)}
     for function in model.functions:
-        held |= {node.op_type for node in _nodes(function.node)}
+        held |= {node.op_type for node in every_node(function.node)}
     return [name for name, wanted in _LOOKS_FOR.items() if held.isdisjoint(wanted)]
-
-
-def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes, and those of the graphs nested in them."""
-    for node in nodes:
-        yield node
-        for graph in nested_graphs(node):
-            yield from _nodes(graph.node)

@@ -22,7 +22,7 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as LoadedModel
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
-from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.types import NAMES, numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
@@ -130,7 +130,7 @@ def create_session(
 
 def _races(graph: onnx.GraphProto) -> bool:
     """Whether results of a graph on CPU may depend on the number of threads."""
-    return any(races(node) or any(map(_races, nested_graphs(node))) for node in graph.node)
+    return any(map(races, every_node(graph.node)))
 
 
 def check_model(model: onnx.ModelProto, place: Place, settings: Settings, name: str) -> dict[str, Inferred]:

@@ -11,12 +11,14 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.lists import kernel_types, place_traits
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
+from tests.corpora.nested_bodies import TEXTS, nested
 from tests.corpora.place_bodies import CASES, PLAIN, alone, compared, model_of
 from tests.helpers import benchmark_programs
 from tests.helpers.sessions import session
@@ -137,6 +139,21 @@ def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.nd
     compared(type_, found, wanted, 1e-6)
     for port, got, want in zip(lowered.fetches, found, wanted, strict=True):
         assert (port.holds or got.dtype.name) == want.dtype.name
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_nested_graphs_fit_too(name: str) -> None:
+    for chosen in (True, False):
+        model, feed, wanted, type_ = nested(name, chosen)
+        lowered = lower(amp.Program.from_onnx(model), "webgpu")
+        steps = [each.input[4:] for each in every_node(lowered.model.graph.node) if each.op_type == type_]
+        assert not any(steps) if type_ == "Slice" else not steps
+        held = {port.tensor: port.dtype for port in lowered.feeds}
+        found = session(lowered.model).run(
+            [port.tensor for port in lowered.fetches], {n: a.astype(held[n]) for n, a in feed.items()}
+        )
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("type_", ["AveragePool", "MaxPool"])

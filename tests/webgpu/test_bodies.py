@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
+from tests.corpora.nested_bodies import TEXTS, nested
 from tests.corpora.place_bodies import CASES, compared, model_of
 from tests.corpora.rounded_sums import one_operator
 
@@ -39,3 +40,17 @@ def test_16_bit_rows_are_combined(reduction: str) -> None:
     exe.run(program.startup)
     {"add": np.add, "mul": np.multiply, "max": np.maximum}[reduction].at(wanted, [1, 0, 1], rows)
     np.testing.assert_array_equal(exe.run(program, {"x": x, "rows": rows}, program.outputs)[0], wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*on the CPU")
+@pytest.mark.parametrize("name", TEXTS)
+def test_nested_graphs_give_what_they_give(name: str) -> None:
+    """Branches of an If run on the device alone, the bodies of a Loop and a Scan from the CPU."""
+    exe = amp.Executor(PLACE, allow_cpu_fallback=name in ("a loop", "a scan"))
+    for chosen in (True, False):
+        model, feed, wanted, _ = nested(name, chosen)
+        program = amp.Program.from_onnx(model)
+        exe.run(program.startup)
+        for got, want in zip(exe.run(program, feed, program.outputs), wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-6)
+            assert got.dtype == want.dtype

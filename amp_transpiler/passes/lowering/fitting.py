@@ -1,5 +1,7 @@
 """A lowered model made to fit a place that lacks kernels: bodies for operators, 32 bits for 64-bit integers.
 
+Graphs of If, Loop and Scan are made to fit too: a place may run them where it has no kernel for the node around them.
+
 Which kernels a place has is data (``lists/kernels.json``); what stands for the others are the bodies of
 ``ops/place_bodies.py``. What has neither stays as it is.
 
@@ -18,8 +20,9 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.control import every_node, nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import constant_tensor
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.signature import Signature, signature
@@ -64,9 +67,12 @@ class _Fitting:
         self.lowered, self.graph = lowered, lowered.model.graph
         self.at = place_traits(lowered.place)
         self.opset = next(each.version for each in lowered.model.opset_import if not each.domain)
-        self.types: dict[str, Type] = types_in(inferred(lowered))
+        whole = inferred(lowered)
+        self.types: dict[str, Type] = types_in(whole)
         self.e = _Sizing(lowered.place, self.opset)
-        self.e.reserve([*self.types, *(name for node in self.graph.node for name in node.output)])
+        own = {*self.types, *(name for node in self.graph.node for name in node.output)}
+        self.e.reserve(own.union(*((*node.input, *node.output) for node in every_node(self.graph.node))))
+        self._tell_apart(self.graph, whole, own)
         self.e.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
         self.e.given = lowered.given
         #: Tensors of 64-bit integers that hold 32 bits.
@@ -84,12 +90,7 @@ class _Fitting:
         nodes: list[onnx.NodeProto] = []
         origins: list[Operator | None] = []
         for node, origin in zip_longest(list(graph.node), lowered.origins):
-            if node.op_type == "Constant" and node.attribute[0].name == "value":
-                array = onnx.numpy_helper.to_array(node.attribute[0].t)
-                self.e.initializers[node.output[0]] = onnx.numpy_helper.from_array(array, node.output[0])
-                continue
-            self._check(node, origin)
-            made = list(self._fit(node))
+            made = list(self._run_as(node, origin))
             nodes += made
             origins += [origin] * len(made)
         nodes += self._outputs(nodes)
@@ -102,6 +103,21 @@ class _Fitting:
             held = {key: value for key, value in values.items() if value.name in self.narrow}
             values.update({key: replace(value, dtype=_NARROW) for key, value in held.items()})
         return lowered
+
+    def _tell_apart(self, graph: onnx.GraphProto, known: onnx.GraphProto, taken: set[str]) -> None:
+        """Let no two nested graphs make tensors of the same name, and note what types these have."""
+        for node, like in zip(graph.node, known.node, strict=True):
+            for inner, twin in zip(nested_graphs(node), nested_graphs(like), strict=True):
+                made = {info.name for info in inner.input}.union(*(each.output for each in inner.node)) - {""}
+                names = {name: self.e.name(name) for name in sorted(made & taken)}
+                rename_tensors(inner.node, names)
+                for info in (*inner.input, *inner.output):
+                    info.name = names.get(info.name, info.name)
+                origins, types = self.lowered.inner, types_in(twin)
+                origins |= {new: origins[name] for name, new in names.items() if name in origins}
+                self.types |= {names.get(name, name): types[name] for name in made & types.keys()}
+                taken |= made.union(names.values())
+                self._tell_apart(inner, twin, taken)
 
     def _check(self, node: onnx.NodeProto, origin: Operator | None) -> None:
         """GraphError where a tensor has a float type that the place's tensors cannot have."""
@@ -128,15 +144,54 @@ class _Fitting:
         return Value(name, *self._type(name)) if name else None
 
     # -- one node -------------------------------------------------------------------------------------
+    def _run_as(self, node: onnx.NodeProto, origin: Operator | None) -> Iterator[onnx.NodeProto]:
+        """What the place runs for a node: nothing for a constant."""
+        if (constant := constant_tensor(node)) is not None:
+            self.e.initializers[node.output[0]] = constant
+            return
+        self._check(node, origin)
+        graphs = list(nested_graphs(node))
+        yield from self._fit_graphs(node, graphs, origin) if graphs else self._fit(node)
+
+    def _fit_graphs(
+        self, node: onnx.NodeProto, graphs: Sequence[onnx.GraphProto], origin: Operator | None
+    ) -> Iterator[onnx.NodeProto]:
+        """The node, whose graphs run on the place too, an If's by itself. What goes in and comes out keeps its width,
+        but for what an If chooses."""
+        for slot, name in enumerate(node.input):
+            if name in self.narrow:
+                node.input[slot] = yield from self._cast(name, _WIDE)
+        for graph in graphs:
+            made, casts = list[onnx.NodeProto](), dict(self.casts)
+            with self.e.nested():
+                for each in graph.node:
+                    op = next((self.lowered.inner[n] for n in each.output if n in self.lowered.inner), origin)
+                    new = list(self._run_as(each, op))
+                    if op is not None:
+                        self.lowered.inner.update((name, op) for one in new for name in one.output if name)
+                    made += new
+            self.casts = casts
+            del graph.node[:]
+            graph.node.extend(made)
+        chosen = set[int]()
+        for slot, name in enumerate(node.output if node.op_type == "If" and not node.domain else ()):
+            outs = {graph.output[slot].name for graph in graphs}
+            if name and outs & self.narrow and not outs & self.sizes:
+                chosen.add(slot)
+                self._hold(name)
+        for graph in graphs:
+            for slot, out in enumerate(graph.output):
+                if slot in chosen or out.name in self.narrow:
+                    graph.node.extend(self._put_out(out, _NARROW if slot in chosen else _WIDE))
+        yield node
+
+    def _put_out(self, out: onnx.ValueInfoProto, dtype: str) -> Iterator[onnx.NodeProto]:
+        """Let the output of a nested graph have this width."""
+        out.name = yield from self._cast(out.name, dtype)
+        out.type.tensor_type.elem_type = ONNX_TYPES[dtype]
+
     def _fit(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """The node, or what stands for it."""
-        if next(nested_graphs(node), None) is not None:
-            names = dict[str, str]()
-            for name in used_tensors([node]) & self.narrow:
-                names[name] = yield from self._cast(name, _WIDE)
-            rename_tensors([node], names)
-            yield node
-            return
         while node.input and not node.input[-1]:  # of an input that is left out by name WebGPU's Conv kills the process
             del node.input[-1]
         slots = signature(node.op_type, self.opset, node.domain)
@@ -231,7 +286,7 @@ class _Fitting:
     def _narrow_feeds(self) -> None:
         """Feeds of 64-bit integers hold 32 bits, but for those that say sizes and axes alone."""
         computed = set[str]()
-        for node in self.graph.node:
+        for node in every_node(self.graph.node):
             slots = signature(node.op_type, self.opset, node.domain)
             computed.update(
                 name
