@@ -14,6 +14,7 @@ from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.decompose import Entry, Parts, write_instead
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
@@ -22,7 +23,7 @@ from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.kernel_faults import fault_in_fp32, known_shape
+from amp_transpiler.passes.view.kernel_faults import fault_in_fp32
 from amp_transpiler.passes.view.typing import programs
 
 #: The first opset of Pad that takes its sizes as an input.
@@ -107,7 +108,7 @@ def _body(kind: str) -> Entry:
 
 
 def _value(variable: Variable) -> Value:
-    return Value(variable.name, str(variable.dtype), known_shape(variable))
+    return Value(variable.name, str(variable.dtype), static(variable.shape))
 
 
 def _pad_channels(op: Operator, multiple: int) -> None:

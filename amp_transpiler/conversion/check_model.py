@@ -20,7 +20,7 @@ from amp_transpiler.conversion.replay import OperatorError, replay
 from amp_transpiler.conversion.verdict import CALIBRATION, SYNTHETIC, beyond, synthetic_sample
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.opdef import lookup, lowering_rule_of
@@ -32,7 +32,7 @@ from amp_transpiler.ops.rounded_sums import sum_rule
 from amp_transpiler.option_checks import number
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
-from amp_transpiler.passes.lowering.lowered import needed, static
+from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.lowering.place import Place, kind_of
 from amp_transpiler.passes.numerics.inner_roundings import inner_roundings
 from amp_transpiler.passes.pipeline import Pipeline

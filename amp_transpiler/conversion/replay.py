@@ -12,11 +12,12 @@ import numpy as np
 from amp_transpiler.conversion.calibration.measure import Batch, Runner
 from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
 from amp_transpiler.conversion.verdict import beyond
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import FLOATS, LIMITS, NAMES, numpy_dtype
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, summands
-from amp_transpiler.passes.lowering.lowered import needed, static
+from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.program import Program
 

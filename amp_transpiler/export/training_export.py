@@ -15,10 +15,10 @@ from amp_transpiler.export.portable import portable as same_everywhere
 from amp_transpiler.export.serving import serving_model
 from amp_transpiler.export.step_programs import CALL, StepPrograms, step_programs
 from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
-from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
 from amp_transpiler.program import Program

@@ -65,6 +65,13 @@ def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     return dim.dim_param or None
 
 
+def static(shape: Shape | None) -> tuple[int, ...] | None:
+    """A shape whose sizes are all known, else None."""
+    if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
+        return None
+    return tuple(int(d) for d in shape)  # type: ignore[arg-type]
+
+
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     """What a Constant of a model makes; None of another node, and of text and sparse tensors."""
     if node.op_type != "Constant" or node.domain:

@@ -16,12 +16,13 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import DistributedError, ExecutionError, FeedError
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.remaining import REMAINING
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
-from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
+from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched

@@ -24,8 +24,9 @@ import onnxruntime as ort
 
 from amp_transpiler.errors import ExecutionError, PlaceError
 from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.opdef import exchange_of, traits_of
-from amp_transpiler.passes.lowering.lowered import Lowered, Port, static
+from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import Step, Update, failure, half_done, needs_plain
 from amp_transpiler.runtime.budget import watched

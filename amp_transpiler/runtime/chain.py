@@ -17,10 +17,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.infer import static, type_proto
 from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowering.exchanges import Exchanged
-from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.parts import Parts, named_alike
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.flat import Segment
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.types import BYTES, numpy_dtype
-from amp_transpiler.passes.lowering.lowered import Port, static
+from amp_transpiler.passes.lowering.lowered import Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 

@@ -13,13 +13,13 @@ import numpy as np
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.graph import other_program
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.initializers import CONSTANT, constant_content
-from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.passes.lowering.lowered import Port, static
+from amp_transpiler.passes.lowering.lowered import Port
 
 Array = np.ndarray[Any, Any]
 

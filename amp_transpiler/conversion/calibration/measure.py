@@ -11,12 +11,13 @@ import numpy as np
 
 from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
-from amp_transpiler.passes.lowering.lowered import Lowered, needed, static
+from amp_transpiler.passes.lowering.lowered import Lowered, needed
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.program import Program

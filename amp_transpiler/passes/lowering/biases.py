@@ -12,12 +12,12 @@ import math
 from collections.abc import Container, Sequence
 
 from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.common import multiple
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
-from amp_transpiler.passes.lowering.lowered import static
 
 
 def biased_products(

@@ -19,7 +19,7 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes, constant_array, type_proto
+from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
@@ -46,7 +46,6 @@ from amp_transpiler.passes.lowering.lowered import (
     output_type,
     renamed,
     row,
-    static,
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged

@@ -9,11 +9,11 @@ import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.passes.lowering.lowered import emulated_attribute, static
+from amp_transpiler.passes.lowering.lowered import emulated_attribute
 
 
 class EmulatedStorage:

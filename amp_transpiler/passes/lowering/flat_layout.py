@@ -16,7 +16,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amp_transpiler.ir.flat import Rows, Segment
-from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient_type, slots_of, traits_of
 from amp_transpiler.ir.types import HALF
@@ -24,7 +24,7 @@ from amp_transpiler.lists import PlaceTraits, place_traits
 from amp_transpiler.ops.training.clip import CLIPS, NORM
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
-from amp_transpiler.passes.lowering.lowered import Port, static
+from amp_transpiler.passes.lowering.lowered import Port
 
 #: Elements of a parameter from which on copying its gradient into a buffer of several takes longer than the launches of
 #: an update of its own: 2**24 of fp32 are 128 MiB to move.

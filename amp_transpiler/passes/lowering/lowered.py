@@ -126,13 +126,6 @@ def renamed(rows: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
     return found
 
 
-def static(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...] | None:
-    """A shape whose sizes are all known, else None."""
-    if shape is None or not all(isinstance(d, (int, np.integer)) for d in shape):
-        return None
-    return tuple(int(d) for d in shape)  # type: ignore[arg-type]
-
-
 def is_row(info: onnx.ValueInfoProto) -> bool:
     """Whether a tensor has the shape of a flat state, (1, n)."""
     dims = info.type.tensor_type.shape.dim

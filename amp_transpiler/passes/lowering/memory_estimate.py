@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes
+from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
@@ -17,7 +17,7 @@ from amp_transpiler.passes.lowering.arena import resident
 from amp_transpiler.passes.lowering.feed_shapes import given_shapes
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
-from amp_transpiler.passes.lowering.lowered import Lowered, static
+from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.own_rows import fullest, own_updates
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
@@ -20,7 +21,6 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import multiple, times
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
-from amp_transpiler.passes.lowering.lowered import static
 
 #: Operators that move the elements of their first input, and change none.
 _MOVES = ("Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze")

@@ -26,10 +26,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import FORWARD, Shape
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF, NAMES
-from amp_transpiler.passes.lowering.lowered import Row, live, row, static
+from amp_transpiler.passes.lowering.lowered import Row, live, row
 
 #: Readers of one scalar from which on it is handed on, and the readers of each link.
 _HOT, _GROUP = 256, 64

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import slots_of
-from amp_transpiler.passes.lowering.lowered import Row, static
+from amp_transpiler.passes.lowering.lowered import Row
 
 
 def own_updates(

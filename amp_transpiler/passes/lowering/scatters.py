@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ops.row_sums import added_rows
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
-from amp_transpiler.passes.lowering.lowered import static
 
 
 def emit_scatter(storage: EmulatedStorage, op: Operator) -> bool:

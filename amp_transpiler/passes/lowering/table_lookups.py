@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import row_lookup
 from amp_transpiler.ops.training.dealt_tables import look_up_dealt
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
-from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.view.lookups import is_row_lookup
 
 

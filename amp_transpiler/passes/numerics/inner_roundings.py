@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.lists import parts_of, place_traits, roundings
 from amp_transpiler.passes.lowering.arithmetic import MOST, Arithmetic
-from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.typing import has_float
 

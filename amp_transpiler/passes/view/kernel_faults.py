@@ -12,7 +12,8 @@ from typing import Any
 
 import onnx
 
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.infer import static
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
@@ -80,7 +81,7 @@ def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> l
     name = operator_name(op)
     if name not in faults(kind):
         return []
-    shapes = [None if v is None else known_shape(v) for v in op.inputs]
+    shapes = [None if v is None else static(v.shape) for v in op.inputs]
     wanted = sum(v is not None for v in op.outputs)
 
     def integers(slot: int) -> list[int] | None:
@@ -114,12 +115,6 @@ def is_foreign(op: Operator) -> bool:
     domain, found = "" if op.domain == "ai.onnx" else op.domain, lookup(op)
     defined = domain == "com.microsoft" or onnx.defs.has(op.type, domain)
     return not defined and (found is None or found.lowering is None)
-
-
-def known_shape(variable: Variable) -> tuple[int, ...] | None:
-    """The shape, where it is fixed."""
-    sizes = [size for size in variable.shape or () if isinstance(size, int)]
-    return tuple(sizes) if variable.shape is not None and len(sizes) == len(variable.shape) else None
 
 
 def _by_threes(call: Call) -> bool:

@@ -31,9 +31,9 @@ from amp_transpiler.errors import (
     CheckpointWriteError,
     ScopeError,
 )
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.option_checks import is_whole
-from amp_transpiler.passes.lowering.lowered import static
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
