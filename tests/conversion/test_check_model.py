@@ -136,6 +136,13 @@ def test_operators_without_a_kernel() -> None:
     ]
     assert [len(check.without_kernel) for check in checks] == [0, 1]  # the file's own opset counts
 
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> m (float16[3,4] x) => (float16[3,4] y)'
+        " { y = Scan<num_scan_inputs=1, body = b (float16[4] v) => (float16[4] w) { w = Relu(v) }>(x) }"
+    )
+    checks = [amp.check_model(onnx.parser.parse_model(text), place) for place in ("webgpu", "cuda", "cpu")]
+    assert [len(check.without_kernel) for check in checks] == [1, 0, 0]
+
 
 @pytest.mark.parametrize(
     ("graph", "what"),

@@ -21,8 +21,8 @@ from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.typing import Slots, declared, operator_name, widened
 
-#: Control flow, whose graphs are looked into, and constants, which are loaded and not run.
-_NOT_RUN = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
+#: What is loaded and not run, and what is run as its graph, which is looked into.
+_NOT_RUN = frozenset({"Constant", "SequenceMap"})
 #: As many channels do kernels read at once.
 _VECTOR = 4
 #: Of fewer channels, and fewer products, another kernel adds up.
