@@ -186,6 +186,13 @@ MEET = {
         "m (float[3,4] x) => (float[n,o] y) { y = ReduceLogSumExp<axes=[1]>(x) }"
     ],
     "Where: truth values chosen": ["m (bool[3,4] x, bool[4] w) => (bool[3,4] y) { c = Not(x) y = Where(c, x, w) }"],
+    "Split: more pieces than a kernel makes": [
+        "m (float[4,18] x) => (float[4,18] y) { "
+        + ", ".join(f"p{i}" for i in range(18))
+        + " = Split<axis=1>(x) y = Concat<axis=1>("
+        + ", ".join(f"p{17 - i}" for i in range(18))
+        + ") }"
+    ],
     "Slice: backwards from within": [
         "m (float[3,4] x) => (float[n,o] y) <int64[1] b = {-2}, int64[1] e = {-9}, int64[1] a = {1}>"
         " { y = Slice(x, b, e, a, b) }"

@@ -159,8 +159,8 @@ class Kernels:
             reduced = reduced_shape(e, attrs, inputs) if traits.over == "axes" else None
             shape = reduced or result_shape(full_type, traits, [v.shape for v in inputs if v is not None])
         dtypes = [None if v is None else v.dtype for v in inputs]
-        call = Call(attrs, dtypes, shapes, len(kinds))
-        fault = None if e.at.emulates else fault_of(self.arithmetic.kind, full_type, call)
+        call = Call(self.arithmetic.kind, attrs, dtypes, shapes, len(kinds))
+        fault = None if e.at.emulates else fault_of(full_type, call)
         if fault is not None and fault.channels and shapes[1] is not None:
             rank, more = len(shapes[1]), -shapes[1][1] % fault.channels
             whole = [

@@ -218,14 +218,13 @@ class _Fitting:
         yield node
 
     def _lacks(self, node: onnx.NodeProto, slots: Signature, kinds: Mapping[str, frozenset[str]] | None) -> bool:
-        """Whether the place has no kernel for the types of this node's tensors, or for as many pieces."""
+        """Whether the place has no kernel for this node's tensors, or one that fails."""
         for at, names in ((slots.input, node.input), (slots.output, node.output)):
             for slot, name in enumerate(names):
                 kind, variable = self._dtype(name), at(slot)
                 if kind and (kind not in slots.admits[variable] or not _takes(kinds, variable, kind)):
                     return True
-        many = node.op_type == "Split" and len(node.output) > (self.at.most_pieces or len(node.output))
-        return kinds is None or many or self._fault(node) is not None
+        return kinds is None or self._fault(node) is not None
 
     def _fault(self, node: onnx.NodeProto) -> Fault | None:
         """What is wrong with the kernel for such tensors, where a body stands for it."""
@@ -238,8 +237,8 @@ class _Fitting:
         def integers(slot: int) -> list[int] | None:
             return integers_in(self.e, self._value(node.input[slot])) if slot < len(node.input) else None
 
-        call = Call(_attributes(node), dtypes, shapes, sum(map(bool, node.output)), integers)
-        fault = fault_of(self.lowered.place, full_type, call)
+        call = Call(self.lowered.place, _attributes(node), dtypes, shapes, sum(map(bool, node.output)), integers)
+        fault = fault_of(full_type, call)
         return fault if fault is not None and fault.around == "body" else None
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:

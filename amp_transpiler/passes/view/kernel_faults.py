@@ -31,9 +31,10 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is given: attributes, element types and shapes of its inputs, where they are known, how many
-    results are wanted, and the integers in an input where these are fixed."""
+    """What a kernel on a place of this kind is given: attributes, element types and shapes of its inputs, where they
+    are known, how many results are wanted, and the integers in an input where these are fixed."""
 
+    kind: str
     attrs: Mapping[str, Any]
     dtypes: Sequence[str | None]
     shapes: Sequence[tuple[int, ...] | None]
@@ -51,17 +52,17 @@ class Call:
         return len(self.shapes[0] or self.shapes[1] or ())
 
 
-def fault_of(kind: str, full_type: str, call: Call) -> Fault | None:
-    """The fault of the kernel that runs an operator on a place of this kind; None for none."""
-    return next(iter(_faults_of(kind, full_type, call)), None)
+def fault_of(full_type: str, call: Call) -> Fault | None:
+    """The fault of the kernel that runs an operator; None for none."""
+    return next(iter(_faults_of(full_type, call)), None)
 
 
-def _faults_of(kind: str, full_type: str, call: Call) -> list[Fault]:
-    return [fault for fault in faults(kind).get(full_type, ()) if _HOLDS[fault.where](call)]
+def _faults_of(full_type: str, call: Call) -> list[Fault]:
+    return [fault for fault in faults(call.kind).get(full_type, ()) if _HOLDS[fault.where](call)]
 
 
 def fault_at(kind: str, op: Operator) -> Fault | None:
-    """The same of an operator of a program, as it stands."""
+    """The same of an operator of a program, as it stands, on a place of this kind."""
     return next(iter(_faults_at(kind, op, declared)), None)
 
 
@@ -89,7 +90,7 @@ def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> l
         data = None if variable is None else constants.content(variable)
         return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
 
-    return _faults_of(kind, name, Call(op.attrs, types(op).inputs, shapes, wanted, integers))
+    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers))
 
 
 def leaves(op: Operator, kind: str) -> str:
@@ -192,6 +193,11 @@ def _scalar_added(call: Call) -> bool:
     return added is not None and math.prod(added) == 1 and len(added) < 2
 
 
+def _too_many_pieces(call: Call) -> bool:
+    most = place_traits(call.kind).most_pieces
+    return call.results > (most or call.results)
+
+
 def _vector(call: Call) -> bool:
     return any(shape is not None and len(shape) == 1 for shape in call.shapes)
 
@@ -222,6 +228,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "16-bit numbers combined": lambda call: call.dtypes[0] in HALF and call.attrs.get("reduction", "none") != "none",
     "16-bit numbers": lambda call: call.dtypes[0] in HALF,
     "cubic, of other numbers than fp32": lambda call: call.attrs.get("mode") == "cubic" and call.dtypes[0] != "float32",
+    "more pieces than a kernel makes": _too_many_pieces,
     "indices wanted": lambda call: call.results > 1,
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
