@@ -15,7 +15,7 @@ from amp_transpiler.errors import ArgumentError, ListError
 from amp_transpiler.ir.reasons import Kind, parse
 from amp_transpiler.lists import faults
 from amp_transpiler.passes.view.kernel_faults import fault_at
-from tests.helpers.converting import HEAD, filled
+from tests.helpers.converting import HEAD, PIECES, filled
 
 RECURRENT = (
     "m (float[4,1,8] x) => (float[4,1,1,8] y) <float[1,24,8] w, float[1,24,8] r>"
@@ -186,13 +186,7 @@ MEET = {
         "m (float[3,4] x) => (float[n,o] y) { y = ReduceLogSumExp<axes=[1]>(x) }"
     ],
     "Where: truth values chosen": ["m (bool[3,4] x, bool[4] w) => (bool[3,4] y) { c = Not(x) y = Where(c, x, w) }"],
-    "Split: more pieces than a kernel makes": [
-        "m (float[4,18] x) => (float[4,18] y) { "
-        + ", ".join(f"p{i}" for i in range(18))
-        + " = Split<axis=1>(x) y = Concat<axis=1>("
-        + ", ".join(f"p{17 - i}" for i in range(18))
-        + ") }"
-    ],
+    "Split: more pieces than a kernel makes": [PIECES],
     "Slice: backwards from within": [
         "m (float[3,4] x) => (float[n,o] y) <int64[1] b = {-2}, int64[1] e = {-9}, int64[1] a = {1}>"
         " { y = Slice(x, b, e, a, b) }"

@@ -12,6 +12,14 @@ import amp_transpiler as amp
 from tests.helpers.sessions import session
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
+#: Split into more pieces than a shader has buffers for certain, joined in another order.
+PIECES = (
+    "m (float[4,18] x) => (float[4,18] y) { a = Neg(x) "
+    + ", ".join(f"p{i}" for i in range(18))
+    + " = Split<axis=1>(a) y = Concat<axis=1>("
+    + ", ".join(f"p{17 - i}" for i in range(18))
+    + ") }"
+)
 TYPES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT}
 
 

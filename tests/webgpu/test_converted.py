@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.converting import filled
+from tests.helpers.converting import PIECES, filled
 from tests.helpers.webgpu_sessions import built_in, session
 
 pytestmark = pytest.mark.webgpu
@@ -85,11 +85,7 @@ END_THE_RUN = {
     ' { a = Neg(x) b = Resize<mode="cubic">(a, "", s) y = Neg(b) }',
     "ScatterND": "m (float[5,3] x, float[2,3] u) => (float[n,o] y) <int64[2,1] i = {3, 3}>"
     ' { a = Relu(x) b = ScatterND<reduction="add">(a, i, u) y = Neg(b) }',
-    "Split": "m (float[4,18] x) => (float[4,18] y) { a = Neg(x) "
-    + ", ".join(f"p{i}" for i in range(18))
-    + " = Split<axis=1>(a) y = Concat<axis=1>("
-    + ", ".join(f"p{17 - i}" for i in range(18))
-    + ") }",
+    "Split": PIECES,
 }
 
 
