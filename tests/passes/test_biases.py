@@ -100,3 +100,16 @@ def test_no_update_waits_for_what_nobody_asked_for() -> None:
     graph = lower(main, "cpu", {}, [loss]).model.graph
     forward = [node for node in graph.node if node.op_type in ("MatMul", "Gemm") and "GRAD" not in node.output[0]]
     assert [node.op_type for node in forward] == ["Gemm", "Gemm"]
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_operators_of_a_branch_are_not_taken_for_the_sum_around_it(place: str) -> None:
+    """Operators are numbered in each graph, and one of a branch may have the number of a sum that adds a bias."""
+    for count in range(1, 9):
+        chain = " ".join(f"n{i + 1} = Neg(n{i})" for i in range(count))
+        branches = f"""then_branch = yes () => (float16[1, 2, 3] n{count}) {{ n0 = Abs(q) {chain} }},
+                       else_branch = no () => (float16[1, 2, 3] a) {{ a = Abs(q) }}"""
+        body = f"p = MatMul(x, w)  q = Add(p, b)  c = Constant <value = bool {{1}}> ()  y = If (c) <{branches}>"
+        (branch,) = [node for node in lower(program(body), place, {}).model.graph.node if node.op_type == "If"]
+        made = onnx.helper.get_attribute_value(branch.attribute[0])
+        assert [node.op_type for node in made.node] == ["Abs", *["Neg"] * count, "Identity"]

@@ -22,8 +22,8 @@ from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
 def biased_products(
     order: Sequence[Operator], place: str, keep_fp32: Container[str], fetches: Container[Variable]
-) -> dict[int, Operator]:
-    """Of each Add (its key) that adds a bias to a product of matrices and alone reads it: the product.
+) -> dict[Operator, Operator]:
+    """Of each Add that adds a bias to a product of matrices and alone reads it: the product.
 
     On CPU an fp32 product that is fetched too is not computed a second time.
     """
@@ -36,7 +36,7 @@ def biased_products(
             if product is not None and bias is not None and _is_biased(op, product, bias, types, keep_fp32):
                 assert product.producer is not None
                 if not place_traits(place).host or product.dtype in HALF or product not in fetches:
-                    found[op.key] = product.producer
+                    found[op] = product.producer
                 break
     return found
 

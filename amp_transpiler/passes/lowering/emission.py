@@ -134,7 +134,7 @@ class _Emission(EmulatedStorage):
         seen: dict[int, Variable] = {}
         for op in self.order:
             for v in (*op.inputs, *op.captures):
-                if v is not None and v.producer is None and v.key not in self.left:
+                if v is not None and v.producer is None and v not in self.left:
                     seen.setdefault(v.key, v)
         for v in (*self.fetches, *self.updates.values()):
             if v.producer is None:
@@ -215,7 +215,7 @@ class _Emission(EmulatedStorage):
         elif lowering_rule_of(op, self.e.at) is None or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-            known = emit_known(self, op) or emit_biased(self, self.biased.get(op.key), op)
+            known = emit_known(self, op) or emit_biased(self, self.biased.get(op), op)
             if not (known or emit_multiple(self, op) or emit_lookup(self, op) or emit_scatter(self, op)):
                 self._standard(op)
 
@@ -242,13 +242,13 @@ class _Emission(EmulatedStorage):
         """What the operator's rule writes; False where it leaves the operator as it stands to this place."""
         found, function = lookup(op), lowering_rule_of(op, self.e.at)
         assert found is not None and function is not None and self.shapes is not None
-        self.e.wanted = [v is not None and v.key not in self.left for v in op.outputs]
+        self.e.wanted = [v is not None and v not in self.left for v in op.outputs]
         self.e.output_shapes = [
             self.shapes.shape(v) if v is not None and v.grad_of is not None else None for v in op.outputs
         ]
-        variables = self.sums.left.get(op.key, op.inputs)
-        inputs = [None if v is None or v.key in self.left else self.shaped(op, v) for v in variables]
-        self.e.summand = self.added(op, self.sums.before.get(op.key))
+        variables = self.sums.left.get(op, op.inputs)
+        inputs = [None if v is None or v in self.left else self.shaped(op, v) for v in variables]
+        self.e.summand = self.added(op, self.sums.before.get(op))
         if not found.native:
             inputs = [None if v is None else self.e.f32(v) for v in inputs]
         unrounded = any(v is not None and v.name in self.keep_fp32 for v in op.outputs)
@@ -264,7 +264,7 @@ class _Emission(EmulatedStorage):
         if results is None:
             return False
         for variable, value, size in zip_longest(op.outputs, results, sizes):
-            if variable is not None and variable.key not in self.left:
+            if variable is not None and variable not in self.left:
                 if value is None:
                     raise GraphError(
                         f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"

@@ -30,7 +30,7 @@ class EmulatedStorage:
         self.keep_fp32 = keep_fp32
         self.env: dict[int, Value] = {}
         #: Variables kept fp32, rounded for the readers that do not run in fp32.
-        self.rounded: dict[int, Value] = {}
+        self.rounded: dict[Variable, Value] = {}
         self.shapes: Shapes | None = None
 
     @cached_property
@@ -53,9 +53,9 @@ class EmulatedStorage:
             return value
         if any(v is not None and v.name in self.keep_fp32 for v in op.outputs):
             return value
-        if variable.key not in self.rounded:
-            self.rounded[variable.key] = self.e.stored(value, variable.dtype)
-        return self.rounded[variable.key]
+        if variable not in self.rounded:
+            self.rounded[variable] = self.e.stored(value, variable.dtype)
+        return self.rounded[variable]
 
     def shaped(self, op: Operator, variable: Variable) -> Value:
         """The same, with its shape; GraphError where that is not fixed."""

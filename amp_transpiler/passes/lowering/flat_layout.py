@@ -103,11 +103,11 @@ def flat_layout(
     updates: Mapping[Variable, Variable],
     shapes: Shapes | None,
     place: str,
-    left: Container[int] = frozenset(),
+    left: Container[Variable] = frozenset(),
 ) -> FlatLayout:
     """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates.
 
-    ``left``: keys of the variables of rows that are left to other ranks.
+    ``left``: the variables of rows that are left to other ranks.
     """
     layout = FlatLayout()
     at = place_traits(place)
@@ -180,7 +180,7 @@ def _add_statistics(
             layout.states.append(FlatState(f"@{type_}/{slot}", dtype or "", rows, tuple(found), news))
 
 
-def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes, left: Container[int]) -> list[_Row]:
+def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes, left: Container[Variable]) -> list[_Row]:
     slots = slots_of(op.type, op.domain)
     assert slots is not None
     found = []
@@ -198,7 +198,7 @@ def _rows(op: Operator, updates: Mapping[Variable, Variable], shapes: Shapes, le
         shape = sizes.pop()
         if sizes or shape is None or not math.prod(shape):
             continue
-        kept = not all(new.key in left for _, new in states.values())
+        kept = not all(new in left for _, new in states.values())
         if any((kept and updates.get(state) is not new) or not state.persistable for state, new in states.values()):
             continue
         way, raw = _way(gradient)

@@ -25,10 +25,10 @@ _SUM = own("GradSum")
 class RunningSums:
     """What products add to their own share, and what is left to add."""
 
-    #: Of a product's gradient (its key) the variable whose value it adds to that of its first input.
-    before: dict[int, Variable] = field(default_factory=dict)
-    #: Of a sum (its key) the variables that no product has added.
-    left: dict[int, list[Variable]] = field(default_factory=dict)
+    #: Of a product's gradient the variable whose value it adds to that of its first input.
+    before: dict[Operator, Variable] = field(default_factory=dict)
+    #: Of a sum the variables that no product has added.
+    left: dict[Operator, list[Variable]] = field(default_factory=dict)
 
 
 def running_sums(
@@ -36,26 +36,26 @@ def running_sums(
 ) -> RunningSums:
     """For operators in the order in which they are emitted."""
     found, at_place = RunningSums(), place_traits(place)
-    at = {op.key: number for number, op in enumerate(order)}
+    at = {op: number for number, op in enumerate(order)}
     for op in order:
         shares = [v for v in op.inputs if v is not None]
         result = op.outputs[0] if op.outputs else None
         if op.full_type != _SUM or result is None or len({v.key for v in shares}) < len(shares) or len(shares) < 2:
             continue
-        if {v.dtype for v in shares} != {result.dtype} or not all(v.producer and v.producer.key in at for v in shares):
+        if {v.dtype for v in shares} != {result.dtype} or not all(v.producer and v.producer in at for v in shares):
             continue
         if not at_place.device and (not at_place.emulates or result.dtype not in HALF or result.name in keep_fp32):
             continue
-        shares.sort(key=lambda v: at[v.producer.key] if v.producer else 0)
+        shares.sort(key=lambda v: at[v.producer] if v.producer else 0)
         total, left = shares[0], list[Variable]()
         for share in shares[1:]:
             made = share.producer
             if made is not None and share not in fetches and share.name not in keep_fp32 and _adds(made, share):
-                found.before[made.key], total = total, share
+                found.before[made], total = total, share
             else:
                 left.append(share)
         if total is not shares[0]:
-            found.left[op.key] = [total, *left]
+            found.left[op] = [total, *left]
     return found
 
 

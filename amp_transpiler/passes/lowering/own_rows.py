@@ -34,13 +34,12 @@ def fullest(graph: Graph) -> int:
     return max(load, key=lambda rank: (load[rank], -rank), default=0)
 
 
-def left_to_others(operators: Sequence[Operator], targets: Sequence[Variable]) -> frozenset[int]:
-    """Keys of what rows of state alone read or make, none of whose new values is needed for the targets.
+def left_to_others(operators: Sequence[Operator], targets: Sequence[Variable]) -> frozenset[Variable]:
+    """What rows of state alone read or make, none of whose new values is needed for the targets.
 
     A row of an operator that gates state depends on nothing of its other rows. One reverse sweep.
     """
-    needed = {v.key for v in targets}
-    left: set[int] = set()
+    needed, left = set(targets), set[Variable]()
     for op in reversed(operators):
         slots = slots_of(op.type, op.domain)
         read = [*op.inputs, *op.captures]
@@ -49,11 +48,11 @@ def left_to_others(operators: Sequence[Operator], targets: Sequence[Variable]) -
             for number, row in enumerate(slots.rows(op.inputs)):
                 first = len(slots.outputs) + number * width
                 made = [v for v in op.outputs[first : first + width] if v is not None]
-                if any(v.key in needed for v in made):
+                if not needed.isdisjoint(made):
                     read += row.values()
                 else:
-                    left |= {v.key for v in (*row.values(), *made) if v is not None}
-        needed |= {v.key for v in read if v is not None}
+                    left |= {v for v in (*row.values(), *made) if v is not None}
+        needed |= {v for v in read if v is not None}
     return frozenset(left - needed)
 
 
