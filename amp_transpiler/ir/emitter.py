@@ -104,6 +104,13 @@ class Emitter:
         """Keep these tensor names free for the caller."""
         self._names.update(names)
 
+    def own(self, name: str) -> str:
+        """This tensor name where it is free, else a fresh one."""
+        if name in self._names:
+            return self.name(name)
+        self._names.add(name)
+        return name
+
     def name(self, hint: str) -> str:
         """A fresh tensor name."""
         while True:

@@ -111,6 +111,13 @@ def test_nested_graphs_count_as_often_as_they_run() -> None:
     assert (branch.kernels, branch.bytes) == (2, 2 * 2 * 64 * 32 * 4)
 
 
+def test_branches_with_names_in_common_are_each_counted_for_their_own_operators() -> None:
+    branches = """then_branch = large () => (float[64, 32] u) { s = Exp(x)  t = Exp(s)  u = Neg(t) },
+        else_branch = small () => (float[64, 32] u) { s = Tanh(x)  u = Sigmoid(s) }"""
+    found = estimate(f"y = If (b) <{branches}>", "float[64, 32] x, bool b").operators
+    assert [(row.operator, row.kernels) for row in found] == [("Exp", 2), ("Neg", 1)]
+
+
 def test_a_loop_that_runs_an_unknown_number_of_times_is_named() -> None:
     found = estimate(LOOP, "float[64, 32] x, int64 n")
     assert found.kernels == 2 and [name.split()[0] for name in found.unknown] == ["Loop"]

@@ -125,6 +125,14 @@ def test_float_types_that_the_place_lacks_are_refused(dtype: str, other: str) ->
         lower(main, "webgpu", {}, [loss])
 
 
+def test_an_operator_of_a_branch_is_named_though_the_other_branch_has_its_name() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]> net (bfloat16[2] x, bool c) => (float[2] y) {
+        y = If (c) <then_branch = yes () => (float[2] t) { s = Abs(x)  t = Cast <to = 1> (s) },
+                    else_branch = no () => (float[2] t) { s = Neg(x)  t = Cast <to = 1> (s) }> }"""
+    with pytest.raises(GraphError, match="'Abs -> s' computes with bfloat16"):
+        lower(amp.Program.from_onnx(onnx.parser.parse_model(text)), "webgpu", {})
+
+
 # -- bodies ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("type_", "inputs", "attrs"), CASES, ids=[f"{n}-{c[0]}" for n, c in enumerate(CASES)])
 def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.ndarray], attrs: dict[str, Any]) -> None:

@@ -98,6 +98,21 @@ def test_branches_that_the_shapes_never_take_need_not_fit_them() -> None:
     assert np.array_equal(got, X24.ravel())
 
 
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_constant_of_one_branch_may_have_the_name_of_a_tensor_of_the_other(chosen: bool, place: str) -> None:
+    tensor = "graph () => (float[2] t) { k = Neg(x)  t = Exp(k) }"
+    constant = "graph () => (float[2] t) <float[2] k = {3, 5}> { t = Mul(x, k) }"
+    for yes, no in ((tensor, constant), (constant, tensor)):
+        model = onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["" : 21]> net (float[2] x, bool c) => (float[2] y) {{
+                y = If (c) <then_branch = {yes.replace("graph", "yes")}, else_branch = {no.replace("graph", "no")}> }}"""
+        )
+        feeds = {"x": np.array([-1, 0.5], np.float32), "c": np.array(chosen)}
+        lowered = lower(amp.Program.from_onnx(model), place, {}).model
+        np.testing.assert_array_equal(run(lowered, feeds), run(model, feeds))
+
+
 def test_outputs_may_be_inputs_constants_repeated_or_aliases() -> None:
     program = amp.Program()
     x = program.add_input("x", "float16", (2,))

@@ -88,6 +88,7 @@ class _Emission(EmulatedStorage):
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
         self.inputs: list[onnx.ValueInfoProto] = []
+        self.named: dict[Variable, str] = {}  # tensors of nested graphs: a graph beside may have such variables too
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left)
         self.e.rows = self.layout.rows
@@ -169,12 +170,12 @@ class _Emission(EmulatedStorage):
         remember_state(self.e, [self.env[v.key] for v in flat.states], whole, flat.cast_whole)
 
     def _constant(self, variable: Variable) -> Value:
-        """Constant content as an initializer, whose name no other graph's has; on CPU 16-bit content as fp32."""
+        """Constant content as an initializer; on CPU 16-bit content as fp32."""
         dtype, shape = tensor_type(variable.data)
         data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
         if self.cpu and dtype in HALF:
             dtype, data = "float32", as_array(data).astype(np.float32)
-        name = variable.name if variable.name not in self.e.initializers else self.e.name(variable.name)
+        name = self.named.get(variable, variable.name)
         self.e.initializers[name] = to_proto(data, name)
         return Value(name, dtype, shape)
 
@@ -298,7 +299,7 @@ class _Emission(EmulatedStorage):
             rounded = self.cpu and v.dtype in HALF
             kind = "float32" if rounded and not real else (v.dtype or "")
             shape = static(self.shapes[v][1]) if self.shapes is not None else static(v.shape)
-            raw.append(Value(self.e.name(op.type) if rounded else v.name, kind, shape))
+            raw.append(Value(self.e.name(op.type) if rounded else self.named.get(v, v.name), kind, shape))
         node.output.extend("" if v is None else v.name for v in raw)
         node.attribute.extend(self.attributes(op, real))
         for name, nested in op.attrs.graphs.items():
@@ -322,7 +323,7 @@ class _Emission(EmulatedStorage):
         if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
             ruled = any(map(has_lowering_rule, nested.operators))
             self.shapes = Shapes(nested, around=shapes) if ruled else None
-        e.reserve(v.name for v in nested.variables)
+        self.named |= {v: e.own(v.name) for v in nested.variables if v.outer is None}
         graph, inner = onnx.GraphProto(name=nested.name or "body"), dict[int, Value]()
         self.env = inner
         with e.nested():
@@ -331,11 +332,11 @@ class _Emission(EmulatedStorage):
                     inner[v.key] = env[v.outer.key]
                 elif v.is_input:
                     kind = "float32" if self.cpu and v.dtype in HALF else (v.dtype or "")
-                    info = graph.input.add(name=v.name)
+                    info = graph.input.add(name=self.named[v])
                     info.type.CopyFrom(nested_type(v, self.cpu))
-                    inner[v.key] = Value(v.name, kind, static(v.shape))
+                    inner[v.key] = Value(info.name, kind, static(v.shape))
                     if v.dtype in HALF and nested.parent is not None:
-                        self.result.inner[v.name] = nested.parent
+                        self.result.inner[info.name] = nested.parent
                 elif v.producer is None and v.data is not None:
                     inner[v.key] = self._constant(v)
             for op in needed(nested, nested.outputs):

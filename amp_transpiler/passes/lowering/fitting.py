@@ -30,7 +30,7 @@ from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
 from amp_transpiler.lists import Fault, faults, kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import body_of, integers_in
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
-from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
+from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_within
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
 #: onnxruntime's names of element types that are other than ours.
@@ -67,12 +67,9 @@ class _Fitting:
         self.lowered, self.graph = lowered, lowered.model.graph
         self.at = place_traits(lowered.place)
         self.opset = next(each.version for each in lowered.model.opset_import if not each.domain)
-        whole = inferred(lowered)
-        self.types: dict[str, Type] = types_in(whole)
+        self.types: dict[str, Type] = types_within(inferred(lowered))
         self.e = _Sizing(lowered.place, self.opset)
-        own = {*self.types, *(name for node in self.graph.node for name in node.output)}
-        self.e.reserve(own.union(*((*node.input, *node.output) for node in every_node(self.graph.node))))
-        self._tell_apart(self.graph, whole, own)
+        self.e.reserve(set(self.types).union(*((*n.input, *n.output) for n in every_node(self.graph.node))))
         self.e.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
         self.e.given = lowered.given
         #: Tensors of 64-bit integers that hold 32 bits.
@@ -103,21 +100,6 @@ class _Fitting:
             held = {key: value for key, value in values.items() if value.name in self.narrow}
             values.update({key: replace(value, dtype=_NARROW) for key, value in held.items()})
         return lowered
-
-    def _tell_apart(self, graph: onnx.GraphProto, known: onnx.GraphProto, taken: set[str]) -> None:
-        """Let no two nested graphs make tensors of the same name, and note what types these have."""
-        for node, like in zip(graph.node, known.node, strict=True):
-            for inner, twin in zip(nested_graphs(node), nested_graphs(like), strict=True):
-                made = {info.name for info in inner.input}.union(*(each.output for each in inner.node)) - {""}
-                names = {name: self.e.name(name) for name in sorted(made & taken)}
-                rename_tensors(inner.node, names)
-                for info in (*inner.input, *inner.output):
-                    info.name = names.get(info.name, info.name)
-                origins, types = self.lowered.inner, types_in(twin)
-                origins |= {new: origins[name] for name, new in names.items() if name in origins}
-                self.types |= {names.get(name, name): types[name] for name in made & types.keys()}
-                taken |= made.union(names.values())
-                self._tell_apart(inner, twin, taken)
 
     def _check(self, node: onnx.NodeProto, origin: Operator | None) -> None:
         """GraphError where a tensor has a float type that the place's tensors cannot have."""

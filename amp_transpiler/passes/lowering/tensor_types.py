@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.types import NAMES
@@ -62,6 +63,15 @@ def types_in(graph: onnx.GraphProto) -> dict[str, Type]:
             found[info.name] = (NAMES.get(tensor_type.elem_type, ""), tuple(dims) if fixed else None)  # type: ignore[arg-type]
     for tensor in graph.initializer:
         found[tensor.name] = (NAMES[tensor.data_type], tuple(tensor.dims))
+    return found
+
+
+def types_within(graph: onnx.GraphProto) -> dict[str, Type]:
+    """The same, with those of nested graphs, whose tensors have names of their own in a lowered model."""
+    found = types_in(graph)
+    for node in graph.node:
+        for nested in nested_graphs(node):
+            found |= types_within(nested)
     return found
 
 
